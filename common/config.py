@@ -1,0 +1,122 @@
+"""Configuration: frozen slices, validated on construction. Flags are made from these fields: one field, one flag, one help text.
+
+Owns names, defaults, help and limits. Reads no files, flags or environment.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from common.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+TransportName = Literal["nixl"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+DEMO_MODEL = "demo"
+
+
+def option(default: Any, help_text: str) -> Any:
+    """A field that is also a flag."""
+    return field(default=default, metadata={"help": help_text})
+
+
+def _require(holds: bool, flag: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"--{flag} must be {rule}, is {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is held."""
+
+    model: str = option(DEMO_MODEL, "checkpoint: a folder, a Hugging Face name, or 'demo' (the model shipped with Tandem)")
+    dtype: Dtype = option("auto", "auto: float32 on CPU, bfloat16 on CUDA")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    served_name: str = option("", "model name in the API; default: the checkpoint's name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Memory and batch of one instance."""
+
+    page_size: int = option(16, "tokens of a KV page")
+    kv_memory: str = option("auto", "bytes for KV pages, such as 512MiB or 40GiB; auto: a share of what is free")
+    max_running: int = option(64, "requests computed at once (rows of the batch)")
+    chunk_tokens: int = option(512, "prompt tokens computed in one forward, over all requests")
+    threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local divides them)")
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
+        _require(1 <= self.max_running <= 4096, "max-running", "between 1 and 4096", self.max_running)
+        _require(self.chunk_tokens >= 1, "chunk-tokens", "at least 1", self.chunk_tokens)
+        _require(self.threads >= 0, "threads", "0 or more", self.threads)
+        parse_bytes(self.kv_memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig:
+    """One instance as a member of a fleet."""
+
+    router: str = option("tcp://127.0.0.1:8001", "the router's control address")
+    host: str = option("127.0.0.1", "address of this host that peers can reach")
+    inbox_port: int = option(0, "port of this instance's inbox; 0: choose one and print it")
+    name: str = option("", "instance id; default: role and a random suffix")
+    transport: TransportName = option("nixl", "library that moves KV pages")
+    tp: int = option(1, "tensor-parallel ranks of the instance (1 for now)")
+    rank: str = option("0", "which of its ranks this host starts (0 for now)")
+    max_waiting: int = option(1024, "requests that may wait in this instance; more are refused")
+    request_timeout_s: float = option(600.0, "longest life of a request in this instance, in seconds")
+    startup_timeout_s: float = option(300.0, "deadline for loading and joining the fleet, in seconds")
+
+    def __post_init__(self) -> None:
+        _require(self.tp == 1, "tp", "1 (tensor parallelism is not built yet)", self.tp)
+        _require(self.rank in ("0", "0-0"), "rank", "0 (tensor parallelism is not built yet)", self.rank)
+        _require(0 <= self.inbox_port < 65536, "inbox-port", "between 0 and 65535", self.inbox_port)
+        _require(self.max_waiting >= 1, "max-waiting", "at least 1", self.max_waiting)
+        _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
+        _require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The HTTP side and the fleet's meeting point."""
+
+    host: str = option("127.0.0.1", "address to listen on, for HTTP and control")
+    port: int = option(8000, "HTTP port; 0: choose one and print it")
+    control_port: int = option(8001, "port that instances register at; 0: choose one and print it")
+    max_requests: int = option(1024, "requests in the system at once; more are answered 429")
+    max_body: str = option("16MiB", "largest HTTP request body")
+    heartbeat_s: float = option(0.5, "how often instances report, in seconds")
+    dead_after_s: float = option(3.0, "an instance that was not heard of for so long is dead, in seconds")
+    request_timeout_s: float = option(600.0, "longest life of a request, in seconds")
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 65536, "port", "between 0 and 65535", self.port)
+        _require(0 <= self.control_port < 65536, "control-port", "between 0 and 65535", self.control_port)
+        _require(self.max_requests >= 1, "max-requests", "at least 1", self.max_requests)
+        _require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)
+        _require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
+        _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
+        parse_bytes(self.max_body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    log_level: LogLevel = option("info", "least level that is logged, to stderr")
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int | None:
+    """Bytes of "512MiB", "40GiB", "1000000"; None for "auto". Raises ConfigError."""
+    if text == "auto":
+        return None
+    digits = text.rstrip("BKMGIbkmgi ")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        number = float(digits)
+    except ValueError:
+        number = -1.0
+    if number <= 0 or unit not in _UNITS:
+        raise ConfigError(f"{text!r} is no amount of memory: write a number with B, KiB, MiB or GiB, or auto")
+    return int(number * _UNITS[unit])

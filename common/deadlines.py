@@ -1,0 +1,49 @@
+"""The deadline wheel: what must have happened by when, for one process.
+
+Owns the times. Reads no clock: the time is an argument. A deadline is keyed, so setting it again moves it.
+"""
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class DeadlineWheel(Generic[K]):
+    """Keyed deadlines; O(log n) to set, O(1) to clear."""
+
+    def __init__(self) -> None:
+        self._at: dict[K, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def set(self, key: K, at_s: float) -> None:
+        self._serial += 1
+        self._at[key] = (at_s, self._serial)
+        heapq.heappush(self._heap, (at_s, self._serial, key))
+
+    def clear(self, key: K) -> None:
+        """Forget the deadline; it may already have passed or never have been set."""
+        self._at.pop(key, None)
+
+    def next_at(self) -> float | None:
+        """When the earliest deadline passes, or None when there is none."""
+        self._drop_stale()
+        return self._heap[0][0] if self._heap else None
+
+    def expired(self, now: float) -> list[K]:
+        """Remove and return the keys whose deadline has passed, earliest first."""
+        keys = []
+        while (at := self.next_at()) is not None and at <= now:
+            _, _, key = heapq.heappop(self._heap)
+            del self._at[key]
+            keys.append(key)
+        return keys
+
+    def _drop_stale(self) -> None:
+        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][:2]:
+            heapq.heappop(self._heap)

@@ -1,0 +1,50 @@
+"""The port of the engine: plans in, sampled tokens out.
+
+Owns no implementation: `torch_executor` (CPU and CUDA), `toy` (its next token depends on every byte of its KV) and `timed`
+(computes nothing) do.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.engine.plan import Plan, StepResult
+from common.errors import TandemError
+from common.messages import ModelIdentity
+from common.pages.layout import KVLayout, MemoryRegion
+
+
+class ExecutorFailed(TandemError):
+    """A step could not be computed; the instance cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """What an executor holds: known once it is loaded, and constant from then on."""
+
+    model: ModelIdentity
+    layout: KVLayout
+    total_pages: int
+    max_rows: int
+    memory: MemoryRegion
+    eos_token_ids: tuple[int, ...]
+    device: str
+
+
+class StepHandle(Protocol):
+    """A step in flight."""
+
+    def poll(self) -> StepResult | None:
+        """The result once the step is complete (its KV is in the pages), None before. Raises ExecutorFailed."""
+
+
+class Executor(Protocol):
+    """Runs plans in the order of their launch. Launching never blocks; the implementation wakes its process's loop when a
+    step completes (it is given a `wake` callable at construction)."""
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    def launch(self, plan: Plan) -> StepHandle: ...
+
+    def close(self) -> None:
+        """Stop after the steps in flight. Idempotent."""

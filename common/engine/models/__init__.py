@@ -1,0 +1,1 @@
+"""Model architectures, as plain as they can be."""

@@ -1,0 +1,83 @@
+"""Plans and their results: what a scheduler decided for the next forward, as pure data.
+
+Owns the vocabulary between scheduler and executor. Knows no tensors, requests, messages or time.
+
+A *row* is a place in the executor's persistent batch. A row's life:
+
+    RowStart ─► Chunk, Chunk, … Chunk(last) ─► in decode_rows, step after step ─► stops
+    RowStart(with last_token) ────────────────► in decode_rows, step after step ─► stops
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowStart:
+    """Put a request into a row.
+
+    pages: [pages] int32, page ids in token order, for every token that the row may ever hold.
+    length: tokens whose KV is in those pages already. last_token: the token to feed at position `length` when the row decodes at
+    once (its KV is not in the pages yet); None when chunks come first.
+    """
+
+    row: int
+    pages: Int32Array
+    sampling: SamplingParams
+    length: int = 0
+    last_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Compute prompt tokens [start, start + len(token_ids)) of a row. The last chunk samples the row's next token.
+
+    token_ids: [tokens] int32.
+    """
+
+    row: int
+    start: int
+    token_ids: Int32Array
+    last: bool
+
+
+def _no_rows() -> Int32Array:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One forward. Applied in this order: stops, starts, then chunks and decode rows in one forward.
+
+    decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and samples the next.
+    A plan may name rows whose last token is still being computed by the plan before: executors run plans in order.
+    """
+
+    step: int
+    stops: tuple[int, ...] = ()
+    starts: tuple[RowStart, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decode_rows: Int32Array = field(default_factory=_no_rows)
+
+    @property
+    def sampled_rows(self) -> Int32Array:
+        """Rows that sample a token, in the order of `StepResult.tokens`: last chunks first, then decode rows. [rows] int32."""
+        last = np.array([chunk.row for chunk in self.chunks if chunk.last], dtype=np.int32)
+        return np.concatenate([last, self.decode_rows])
+
+    @property
+    def chunk_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """tokens: [rows] int32, aligned with the plan's `sampled_rows`. seconds: time the forward took."""
+
+    plan: Plan
+    tokens: Int32Array
+    seconds: float

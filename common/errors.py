@@ -1,0 +1,74 @@
+"""The error tree: each error knows its HTTP status, its OpenAI type and whether trying again helps.
+
+Foreign errors are translated into these at the door they come in by. Knows nothing of HTTP servers.
+"""
+
+from typing import ClassVar
+
+
+class TandemError(Exception):
+    """Base of every error that Tandem raises on purpose."""
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+
+
+class BadRequest(TandemError):
+    """The client's request cannot be served as written; `field` names what to change."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class UnknownModel(BadRequest):
+    """The request names a model that this fleet does not serve."""
+
+    status = 404
+
+
+class Overloaded(TandemError):
+    """A bounded queue is full: try again after `retry_after_s`."""
+
+    status = 429
+    kind = "overloaded_error"
+    retryable = True
+    retry_after_s = 1
+
+
+class Unavailable(TandemError):
+    """No instance can serve the request now: try again after `retry_after_s`."""
+
+    status = 503
+    kind = "unavailable_error"
+    retryable = True
+    retry_after_s = 2
+
+
+class InstanceFailed(TandemError):
+    """An instance could not finish the request."""
+
+    status = 500
+    kind = "instance_error"
+    retryable = True
+
+
+class ConfigError(TandemError):
+    """A flag, file or combination that cannot be honoured; the message names it and the fix."""
+
+
+class PeerRefused(TandemError):
+    """A peer whose model, dtype, page size, layout or wire version does not match ours."""
+
+
+class WireError(TandemError):
+    """A frame that is not a message of its link."""
+
+
+class TransferError(TandemError):
+    """A transport operation failed at its library."""

@@ -1,0 +1,49 @@
+"""The names of things that cross process borders, as distinct types.
+
+Owns no behaviour. Knows nothing of messages, pages or sockets.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NewType
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+RequestId = NewType("RequestId", str)
+InstanceId = NewType("InstanceId", str)
+Incarnation = NewType("Incarnation", str)
+"""One life of an instance's process: a restarted instance keeps its id and gets a new incarnation."""
+
+Generation = NewType("Generation", int)
+"""The number of a reservation on its decode instance; never used twice within an incarnation."""
+
+Ticket = NewType("Ticket", int)
+"""The number of a push within the process that posts it."""
+
+Role = Literal["prefill", "decode"]
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+ROUTER = InstanceId("router")
+DETOKENIZER = InstanceId("detokenizer")
+
+
+class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """What every message about a request is keyed by: a late message of an old attempt is dropped by it."""
+
+    request_id: RequestId
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.attempt}"
+
+
+def pack_ids(ids: Int32Array | Sequence[int]) -> bytes:
+    """Token or page ids as they travel: little-endian int32, four bytes each."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> Int32Array:
+    """The inverse of `pack_ids`. Raises ValueError when `data` is not a whole number of ids."""
+    return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)

@@ -1,0 +1,133 @@
+"""The ports of an instance: how its scheduler sees transfers and mail, as pure data.
+
+Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, libraries or clocks; `kv_transfer` implements
+`Transfers`, `common.wire` implements `Mail`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+from common.engine.plan import Plan, StepResult
+from common.ids import Incarnation, InstanceId, Int32Array, Ticket
+from common.messages import AnyMessage, Counters, InstanceInfo, LinkInfo, Load
+
+M = TypeVar("M")
+
+
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Push:
+    """Write our pages into a peer's: source_pages[i] → target_pages[i]. [pages] int32 each.
+
+    The peer is named with its incarnation: a push meant for a dead incarnation fails instead of landing in its successor.
+    """
+
+    ticket: Ticket
+    peer: InstanceId
+    incarnation: Incarnation
+    source_pages: Int32Array
+    target_pages: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class PushDone:
+    """Every byte of the push is visible at the target."""
+
+    ticket: Ticket
+    pushed_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailed:
+    """The push did not complete. `quiescent` says that no byte of it is or will be under way."""
+
+    ticket: Ticket
+    reason: str
+    quiescent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChanged:
+    """A link came up, or was lost with everything in flight on it."""
+
+    link: LinkInfo
+
+
+TransferEvent: TypeAlias = PushDone | PushFailed | LinkChanged
+
+
+class Transfers(Protocol):
+    """Pushes pages on a thread of its own; never blocks the caller. Every push ends in exactly one PushDone or PushFailed."""
+
+    def connect(self, peers: Sequence[InstanceInfo]) -> None:
+        """The whole set of peers: links to new ones are made in the background, links to missing ones are closed."""
+
+    def push(self, push: Push) -> None: ...
+
+    def expect(self, open_reservations: int) -> None:
+        """How many reservations await writes from peers: while there are any, progress is driven often."""
+
+    def poll(self) -> list[TransferEvent]: ...
+
+    def close(self) -> None:
+        """End every push (done or failed), close the links and free the transport. Bounded in time; idempotent."""
+
+
+# --- mail ------------------------------------------------------------------------------------------------------------
+
+
+class Mail(Protocol[M]):
+    """One inbox, and a way to send to any known address. Sending never blocks: a full or dead peer loses the message,
+    which is counted and comes to light at a deadline."""
+
+    def send(self, to: InstanceId, message: AnyMessage) -> None: ...
+
+    def receive(self) -> list[M]:
+        """Everything that has arrived; frames that are no message of this inbox are dropped and counted."""
+
+    def route(self, to: InstanceId, address: str | None) -> None:
+        """Learn (or with None forget) the address of a correspondent."""
+
+
+# --- what a scheduler asks for -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    to: InstanceId
+    message: AnyMessage
+
+
+Action: TypeAlias = Send | Push
+
+M_contra = TypeVar("M_contra", contravariant=True)
+
+
+class Scheduler(Protocol[M_contra]):
+    """A role's brain: takes messages and events, returns actions and plans. Opens no socket, touches no device, reads no
+    clock but the time that it is given."""
+
+    def receive(self, message: M_contra, now: float) -> list[Action]: ...
+
+    def step_done(self, result: StepResult, now: float) -> list[Action]: ...
+
+    def transfer_event(self, event: TransferEvent, now: float) -> list[Action]: ...
+
+    def tick(self, now: float) -> list[Action]:
+        """Act on every deadline that has passed."""
+
+    def plan(self, now: float) -> Plan | None:
+        """The next forward, or None when there is nothing to compute. The caller launches it."""
+
+    def next_deadline(self) -> float | None: ...
+
+    def load(self) -> Load: ...
+
+    def counters(self) -> Counters: ...
+
+    @property
+    def open_reservations(self) -> int: ...

@@ -1,0 +1,67 @@
+"""The page pool: which pages are free, and the leases that hold the others.
+
+Owns page ids. Knows no tensors, tokens, requests or time. Pages leave only inside a lease and come home only by its
+`close()`, so at any time  free + sum(len(lease) for open leases) == total.
+"""
+
+import numpy as np
+
+from common.ids import Int32Array
+
+
+class Lease:
+    """The right to some pages, and the only way to give them back."""
+
+    def __init__(self, pool: "PagePool", pages: Int32Array) -> None:
+        self._pool = pool
+        self._pages = pages
+        self._open = True
+
+    @property
+    def pages(self) -> Int32Array:
+        """Page ids in token order. [pages], int32. Raises RuntimeError once the lease is closed."""
+        if not self._open:
+            raise RuntimeError("the lease is closed: its pages may belong to another request")
+        return self._pages
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def close(self) -> None:
+        """Give the pages back. A second close is a bug in the caller and raises RuntimeError."""
+        if not self._open:
+            raise RuntimeError("a lease is closed once")
+        self._open = False
+        self._pool._take_back(self._pages)
+
+
+class PagePool:
+    """`total_pages` pages, handed out in leases. Last returned, first used: those are warm in the cache."""
+
+    def __init__(self, total_pages: int) -> None:
+        self.total_pages = total_pages
+        self._free = np.arange(total_pages - 1, -1, -1, dtype=np.int32)
+        self._free_count = total_pages
+
+    @property
+    def free_pages(self) -> int:
+        return self._free_count
+
+    def lease(self, page_count: int) -> Lease | None:
+        """A lease of `page_count` pages, or None when fewer are free."""
+        if page_count > self._free_count:
+            return None
+        rest = self._free_count - page_count
+        pages = self._free[rest : self._free_count][::-1].copy()
+        self._free_count = rest
+        return Lease(self, pages)
+
+    def _take_back(self, pages: Int32Array) -> None:
+        end = self._free_count + len(pages)
+        assert end <= self.total_pages, "more pages came home than left"
+        self._free[self._free_count : end] = pages[::-1]
+        self._free_count = end

@@ -1,0 +1,1 @@
+"""Moves KV pages between instances. Knows no tokens, text or HTTP."""

@@ -1,0 +1,1 @@
+"""Starts processes and reads flags. Holds no request logic."""
