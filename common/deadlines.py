@@ -30,6 +30,10 @@ class DeadlineWheel(Generic[K]):
         """Forget the deadline; it may already have passed or never have been set."""
         self._at.pop(key, None)
 
+    def take(self, key: K) -> bool:
+        """Forget the deadline; True when there was one."""
+        return self._at.pop(key, None) is not None
+
     def next_at(self) -> float | None:
         """When the earliest deadline passes, or None when there is none."""
         self._drop_stale()

@@ -86,8 +86,8 @@ class Mail(Protocol[M]):
 
     def send(self, to: InstanceId, message: AnyMessage) -> None: ...
 
-    def receive(self) -> list[M]:
-        """Everything that has arrived; frames that are no message of this inbox are dropped and counted."""
+    def receive(self) -> list[tuple[InstanceId, M]]:
+        """Everything that has arrived, each with its sender; frames that are no message of this inbox are dropped and counted."""
 
     def route(self, to: InstanceId, address: str | None) -> None:
         """Learn (or with None forget) the address of a correspondent."""
@@ -104,6 +104,15 @@ class Send:
 
 Action: TypeAlias = Send | Push
 
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """plan: the next forward, or None when there is nothing to compute. actions: to be done before it is launched."""
+
+    plan: Plan | None
+    actions: list[Action]
+
+
 M_contra = TypeVar("M_contra", contravariant=True)
 
 
@@ -111,7 +120,7 @@ class Scheduler(Protocol[M_contra]):
     """A role's brain: takes messages and events, returns actions and plans. Opens no socket, touches no device, reads no
     clock but the time that it is given."""
 
-    def receive(self, message: M_contra, now: float) -> list[Action]: ...
+    def receive(self, sender: InstanceId, message: M_contra, now: float) -> list[Action]: ...
 
     def step_done(self, result: StepResult, now: float) -> list[Action]: ...
 
@@ -120,8 +129,8 @@ class Scheduler(Protocol[M_contra]):
     def tick(self, now: float) -> list[Action]:
         """Act on every deadline that has passed."""
 
-    def plan(self, now: float) -> Plan | None:
-        """The next forward, or None when there is nothing to compute. The caller launches it."""
+    def decide(self, now: float) -> Decision:
+        """Admit what fits and plan the next forward. The caller launches the plan."""
 
     def next_deadline(self) -> float | None: ...
 

@@ -1,0 +1,64 @@
+"""The running batch as arrays, one entry a row: what each row has sampled and how far it may go.
+
+Owns the counters of decoding rows. Knows plans' rows. Does not know requests, messages, pages or time. Host work per step is
+a few array operations, however large the batch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
+
+
+class Batch:
+    """A row's answer, counted in tokens:
+
+    0 ──── sampled ──── planned ──── limit
+           returned     in flight    to do
+    """
+
+    def __init__(self, rows: int, eos_token_ids: Sequence[int]) -> None:
+        self._eos = np.array(eos_token_ids, dtype=np.int32)
+        self._decoding = np.zeros(rows, dtype=bool)
+        self._heeds_eos = np.zeros(rows, dtype=bool)
+        self.sampled = np.zeros(rows, dtype=np.int32)
+        self._planned = np.zeros(rows, dtype=np.int32)
+        self._limit = np.zeros(rows, dtype=np.int32)
+        self._stop_ids: dict[int, frozenset[int]] = {}
+
+    def join(self, row: int, sampling: SamplingParams, sampled: int, decoding: bool) -> None:
+        """A request takes the row with `sampled` tokens of its answer known. decoding: False while prefilling."""
+        self._decoding[row] = decoding
+        self._heeds_eos[row] = not sampling.ignore_eos
+        self.sampled[row] = self._planned[row] = sampled
+        self._limit[row] = sampling.max_new_tokens
+        self._stop_ids.pop(row, None)
+        if sampling.stop_token_ids:
+            self._stop_ids[row] = frozenset(sampling.stop_token_ids)
+
+    def prompt_planned(self, row: int) -> None:
+        """The row's last chunk is in the plan being made: it samples token 0, and the row decodes from the next plan on."""
+        self._decoding[row] = True
+        self._planned[row] += 1
+
+    def leave(self, row: int) -> None:
+        """No plan names the row from now on."""
+        self._decoding[row] = False
+
+    def next_rows(self) -> Int32Array:
+        """The rows that decode in the next plan; counts them as planned. [rows] int32."""
+        rows = np.flatnonzero(self._decoding & (self._planned < self._limit)).astype(np.int32)
+        self._planned[rows] += 1
+        return rows
+
+    def record(self, rows: Int32Array, tokens: Int32Array) -> tuple[np.ndarray, np.ndarray]:
+        """One sampled token for each of `rows` came back; returns two masks over them: stopped by a token, at their limit."""
+        self.sampled[rows] += 1
+        assert (self.sampled[rows] <= self._planned[rows]).all()
+        stopped = self._heeds_eos[rows] & np.isin(tokens, self._eos)
+        if self._stop_ids:
+            named = [int(t) in self._stop_ids.get(int(r), ()) for r, t in zip(rows, tokens, strict=True)]
+            stopped |= np.array(named, dtype=bool)
+        return stopped, self.sampled[rows] >= self._limit[rows]
