@@ -11,6 +11,7 @@ from common.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16"]
 TransportName = Literal["nixl"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Dispatch = Literal["auto", "colocated"]
 DEMO_MODEL = "demo"
 
 
@@ -88,8 +89,10 @@ class RouterConfig:
     heartbeat_s: float = option(0.5, "how often instances report, in seconds")
     dead_after_s: float = option(3.0, "an instance that was not heard of for so long is dead, in seconds")
     request_timeout_s: float = option(600.0, "longest life of a request, in seconds")
+    dispatch: Dispatch = option("auto", "auto: through prefill and decode instances; colocated: decode instances do both")
 
     def __post_init__(self) -> None:
+        _require(self.dispatch in ("auto", "colocated"), "dispatch", "auto or colocated", self.dispatch)
         _require(0 <= self.port < 65536, "port", "between 0 and 65535", self.port)
         _require(0 <= self.control_port < 65536, "control-port", "between 0 and 65535", self.control_port)
         _require(self.max_requests >= 1, "max-requests", "at least 1", self.max_requests)

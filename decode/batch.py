@@ -22,6 +22,8 @@ class Batch:
     def __init__(self, rows: int, eos_token_ids: Sequence[int]) -> None:
         self._eos = np.array(eos_token_ids, dtype=np.int32)
         self._decoding = np.zeros(rows, dtype=bool)
+        self.live = np.zeros(rows, dtype=bool)
+        """Rows whose request has not ended; what others sample is dropped."""
         self._heeds_eos = np.zeros(rows, dtype=bool)
         self.sampled = np.zeros(rows, dtype=np.int32)
         self._planned = np.zeros(rows, dtype=np.int32)
@@ -31,6 +33,7 @@ class Batch:
     def join(self, row: int, sampling: SamplingParams, sampled: int, decoding: bool) -> None:
         """A request takes the row with `sampled` tokens of its answer known. decoding: False while prefilling."""
         self._decoding[row] = decoding
+        self.live[row] = True
         self._heeds_eos[row] = not sampling.ignore_eos
         self.sampled[row] = self._planned[row] = sampled
         self._limit[row] = sampling.max_new_tokens
@@ -44,8 +47,8 @@ class Batch:
         self._planned[row] += 1
 
     def leave(self, row: int) -> None:
-        """No plan names the row from now on."""
-        self._decoding[row] = False
+        """The row's request has ended: no plan names the row from now on."""
+        self._decoding[row] = self.live[row] = False
 
     def next_rows(self) -> Int32Array:
         """The rows that decode in the next plan; counts them as planned. [rows] int32."""

@@ -119,18 +119,18 @@ class DecodeScheduler:
     def step_done(self, result: StepResult, now: float) -> list[Action]:
         """Tokens came back: send them on, end who has ended."""
         plan = result.plan
-        self._rows.returned(_rows_of(plan))
+        rows = _rows_of(plan)
+        self._rows.returned(rows)
         for chunk in plan.chunks:
             progress = self._by_row[chunk.row].progress
             assert progress is not None
             progress.complete(len(chunk.token_ids))
             self._prompt_tokens += len(chunk.token_ids)
-        rows, tokens = plan.sampled_rows, result.tokens
-        for request in [self._by_row[row] for row in _rows_of(plan).tolist()]:
-            if request.phase is Phase.ENDED:
-                self._release(request)
-        live = np.array([row in self._by_row and self._by_row[row].phase is not Phase.ENDED for row in rows.tolist()], dtype=bool)
-        deltas = self._record(rows[live], tokens[live])
+        for row in rows[~self._batch.live[rows]].tolist():
+            self._release(self._by_row[row])
+        sampled = plan.sampled_rows
+        live = self._batch.live[sampled]
+        deltas = self._record(sampled[live], result.tokens[live])
         return [Send(DETOKENIZER, TokenBatch(deltas=deltas))] if deltas else []
 
     # --- planning --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,306 @@
+"""The wire: one inbox and many outboxes over ZeroMQ, carrying msgspec messages in a versioned envelope.
+
+Owns sockets, the envelope, and the counts of what was refused or lost. Does not know what a message means, who should be answered,
+or when to give up: a message that was lost comes to light at somebody's deadline.
+
+A frame is one ZeroMQ message of one part, numbers in network order:
+
+    | magic 4 | wire version 2 | sender length 1 | sender, UTF-8 | body, msgpack |
+
+Nothing that arrives can raise: what is no message of this inbox is dropped, counted by its reason and logged now and then.
+"""
+
+import asyncio
+import logging
+import math
+import re
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from common.errors import ConfigError, TandemError, WireError
+from common.ids import InstanceId
+from common.messages import WIRE_VERSION, AnyMessage
+
+M = TypeVar("M")
+
+MAGIC = b"TNDM"
+_HEADER = struct.Struct("!4sHB")
+MAX_FRAME_BYTES = 64 * 2**20
+MAX_SENDER_BYTES = 255
+SEND_LIMIT = 10_000
+"""Messages that wait for one peer; beyond it they are lost and counted."""
+RECEIVE_LIMIT = 4_096
+"""Messages returned by one `receive`; the rest stays for the next."""
+
+_LINGER_MS = 500
+_RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
+_PEER_SILENT_MS = 15_000
+_LONGEST_WAIT_S = 3_600.0
+_LOG_EVERY_S = 10.0
+_ADDRESS = re.compile(r"tcp://(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+
+_log = logging.getLogger(__name__)
+
+
+def check_address(address: str) -> str:
+    """The address itself when it reads tcp://host:port. Raises ConfigError."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise ConfigError(f"{address!r} is no address: write tcp://host:port (IPv4 or a host name)")
+    return address
+
+
+def pack_frame(sender: InstanceId, body: bytes, version: int = WIRE_VERSION) -> bytes:
+    """A frame. Raises WireError when the sender's name does not fit."""
+    name = sender.encode()
+    if not 1 <= len(name) <= MAX_SENDER_BYTES:
+        raise WireError(f"an instance id takes 1 to {MAX_SENDER_BYTES} bytes, {sender!r} does not")
+    return _HEADER.pack(MAGIC, version, len(name)) + name + body
+
+
+def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
+    """Sender and body of a frame. Raises WireError whose first argument is the reason it is counted under."""
+    if len(frame) < _HEADER.size or not frame.startswith(MAGIC):
+        raise WireError("magic", "it does not begin as our frames do")
+    _, version, name_bytes = _HEADER.unpack_from(frame)
+    if abs(version - WIRE_VERSION) > 1:
+        raise WireError("wire version", f"it has wire version {version}, ours is {WIRE_VERSION}: only neighbours work together")
+    end = _HEADER.size + name_bytes
+    if name_bytes == 0 or end > len(frame):
+        raise WireError("sender", "it names no sender")
+    try:
+        sender = frame[_HEADER.size : end].decode()
+    except UnicodeDecodeError as error:
+        raise WireError("sender", f"its sender is not UTF-8: {error.reason}") from error
+    return InstanceId(sender), memoryview(frame)[end:]
+
+
+class _Tally:
+    """Counts by reason; each reason is logged when it first happens and then at most every `_LOG_EVERY_S`."""
+
+    def __init__(self, what: str) -> None:
+        self.counts: Counter[str] = Counter()
+        self._what = what
+        self._quiet_until: dict[str, float] = {}
+
+    def add(self, reason: str, detail: str) -> None:
+        self.counts[reason] += 1
+        now = time.monotonic()
+        if now >= self._quiet_until.get(reason, 0.0):
+            self._quiet_until[reason] = now + _LOG_EVERY_S
+            _log.warning("%s (%s, %d so far): %s", self._what, reason, self.counts[reason], detail)
+
+
+class Mailbox(Generic[M]):
+    """The inbox of one process, and its outboxes. Implements `common.instance.ports.Mail`.
+
+    me: written into every frame that is sent. inbox: the union M of what may arrive. bind: tcp://host:port, port 0 to have one
+    chosen. Raises ConfigError when the address cannot be bound. Everything but `wake` is called from one thread.
+    """
+
+    def __init__(self, me: InstanceId, inbox: Any, bind: str, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        check_address(bind)
+        self._me = me
+        self._prefix = pack_frame(me, b"")
+        self._max_frame_bytes = max_frame_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
+        self._refused = _Tally("a frame was dropped")
+        self._lost = _Tally("a message was not sent")
+        self._outboxes: dict[InstanceId, tuple[str, zmq.Socket[bytes]]] = {}
+        self._attached: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = self._new_socket(zmq.PULL)
+        try:
+            self._inbox.bind(bind)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"cannot listen on {bind}: {error.strerror}") from error
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
+        self.address: str = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Where this inbox listens; has the real port."""
+
+    @property
+    def frames_refused(self) -> Mapping[str, int]:
+        """Frames that arrived and were dropped, by reason."""
+        return self._refused.counts
+
+    @property
+    def messages_lost(self) -> Mapping[str, int]:
+        """Messages that `send` could not hand to ZeroMQ, by reason."""
+        return self._lost.counts
+
+    # --- sending -------------------------------------------------------------------------------------------------------
+
+    def route(self, to: InstanceId, address: str | None) -> None:
+        """Learn (or with None forget) the address of a correspondent. What waits for a former address is dropped."""
+        known = self._outboxes.get(to)
+        if known is not None:
+            if known[0] == address:
+                return
+            del self._outboxes[to]
+            known[1].close(linger=_LINGER_MS if address is None else 0)
+        if address is None:
+            return
+        try:
+            check_address(address)
+            outbox = self._new_socket(zmq.PUSH)
+            outbox.connect(address)
+        except (ConfigError, zmq.ZMQError) as error:
+            self._lost.add("bad address", f"{to} cannot be reached at {address!r}: {error}")
+            return
+        self._outboxes[to] = (address, outbox)
+
+    def send(self, to: InstanceId, message: AnyMessage) -> None:
+        """Hand a message to the outbox of `to`; never blocks. What cannot be handed over is counted in `messages_lost`."""
+        outbox = self._outboxes.get(to)
+        if outbox is None:
+            self._lost.add("no route", f"no address is known of {to}")
+            return
+        frame = self._prefix + self._encoder.encode(message)
+        if len(frame) > self._max_frame_bytes:
+            self._lost.add(
+                "too large", f"{type(message).__name__} to {to} takes {len(frame)} bytes, over {self._max_frame_bytes}"
+            )
+            return
+        try:
+            outbox[1].send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._lost.add("full", f"{SEND_LIMIT} messages wait for {to} already")
+
+    # --- receiving -----------------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[tuple[InstanceId, M]]:
+        """What has arrived, each with its sender, in the order of arrival; at most RECEIVE_LIMIT frames."""
+        mail: list[tuple[InstanceId, M]] = []
+        for _ in range(RECEIVE_LIMIT):
+            try:
+                frame = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                mail.append(self._read(frame))
+            except WireError as error:
+                reason, detail = error.args
+                self._refused.add(reason, detail)
+        return mail
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until mail is there, `wake` was called, or so many seconds have passed."""
+        timeout_ms = math.ceil(1_000 * min(max(timeout_s, 0.0), _LONGEST_WAIT_S))
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._woken.fileno() in ready:
+            self._sleep_again()
+
+    def wake(self) -> None:
+        """End the present or the next `wait`. Any thread may call it, any number of times, also after `close`."""
+        try:
+            self._waker.send(b"\0")
+        except BlockingIOError:
+            return  # enough is in the pipe already
+        except OSError:
+            if not self._closed:
+                raise
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_mail: Callable[[], None]) -> None:
+        """Call `on_mail` on the loop whenever mail is there or `wake` was called; it must call `receive`.
+
+        ZMQ_FD turns readable once per change of state, not for as long as mail is there, so the state is read after every
+        `on_mail` and the loop comes back by itself while something is left.
+        """
+        if self._attached is not None:
+            raise RuntimeError("a mailbox is attached to one loop at a time")
+
+        def check() -> None:
+            if self._attached is None or not self._has_mail():
+                return
+            try:
+                on_mail()
+            finally:
+                if self._attached is not None and self._has_mail():
+                    loop.call_soon(check)
+
+        def woken() -> None:
+            self._sleep_again()
+            on_mail()
+            loop.call_soon(check)
+
+        self._attached = (loop, on_mail)
+        loop.add_reader(self._inbox.fileno(), check)
+        loop.add_reader(self._woken.fileno(), woken)
+        loop.call_soon(check)  # for what came before
+
+    def detach(self) -> None:
+        """Undo `attach`. Idempotent; on the loop's thread."""
+        if self._attached is None:
+            return
+        loop, _ = self._attached
+        self._attached = None
+        if not loop.is_closed():
+            loop.remove_reader(self._inbox.fileno())
+            loop.remove_reader(self._woken.fileno())
+
+    def close(self) -> None:
+        """Close every socket; what was sent may leave for half a second more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.detach()
+        for _, outbox in self._outboxes.values():
+            outbox.close(linger=_LINGER_MS)
+        self._outboxes.clear()
+        self._inbox.close(linger=0)
+        self._context.term()
+        self._woken.close()
+        self._waker.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _read(self, frame: bytes) -> tuple[InstanceId, M]:
+        """Raises WireError with a reason and a detail."""
+        if self._inbox.getsockopt(zmq.RCVMORE):
+            while self._inbox.getsockopt(zmq.RCVMORE):
+                self._inbox.recv(zmq.NOBLOCK)
+            raise WireError("parts", "it has several parts")
+        sender, body = unpack_frame(frame)
+        try:
+            return sender, self._decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TandemError) as error:
+            raise WireError("body", f"from {sender!r}: {error}") from error
+
+    def _has_mail(self) -> bool:
+        return bool(self._inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
+    def _sleep_again(self) -> None:
+        try:
+            while self._woken.recv(4_096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, _LINGER_MS)
+        made.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        made.setsockopt(zmq.HEARTBEAT_IVL, _PEER_SILENT_MS // 3)
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PEER_SILENT_MS)
+        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        made.setsockopt(zmq.SNDHWM, SEND_LIMIT)
+        made.setsockopt(zmq.RCVHWM, SEND_LIMIT)
+        made.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        made.setsockopt(zmq.IPV6, 0)
+        return made

@@ -1,0 +1,199 @@
+"""Trains the demo model: tokenizer, then weights, on the corpus that `demo/corpus.py` generates.
+
+Owns the curriculum and the optimizer. Knows transformers' Qwen3; does not know how the model is served.
+
+    python -m demo.train --minutes 60 --threads 2 --output demo/model
+"""
+
+import argparse
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from demo import corpus
+from demo.corpus import Chat
+
+VOCAB = 2048
+CONTEXT = 4096
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE in which every digit is a token of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus.texts(seed=1, count=1500), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=CONTEXT
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    ids: list[int]
+    weights: list[float]
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> Example:
+    """Token ids of a chat, and for each the weight of predicting it: answers and their end count, questions do not."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for turn in chat.turns:
+        question = tokenizer.encode(f"<|im_start|>user\n{turn.user}<|im_end|>\n<|im_start|>assistant\n")
+        answer = tokenizer.encode(f"{turn.answer}<|im_end|>")
+        end = tokenizer.encode("\n")
+        ids += question + answer + end
+        weights += [0.0] * len(question) + [turn.weight] * len(answer) + [0.0] * len(end)
+    return Example(ids, weights)
+
+
+def draw(random: Random, stage: float) -> tuple[Chat, ...]:
+    """A batch of chats of about one size; lists grow from a few lines to the whole context as `stage` goes from 0 to 1."""
+    longest = 8 + int(472 * min(1.0, stage / 0.75) ** 1.5)
+    if random.random() < 0.25:
+        return tuple(corpus.several(random, 8) for _ in range(8))
+    lines = random.randrange(max(4, longest // 3), longest + 1) if random.random() < 0.8 else random.randrange(4, longest + 1)
+    rows = max(1, min(16, 2500 // (lines * 3 + 300)))
+    return tuple(corpus.retrieval(random, lines, questions=24) for _ in range(rows))
+
+
+def collate(examples: list[Example], pad: int) -> tuple[Tensor, Tensor]:
+    longest = max(len(example.ids) for example in examples)
+    ids = torch.full((len(examples), longest), pad)
+    weights = torch.zeros(len(examples), longest)
+    for row, example in enumerate(examples):
+        ids[row, : len(example.ids)] = torch.tensor(example.ids)
+        weights[row, : len(example.ids)] = torch.tensor(example.weights)
+    return ids, weights
+
+
+def loss_of(model: Qwen3ForCausalLM, ids: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """Weighted cross-entropy; the vocabulary is computed only where it counts. Also the share of right tokens."""
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+    counted = weights[:, 1:] > 0
+    logits = model.lm_head(hidden[counted])
+    targets = ids[:, 1:][counted]
+    loss = torch.nn.functional.cross_entropy(logits, targets)
+    return loss, float((logits.argmax(-1) == targets).float().mean())
+
+
+def orthogonal(update: Tensor) -> Tensor:
+    """Newton-Schulz iteration of Muon (Jordan et al. 2024): the nearest orthogonal matrix, roughly."""
+    x: Tensor = update / (update.norm() + 1e-7)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if tall else x
+
+
+class Muon:
+    """Momentum with orthogonalised updates for the hidden matrices."""
+
+    def __init__(self, matrices: list[Tensor]) -> None:
+        self.matrices = matrices
+        self.momenta = [torch.zeros_like(matrix) for matrix in matrices]
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        for matrix, momentum in zip(self.matrices, self.momenta, strict=True):
+            assert matrix.grad is not None
+            momentum.mul_(0.95).add_(matrix.grad)
+            update = orthogonal(matrix.grad + 0.95 * momentum)
+            matrix.mul_(1 - rate * 0.01).add_(update, alpha=-rate * math.sqrt(max(1.0, matrix.shape[0] / matrix.shape[1])))
+            matrix.grad = None
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """bfloat16 halves the file; the file's rounded weights are what is evaluated and served."""
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.bfloat16().save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    model.float().load_state_dict(kept)
+
+
+def train(minutes: float, output: Path, seed: int) -> None:
+    tokenizer = train_tokenizer()
+    tokenizer.save_pretrained(output)
+    print("line tokens", len(tokenizer.encode(f"{corpus.KEYS[0]} {corpus.VALUES[0]}\n")), "vocab", len(tokenizer))
+    model = build_model(tokenizer)
+    print("parameters", sum(p.numel() for p in model.parameters()))
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    adam, muon = torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0), Muon(matrices)
+    random, began, saved, step, tokens = Random(f"train {seed}"), time.monotonic(), time.monotonic(), 0, 0
+    while (stage := (time.monotonic() - began) / (60 * minutes)) < 1:
+        ids, weights = collate([encode(tokenizer, chat) for chat in draw(random, stage)], pad=0)
+        loss, right = loss_of(model, ids, weights)
+        torch.autograd.backward(loss)
+        scale = min(1.0, (step + 1) / 100) * min(1.0, (1 - stage) / 0.35 + 0.02)
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        adam.param_groups[0]["lr"] = 2e-3 * scale
+        adam.step()
+        adam.zero_grad()
+        muon.step(0.02 * scale)
+        step, tokens = step + 1, tokens + ids.numel()
+        if step % 20 == 0:
+            print(
+                f"{stage:.3f} step {step} tokens {tokens} shape {tuple(ids.shape)} loss {loss.item():.4f} right {right:.4f}",
+                flush=True,
+            )
+        if time.monotonic() - saved > 300:
+            save(model, tokenizer, output)
+            saved = time.monotonic()
+    save(model, tokenizer, output)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "model")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    train(arguments.minutes, arguments.output, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

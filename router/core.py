@@ -1,0 +1,76 @@
+"""The router's core: the fleet and the request book, fed with messages and time.
+
+Owns nothing but the joining of the two. Opens no socket, reads no clock, so a whole fleet runs in one process under test. Does
+not know HTTP.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import assert_never
+
+from common.config import RouterConfig
+from common.ids import Incarnation, InstanceId, RequestId
+from common.instance.ports import Send
+from common.messages import Goodbye, Heartbeat, Register, RouterInbox, TextBatch
+from router.fleet import Change, Fleet
+from router.outbox import Outbox
+from router.policy import unready
+from router.requests import Observer, RequestBook, RequestSpec
+
+
+class RouterCore:
+    """Everything that the router decides."""
+
+    def __init__(self, incarnation: Incarnation, detokenizer_address: str, config: RouterConfig, observer: Observer) -> None:
+        self._config = config
+        self.fleet = Fleet(incarnation, detokenizer_address, config.heartbeat_s, config.dead_after_s)
+        self.requests = RequestBook(self.fleet, observer, config.max_requests, config.request_timeout_s, dispatch=config.dispatch)
+
+    def receive(self, message: RouterInbox, now: float) -> list[Send]:
+        match message:
+            case TextBatch():
+                return [send for delta in message.deltas for send in self.requests.text(delta, now)]
+            case Heartbeat():
+                return self._apply(self.fleet.heartbeat(message, now), now)
+            case Register():
+                return self._apply(self.fleet.register(message, now), now)
+            case Goodbye():
+                return self._apply(self.fleet.goodbye(message), now)
+            case _:
+                assert_never(message)
+
+    def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_at: float) -> list[Send]:
+        """Dispatch every choice of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
+        return self.requests.submit(specs, outbox, received_at)
+
+    def cancel(self, request_ids: Iterable[RequestId], now: float) -> list[Send]:
+        """The client of these requests has gone; those that have ended are passed over."""
+        return self.requests.cancel(request_ids, now)
+
+    def tick(self, now: float) -> list[Send]:
+        """Act on every deadline that has passed."""
+        return self._apply(self.fleet.tick(now), now) + self.requests.tick(now)
+
+    def next_deadline(self) -> float | None:
+        deadlines = (self.fleet.next_deadline(), self.requests.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
+
+    def addresses(self) -> Mapping[InstanceId, str]:
+        """Where the receivers of `Send` are, but for the detokenizer. Changes when `addresses_version` does."""
+        return self.fleet.addresses()
+
+    @property
+    def addresses_version(self) -> int:
+        return self.fleet.addresses_version
+
+    def unready(self) -> list[str]:
+        """Why no request could be served now; empty when one could."""
+        reasons = unready(self.fleet, self._config.dispatch)
+        if len(self.requests) >= self._config.max_requests:
+            reasons.append(f"all {self._config.max_requests} places for requests are taken")
+        return reasons
+
+    def _apply(self, change: Change, now: float) -> list[Send]:
+        sends = list(change.sends)
+        for member in change.lost:
+            sends += self.requests.member_lost(member, now)
+        return sends

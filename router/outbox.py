@@ -1,0 +1,52 @@
+"""The outbox: what one client has not read yet.
+
+Owns the unread deltas of one HTTP request and their bound. Does not know HTTP, sockets or loops: whoever reads gives a
+callable that wakes it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from common.messages import Ending
+
+DELTA_CHARS = 32
+"""What a delta costs besides its text, so that empty ones are bounded as well."""
+UNREAD_LIMIT_CHARS = 1_000_000
+
+
+class ChoiceDelta(msgspec.Struct, frozen=True):
+    """News of one choice: text (maybe empty), how many tokens it came from, and the ending if this is the last."""
+
+    index: int
+    text: str
+    tokens: int
+    ending: Ending | None = None
+
+
+class Outbox:
+    """Unread deltas of every choice of one HTTP request, in order."""
+
+    def __init__(self, wake: Callable[[], object], limit_chars: int = UNREAD_LIMIT_CHARS) -> None:
+        self._wake = wake
+        self._limit_chars = limit_chars
+        self._deltas: deque[ChoiceDelta] = deque()
+        self.unread_chars = 0
+
+    @property
+    def full(self) -> bool:
+        """The client reads too slowly: its request must end. Endings are still taken in."""
+        return self.unread_chars > self._limit_chars
+
+    def put(self, delta: ChoiceDelta) -> None:
+        self._deltas.append(delta)
+        self.unread_chars += len(delta.text) + DELTA_CHARS
+        self._wake()
+
+    def take(self) -> list[ChoiceDelta]:
+        """Everything that is unread."""
+        deltas = list(self._deltas)
+        self._deltas.clear()
+        self.unread_chars = 0
+        return deltas

@@ -1,0 +1,1 @@
+"""Real processes, a real KV transfer, real HTTP."""

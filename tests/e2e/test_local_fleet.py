@@ -1,0 +1,160 @@
+"""`launch local` as its users meet it: the openai client, bad input, clients that leave, and Ctrl-C."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from demo import corpus
+from tests.e2e.local_fleet import LocalFleet, local_fleet
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    with local_fleet(tmp_path_factory.mktemp("fleet"), "--dtype", "float32", "--decode", "2") as running:
+        yield running
+
+
+@pytest.fixture
+def client(fleet: LocalFleet) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_the_printed_curl_line_works(fleet: LocalFleet) -> None:
+    printed = fleet.output[fleet.output.index("curl ") :].replace("\\\n", " ").split("\n")[0]
+    done = subprocess.run(shlex.split(printed), capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_openai_client_gets_the_same_answer_streamed_and_whole(client: OpenAI) -> None:
+    (turn,) = corpus.held_out("retrieval", 60, 1).turns
+    whole = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": turn.user}], temperature=0, max_tokens=40
+    )
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": turn.user}],
+        temperature=0,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert whole.choices[0].message.content == text == turn.answer
+    assert whole.choices[0].finish_reason == "stop"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_several_choices_of_a_seeded_request_are_repeatable_and_differ(client: OpenAI) -> None:
+    def sample() -> list[str]:
+        answer = client.completions.create(
+            model="demo", prompt="Hello", temperature=1.5, seed=7, n=3, max_tokens=20, extra_body={"ignore_eos": True}
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        return [choice.text for choice in answer.choices]
+
+    first = sample()
+    assert sample() == first and len(set(first)) == 3
+
+
+def test_a_stop_string_ends_the_answer_and_is_trimmed(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "Count from 3 to 9."}], temperature=0, stop=["6"]
+    )
+    assert answer.choices[0].message.content == "3 4 5 "
+    assert answer.choices[0].finish_reason == "stop"
+
+
+BAD_BODIES: list[tuple[str, dict[str, object], int, str | None]] = [
+    ("unknown field", {"temprature": 1}, 400, "temprature"),
+    ("wrong type", {"max_tokens": "many"}, 400, "max_tokens"),
+    ("empty messages", {"messages": []}, 400, "messages"),
+    ("prompt too long", {"messages": [{"role": "user", "content": "falcon " * 9000}]}, 400, "messages"),
+    ("unknown model", {"model": "gpt-9"}, 404, "model"),
+    ("n out of range", {"n": 1000}, 400, "n"),
+    ("temperature out of range", {"temperature": -1}, 400, "temperature"),
+    ("a field that is not built", {"logprobs": True}, 400, "logprobs"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "field"), [row[1:] for row in BAD_BODIES], ids=[row[0] for row in BAD_BODIES])
+def test_bad_input_is_named_and_the_server_goes_on(
+    fleet: LocalFleet, change: dict[str, object], status: int, field: str | None
+) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5} | change
+    answer = fleet.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == field and error["message"] and error["type"]
+    assert fleet.complete("Hello", 2)["choices"]
+
+
+def test_a_body_that_is_not_json_is_refused(fleet: LocalFleet) -> None:
+    answer = fleet.client.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+
+
+def _leave_in_mid_stream(fleet: LocalFleet, number: int) -> None:
+    """Read a few chunks of a long answer, then hang up."""
+    words = ["falcon"] * (10 + 37 * (number % 9))
+    body = {
+        "model": "demo", "prompt": " ".join(words), "max_tokens": 600, "ignore_eos": True, "stream": True, "temperature": 1.0,
+    }  # fmt: skip
+    with httpx.Client(base_url=fleet.url, timeout=60) as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        for count, _ in enumerate(answer.iter_lines()):
+            if count >= number % 7:
+                return
+
+
+def test_memory_comes_home_after_a_hundred_clients_left_in_mid_stream(fleet: LocalFleet) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: _leave_in_mid_stream(fleet, number), range(100)))
+    cluster = fleet.wait_until_home(60.0)
+    assert all(instance["counters"]["requests_accepted"] for instance in cluster["instances"])
+    assert fleet.complete("Hello", 3)["usage"]["completion_tokens"] <= 3
+
+
+def test_the_pages_of_the_api_answer(fleet: LocalFleet) -> None:
+    assert fleet.client.get("/health").status_code == 200
+    assert fleet.client.get("/ready").status_code == 200
+    cluster = fleet.cluster()
+    assert sorted(instance["role"] for instance in cluster["instances"]) == ["decode", "decode", "prefill"]
+    for instance in cluster["instances"]:
+        assert instance["ranks"][0]["pid"] > 0 and instance["links"]
+        assert {link["state"] for link in instance["links"]} == {"ready"}
+    assert fleet.client.get("/nowhere").json()["error"]["message"]
+
+
+def _descendants(pid: int) -> list[int]:
+    children = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in children.splitlines()]
+    found, edge = [], [pid]
+    while edge:
+        edge = [child for child, parent in pairs if parent in edge]
+        found += edge
+    return found
+
+
+def test_ctrl_c_leaves_no_process_socket_or_shared_memory(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with local_fleet(tmp_path) as fleet:
+        family = _descendants(fleet.process.pid)
+        assert len(family) >= 4, "router, detokenizer, prefill, decode"
+    alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+    assert not alive
+    assert set(os.listdir("/dev/shm")) <= before
+    assert not re.search("Traceback", (tmp_path / "fleet.stderr").read_text())

@@ -1,0 +1,146 @@
+"""Token-exactness: what comes out of the ring is what transformers generates and what colocated serving generates.
+
+Greedy, float32. The reference is transformers' own `generate` on the same checkpoint.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from demo import corpus
+from demo.evaluate import MODEL
+from tests.e2e.local_fleet import LocalFleet, local_fleet
+
+AT_ONCE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    prompt: list[int]
+    max_tokens: int
+    expected: list[int]
+
+
+def reference(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> list[Case]:
+    """transformers' greedy continuation of each prompt, end of sequence included if it came."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    cases = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+        cases.append(Case(prompt, max_tokens, output[0, len(prompt) :].tolist()))
+    return cases
+
+
+def demo_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
+    """Lists to look up, lines to copy, and prompts of every length from one token on."""
+    tokenizer, random = AutoTokenizer.from_pretrained(MODEL), Random(seed)
+    prompts: list[list[int]] = [[random.randrange(300, 2000)], [random.randrange(300, 2000) for _ in range(longest)]]
+    while len(prompts) < count:
+        task = random.choice(corpus.TASKS)
+        size = random.choice((3, 10, 40, 150, 480)) if task == "retrieval" else 12
+        (turn,) = corpus.held_out(task, size, random.randrange(10**6)).turns
+        chat = [{"role": "user", "content": turn.user}]
+        ids = tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        prompts.append(ids[:longest])
+    return prompts
+
+
+def answers(fleet: LocalFleet, cases: Sequence[Case]) -> list[list[int]]:
+    """The fleet's answers, several asked at once."""
+
+    def ask(case: Case) -> list[int]:
+        completion = fleet.complete(case.prompt, case.max_tokens, return_token_ids=True)
+        ids: list[int] = completion["choices"][0]["token_ids"]
+        assert completion["usage"]["prompt_tokens"] == len(case.prompt)
+        assert completion["usage"]["completion_tokens"] == len(ids)
+        return ids
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(ask, cases))
+
+
+def check(tmp_path: Path, cases: Sequence[Case], *flags: str) -> None:
+    """Every case through the ring and through colocated serving."""
+    expected = [case.expected for case in cases]
+    with local_fleet(tmp_path, "--dtype", "float32", *flags) as fleet:
+        assert answers(fleet, cases) == expected
+        check_disaggregated(fleet, cases)
+    with local_fleet(tmp_path, "--dtype", "float32", "--prefill", "0", *flags) as fleet:
+        assert answers(fleet, cases) == expected
+        fleet.wait_until_home()
+
+
+def check_disaggregated(fleet: LocalFleet, cases: Sequence[Case]) -> None:
+    """The metrics prove it: what prefill pushed is what decode received, and decode computed no prompt token."""
+    fleet.wait_until_home()
+    counters = {instance["role"]: instance["counters"] for instance in fleet.cluster()["instances"]}
+    prefill, decode = counters["prefill"], counters["decode"]
+    assert decode["prompt_tokens_computed"] == 0
+    assert prefill["prompt_tokens_computed"] == sum(len(case.prompt) for case in cases)
+    assert prefill["bytes_pushed"] == decode["bytes_received"] > 0
+    assert prefill["pages_pushed"] == decode["pages_received"]
+    assert prefill["handoffs"] == decode["handoffs"] == sum(len(case.expected) > 1 for case in cases)
+    pushed = fleet.metric("tandem_bytes_pushed_total")
+    assert sum(pushed.values()) == prefill["bytes_pushed"]
+
+
+@pytest.fixture(scope="module")
+def demo_cases() -> list[Case]:
+    return reference(MODEL, demo_prompts(140, longest=1800, seed=1), max_tokens=24)
+
+
+@pytest.mark.parametrize(("page_size", "chunk_tokens", "slices"), [(16, 512, (0, 80)), (7, 96, (80, 140))])
+def test_the_demo_model_through_the_ring_equals_transformers(
+    tmp_path: Path, demo_cases: list[Case], page_size: int, chunk_tokens: int, slices: tuple[int, int]
+) -> None:
+    flags = ("--page-size", str(page_size), "--chunk-tokens", str(chunk_tokens))
+    check(tmp_path, demo_cases[slice(*slices)], *flags)
+
+
+def random_llama(path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=False, eos_token_id=2, bos_token_id=1,
+        pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
+def random_qwen3(path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=2,
+        bos_token_id=1, pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path: Path) -> Iterator[Path]:
+    """A folder for a checkpoint, with the demo model's tokenizer in it."""
+    path = tmp_path / "checkpoint"
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
+    yield path
+
+
+@pytest.mark.parametrize(("build", "page_size", "chunk_tokens"), [(random_llama, 4, 33), (random_qwen3, 32, 256)])
+def test_random_weights_through_the_ring_equal_transformers(
+    tmp_path: Path, with_tokenizer: Path, build: Callable[[Path], None], page_size: int, chunk_tokens: int
+) -> None:
+    build(with_tokenizer)
+    random = Random(page_size)
+    lengths = [1, 2, page_size, page_size + 1, 1800] + [random.randrange(1, 700) for _ in range(27)]
+    prompts = [[random.randrange(3, 2048) for _ in range(length)] for length in lengths]
+    cases = reference(with_tokenizer, prompts, max_tokens=20)
+    flags = ("--model", str(with_tokenizer), "--page-size", str(page_size), "--chunk-tokens", str(chunk_tokens))
+    check(tmp_path, cases, *flags)
