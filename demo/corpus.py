@@ -160,7 +160,7 @@ def short_chat(random: Random) -> Chat:
 def several(random: Random, count: int) -> Chat:
     """Short chats joined into one conversation, so that a training row is well filled."""
     chats = [short_chat(random) for _ in range(count)]
-    return Chat("copying", tuple(turn for chat in chats for turn in chat.turns))
+    return Chat("greetings", tuple(turn for chat in chats for turn in chat.turns))
 
 
 def held_out(task: Task, size: int, seed: int) -> Chat:

@@ -86,14 +86,68 @@ def encode(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> Example:
     return Example(ids, weights)
 
 
-def draw(random: Random, stage: float) -> tuple[Chat, ...]:
-    """A batch of chats of about one size; lists grow from a few lines to the whole context as `stage` goes from 0 to 1."""
-    longest = 8 + int(472 * min(1.0, stage / 0.75) ** 1.5)
-    if random.random() < 0.25:
-        return tuple(corpus.several(random, 8) for _ in range(8))
-    lines = random.randrange(max(4, longest // 3), longest + 1) if random.random() < 0.8 else random.randrange(4, longest + 1)
-    rows = max(1, min(16, 2500 // (lines * 3 + 300)))
-    return tuple(corpus.retrieval(random, lines, questions=24) for _ in range(rows))
+BATCH_TOKENS = 1500
+
+
+def drill(tokenizer: PreTrainedTokenizerFast, random: Random, pairs: int, lines: int) -> Example:
+    """Lines of a few pairs in random order, again and again: each value but the first of its pair can be looked up.
+
+    The densest form of what a question asks for (multi-query associative recall, Arora et al. 2023).
+    """
+    table = list(zip(random.sample(corpus.KEYS, pairs), random.choices(corpus.VALUES, k=pairs), strict=True))
+    ids: list[int] = []
+    weights: list[float] = []
+    seen: set[str] = set()
+    for key, value in random.choices(table, k=lines):
+        asked, answer, end = tokenizer.encode(key), tokenizer.encode(f" {value}"), tokenizer.encode("\n")
+        ids += asked + answer + end
+        weights += [0.0] * len(asked) + [float(key in seen)] * len(answer) + [0.0] * len(end)
+        seen.add(key)
+    return Example(ids, weights)
+
+
+class Curriculum:
+    """Lists grow by a tenth whenever most values are looked up right, and to the whole context as time goes on.
+
+    Drills come first, because they are what teaches attention to find a token again and take the next one (induction, Olsson
+    et al. 2022).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, random: Random) -> None:
+        self._tokenizer = tokenizer
+        self._random = random
+        self._level = 6.0
+        self._right = 0.0
+
+    def longest(self, stage: float) -> int:
+        """Lines of the longest list that is drawn now."""
+        return min(480, max(int(self._level), int(480 * max(0.0, stage - 0.2) / 0.5)))
+
+    def learn(self, kind: str, right: float) -> None:
+        """A batch of this kind had this share of right tokens."""
+        if kind != "drill":
+            return
+        self._right += 0.1 * (right - self._right)
+        if self._right > 0.9:
+            self._level *= 1.1
+            self._right = 0.8
+
+    def draw(self, stage: float) -> tuple[str, list[Example]]:
+        """A batch of examples of about one size, and of what kind they are."""
+        random, longest = self._random, self.longest(stage)
+        kind = random.random()
+        size = random.randrange(max(3, longest // 3), longest + 1)
+        if kind < (0.7 if longest < 60 else 0.15):
+            lines = min(640, 4 * size + 20)
+            rows = max(1, BATCH_TOKENS // (3 * lines))
+            return "drill", [drill(self._tokenizer, random, size, lines) for _ in range(rows)]
+        if kind > 0.8:
+            chats = [corpus.several(random, 6) for _ in range(6)]
+            return "short", [encode(self._tokenizer, chat) for chat in chats]
+        questions = min(24, 6 + size // 2)
+        rows = max(1, min(16, BATCH_TOKENS // (size * 3 + questions * 14)))
+        chats = [corpus.retrieval(random, size, questions) for _ in range(rows)]
+        return "retrieval", [encode(self._tokenizer, chat) for chat in chats]
 
 
 def collate(examples: list[Example], pad: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +175,7 @@ def orthogonal(update: Tensor) -> Tensor:
     x: Tensor = update / (update.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
-    for _ in range(5):
+    for _ in range(4):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.T if tall else x
@@ -162,10 +216,13 @@ def train(minutes: float, output: Path, seed: int) -> None:
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     adam, muon = torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0), Muon(matrices)
     random, began, saved, step, tokens = Random(f"train {seed}"), time.monotonic(), time.monotonic(), 0, 0
+    curriculum = Curriculum(tokenizer, random)
     while (stage := (time.monotonic() - began) / (60 * minutes)) < 1:
-        ids, weights = collate([encode(tokenizer, chat) for chat in draw(random, stage)], pad=0)
+        kind, examples = curriculum.draw(stage)
+        ids, weights = collate(examples, pad=0)
         loss, right = loss_of(model, ids, weights)
         torch.autograd.backward(loss)
+        curriculum.learn(kind, right)
         scale = min(1.0, (step + 1) / 100) * min(1.0, (1 - stage) / 0.35 + 0.02)
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         adam.param_groups[0]["lr"] = 2e-3 * scale
@@ -175,7 +232,7 @@ def train(minutes: float, output: Path, seed: int) -> None:
         step, tokens = step + 1, tokens + ids.numel()
         if step % 20 == 0:
             print(
-                f"{stage:.3f} step {step} tokens {tokens} shape {tuple(ids.shape)} loss {loss.item():.4f} right {right:.4f}",
+                f"{stage:.3f} {step} {tokens} longest {curriculum.longest(stage)} {kind} {tuple(ids.shape)} loss {loss.item():.3f} right {right:.3f}",
                 flush=True,
             )
         if time.monotonic() - saved > 300:

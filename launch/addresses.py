@@ -1,0 +1,35 @@
+"""Addresses of this host: where a process binds, and how others reach it.
+
+Owns the translation. Opens no connection.
+"""
+
+import socket
+
+from common.errors import ConfigError
+
+ANY = "0.0.0.0"
+LOOPBACK = "127.0.0.1"
+
+
+def bind_address(host: str, flag: str) -> str:
+    """The IPv4 address of a host name: ZeroMQ binds to numbers only. Raises ConfigError that names the flag."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ConfigError(f"{flag} {host!r} is no address or name of this host: {error}") from error
+
+
+def reachable(address: str, host: str) -> str:
+    """An address as it is told to others: one that was bound on every interface names none, and gets `host` instead."""
+    return address.replace(f"//{ANY}:", f"//{host}:")
+
+
+def host_for_peers() -> str:
+    """This host's address on the interface of its default route; the loopback address where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent, the kernel only chooses a route
+        except OSError:
+            return LOOPBACK
+        address: str = probe.getsockname()[0]
+        return address

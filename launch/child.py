@@ -1,0 +1,149 @@
+"""The child's half of a process: it reports, takes orders, and stops when told to or when its parent is gone.
+
+Owns the signals of the process and its ends of the two pipes. Does not know what the process does. A process that a person
+started in a terminal has no parent of ours: it prints what it would report.
+
+Ways to be told to stop: SIGTERM, SIGINT, and end of file on the order pipe, which also comes when the parent was killed.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import msgspec
+
+from common.errors import ConfigError, TandemError
+from launch.reports import (
+    MAX_LINE_BYTES,
+    ORDER_FD,
+    REPORT_FD,
+    Broken,
+    IntakeClosed,
+    Order,
+    Progress,
+    Ready,
+    Report,
+    decode_order,
+    encode,
+)
+
+ORPHAN_S = 15.0
+"""How long an orderly stop may take when nobody is left who would kill this process."""
+
+_log = logging.getLogger(__name__)
+
+
+class StoppedWhileStarting(BaseException):
+    """Told to stop before the process said how to stop it; raised in the main thread."""
+
+
+class ChildProcess:
+    """This process, as something that was started and will be stopped. Made once, in the main thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stop_asked = False
+        self._on_stop: Callable[[], object] | None = None
+        self._on_order: Callable[[Order], object] | None = None
+        self._early_orders: list[Order] = []
+        self._lock = threading.Lock()
+        self._report_fd = _take_fd(REPORT_FD)
+        order_fd = _take_fd(ORDER_FD)
+        signal.signal(signal.SIGTERM, self._signalled)
+        signal.signal(signal.SIGINT, self._signalled)
+        if order_fd is not None:
+            threading.Thread(target=self._read_orders, args=(order_fd,), name="orders", daemon=True).start()
+
+    def report(self, report: Report) -> None:
+        """Tell the parent, or print. Any thread may call it. A parent that is gone is told nothing."""
+        if self._report_fd is None:
+            _print(self.name, report)
+            return
+        with contextlib.suppress(BrokenPipeError), self._lock:
+            os.write(self._report_fd, encode(report))
+
+    def progress(self, text: str) -> None:
+        self.report(Progress(text=text))
+
+    def on_stop(self, stop: Callable[[], object]) -> None:
+        """From now on `stop` is called once, in the main thread, between two of its instructions, instead of an exception."""
+        self._on_stop = stop
+
+    def on_order(self, act: Callable[[Order], object]) -> None:
+        """From now on `act` is called with every order, on a thread of its own; those that came before are made up for."""
+        with self._lock:
+            self._on_order = act
+            early, self._early_orders = self._early_orders, []
+        for order in early:
+            act(order)
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        if self.stop_asked:
+            if number == signal.SIGINT:
+                os._exit(128 + number)  # a person asks again: at once
+            return
+        self.stop_asked = True
+        if self._on_stop is None:
+            raise StoppedWhileStarting
+        self._on_stop()
+
+    def _read_orders(self, fd: int) -> None:
+        with os.fdopen(fd, "rb") as lines:
+            while line := lines.readline(MAX_LINE_BYTES):
+                try:
+                    self._take_order(decode_order(line))
+                except msgspec.DecodeError as error:
+                    _log.error("an order that cannot be read was dropped: %s", error)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        threading.Event().wait(ORPHAN_S)
+        os._exit(1)
+
+    def _take_order(self, order: Order) -> None:
+        with self._lock:
+            act = self._on_order
+            if act is None:
+                self._early_orders.append(order)
+        if act is not None:
+            act(order)
+
+
+def run_child(name: str, body: Callable[[ChildProcess], None]) -> int:
+    """Run a process's body; the outermost door of the process. Returns its exit status: 0, 1, or 2 for a bad flag."""
+    process = ChildProcess(name)
+    try:
+        body(process)
+    except StoppedWhileStarting:
+        return 0
+    except TandemError as error:
+        _log.error("%s", error)
+        process.report(Broken(reason=str(error)))
+        return 2 if isinstance(error, ConfigError) else 1
+    except Exception as error:  # noqa: BLE001  whoever started this process must learn why it ended, whatever the reason
+        _log.critical("%s failed", name, exc_info=error)
+        process.report(Broken(reason=f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def _take_fd(variable: str) -> int | None:
+    """The pipe's end that the variable names; children of this process do not inherit it."""
+    text = os.environ.pop(variable, None)
+    if text is None:
+        return None
+    os.set_inheritable(int(text), False)
+    return int(text)
+
+
+def _print(name: str, report: Report) -> None:
+    match report:
+        case Progress():
+            print(f"{name}: {report.text}", file=sys.stderr, flush=True)
+        case Ready():
+            print(f"{name}: ready, " + ", ".join(f"{use} {address}" for use, address in report.addresses.items()), flush=True)
+        case IntakeClosed() | Broken():
+            return

@@ -1,0 +1,69 @@
+"""Flags, made from the fields of the config classes: one field, one flag, one help text.
+
+Owns the translation in both directions. Knows dataclasses and argparse; does not know what a flag means.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+
+class ConfigClass(Protocol):
+    """A frozen dataclass whose fields were made with `common.config.option`."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+C = TypeVar("C", bound=ConfigClass)
+
+
+def flag_of(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser, *configs: type[ConfigClass], without: Sequence[str] = ()) -> None:
+    """A flag for each field of the configs, but those in `without`. A field that two of them have is one flag for both."""
+    seen = set(without)
+    for config in configs:
+        group = parser.add_argument_group((config.__doc__ or config.__name__).strip().splitlines()[0].rstrip("."))
+        types = get_type_hints(config)
+        for field in dataclasses.fields(config):
+            if field.name not in seen:
+                seen.add(field.name)
+                _add_flag(group, field, types[field.name])
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], annotation: Any) -> None:
+    """Raises TypeError for an annotation that no flag can be made of."""
+    explanation = str(field.metadata["help"]).replace("%", "%%")
+    help_text = f"{explanation} (default: {field.default})" if field.default != "" else explanation
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        group.add_argument(flag_of(field.name), default=field.default, choices=choices, help=help_text)
+    elif annotation in (str, int, float):
+        metavar = {str: "TEXT", int: "N", float: "X"}[annotation]
+        group.add_argument(flag_of(field.name), default=field.default, type=annotation, metavar=metavar, help=help_text)
+    else:
+        raise TypeError(f"{field.name}: no flag can be made of {annotation}")
+
+
+def read_config(config: type[C], flags: argparse.Namespace, **values: object) -> C:
+    """A config from parsed flags. values: fields that were decided otherwise; they win. The rest keeps its default.
+
+    Raises ConfigError.
+    """
+    given = vars(flags)
+    fields = [field.name for field in dataclasses.fields(config)]
+    return config(**{name: given[name] for name in fields if name in given} | values)
+
+
+def to_flags(*configs: ConfigClass) -> list[str]:
+    """The command line that makes these configs: what differs from its default, once."""
+    line: dict[str, str] = {}
+    for config in configs:
+        for field in dataclasses.fields(config):
+            value = vars(config)[field.name]
+            if value != field.default:
+                line[flag_of(field.name)] = str(value)
+    return [f"{flag}={value}" for flag, value in line.items()]

@@ -1,0 +1,56 @@
+"""What the router says of the fleet, as `launch local` asks it: who is missing, and how a first request is sent.
+
+Owns the questions. Knows the router's pages; imports nothing heavy.
+"""
+
+import http.client
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from launch.addresses import LOOPBACK, reachable
+
+ASK_S = 5.0
+
+
+class FleetPage:
+    """The router's pages at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self._netloc = urlsplit(url).netloc
+
+    def missing(self, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
+        """Why the fleet is not complete yet: members and links that are not there, and what keeps the router unready."""
+        cluster = self.get("/cluster")
+        if cluster is None:
+            return ["the router does not answer"]
+        members = {instance["id"]: instance for instance in cluster["instances"]}
+        reasons = [f"{name} is no member of the fleet" for name in (*prefill, *decode) if name not in members]
+        for name, peers in [(name, decode) for name in prefill] + [(name, prefill) for name in decode]:
+            links = {link["peer"]: link for link in members.get(name, {}).get("links", ())}
+            for peer in peers:
+                link = links.get(peer, {"state": "missing", "detail": ""})
+                if link["state"] != "ready":
+                    reasons.append(f"the link of {name} to {peer} is {link['state']} {link['detail']}".rstrip())
+        return reasons or [str(reason) for reason in cluster["router"]["unready"]]
+
+    def get(self, path: str) -> Any:
+        """The JSON of a page, or None when there is no answer."""
+        connection = http.client.HTTPConnection(self._netloc, timeout=ASK_S)
+        try:
+            connection.request("GET", path)
+            return json.loads(connection.getresponse().read())
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
+        finally:
+            connection.close()
+
+
+def curl_line(url: str) -> str:
+    """A first request that a person can paste: a greeting to the model that is served."""
+    url = reachable(url, LOOPBACK)
+    models = FleetPage(url).get("/v1/models") or {"data": [{"id": "demo"}]}
+    body = {"model": models["data"][0]["id"], "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d {shlex.quote(json.dumps(body))}"

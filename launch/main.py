@@ -1,0 +1,118 @@
+"""The console script `launch`: which command starts what.
+
+Owns the commands and their flags. Imports nothing heavy: each command imports what it needs when it runs, so that `launch --help`
+answers at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.errors import ConfigError
+from launch.flags import add_flags, read_config
+
+if TYPE_CHECKING:
+    from common.ids import Role  # its module imports numpy
+
+BAD_FLAG = 2
+DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
+"""What `launch local` says to its instances itself."""
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launch", description="Starts Tandem: LLM serving with prefill and decode on separate machines.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    local = _add(commands, "local", "a router, prefill and decode instances on this machine", _local)
+    counts = local.add_argument_group("How many")
+    counts.add_argument(
+        "--prefill", type=int, default=1, metavar="N", help="prefill instances; 0: colocated serving (default: 1)"
+    )
+    counts.add_argument("--decode", type=int, default=1, metavar="M", help="decode instances (default: 1)")
+    add_flags(local, RouterConfig, ModelConfig, EngineConfig)
+    add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, "request_timeout_s"))
+    add_flags(local, LogConfig)
+    router = _add(commands, "router", "the HTTP side, where instances register", _router)
+    add_flags(router, RouterConfig, ModelConfig, LogConfig)
+    instances = (
+        _add(commands, "prefill", "one prefill instance", _instance("prefill")),
+        _add(commands, "decode", "one decode instance", _instance("decode")),
+    )
+    for instance in instances:
+        add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig)
+    detokenizer = commands.add_parser("detokenizer", allow_abbrev=False)  # without help: the router starts it, no person does
+    detokenizer.set_defaults(command=_detokenizer, prog=detokenizer.prog)
+    add_flags(detokenizer, RouterConfig, ModelConfig, LogConfig)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status: 2 for a bad flag, which is named on stderr."""
+    flags = build_parser().parse_args(arguments)
+    command: Command = flags.command
+    try:
+        return command(flags)
+    except ConfigError as error:
+        print(f"{flags.prog}: {error}", file=sys.stderr)
+        return BAD_FLAG
+
+
+def _add(commands: Any, name: str, explanation: str, command: Command) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=explanation, description=f"Starts {explanation}.", allow_abbrev=False
+    )
+    parser.set_defaults(command=command, prog=parser.prog)
+    return parser
+
+
+def _local(flags: argparse.Namespace) -> int:
+    from launch.local import LocalPlan, run
+
+    plan = LocalPlan(
+        prefill=flags.prefill,
+        decode=flags.decode,
+        router=read_config(RouterConfig, flags),
+        instance=read_config(InstanceConfig, flags, host="127.0.0.1"),
+        model=read_config(ModelConfig, flags),
+        engine=read_config(EngineConfig, flags),
+        log=read_config(LogConfig, flags),
+    )
+    return run(plan)
+
+
+def _router(flags: argparse.Namespace) -> int:
+    configs = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
+    from launch.router_process import run
+
+    return run(*configs)
+
+
+def _detokenizer(flags: argparse.Namespace) -> int:
+    configs = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
+    from launch.detokenizer_process import run
+
+    return run(*configs)
+
+
+def _instance(role: "Role") -> Command:
+    def command(flags: argparse.Namespace) -> int:
+        from launch.instance_process import run
+
+        return run(
+            role,
+            read_config(InstanceConfig, flags),
+            read_config(ModelConfig, flags),
+            read_config(EngineConfig, flags),
+            read_config(LogConfig, flags),
+        )
+
+    return command
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The /cluster page: every instance as it reported itself last, those that left, and what is open at the router.
+
+Owns the shape of the page. Does not know HTTP.
+"""
+
+from collections import Counter
+from typing import Any
+
+from router.core import RouterCore
+from router.fleet import Member
+from router.requests import Phase
+
+
+def cluster_page(core: RouterCore) -> dict[str, Any]:
+    """Builtins and messages only, ready to be encoded as JSON."""
+    phases = Counter(record.phase for record in core.requests.records())
+    return {
+        "router": {
+            "requests_open": len(core.requests),
+            "phases": {phase.value: phases[phase] for phase in Phase},
+            "queue_depth": phases[Phase.AWAITING],
+            "unread_chars": sum({id(record.outbox): record.outbox.unread_chars for record in core.requests.records()}.values()),
+            "messages_stale": core.requests.stale + core.fleet.stale,
+            "unready": core.unready(),
+        },
+        "instances": [_instance(member) for member in core.fleet.members()],
+        "departed": [
+            {
+                "id": departure.info.id,
+                "incarnation": departure.info.incarnation,
+                "role": departure.info.role,
+                "reason": departure.reason,
+            }
+            for departure in core.fleet.departed
+        ],
+    }
+
+
+def _instance(member: Member) -> dict[str, Any]:
+    info = member.info
+    return {
+        "id": info.id,
+        "incarnation": info.incarnation,
+        "role": info.role,
+        "state": "draining" if member.draining else "live",
+        "inbox": info.inbox,
+        "ranks": info.ranks,
+        "model": info.model,
+        "max_running": info.max_running,
+        "page_size": info.pool.layout.page_size,
+        "transport": info.pool.backend,
+        "pages_free": member.load.pages_free,
+        "pages_total": info.pool.total_pages,
+        "load": member.load,
+        "counters": member.counters,
+        "assigned_tokens": member.assigned_tokens,
+        "links": list(member.links.values()),
+    }

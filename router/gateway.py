@@ -1,0 +1,78 @@
+"""The gateway: the core, its mail and its clock, joined in one event loop.
+
+Owns the delivery of what the core decides, and the one timer. Decides nothing. Everything runs on the loop's thread and nothing
+here waits.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from common.ids import InstanceId, RequestId
+from common.instance.ports import Mail, Send
+from common.messages import RouterInbox
+from router.core import RouterCore
+from router.outbox import Outbox
+from router.requests import RequestSpec
+
+
+class Gateway:
+    """The core as the HTTP side sees it. Whoever owns the mail calls `pump` when something has arrived."""
+
+    def __init__(self, core: RouterCore, mail: Mail[RouterInbox], clock: Callable[[], float]) -> None:
+        self.core = core
+        self.clock = clock
+        self._mail = mail
+        self._routes: dict[InstanceId, str] = {}
+        self._routes_version = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+
+    def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_at: float) -> None:
+        """Dispatch every choice of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
+        self._deliver(self.core.submit(specs, outbox, received_at))
+
+    def cancel(self, request_ids: Iterable[RequestId]) -> None:
+        """The client of these requests has gone; those that have ended are passed over."""
+        self._deliver(self.core.cancel(request_ids, self.clock()))
+
+    def pump(self) -> None:
+        """Take in everything that has arrived."""
+        now = self.clock()
+        for _, message in self._mail.receive():
+            self._deliver(self.core.receive(message, now))
+
+    def close(self) -> None:
+        """Stop the timer. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _deliver(self, sends: Iterable[Send]) -> None:
+        if self.core.addresses_version != self._routes_version:
+            self._learn_routes()
+        for send in sends:
+            self._mail.send(send.to, send.message)
+        self._set_timer()
+
+    def _learn_routes(self) -> None:
+        self._routes_version = self.core.addresses_version
+        addresses = self.core.addresses()
+        for name in self._routes.keys() - addresses.keys():
+            self._mail.route(name, None)
+        for name, address in addresses.items():
+            if self._routes.get(name) != address:
+                self._mail.route(name, address)
+        self._routes = dict(addresses)
+
+    def _set_timer(self) -> None:
+        """Be called when the earliest deadline passes. A deadline that moved away costs one call that does nothing."""
+        deadline = self.core.next_deadline()
+        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
+            return
+        self.close()
+        self._timer_at = deadline
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.clock()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._deliver(self.core.tick(self.clock()))

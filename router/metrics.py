@@ -1,0 +1,113 @@
+"""Metrics in the Prometheus text format: what the router measures, and what its instances report.
+
+Owns the names (prefix `tandem_`) and a registry of its own, so two routers can live in one process. Implements
+`requests.Observer`. Does not know HTTP routes or how the numbers come about.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.messages import Counters, Ending, Failed, Load
+from router.core import RouterCore
+from router.fleet import Member
+from router.requests import Phase
+
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+INSTANCE_LABELS = ("instance", "role")
+
+
+class RouterMetrics:
+    """What the router counts and measures itself."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self._first_token = Histogram(
+            "tandem_time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._inter_token = Histogram(
+            "tandem_inter_token_seconds",
+            "Time of one token after the first.",
+            buckets=TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self._request = Histogram(
+            "tandem_request_seconds",
+            "From the arrival of a request to its ending.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._endings = Counter("tandem_requests_ended", "Requests by how they ended.", ("ending",), registry=registry)
+        self._responses = Counter("tandem_http_responses", "HTTP responses.", ("path", "status"), registry=registry)
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        self._inter_token.observe(seconds / tokens)
+
+    def ended(self, ending: Ending, seconds: float) -> None:
+        self._endings.labels(ending.kind if isinstance(ending, Failed) else ending.reason).inc()
+        self._request.observe(seconds)
+
+    def responded(self, path: str, status: int) -> None:
+        self._responses.labels(path, str(status)).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class FleetCollector(Collector):
+    """What the instances reported last, and what is open at the router."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        core = self._core
+        yield GaugeMetricFamily("tandem_requests_open", "Requests in the system.", len(core.requests))
+        phases = GaugeMetricFamily("tandem_requests_in_phase", "Open requests by phase.", labels=("phase",))
+        for phase in Phase:
+            phases.add_metric((phase.value,), sum(record.phase is phase for record in core.requests.records()))
+        yield phases
+        stale = CounterMetricFamily("tandem_router_messages_stale", "Late messages that were dropped.", labels=("kind",))
+        stale.add_metric(("text",), core.requests.stale)
+        stale.add_metric(("membership",), core.fleet.stale)
+        yield stale
+        members = list(core.fleet.members())
+        up = GaugeMetricFamily(
+            "tandem_instance_up", "1 for a member that takes requests, 0 for one that drains.", labels=INSTANCE_LABELS
+        )
+        for member in members:
+            up.add_metric(_labels(member), float(not member.draining))
+        yield up
+        yield from _reported(members)
+
+
+def _reported(members: Iterable[Member]) -> Iterator[Metric]:
+    """A gauge for each field of Load, a counter for each field of Counters: a new field is a new metric."""
+    members = list(members)
+    for field in msgspec.structs.fields(Load):
+        gauge = GaugeMetricFamily(f"tandem_instance_{field.name}", "As reported by the instance.", labels=INSTANCE_LABELS)
+        for member in members:
+            gauge.add_metric(_labels(member), msgspec.structs.asdict(member.load)[field.name])
+        yield gauge
+    for field in msgspec.structs.fields(Counters):
+        counter = CounterMetricFamily(
+            f"tandem_instance_{field.name}", "As reported by the instance since it started.", labels=INSTANCE_LABELS
+        )
+        for member in members:
+            counter.add_metric(_labels(member), msgspec.structs.asdict(member.counters)[field.name])
+        yield counter
+
+
+def _labels(member: Member) -> tuple[str, str]:
+    return member.info.id, member.info.role

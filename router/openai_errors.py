@@ -1,0 +1,60 @@
+"""Errors as the OpenAI API writes them: {"error": {"message", "type", "param", "code"}}, with a status and Retry-After.
+
+Owns the shape. Errors themselves are those of `common.errors`, and two that only HTTP has.
+"""
+
+import msgspec
+from starlette.responses import Response
+
+from common.errors import BadRequest, Overloaded, TandemError, Unavailable
+from common.messages import Failed
+
+RETRY_AFTER_S = {Overloaded.status: Overloaded.retry_after_s, Unavailable.status: Unavailable.retry_after_s}
+
+
+class BodyTooLarge(BadRequest):
+    """The HTTP body is longer than --max-body."""
+
+    status = 413
+
+
+class BodyTooSlow(BadRequest):
+    """The HTTP body did not arrive in time."""
+
+    status = 408
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+def error_json(detail: ErrorDetail) -> bytes:
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+def detail_of_failure(failed: Failed) -> ErrorDetail:
+    return ErrorDetail(failed.message, failed.kind)
+
+
+def error_response(status: int, detail: ErrorDetail) -> Response:
+    headers = {"retry-after": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
+    return Response(error_json(detail), status, headers, media_type="application/json")
+
+
+def response_to(error: TandemError) -> Response:
+    """The response to an error that was raised before the answer began."""
+    if isinstance(error, BadRequest):
+        return error_response(error.status, ErrorDetail(str(error), error.kind, error.field, error.code))
+    return error_response(error.status, ErrorDetail(str(error), error.kind))
+
+
+def response_to_failure(failed: Failed) -> Response:
+    """The response to a request that ended before its first token."""
+    return error_response(failed.status, detail_of_failure(failed))

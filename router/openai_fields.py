@@ -1,0 +1,68 @@
+"""Standard fields of the OpenAI API that Tandem does not honour, and the values with which they ask for nothing.
+
+Owns the table. A field with such a value is dropped before the request is read; with any other value it is refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from common.errors import BadRequest
+
+_NOTHING: tuple[object, ...] = ()
+
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+NEUTRAL_CHAT_VALUES: Mapping[str, tuple[object, ...]] = {
+    **NEUTRAL_VALUES,
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": _NOTHING,
+    "prediction": _NOTHING,
+    "reasoning_effort": ("none",),
+    "verbosity": _NOTHING,
+    "web_search_options": _NOTHING,
+}
+NEUTRAL_COMPLETION_VALUES: Mapping[str, tuple[object, ...]] = {
+    **NEUTRAL_VALUES,
+    "logprobs": _NOTHING,
+    "echo": (False,),
+    "suffix": ("",),
+}
+NEUTRAL_MESSAGE_VALUES: Mapping[str, tuple[object, ...]] = {
+    "refusal": _NOTHING,
+    "audio": _NOTHING,
+    "annotations": ([],),
+    "tool_calls": ([],),
+    "function_call": _NOTHING,
+    "name": _NOTHING,
+}
+"""What the messages of our own answers carry when a client sends them back."""
+
+
+def drop_neutral(fields: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], path: str = "") -> dict[str, Any]:
+    """The fields without those that ask for nothing, as null always does. Raises BadRequest for those that ask for something."""
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name not in neutral:
+            kept[name] = value
+        elif value is not None and value not in neutral[name]:
+            allowed = " or ".join(msgspec.json.encode(option).decode() for option in neutral[name])
+            fix = f"leave it out or send {allowed}" if allowed else "leave it out"
+            raise BadRequest(f"{path}{name} is not supported: {fix}", field=path + name, code="unsupported_parameter")
+    return kept

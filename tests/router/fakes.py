@@ -1,0 +1,181 @@
+"""Doubles for router tests: a tokenizer of characters, and a fleet behind a mail port that answers in the same loop.
+
+The fleet echoes: the answer to a prompt is the prompt again, one character for each token, from its beginning.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+import httpx
+from fastapi import FastAPI
+
+from common.config import RouterConfig
+from common.errors import BadRequest
+from common.ids import Incarnation, InstanceId, Key, unpack_ids
+from common.messages import (
+    AnyMessage,
+    Cancel,
+    Close,
+    Counters,
+    Ending,
+    Failed,
+    Finished,
+    Generate,
+    Heartbeat,
+    InstanceInfo,
+    LinkInfo,
+    Load,
+    Open,
+    Register,
+    RouterInbox,
+    TextBatch,
+    TextDelta,
+)
+from router.app import Api, build_app
+from router.core import RouterCore
+from router.gateway import Gateway
+from router.intake import Intake
+from router.metrics import RouterMetrics
+from tests.builders import engine, instance
+
+MODEL = "echo"
+CONTEXT = engine().model.context_tokens
+
+
+class Unobserved:
+    """Implements `router.requests.Observer`; keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.first_tokens: list[float] = []
+        self.gaps: list[tuple[float, int]] = []
+        self.endings: list[Ending] = []
+
+    def first_token(self, seconds: float) -> None:
+        self.first_tokens.append(seconds)
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        self.gaps.append((seconds, tokens))
+
+    def ended(self, ending: Ending, seconds: float) -> None:
+        self.endings.append(ending)
+
+
+class CharTokenizer:
+    """Implements `router.intake.Tokenizer`: a token is a character's code."""
+
+    context_tokens = CONTEXT
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(char) for char in text]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        if messages[-1]["role"] == "assistant":
+            raise BadRequest("the template wants the user to speak last", field="messages")
+        return self.encode("".join(str(message["content"]) for message in messages))
+
+
+def link(peer: InstanceInfo) -> LinkInfo:
+    return LinkInfo(peer=peer.id, incarnation=peer.incarnation, state="ready")
+
+
+def beat(of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, draining: bool = False) -> Heartbeat:
+    """A heartbeat with a ready link to each of the peers."""
+    links = tuple(link(peer) for peer in peers)
+    load = load or Load()
+    return Heartbeat(id=of.id, incarnation=of.incarnation, load=load, counters=Counters(), links=links, draining=draining)
+
+
+class EchoFleet:
+    """Implements `Mail[RouterInbox]`: one prefill and one decode instance and a detokenizer, which answer as soon as the loop turns.
+
+    fail_at: number of the token in whose place a failure comes. stall_at: number of the token before which it falls silent.
+    """
+
+    def __init__(self, fail_at: int | None = None, stall_at: int | None = None, failed: Failed | None = None) -> None:
+        self.prefill, self.decode = instance("p0", "prefill"), instance("d0", "decode")
+        self.sent: list[AnyMessage] = []
+        self.routes: dict[InstanceId, str | None] = {}
+        self.gateway: Gateway | None = None
+        self._fail_at, self._stall_at = fail_at, stall_at
+        self._failed = failed or Failed(message="the step failed")
+        self._stops: dict[Key, tuple[str, ...]] = {}
+        self._arrived: list[tuple[InstanceId, RouterInbox]] = []
+
+    def join(self) -> None:
+        for one in (self.prefill, self.decode):
+            self.say(Register(instance=one))
+        self.say(beat(self.prefill, self.decode))
+        self.say(beat(self.decode, self.prefill))
+
+    def say(self, message: RouterInbox) -> None:
+        self._arrived.append((InstanceId("someone"), message))
+        assert self.gateway is not None
+        asyncio.get_running_loop().call_soon(self.gateway.pump)
+
+    def receive(self) -> list[tuple[InstanceId, RouterInbox]]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def route(self, to: InstanceId, address: str | None) -> None:
+        self.routes[to] = address
+
+    def send(self, to: InstanceId, message: AnyMessage) -> None:
+        self.sent.append(message)
+        if isinstance(message, Open):
+            self._stops[message.key] = message.stop
+        if isinstance(message, Generate):
+            for delta in self._answer(message):
+                self.say(TextBatch(deltas=(delta,)))
+
+    def cancelled(self) -> set[Key]:
+        """Requests that were cancelled at the instances and closed at the detokenizer."""
+        cancels = {message.key for message in self.sent if isinstance(message, Cancel)}
+        return cancels & {message.key for message in self.sent if isinstance(message, Close)}
+
+    def _answer(self, message: Generate) -> list[TextDelta]:
+        key, prompt = message.key, unpack_ids(message.prompt).tolist()
+        deltas = []
+        text = ""
+        for number in range(message.sampling.max_new_tokens):
+            if number == self._stall_at:
+                return deltas
+            if number == self._fail_at:
+                return [*deltas, TextDelta(key, number, (), "", self._failed)]
+            token = prompt[number % len(prompt)]
+            text += chr(token)
+            stop = next((stop for stop in self._stops[key] if text.endswith(stop)), None)
+            last = number == message.sampling.max_new_tokens - 1
+            ending = Finished(reason="stop", matched=stop) if stop else Finished(reason="length") if last else None
+            deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending))
+            if ending is not None:
+                break
+        return deltas
+
+
+class Site:
+    """A router without sockets: app, gateway and fleet in the running loop."""
+
+    def __init__(self, fleet: EchoFleet, config: RouterConfig, max_body_bytes: int = 100_000) -> None:
+        self.fleet = fleet
+        self.metrics = RouterMetrics()
+        self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.metrics)
+        self.gateway = Gateway(self.core, fleet, time.monotonic)
+        self.intake = Intake(self.core, CharTokenizer(), MODEL)
+        api = Api(self.gateway, self.intake, self.metrics, MODEL, CONTEXT, max_body_bytes)
+        self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
+        fleet.gateway = self.gateway
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=self.app, raise_app_exceptions=False), base_url="http://router"
+        )
+
+    async def open(self, join: bool = True) -> None:
+        if join:
+            self.fleet.join()
+            await asyncio.sleep(0)
+
+    def close(self) -> None:
+        self.gateway.close()
+        self.intake.close()

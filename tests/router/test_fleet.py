@@ -1,0 +1,181 @@
+"""Membership as lists of messages and the messages that answer them."""
+
+import msgspec
+import pytest
+
+from common.ids import Incarnation
+from common.instance.ports import Send
+from common.messages import (
+    WIRE_VERSION,
+    Goodbye,
+    InstanceInfo,
+    Load,
+    ModelIdentity,
+    Peers,
+    Refused,
+    Register,
+    Welcome,
+)
+from router.fleet import REMEMBERED, Fleet
+from tests.builders import instance
+from tests.router.fakes import beat
+
+DEAD_AFTER_S = 3.0
+P0, D0, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("d1", "decode")
+
+
+def new_fleet(*members: InstanceInfo) -> Fleet:
+    fleet = Fleet(Incarnation("r"), "tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S)
+    for member in members:
+        fleet.register(Register(instance=member), 0.0)
+    return fleet
+
+
+def ids(fleet: Fleet) -> list[str]:
+    return [member.info.id for member in fleet.members()]
+
+
+def peers(*infos: InstanceInfo) -> Peers:
+    return Peers(instances=infos)
+
+
+WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://detokenizer:1", heartbeat_s=0.5)
+
+
+def test_who_registers_is_welcomed_with_its_peers_and_the_other_role_hears_of_it() -> None:
+    fleet = new_fleet(P0, D0)
+    change = fleet.register(Register(instance=D1), 1.0)
+    assert change.sends == [Send(D1.id, WELCOME), Send(D1.id, peers(P0)), Send(P0.id, peers(D0, D1))]
+    assert change.lost == []
+
+
+def test_registering_again_is_answered_again_but_tells_nobody_else() -> None:
+    fleet = new_fleet(P0, D0)
+    version = fleet.addresses_version
+    assert fleet.register(Register(instance=D0), 1.0).sends == [Send(D0.id, WELCOME), Send(D0.id, peers(P0))]
+    assert fleet.addresses_version == version
+
+
+def test_registering_again_keeps_the_last_report() -> None:
+    fleet = new_fleet(D0)
+    fleet.heartbeat(beat(D0, load=Load(running_tokens=7)), 1.0)
+    fleet.register(Register(instance=D0), 1.5)
+    assert next(fleet.members()).load.running_tokens == 7
+
+
+def test_a_silent_member_is_lost_and_its_peers_hear_of_it() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.heartbeat(beat(P0), 2.0)
+    assert fleet.next_deadline() == DEAD_AFTER_S
+    assert fleet.tick(2.9).lost == []
+    change = fleet.tick(DEAD_AFTER_S)
+    assert [member.info for member in change.lost] == [D0]
+    assert change.sends == [Send(P0.id, peers())]
+    assert ids(fleet) == ["p0"]
+    assert fleet.next_deadline() == 2.0 + DEAD_AFTER_S
+
+
+def test_a_member_that_was_only_silent_is_a_member_again_at_its_next_heartbeat() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.heartbeat(beat(P0), 2.0)
+    fleet.tick(DEAD_AFTER_S)
+    change = fleet.heartbeat(beat(D0, load=Load(running_tokens=3)), 4.0)
+    assert change.sends == [Send(D0.id, WELCOME), Send(D0.id, peers(P0)), Send(P0.id, peers(D0))]
+    assert [member.load.running_tokens for member in fleet.members("decode")] == [3]
+    assert fleet.departed == []
+
+
+def test_a_goodbye_removes_at_once_and_heartbeats_that_follow_are_stale() -> None:
+    fleet = new_fleet(P0, D0)
+    change = fleet.goodbye(Goodbye(id=D0.id, incarnation=D0.incarnation))
+    assert [member.info for member in change.lost] == [D0]
+    assert change.sends == [Send(P0.id, peers())]
+    assert fleet.heartbeat(beat(D0), 1.0).sends == []
+    assert (ids(fleet), fleet.stale) == (["p0"], 1)
+    assert [(departure.info.id, departure.reason) for departure in fleet.departed] == [("d0", "left")]
+
+
+def test_a_goodbye_of_a_former_incarnation_does_not_remove_its_successor() -> None:
+    successor = instance("d0", "decode", incarnation="2")
+    fleet = new_fleet(P0, D0, successor)
+    assert fleet.goodbye(Goodbye(id=D0.id, incarnation=D0.incarnation)).lost == []
+    assert (ids(fleet), fleet.stale) == (["p0", "d0"], 1)
+
+
+def test_a_newer_incarnation_takes_the_place_of_the_older() -> None:
+    fleet = new_fleet(P0, D0)
+    successor = instance("d0", "decode", incarnation="2")
+    change = fleet.register(Register(instance=successor), 1.0)
+    assert [member.info for member in change.lost] == [D0]
+    assert change.sends[-1] == Send(P0.id, peers(successor))
+    assert Send(successor.id, WELCOME) in change.sends
+    assert fleet.addresses()[D0.id] == successor.inbox
+
+
+def test_a_replaced_incarnation_is_refused_at_its_own_address_and_its_successor_stays() -> None:
+    successor = instance("d0", "decode", incarnation="2")
+    fleet = new_fleet(D0, successor)
+    (refusal,) = fleet.register(Register(instance=D0), 1.0).sends
+    assert isinstance(refusal.message, Refused) and "newer incarnation" in refusal.message.reason
+    assert fleet.addresses()[refusal.to] == D0.inbox
+    assert fleet.addresses()[D0.id] == successor.inbox
+    assert [member.info for member in fleet.members()] == [successor]
+
+
+def other_model(**changes: object) -> InstanceInfo:
+    fields = msgspec.structs.asdict(D1.model) | changes
+    return msgspec.structs.replace(D1, model=msgspec.convert(fields, ModelIdentity))
+
+
+def other_layout(**changes: object) -> InstanceInfo:
+    layout = msgspec.structs.replace(D1.pool.layout, **changes)
+    return msgspec.structs.replace(D1, pool=msgspec.structs.replace(D1.pool, layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("asking", "names"),
+    [
+        (other_model(fingerprint="g"), "model fingerprint is g"),
+        (other_model(dtype="bfloat16"), "dtype is bfloat16"),
+        (other_model(vocab_size=5), "vocabulary is 5"),
+        (other_model(context_tokens=64), "context is 64"),
+        (other_layout(page_size=8), "page size is 8"),
+        (other_layout(version=9), "layout version is 9"),
+        (other_layout(order="head"), "page order is head"),
+        (other_layout(kv_heads=4), "KV layout is (2, 4, 4)"),
+        (msgspec.structs.replace(D1, pool=msgspec.structs.replace(D1.pool, backend="other")), "transport is other"),
+        (msgspec.structs.replace(D1, wire_version=WIRE_VERSION + 2), f"wire version {WIRE_VERSION + 2}"),
+    ],
+)
+def test_an_instance_that_does_not_match_is_refused_by_what_differs(asking: InstanceInfo, names: str) -> None:
+    fleet = new_fleet(P0)
+    (refusal,) = fleet.register(Register(instance=asking), 1.0).sends
+    assert isinstance(refusal.message, Refused) and names in refusal.message.reason
+    assert fleet.addresses()[refusal.to] == asking.inbox
+    assert ids(fleet) == ["p0"]
+
+
+def test_a_neighbouring_wire_version_is_welcome() -> None:
+    fleet = new_fleet(P0, msgspec.structs.replace(D0, wire_version=WIRE_VERSION + 1))
+    assert ids(fleet) == ["p0", "d0"]
+
+
+def test_when_everyone_has_left_another_model_may_come() -> None:
+    fleet = new_fleet(P0)
+    fleet.tick(DEAD_AFTER_S)
+    fleet.register(Register(instance=other_model(fingerprint="g")), 5.0)
+    assert fleet.model is not None and fleet.model.fingerprint == "g"
+
+
+def test_what_is_remembered_of_strangers_is_bounded() -> None:
+    fleet = new_fleet(P0)
+    for number in range(3 * REMEMBERED):
+        stranger = msgspec.structs.replace(other_layout(page_size=8), incarnation=Incarnation(str(number)))
+        fleet.register(Register(instance=stranger), 1.0)
+    assert len(fleet.addresses()) == REMEMBERED + 1
+
+
+def test_a_heartbeat_of_a_stranger_is_stale() -> None:
+    fleet = new_fleet(P0)
+    assert fleet.heartbeat(beat(D0), 1.0).sends == []
+    assert (ids(fleet), fleet.stale) == (["p0"], 1)

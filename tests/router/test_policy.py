@@ -1,0 +1,137 @@
+"""The choice of instances, for fleets of a few members."""
+
+import msgspec
+import pytest
+
+from common.config import Dispatch
+from common.errors import BadRequest, Unavailable
+from common.ids import Incarnation
+from common.messages import InstanceInfo, Load, Register
+from router.fleet import Fleet
+from router.policy import choose, unready
+from tests.builders import instance
+from tests.router.fakes import beat
+
+P0, P1 = instance("p0", "prefill"), instance("p1", "prefill")
+D0, D1 = instance("d0", "decode"), instance("d1", "decode")
+
+
+def new_fleet(*members: InstanceInfo, linked: bool = True) -> Fleet:
+    fleet = Fleet(Incarnation("r"), "tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=3.0)
+    for member in members:
+        fleet.register(Register(instance=member), 0.0)
+    for member in members:
+        others = [other for other in members if other.role != member.role]
+        fleet.heartbeat(beat(member, *others if linked else ()), 0.0)
+    return fleet
+
+
+def chosen(fleet: Fleet, dispatch: Dispatch = "auto", prompt_tokens: int = 10, max_new_tokens: int = 5) -> tuple[str, str | None]:
+    choice = choose(fleet, dispatch, prompt_tokens, max_new_tokens)
+    return choice.first.info.id, None if choice.decode is None else choice.decode.info.id
+
+
+def test_a_request_goes_through_a_linked_pair() -> None:
+    assert chosen(new_fleet(P0, D0)) == ("p0", "d0")
+
+
+def test_the_least_loaded_in_tokens_is_taken_not_the_one_with_fewest_requests() -> None:
+    fleet = new_fleet(P0, P1, D0, D1)
+    fleet.heartbeat(beat(P0, D0, D1, load=Load(waiting_requests=1, waiting_tokens=900)), 1.0)
+    fleet.heartbeat(beat(P1, D0, D1, load=Load(waiting_requests=5, waiting_tokens=50, running_tokens=50)), 1.0)
+    fleet.heartbeat(beat(D0, P0, P1, load=Load(running_requests=1, running_tokens=400)), 1.0)
+    fleet.heartbeat(beat(D1, P0, P1, load=Load(running_requests=3, running_tokens=300)), 1.0)
+    assert chosen(fleet) == ("p1", "d1")
+
+
+def test_what_was_assigned_since_the_last_report_counts() -> None:
+    fleet = new_fleet(P0, P1, D0)
+    fleet.heartbeat(beat(P1, D0, load=Load(waiting_tokens=20)), 1.0)
+    assert chosen(fleet) == ("p0", "d0")
+    next(member for member in fleet.members() if member.info.id == "p0").assigned_tokens = 21
+    assert chosen(fleet) == ("p1", "d0")
+
+
+def test_a_pair_is_used_only_when_both_ends_report_the_link() -> None:
+    fleet = new_fleet(P0, D0, D1, linked=False)
+    fleet.heartbeat(beat(P0, D0, D1), 1.0)
+    with pytest.raises(Unavailable, match="link"):
+        chosen(fleet)
+    fleet.heartbeat(beat(D1, P0), 1.0)
+    assert chosen(fleet) == ("p0", "d1")
+
+
+def test_a_link_to_a_former_incarnation_is_no_link() -> None:
+    fleet = new_fleet(P0, D0)
+    successor = instance("d0", "decode", incarnation="2")
+    fleet.register(Register(instance=successor), 1.0)
+    fleet.heartbeat(beat(successor, P0), 1.0)
+    with pytest.raises(Unavailable, match="link"):
+        chosen(fleet)
+    fleet.heartbeat(beat(P0, successor), 1.0)
+    assert chosen(fleet) == ("p0", "d0")
+
+
+def test_a_prefill_instance_without_a_link_is_passed_over_even_if_it_is_idle() -> None:
+    fleet = new_fleet(P0, P1, D0)
+    fleet.heartbeat(beat(P0), 1.0)
+    fleet.heartbeat(beat(P1, D0, load=Load(waiting_tokens=1000)), 1.0)
+    assert chosen(fleet) == ("p1", "d0")
+
+
+def test_a_draining_instance_gets_nothing_new() -> None:
+    fleet = new_fleet(P0, D0, D1)
+    fleet.heartbeat(beat(D0, P0, draining=True), 1.0)
+    assert chosen(fleet) == ("p0", "d1")
+    fleet.heartbeat(beat(P0, D0, D1, draining=True), 1.0)
+    assert chosen(fleet) == ("d1", None)
+
+
+def test_an_answer_of_one_token_needs_no_decode_instance() -> None:
+    assert chosen(new_fleet(P0), max_new_tokens=1) == ("p0", None)
+    assert chosen(new_fleet(P0, D0, linked=False), max_new_tokens=1) == ("p0", None)
+
+
+def test_without_prefill_instances_a_decode_instance_serves_alone() -> None:
+    assert chosen(new_fleet(D0)) == ("d0", None)
+
+
+def test_colocated_dispatch_never_asks_a_prefill_instance() -> None:
+    fleet = new_fleet(P0, D0)
+    assert chosen(fleet, "colocated") == ("d0", None)
+    assert chosen(fleet, "colocated", max_new_tokens=1) == ("d0", None)
+
+
+def test_a_prompt_that_no_prefill_memory_holds_goes_to_a_decode_instance() -> None:
+    small = msgspec.structs.replace(P0, pool=msgspec.structs.replace(P0.pool, total_pages=2))
+    fleet = new_fleet(small, D0)
+    assert chosen(fleet, prompt_tokens=8) == ("p0", "d0")
+    assert chosen(fleet, prompt_tokens=9) == ("d0", None)
+
+
+def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error() -> None:
+    fleet = new_fleet(P0, D0)
+    capacity = D0.pool.total_pages * D0.pool.layout.page_size
+    assert chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=5) == ("p0", "d0")
+    with pytest.raises(BadRequest) as raised:
+        chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=6)
+    assert raised.value.field == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("members", "linked", "reason"),
+    [
+        ((), True, "no instance is live"),
+        ((P0,), True, "no decode instance is live"),
+        ((P0, D0), False, "no prefill instance has a ready link"),
+    ],
+)
+def test_a_fleet_that_cannot_serve_says_why(members: tuple[InstanceInfo, ...], linked: bool, reason: str) -> None:
+    fleet = new_fleet(*members, linked=linked)
+    with pytest.raises(Unavailable, match=reason):
+        chosen(fleet)
+    assert [reason in said for said in unready(fleet, "auto")] == [True]
+
+
+def test_a_fleet_that_can_serve_has_no_reason_to_be_unready() -> None:
+    assert unready(new_fleet(P0, D0), "auto") == []
