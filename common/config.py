@@ -50,7 +50,7 @@ class EngineConfig:
         _require(1 <= self.max_running <= 4096, "max-running", "between 1 and 4096", self.max_running)
         _require(self.chunk_tokens >= 1, "chunk-tokens", "at least 1", self.chunk_tokens)
         _require(self.threads >= 0, "threads", "0 or more", self.threads)
-        parse_bytes(self.kv_memory)
+        parse_bytes(self.kv_memory, "kv-memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +99,21 @@ class RouterConfig:
         _require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)
         _require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
         _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
-        parse_bytes(self.max_body)
+        parse_bytes(self.max_body, "max-body")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
+    """What a process says of itself."""
+
     log_level: LogLevel = option("info", "least level that is logged, to stderr")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_bytes(text: str) -> int | None:
-    """Bytes of "512MiB", "40GiB", "1000000"; None for "auto". Raises ConfigError."""
+def parse_bytes(text: str, flag: str = "") -> int | None:
+    """Bytes of "512MiB", "40GiB", "1000000"; None for "auto". Raises ConfigError, which names the flag that the text was given to."""
     if text == "auto":
         return None
     digits = text.rstrip("BKMGIbkmgi ")
@@ -121,5 +123,6 @@ def parse_bytes(text: str) -> int | None:
     except ValueError:
         number = -1.0
     if number <= 0 or unit not in _UNITS:
-        raise ConfigError(f"{text!r} is no amount of memory: write a number with B, KiB, MiB or GiB, or auto")
+        where = f"--{flag}: " if flag else ""
+        raise ConfigError(f"{where}{text!r} is no amount of memory: write a number with B, KiB, MiB or GiB, or auto")
     return int(number * _UNITS[unit])

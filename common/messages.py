@@ -273,8 +273,9 @@ class TokenBatch(Message, frozen=True):
 class Open(Message, frozen=True):
     """router → detokenizer: expect tokens of this request.
 
-    stop: strings at which the answer ends (they are trimmed). context: packed ids that precede token 0 and decide how it is decoded.
-    first: number of the first token to expect. text: answer text before it (when an answer is resumed).
+    stop: strings at which the answer ends (they are trimmed). context: packed ids that precede the first token to expect and
+    decide how it is decoded. first: its number; when an answer is resumed it is above 0, and the last `first` ids of the context
+    are the answer's tokens so far. text: the text that was delivered for those.
     """
 
     key: Key

@@ -1,7 +1,7 @@
 """The wire: one inbox and many outboxes over ZeroMQ, carrying msgspec messages in a versioned envelope.
 
-Owns sockets, the envelope, and the counts of what was refused or lost. Does not know what a message means, who should be answered,
-or when to give up: a message that was lost comes to light at somebody's deadline.
+Owns sockets, the envelope, and the counts of what was refused or lost. Does not know what a message means, who should be
+answered, or when to give up: a message that was lost comes to light at somebody's deadline.
 
 A frame is one ZeroMQ message of one part, numbers in network order:
 
@@ -19,6 +19,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -49,6 +50,14 @@ _ADDRESS = re.compile(r"tcp://(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 _log = logging.getLogger(__name__)
 
 
+class FrameRefused(WireError):
+    """A frame that is dropped; it is counted under `reason`."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
 def check_address(address: str) -> str:
     """The address itself when it reads tcp://host:port. Raises ConfigError."""
     match = _ADDRESS.fullmatch(address)
@@ -66,19 +75,21 @@ def pack_frame(sender: InstanceId, body: bytes, version: int = WIRE_VERSION) -> 
 
 
 def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
-    """Sender and body of a frame. Raises WireError whose first argument is the reason it is counted under."""
+    """Sender and body of a frame. Raises FrameRefused."""
     if len(frame) < _HEADER.size or not frame.startswith(MAGIC):
-        raise WireError("magic", "it does not begin as our frames do")
+        raise FrameRefused("magic", "it does not begin as our frames do")
     _, version, name_bytes = _HEADER.unpack_from(frame)
     if abs(version - WIRE_VERSION) > 1:
-        raise WireError("wire version", f"it has wire version {version}, ours is {WIRE_VERSION}: only neighbours work together")
+        raise FrameRefused(
+            "wire version", f"it has wire version {version}, ours is {WIRE_VERSION}: only neighbours work together"
+        )
     end = _HEADER.size + name_bytes
     if name_bytes == 0 or end > len(frame):
-        raise WireError("sender", "it names no sender")
+        raise FrameRefused("sender", "it names no sender")
     try:
         sender = frame[_HEADER.size : end].decode()
     except UnicodeDecodeError as error:
-        raise WireError("sender", f"its sender is not UTF-8: {error.reason}") from error
+        raise FrameRefused("sender", f"its sender is not UTF-8: {error.reason}") from error
     return InstanceId(sender), memoryview(frame)[end:]
 
 
@@ -98,6 +109,11 @@ class _Tally:
             _log.warning("%s (%s, %d so far): %s", self._what, reason, self.counts[reason], detail)
 
 
+@dataclass(frozen=True, eq=False)
+class _Attachment:
+    loop: asyncio.AbstractEventLoop
+
+
 class Mailbox(Generic[M]):
     """The inbox of one process, and its outboxes. Implements `common.instance.ports.Mail`.
 
@@ -115,7 +131,7 @@ class Mailbox(Generic[M]):
         self._refused = _Tally("a frame was dropped")
         self._lost = _Tally("a message was not sent")
         self._outboxes: dict[InstanceId, tuple[str, zmq.Socket[bytes]]] = {}
-        self._attached: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
+        self._attached: _Attachment | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = self._new_socket(zmq.PULL)
@@ -193,9 +209,8 @@ class Mailbox(Generic[M]):
                 break
             try:
                 mail.append(self._read(frame))
-            except WireError as error:
-                reason, detail = error.args
-                self._refused.add(reason, detail)
+            except FrameRefused as error:
+                self._refused.add(error.reason, str(error))
         return mail
 
     def wait(self, timeout_s: float) -> None:
@@ -225,20 +240,17 @@ class Mailbox(Generic[M]):
             raise RuntimeError("a mailbox is attached to one loop at a time")
 
         def check() -> None:
-            if self._attached is None or not self._has_mail():
+            if self._attached is not here or not self._has_mail():
                 return
-            try:
-                on_mail()
-            finally:
-                if self._attached is not None and self._has_mail():
-                    loop.call_soon(check)
+            loop.call_soon(check)  # first, so that it also happens when on_mail raises
+            on_mail()
 
         def woken() -> None:
             self._sleep_again()
-            on_mail()
             loop.call_soon(check)
+            on_mail()
 
-        self._attached = (loop, on_mail)
+        here = self._attached = _Attachment(loop)
         loop.add_reader(self._inbox.fileno(), check)
         loop.add_reader(self._woken.fileno(), woken)
         loop.call_soon(check)  # for what came before
@@ -247,8 +259,7 @@ class Mailbox(Generic[M]):
         """Undo `attach`. Idempotent; on the loop's thread."""
         if self._attached is None:
             return
-        loop, _ = self._attached
-        self._attached = None
+        loop, self._attached = self._attached.loop, None
         if not loop.is_closed():
             loop.remove_reader(self._inbox.fileno())
             loop.remove_reader(self._woken.fileno())
@@ -270,19 +281,18 @@ class Mailbox(Generic[M]):
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _read(self, frame: bytes) -> tuple[InstanceId, M]:
-        """Raises WireError with a reason and a detail."""
         if self._inbox.getsockopt(zmq.RCVMORE):
             while self._inbox.getsockopt(zmq.RCVMORE):
                 self._inbox.recv(zmq.NOBLOCK)
-            raise WireError("parts", "it has several parts")
+            raise FrameRefused("parts", "it has several parts")
         sender, body = unpack_frame(frame)
         try:
             return sender, self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TandemError) as error:
-            raise WireError("body", f"from {sender!r}: {error}") from error
+            raise FrameRefused("body", f"from {sender!r}: {error}") from error
 
     def _has_mail(self) -> bool:
-        return bool(self._inbox.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return self._inbox.poll(0, zmq.POLLIN) != 0
 
     def _sleep_again(self) -> None:
         try:

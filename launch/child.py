@@ -18,6 +18,7 @@ from types import FrameType
 import msgspec
 
 from common.errors import ConfigError, TandemError
+from launch import signals
 from launch.reports import (
     MAX_LINE_BYTES,
     ORDER_FD,
@@ -38,24 +39,29 @@ ORPHAN_S = 15.0
 _log = logging.getLogger(__name__)
 
 
+RETRY_S = 0.2
+"""How soon a main thread that is starting is interrupted again: it may have been about to wait."""
+
+
 class StoppedWhileStarting(BaseException):
     """Told to stop before the process said how to stop it; raised in the main thread."""
 
 
 class ChildProcess:
-    """This process, as something that was started and will be stopped. Made once, in the main thread."""
+    """This process, as something that was started and will be stopped. Made once, in the main thread, before other threads."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.stop_asked = False
+        self._stop_asked = False
+        self._ended = threading.Event()
         self._on_stop: Callable[[], object] | None = None
         self._on_order: Callable[[Order], object] | None = None
         self._early_orders: list[Order] = []
         self._lock = threading.Lock()
         self._report_fd = _take_fd(REPORT_FD)
         order_fd = _take_fd(ORDER_FD)
-        signal.signal(signal.SIGTERM, self._signalled)
-        signal.signal(signal.SIGINT, self._signalled)
+        signal.signal(signal.SIGUSR1, self._interrupted)
+        signals.watch(self._ask_to_stop)
         if order_fd is not None:
             threading.Thread(target=self._read_orders, args=(order_fd,), name="orders", daemon=True).start()
 
@@ -71,8 +77,16 @@ class ChildProcess:
         self.report(Progress(text=text))
 
     def on_stop(self, stop: Callable[[], object]) -> None:
-        """From now on `stop` is called once, in the main thread, between two of its instructions, instead of an exception."""
-        self._on_stop = stop
+        """From now on `stop` is called, on another thread, instead of raising StoppedWhileStarting in the main thread."""
+        with self._lock:
+            self._on_stop = stop
+            asked = self._stop_asked
+        if asked:
+            stop()
+
+    def ended(self) -> None:
+        """The main thread is done: nothing can stop it any more."""
+        self._ended.set()
 
     def on_order(self, act: Callable[[Order], object]) -> None:
         """From now on `act` is called with every order, on a thread of its own; those that came before are made up for."""
@@ -82,15 +96,29 @@ class ChildProcess:
         for order in early:
             act(order)
 
-    def _signalled(self, number: int, _frame: FrameType | None) -> None:
-        if self.stop_asked:
-            if number == signal.SIGINT:
-                os._exit(128 + number)  # a person asks again: at once
-            return
-        self.stop_asked = True
-        if self._on_stop is None:
+    def _ask_to_stop(self, number: int | None) -> None:
+        """A signal, or with None the parent's wish or end. The second Ctrl-C of a person ends the process at once."""
+        with self._lock:
+            again, self._stop_asked = self._stop_asked, True
+        if not again:
+            threading.Thread(target=self._stop, name="stop", daemon=True).start()
+        elif number == signal.SIGINT:
+            os._exit(128 + signal.SIGINT)
+
+    def _stop(self) -> None:
+        """Stop the main thread the way it said, or else interrupt it until it has noticed."""
+        while not self._ended.is_set():
+            with self._lock:
+                stop = self._on_stop
+            if stop is not None:
+                stop()
+                return
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            self._ended.wait(RETRY_S)
+
+    def _interrupted(self, _number: int, _frame: FrameType | None) -> None:
+        if self._on_stop is None and not self._ended.is_set():
             raise StoppedWhileStarting
-        self._on_stop()
 
     def _read_orders(self, fd: int) -> None:
         with os.fdopen(fd, "rb") as lines:
@@ -99,7 +127,7 @@ class ChildProcess:
                     self._take_order(decode_order(line))
                 except msgspec.DecodeError as error:
                     _log.error("an order that cannot be read was dropped: %s", error)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        self._ask_to_stop(None)
         threading.Event().wait(ORPHAN_S)
         os._exit(1)
 
@@ -116,15 +144,22 @@ def run_child(name: str, body: Callable[[ChildProcess], None]) -> int:
     """Run a process's body; the outermost door of the process. Returns its exit status: 0, 1, or 2 for a bad flag."""
     process = ChildProcess(name)
     try:
-        body(process)
+        return _run(process, body)
     except StoppedWhileStarting:
         return 0
+    finally:
+        process.ended()
+
+
+def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
+    try:
+        body(process)
     except TandemError as error:
         _log.error("%s", error)
         process.report(Broken(reason=str(error)))
         return 2 if isinstance(error, ConfigError) else 1
     except Exception as error:  # noqa: BLE001  whoever started this process must learn why it ended, whatever the reason
-        _log.critical("%s failed", name, exc_info=error)
+        _log.critical("%s failed", process.name, exc_info=error)
         process.report(Broken(reason=f"{type(error).__name__}: {error}"))
         return 1
     return 0

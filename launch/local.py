@@ -10,16 +10,14 @@ The first child that dies takes the fleet down.
 
 import logging
 import queue
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Literal, assert_never
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError, TandemError
-from launch import environment, logs
+from launch import environment, logs, signals
 from launch.addresses import LOOPBACK, reachable
 from launch.flags import to_flags
 from launch.fleet_page import FleetPage, curl_line
@@ -32,6 +30,8 @@ INTAKE_S = 10.0
 STOP_S = 10.0
 """How long the processes of one stage may take to stop before they are killed."""
 LOOK_EVERY_S = 0.05
+
+Command = Callable[[str, Sequence[str]], list[str]]
 
 _log = logging.getLogger(__name__)
 
@@ -80,11 +80,12 @@ class _Signal:
 
 
 class LocalFleet:
-    """The children of `launch local`. One thread uses it; a second signal kills every child, whatever the thread waits for."""
+    """The children of `launch local`. `signalled` comes from a thread of its own, so that nothing holds up a second signal."""
 
-    def __init__(self, plan: LocalPlan) -> None:
+    def __init__(self, plan: LocalPlan, command: Command) -> None:
         self._plan = plan
-        self._events: queue.SimpleQueue[ChildEvent | _Signal] = queue.SimpleQueue()  # its put is safe in a signal handler
+        self._command = command
+        self._events: queue.SimpleQueue[ChildEvent | _Signal] = queue.SimpleQueue()
         self._children: dict[str, Child] = {}
         self._signals = 0
         self._serving = False
@@ -93,13 +94,13 @@ class LocalFleet:
     def killed(self) -> bool:
         return self._signals > 1
 
-    def signalled(self, number: int, _frame: FrameType | None) -> None:
-        """First: stop in order. Second: kill."""
+    def signalled(self, number: int) -> None:
+        """First: stop in order. Second: kill. On the thread that takes signals."""
         self._signals += 1
         if self._signals == 1:
             self._events.put(_Signal(number))
             return
-        for child in self._children.values():
+        for child in list(self._children.values()):
             child.kill()
 
     def start(self) -> str:
@@ -142,7 +143,7 @@ class LocalFleet:
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _spawn(self, name: str, role: str, flags: list[str]) -> None:
-        self._children[name] = Child(name, launch_command(role, flags), self._events.put)
+        self._children[name] = Child(name, self._command(role, flags), self._events.put)
 
     def _wait_until_ready(self, names: list[str], deadline: float) -> dict[str, Ready]:
         """What each of them reported when it was ready."""
@@ -192,27 +193,27 @@ class LocalFleet:
                 return  # nothing that a person need read: after Broken follows the exit, which says it
 
     def _close_intake(self, router: Child) -> None:
+        """Return when the router has ended its open answers, or has ended itself, or will not in time."""
+        deadline = time.monotonic() + INTAKE_S
         router.order(CloseIntake())
-        for event in self._remaining_events(time.monotonic() + INTAKE_S):
-            closed = isinstance(event, Reported) and isinstance(event.report, IntakeClosed)
-            if closed or router.status is not None or self.killed:
-                return
-        _log.warning("the router did not end its open answers within %g s", INTAKE_S)
-
-    def _remaining_events(self, deadline: float) -> Iterator[ChildEvent | _Signal]:
-        while (left := deadline - time.monotonic()) > 0:
+        while router.status is None and (left := deadline - time.monotonic()) > 0:
             try:
-                yield self._events.get(timeout=left)
+                event = self._events.get(timeout=left)
             except queue.Empty:
+                _log.warning("the router did not end its open answers within %g s", INTAKE_S)
+                return
+            if isinstance(event, Reported) and isinstance(event.report, IntakeClosed):
                 return
 
 
-def run(plan: LocalPlan) -> int:
-    """Start, watch and stop. Returns the exit status: 0 after an orderly stop, 1 when a part failed, 130 when killed in haste."""
+def run(plan: LocalPlan, command: Command = launch_command) -> int:
+    """Start, watch and stop. command: what runs a role with its flags.
+
+    Returns the exit status: 0 after an orderly stop, 1 when a part failed, 130 when killed in haste.
+    """
     logs.configure(plan.log, "local")
-    fleet = LocalFleet(plan)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, fleet.signalled)
+    fleet = LocalFleet(plan, command)
+    signals.watch(fleet.signalled)
     status, began = 0, time.monotonic()
     try:
         url = fleet.start()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
+from launch import environment
 from launch.flags import add_flags, read_config
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def _local(flags: argparse.Namespace) -> int:
 
 def _router(flags: argparse.Namespace) -> int:
     configs = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
+    environment.prepare(threads=1)
     from launch.router_process import run
 
     return run(*configs)
@@ -94,6 +96,7 @@ def _router(flags: argparse.Namespace) -> int:
 
 def _detokenizer(flags: argparse.Namespace) -> int:
     configs = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
+    environment.prepare(threads=1)
     from launch.detokenizer_process import run
 
     return run(*configs)
@@ -101,15 +104,12 @@ def _detokenizer(flags: argparse.Namespace) -> int:
 
 def _instance(role: "Role") -> Command:
     def command(flags: argparse.Namespace) -> int:
+        instance, model = read_config(InstanceConfig, flags), read_config(ModelConfig, flags)
+        engine, log = read_config(EngineConfig, flags), read_config(LogConfig, flags)
+        environment.prepare(engine.threads)
         from launch.instance_process import run
 
-        return run(
-            role,
-            read_config(InstanceConfig, flags),
-            read_config(ModelConfig, flags),
-            read_config(EngineConfig, flags),
-            read_config(LogConfig, flags),
-        )
+        return run(role, instance, model, engine, log)
 
     return command
 

@@ -71,7 +71,7 @@ class Child:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._on_event = on_event
         self._gone = threading.Event()
-        self._lock = threading.RLock()  # a signal handler of the main thread may kill while the main thread holds it
+        self._lock = threading.Lock()
         report_fd, child_report_fd = os.pipe()
         child_order_fd, self._order_fd = os.pipe()
         output_fd, child_output_fd = os.pipe()

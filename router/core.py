@@ -18,11 +18,18 @@ from router.requests import Observer, RequestBook, RequestSpec
 
 
 class RouterCore:
-    """Everything that the router decides."""
+    """Everything that the router decides. vocab_size: of its tokenizer, which the instances' must equal; None: any."""
 
-    def __init__(self, incarnation: Incarnation, detokenizer_address: str, config: RouterConfig, observer: Observer) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        detokenizer_address: str,
+        config: RouterConfig,
+        observer: Observer,
+        vocab_size: int | None = None,
+    ) -> None:
         self._config = config
-        self.fleet = Fleet(incarnation, detokenizer_address, config.heartbeat_s, config.dead_after_s)
+        self.fleet = Fleet(incarnation, detokenizer_address, config.heartbeat_s, config.dead_after_s, vocab_size)
         self.requests = RequestBook(self.fleet, observer, config.max_requests, config.request_timeout_s, dispatch=config.dispatch)
 
     def receive(self, message: RouterInbox, now: float) -> list[Send]:

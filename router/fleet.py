@@ -89,11 +89,19 @@ class Change:
 
 
 class Fleet:
-    """Membership as a state machine."""
+    """Membership as a state machine. vocab_size: of the router's tokenizer, or None to take any."""
 
-    def __init__(self, incarnation: Incarnation, detokenizer_address: str, heartbeat_s: float, dead_after_s: float) -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        detokenizer_address: str,
+        heartbeat_s: float,
+        dead_after_s: float,
+        vocab_size: int | None = None,
+    ) -> None:
         self._welcome = Welcome(router=incarnation, detokenizer=detokenizer_address, heartbeat_s=heartbeat_s)
         self._dead_after_s = dead_after_s
+        self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._departed: dict[InstanceId, Departure] = {}
         self._replaced: dict[Incarnation, None] = {}
@@ -217,6 +225,8 @@ class Fleet:
             return f"a newer incarnation of {info.id} has taken its place"
         if abs(info.wire_version - WIRE_VERSION) > 1:
             return f"wire version {info.wire_version} is not a neighbour of the router's {WIRE_VERSION}"
+        if self._vocab_size not in (None, info.model.vocab_size):
+            return f"its vocabulary is {info.model.vocab_size}, but that of the router's model is {self._vocab_size}"
         others = (member.info for member in self._members.values() if member.info.id != info.id)
         return next((reason for other in others if (reason := _difference(info, other)) is not None), None)
 

@@ -1,12 +1,12 @@
 """The intake: from what a client wrote to requests in tokens.
 
-Owns the tokenizing (on a thread of its own, so that a long prompt does not hold up the loop), the limits of a context, ids and
+Owns the tokenizing (on threads of its own, so that a long prompt does not hold up the loop), the limits of a context, ids and
 seeds. Does not know HTTP, instances or messages.
 """
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,14 +21,22 @@ from router.openai_api import ChatRequest, CompletionRequest, SamplingFields
 from router.requests import RequestSpec
 
 SEED_BITS = 63
-MAX_TOKEN_ID = 2**31 - 1
+ENCODING_THREADS = 4
+MAX_TOKEN_CHARS = 512
+"""No tokenizer has longer tokens: a text beyond this many characters for each token of the context is too long unseen."""
 
 
 class Tokenizer(Protocol):
-    """What the intake needs of `common.text.tokenizer_manager.TokenizerManager`. Both methods raise BadRequest."""
+    """What the intake needs of `common.text.tokenizer_manager.TokenizerManager`.
+
+    Both methods raise BadRequest, and several threads may call them at once.
+    """
 
     @property
     def context_tokens(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -51,14 +59,15 @@ class Intake:
         self._core = core
         self._tokenizer = tokenizer
         self._model = model
-        # One thread: prompts are encoded in the order in which they came, and no tokenizer is used by two threads at once.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        # Several, so that one very long prompt does not hold up the others.
+        self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
         self._encoding = 0
 
     async def chat(self, request: ChatRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
         self._check_model(request.sampling.model)
         encode_chat, messages = self._tokenizer.encode_chat, request.messages
+        self._check_length((message["content"] for message in messages), "messages")
         prompts = await self._encode(lambda: [encode_chat(messages)], choices=request.sampling.n)
         return self._accept("chatcmpl-", prompts, request.sampling, "messages")
 
@@ -66,6 +75,8 @@ class Intake:
         """Raises BadRequest, UnknownModel, Overloaded."""
         self._check_model(request.sampling.model)
         encode, prompts_sent = self._tokenizer.encode, request.prompts
+        for prompt in prompts_sent:
+            self._check_length((prompt,), "prompt")
         prompts = await self._encode(
             lambda: [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts_sent],
             choices=len(prompts_sent) * request.sampling.n,
@@ -73,18 +84,27 @@ class Intake:
         return self._accept("cmpl-", prompts, request.sampling, "prompt")
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_model(self, model: str) -> None:
         if model != self._model:
             raise unknown_model(model, self._model)
+
+    def _check_length(self, parts: Iterable[Sized], field: str) -> None:
+        """Refuse what cannot fit before time is spent on it."""
+        longest = self._tokenizer.context_tokens * MAX_TOKEN_CHARS
+        if sum(len(part) for part in parts) > longest:
+            context = self._tokenizer.context_tokens
+            raise BadRequest(
+                f"{field} is far longer than the model's context of {context} tokens", field=field, code="context_length_exceeded"
+            )
 
     async def _encode(self, work: Callable[[], list[list[int]]], choices: int) -> list[list[int]]:
         """Token ids of each prompt. What waits here counts against the places of the router."""
         self._core.requests.require_room(self._encoding + choices)
         self._encoding += choices
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._encoding -= choices
 
@@ -105,8 +125,7 @@ class Intake:
     def _check_ids(self, prompt: Sequence[int], prompt_field: str) -> None:
         if not prompt:
             raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
-        model = self._core.fleet.model
-        largest = MAX_TOKEN_ID if model is None else model.vocab_size - 1
+        largest = self._tokenizer.vocab_size - 1
         if min(prompt) < 0 or max(prompt) > largest:
             raise BadRequest(f"{prompt_field} holds token ids that are not between 0 and {largest}", field=prompt_field)
 

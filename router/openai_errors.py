@@ -56,5 +56,5 @@ def response_to(error: TandemError) -> Response:
 
 
 def response_to_failure(failed: Failed) -> Response:
-    """The response to a request that ended before its first token."""
-    return error_response(failed.status, detail_of_failure(failed))
+    """The response to a request that ended before its first token. A status that is no error's would be taken for success."""
+    return error_response(failed.status if 400 <= failed.status < 600 else TandemError.status, detail_of_failure(failed))

@@ -6,12 +6,14 @@ status; a later one becomes an error event. Does not know the fleet.
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import TandemError
 from common.messages import Failed, Finished
@@ -21,6 +23,16 @@ from router.openai_errors import detail_of_failure, error_json, response_to, res
 from router.outbox import ChoiceDelta
 
 DONE = b"data: [DONE]\n\n"
+SEND_TIMEOUT_S = 60.0
+
+
+async def _send_in_time(send: Send, message: Message) -> None:
+    """Raises ClientGone when the client's side has taken nothing for `SEND_TIMEOUT_S`."""
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await send(message)
+    except TimeoutError as error:
+        raise ClientGone from error
 
 
 def event(data: bytes) -> bytes:
@@ -51,7 +63,7 @@ class _CompletionResponse(Response, ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with self._open_answer(receive) as answer:
-                refusal = await self._answer(answer, send)
+                refusal = await self._answer(answer, partial(_send_in_time, send))
         except (ClientGone, OSError):
             return  # OSError is what ASGI servers raise when they send to a client that has gone
         except TandemError as error:

@@ -5,7 +5,10 @@ The fleet echoes: the answer to a prompt is the prompt again, one character for 
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from typing import Self
 
 import httpx
 from fastapi import FastAPI
@@ -35,6 +38,7 @@ from common.messages import (
 from router.app import Api, build_app
 from router.core import RouterCore
 from router.gateway import Gateway
+from router.http_server import listen, serve_app
 from router.intake import Intake
 from router.metrics import RouterMetrics
 from tests.builders import engine, instance
@@ -65,6 +69,7 @@ class CharTokenizer:
     """Implements `router.intake.Tokenizer`: a token is a character's code."""
 
     context_tokens = CONTEXT
+    vocab_size = engine().model.vocab_size
 
     def encode(self, text: str) -> list[int]:
         return [ord(char) for char in text]
@@ -87,12 +92,15 @@ def beat(of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, drain
 
 
 class EchoFleet:
-    """Implements `Mail[RouterInbox]`: one prefill and one decode instance and a detokenizer, which answer as soon as the loop turns.
+    """Implements `Mail[RouterInbox]`: a prefill and a decode instance and a detokenizer, which answer when the loop turns.
 
     fail_at: number of the token in whose place a failure comes. stall_at: number of the token before which it falls silent.
     """
 
-    def __init__(self, fail_at: int | None = None, stall_at: int | None = None, failed: Failed | None = None) -> None:
+    def __init__(
+        self, fail_at: int | None = None, stall_at: int | None = None, failed: Failed | None = None, joins: bool = True
+    ) -> None:
+        self.joins = joins
         self.prefill, self.decode = instance("p0", "prefill"), instance("d0", "decode")
         self.sent: list[AnyMessage] = []
         self.routes: dict[InstanceId, str | None] = {}
@@ -100,7 +108,7 @@ class EchoFleet:
         self._fail_at, self._stall_at = fail_at, stall_at
         self._failed = failed or Failed(message="the step failed")
         self._stops: dict[Key, tuple[str, ...]] = {}
-        self._arrived: list[tuple[InstanceId, RouterInbox]] = []
+        self._arrived: deque[RouterInbox] = deque()
 
     def join(self) -> None:
         for one in (self.prefill, self.decode):
@@ -109,13 +117,20 @@ class EchoFleet:
         self.say(beat(self.decode, self.prefill))
 
     def say(self, message: RouterInbox) -> None:
-        self._arrived.append((InstanceId("someone"), message))
-        assert self.gateway is not None
-        asyncio.get_running_loop().call_soon(self.gateway.pump)
+        """Goes to the router one message per turn of the loop, so that clients see them one by one."""
+        self._arrived.append(message)
+        if len(self._arrived) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
 
     def receive(self) -> list[tuple[InstanceId, RouterInbox]]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
+        return [(InstanceId("someone"), self._arrived[0])]
+
+    def _turn(self) -> None:
+        assert self.gateway is not None
+        self.gateway.pump()
+        self._arrived.popleft()
+        if self._arrived:
+            asyncio.get_running_loop().call_soon(self._turn)
 
     def route(self, to: InstanceId, address: str | None) -> None:
         self.routes[to] = address
@@ -135,7 +150,7 @@ class EchoFleet:
 
     def _answer(self, message: Generate) -> list[TextDelta]:
         key, prompt = message.key, unpack_ids(message.prompt).tolist()
-        deltas = []
+        deltas: list[TextDelta] = []
         text = ""
         for number in range(message.sampling.max_new_tokens):
             if number == self._stall_at:
@@ -156,8 +171,9 @@ class EchoFleet:
 class Site:
     """A router without sockets: app, gateway and fleet in the running loop."""
 
-    def __init__(self, fleet: EchoFleet, config: RouterConfig, max_body_bytes: int = 100_000) -> None:
-        self.fleet = fleet
+    def __init__(self, fleet: EchoFleet | None = None, config: RouterConfig | None = None, max_body_bytes: int = 100_000) -> None:
+        self.fleet = fleet = fleet or EchoFleet()
+        config = config or RouterConfig()
         self.metrics = RouterMetrics()
         self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
@@ -171,11 +187,27 @@ class Site:
             transport=httpx.ASGITransport(app=self.app, raise_app_exceptions=False), base_url="http://router"
         )
 
-    async def open(self, join: bool = True) -> None:
-        if join:
+    async def __aenter__(self) -> Self:
+        if self.fleet.joins:
             self.fleet.join()
-            await asyncio.sleep(0)
+            while self.core.unready():
+                await asyncio.sleep(0)
+        return self
 
-    def close(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.gateway.close()
         self.intake.close()
+
+
+@asynccontextmanager
+async def listening(site: Site) -> AsyncIterator[int]:
+    """The site behind a real server; yields its port."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    with closing(listen("127.0.0.1", 0)) as listener:
+        server = asyncio.create_task(serve_app(site.app, listener, ready.set, stop))
+        await asyncio.wait_for(ready.wait(), 5)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            stop.set()
+            await asyncio.wait_for(server, 10)

@@ -155,6 +155,14 @@ def test_an_instance_that_does_not_match_is_refused_by_what_differs(asking: Inst
     assert ids(fleet) == ["p0"]
 
 
+def test_an_instance_whose_vocabulary_is_not_the_routers_is_refused() -> None:
+    fleet = Fleet(Incarnation("r"), "tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S, vocab_size=5)
+    (refusal,) = fleet.register(Register(instance=P0), 1.0).sends
+    assert isinstance(refusal.message, Refused) and "the router's model is 5" in refusal.message.reason
+    fleet.register(Register(instance=other_model(vocab_size=5)), 1.0)
+    assert ids(fleet) == ["d1"]
+
+
 def test_a_neighbouring_wire_version_is_welcome() -> None:
     fleet = new_fleet(P0, msgspec.structs.replace(D0, wire_version=WIRE_VERSION + 1))
     assert ids(fleet) == ["p0", "d0"]

@@ -1,0 +1,198 @@
+"""The model runner: one step on one device, over persistent batch tensors.
+
+Owns the model, the KV memory and one entry per row: page table, length, last token and sampling parameters. A plan changes only
+the rows that start; everything else stays on the device. Knows no threads, requests or messages.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config import EngineConfig, ModelConfig, parse_bytes
+from common.engine.attention import Segment, StepAttention
+from common.engine.checkpoint import fingerprint, read_shape, read_weights
+from common.engine.executor import EngineDescription
+from common.engine.kv_memory import KVMemory, count_pages
+from common.engine.models.decoder import Decoder
+from common.engine.native import load_kernel
+from common.engine.plan import Plan, RowStart, StepResult
+from common.engine.sampler import sample
+from common.errors import ConfigError
+from common.messages import ModelIdentity
+from common.model_path import model_name, resolve_model_path
+from common.pages.layout import KVDtype, KVLayout
+
+
+class ModelRunner:
+    """Loads a checkpoint and runs plans. Raises ConfigError for what cannot be served."""
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, progress: Callable[[str], None]) -> None:
+        path = resolve_model_path(model.model)
+        self._device = _device_of(model.device)
+        dtype = _dtype_of(model, self._device)
+        shape = read_shape(path)
+        layout = KVLayout(
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            page_size=engine.page_size,
+            dtype=_kv_dtype(dtype),
+        )
+        total_pages = count_pages(layout, parse_bytes(engine.kv_memory), self._device, shape.context_tokens)
+        self._model = Decoder(shape, read_weights(path, dtype, str(self._device), progress))
+        progress(f"making {total_pages} KV pages of {layout.page_bytes} bytes")
+        self._memory = KVMemory(layout, total_pages, self._device)
+        on_cpu_float32 = self._device.type == "cpu" and dtype == torch.float32
+        self._kernel = load_kernel(torch.get_num_threads()) if on_cpu_float32 else None
+        self._make_rows(engine.max_running, layout.pages_for(shape.context_tokens))
+        self.description = EngineDescription(
+            model=ModelIdentity(
+                name=model.served_name or model_name(model.model),
+                fingerprint=fingerprint(Path(path)),
+                architecture=shape.architecture,
+                dtype=str(dtype).removeprefix("torch."),
+                vocab_size=shape.vocab_size,
+                context_tokens=shape.context_tokens,
+            ),
+            layout=layout,
+            total_pages=total_pages,
+            max_rows=engine.max_running,
+            memory=self._memory.region,
+            eos_token_ids=shape.eos_token_ids,
+            device=str(self._device),
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepResult:
+        """One forward: rows that start, then chunks and decode rows together."""
+        began = time.perf_counter()
+        for start in plan.starts:
+            self._start(start)
+        rows = torch.as_tensor(plan.sampled_rows.astype(np.int64), device=self._device)
+        token_ids, positions, at_rows, last = self._inputs(plan)
+        attention = self._attention(plan, positions, at_rows)
+        hidden = self._model.hidden(token_ids, positions, attention)
+        tokens = np.empty(0, dtype=np.int32)
+        if len(rows):
+            tokens = self._sample(rows, self._model.logits(hidden[last]))
+        return StepResult(plan, tokens, time.perf_counter() - began)
+
+    # --- the rows ----------------------------------------------------------------------------------------------------------
+
+    def _make_rows(self, rows: int, pages: int) -> None:
+        device = self._device
+        self._page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self._leased = np.zeros(rows, dtype=np.int64)
+        self._length = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._top_p = torch.ones(rows, dtype=torch.float32, device=device)
+        self._min_p = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._top_k = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._host_length = np.zeros(rows, dtype=np.int64)
+
+    def _start(self, start: RowStart) -> None:
+        row, sampling = start.row, start.sampling
+        self._leased[row] = len(start.pages)
+        self._page_table[row, : len(start.pages)] = torch.as_tensor(start.pages, device=self._device)
+        self._length[row] = self._host_length[row] = start.length
+        if start.last_token is not None:
+            self._last_token[row] = start.last_token
+        self._temperature[row], self._top_p[row], self._min_p[row] = sampling.temperature, sampling.top_p, sampling.min_p
+        self._top_k[row], self._seed[row] = sampling.top_k, sampling.seed
+
+    # --- one step ----------------------------------------------------------------------------------------------------------
+
+    def _inputs(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Token ids, positions and rows of the step's tokens, chunks first; and which of them sample."""
+        device = self._device
+        decode = torch.as_tensor(plan.decode_rows.astype(np.int64), device=device)
+        lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        chunk_rows = np.array([chunk.row for chunk in plan.chunks], dtype=np.int64)
+        starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
+        empty = np.empty(0, dtype=np.int64)
+        ids = np.concatenate([empty, *(chunk.token_ids.astype(np.int64) for chunk in plan.chunks)])
+        at = np.arange(len(ids)) - np.repeat(ends - lengths - starts, lengths)
+        token_ids = torch.cat([torch.as_tensor(ids, device=device), self._last_token[decode]])
+        positions = torch.cat([torch.as_tensor(at, device=device), self._length[decode]])
+        rows = torch.cat([torch.as_tensor(np.repeat(chunk_rows, lengths), device=device), decode])
+        last = ends[[chunk.last for chunk in plan.chunks]] - 1 if plan.chunks else empty
+        sampling = np.concatenate([last, np.arange(len(ids), len(token_ids))])
+        return token_ids, positions, rows, torch.as_tensor(sampling, device=device)
+
+    def _attention(self, plan: Plan, positions: Tensor, rows: Tensor) -> StepAttention:
+        """Where the step's KV goes and what each token attends to; the lengths of the rows move on."""
+        page_size = self._memory.layout.page_size
+        segments, begin = [], 0
+        for chunk in plan.chunks:
+            tokens = len(chunk.token_ids)
+            self._advance(np.array([chunk.row]), chunk.start + tokens)
+            pages = self._page_table[chunk.row, : self._memory.layout.pages_for(chunk.start + tokens)].long()
+            segments.append(Segment(begin, begin + tokens, chunk.start, pages))
+            begin += tokens
+        if len(plan.decode_rows):
+            self._advance(plan.decode_rows, self._host_length[plan.decode_rows] + 1)
+        decode = rows[begin:]
+        width = self._memory.layout.pages_for(int(self._host_length[plan.decode_rows].max(initial=1)))
+        return StepAttention(
+            self._memory,
+            self._kernel,
+            self._page_table[rows, positions // page_size].long(),
+            positions % page_size,
+            segments,
+            self._page_table[decode, :width],
+            self._length[decode],
+        )
+
+    def _advance(self, rows: "np.ndarray[tuple[int], np.dtype[np.int32 | np.int64]]", length: object) -> None:
+        self._host_length[rows] = length
+        fits = self._host_length[rows] <= self._leased[rows] * self._memory.layout.page_size
+        assert fits.all(), "a row would write beyond its pages"
+        self._length[torch.as_tensor(rows.astype(np.int64), device=self._device)] = torch.as_tensor(
+            self._host_length[rows], device=self._device
+        )
+
+    def _sample(self, rows: Tensor, logits: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+        """The noise of a token is that of its position in the sequence, so it does not depend on where a row began."""
+        tokens = sample(
+            logits,
+            self._temperature[rows],
+            self._top_k[rows],
+            self._top_p[rows],
+            self._min_p[rows],
+            self._seed[rows],
+            self._length[rows],
+        )
+        self._last_token[rows] = tokens
+        return tokens.to(dtype=torch.int32, device="cpu").numpy()
+
+
+def _device_of(name: str) -> torch.device:
+    """Raises ConfigError when the device is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is no device: use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: this host has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _dtype_of(model: ModelConfig, device: torch.device) -> torch.dtype:
+    if model.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+
+
+def _kv_dtype(dtype: torch.dtype) -> KVDtype:
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"

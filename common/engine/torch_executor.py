@@ -1,0 +1,71 @@
+"""The torch executor: the model runner on a thread of its own, so that launching a step never waits for one.
+
+Owns the engine thread and the steps in flight. Knows no model. Implements `common.engine.executor.Executor` on CPU and CUDA.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from common.config import EngineConfig, ModelConfig
+from common.engine.executor import EngineDescription, ExecutorFailed
+from common.engine.model_runner import ModelRunner
+from common.engine.plan import Plan, StepResult
+
+STEPS_QUEUED = 8
+STOP_S = 30.0
+
+
+class _Step:
+    """A step in flight; set once on the engine thread, read on the loop's."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.result: StepResult | None = None
+        self.failure: Exception | None = None
+
+    def poll(self) -> StepResult | None:
+        if self.failure is not None:
+            raise ExecutorFailed(f"step {self.plan.step} failed: {self.failure}") from self.failure
+        return self.result
+
+
+class TorchExecutor:
+    """Loads the model in its constructor and is ready then. wake is called on the engine thread when a step completes."""
+
+    def __init__(
+        self, model: ModelConfig, engine: EngineConfig, wake: Callable[[], None], progress: Callable[[str], None]
+    ) -> None:
+        if engine.threads:
+            torch.set_num_threads(engine.threads)
+        self._threads = torch.get_num_threads()
+        self._runner = ModelRunner(model, engine, progress)
+        self._wake = wake
+        self._steps: queue.Queue[_Step | None] = queue.Queue(STEPS_QUEUED)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def description(self) -> EngineDescription:
+        return self._runner.description
+
+    def launch(self, plan: Plan) -> _Step:
+        step = _Step(plan)
+        self._steps.put_nowait(step)
+        return step
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._steps.put(None)
+            self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        while (step := self._steps.get()) is not None:
+            try:
+                step.result = self._runner.run(step.plan)
+            except Exception as error:  # noqa: BLE001 - the thread's outermost door; the step's poll raises it
+                step.failure = error
+            self._wake()

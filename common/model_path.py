@@ -1,0 +1,62 @@
+"""Where a checkpoint lies: from what `--model` says to a folder on this host.
+
+Owns the three spellings of a model. Does not know what is in the folder. Standard library only; Hugging Face's is imported when a
+name asks for it.
+"""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from common.config import DEMO_MODEL
+from common.errors import ConfigError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_TEXT_FILES = ("*.json", "*.jinja")
+_WEIGHT_FILES = ("*.safetensors",)
+
+
+def resolve_model_path(model: str, weights: bool = True) -> Path:
+    """The folder of a checkpoint: of a folder itself, of "demo", or of a Hugging Face name (downloaded when it is not here yet).
+
+    weights: whether the weights are needed too; without them a download is small. Raises ConfigError.
+    """
+    if model == DEMO_MODEL:
+        return _demo_path()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"--model {model!r} is a file: give the folder that holds config.json and tokenizer.json")
+    if not _HUB_NAME.fullmatch(model):
+        raise ConfigError(f"--model {model!r}: there is no such folder, and it is no Hugging Face name (owner/name)")
+    return _download(model, (*_TEXT_FILES, *_WEIGHT_FILES) if weights else _TEXT_FILES)
+
+
+def model_name(model: str) -> str:
+    """What a checkpoint is called: the last part of its folder, or its Hugging Face name."""
+    folder = Path(model).expanduser()
+    if model == DEMO_MODEL or not folder.is_dir():
+        return model
+    return folder.resolve().name
+
+
+def _demo_path() -> Path:
+    package = find_spec("demo")
+    roots = [] if package is None else list(package.submodule_search_locations or [])
+    for root in roots:
+        folder = Path(root) / "model"
+        if (folder / "config.json").is_file():
+            return folder
+    raise ConfigError("--model demo: the demo model is not installed; reinstall Tandem, or give a folder or a Hugging Face name")
+
+
+def _download(model: str, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"--model {model!r}: there is no such folder, and Hugging Face did not give it: {reason}") from error

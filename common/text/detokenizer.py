@@ -1,0 +1,236 @@
+"""The detokenizer's core: token deltas in, text deltas out, each answer in order, exactly once and with exactly one ending.
+
+Owns the answers that are open and what waits. Opens no socket and reads no clock: the time is an argument. Does not know who sent
+a delta. The first token comes from a prefill instance, later ones from a decode instance and `Open` from the router, each over a
+socket of its own, so any of them may overtake any other.
+
+    (tokens come before Open) ─► waits ─Open─► open ─► its ending went out │ Close ─► forgotten, remembered by key a while
+          deadline: dropped                    deadline while tokens are missing: Failed
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_never
+
+from tokenizers import Tokenizer
+
+from common.deadlines import DeadlineWheel
+from common.errors import InstanceFailed, Overloaded, TandemError
+from common.ids import Key, unpack_ids
+from common.messages import Close, DetokenizerInbox, Ending, Failed, Finished, Open, TextBatch, TextDelta, TokenBatch, TokenDelta
+from common.text.incremental import IncrementalDecoder, Vocabulary
+from common.text.stop_strings import StopStrings
+from common.text.token_order import TokenOrder
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizerLimits:
+    """open_answers: at once; more are refused. early_answers: whose Open has not come. waiting_tokens: of one answer.
+    remembered: keys of answers that are over. patience_s: how long tokens wait for their Open, or for tokens before them.
+    """
+
+    open_answers: int = 65_536
+    early_answers: int = 4_096
+    waiting_tokens: int = 16_384
+    remembered: int = 16_384
+    patience_s: float = 10.0
+
+
+class _Answer:
+    """One open answer. Raises ValueError when the Open contradicts itself."""
+
+    def __init__(self, vocabulary: Vocabulary, opened: Open) -> None:
+        context = [int(id) for id in unpack_ids(opened.context)]
+        if not 0 <= opened.first <= len(context):
+            raise ValueError(f"the context holds {len(context)} tokens, but {opened.first} of the answer are to precede")
+        begin = len(context) - opened.first
+        self.order = TokenOrder(opened.first)
+        self._decoder = IncrementalDecoder(vocabulary, context[:begin], opened.skip_special_tokens)
+        self._stops = StopStrings(opened.stop)
+        _, text = self._render(context[begin:])
+        if not text.startswith(opened.text):
+            raise ValueError("the text that was delivered is not that of the answer's tokens so far")
+        self._ahead = text[len(opened.text) :]
+        """Text of tokens before the first one expected that was not delivered with them."""
+        self.waits = False
+        """Whether a deadline runs because tokens are missing."""
+
+    def advance(self, key: Key, broken_off: Ending | None = None) -> TextDelta | None:
+        """Text of the tokens whose turn has come; with the ending when it has, or with `broken_off` although tokens lack."""
+        token_ids = self.order.take()
+        first = self.order.next - len(token_ids)
+        ending = self.order.ending or broken_off
+        if not token_ids and ending is None and self._stops.matched is None:
+            return None
+        used, text = self._render(token_ids[:-1] if _is_last_silent(token_ids, ending) else token_ids)
+        if self._stops.matched is None and ending is not None:
+            text += self._stops.push(self._decoder.flush())
+        if self._stops.matched is not None:
+            token_ids = token_ids[:used]
+            ending = Finished("stop", self._stops.matched)
+        elif ending is not None:
+            text += self._stops.flush()
+        text, self._ahead = self._ahead + text, ""
+        return TextDelta(key, first, tuple(token_ids), text, ending)
+
+    def _render(self, token_ids: list[int]) -> tuple[int, str]:
+        """How many of the tokens were used, up to the one that completes a stop string, and their text."""
+        text = ""
+        for used, token_id in enumerate(token_ids):
+            if self._stops.matched is not None:
+                return used, text
+            text += self._stops.push(self._decoder.step(token_id))
+        return len(token_ids), text
+
+
+def _is_last_silent(token_ids: list[int], ending: Ending | None) -> bool:
+    """Whether the last token is the one that ended the answer: it is counted, but is no text."""
+    return bool(token_ids) and isinstance(ending, Finished) and ending.reason == "stop" and ending.matched == token_ids[-1]
+
+
+class Detokenizer:
+    """The open answers of one detokenizer. `dropped` counts by reason what was of no use."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: DetokenizerLimits | None = None) -> None:
+        self._vocabulary = Vocabulary(tokenizer)
+        self._limits = limits or DetokenizerLimits()
+        self._open: dict[Key, _Answer] = {}
+        self._early: dict[Key, list[TokenDelta]] = {}
+        self._over: dict[Key, None] = {}
+        self._patience: DeadlineWheel[Key] = DeadlineWheel()
+        self.dropped: Counter[str] = Counter()
+
+    @property
+    def open_answers(self) -> int:
+        return len(self._open)
+
+    @property
+    def early_answers(self) -> int:
+        """Answers whose tokens came before their Open."""
+        return len(self._early)
+
+    def next_deadline(self) -> float | None:
+        return self._patience.next_at()
+
+    def receive(self, message: DetokenizerInbox, now: float) -> list[TextBatch]:
+        """Take a message in; returns at most one batch, with at most one delta per key."""
+        match message:
+            case TokenBatch():
+                return _batch(self._receive_tokens(message.deltas, now))
+            case Open():
+                return _batch(self._open_answer(message, now))
+            case Close():
+                self._end(message.key)
+                return []
+            case _:
+                assert_never(message)
+
+    def tick(self, now: float) -> list[TextBatch]:
+        """Act on the deadlines that have passed: what never got its Open is dropped, an answer that lacks tokens fails."""
+        texts: list[TextDelta | None] = []
+        for key in self._patience.expired(now):
+            answer = self._open.get(key)
+            if answer is None:
+                del self._early[key]
+                self.dropped["never opened"] += 1
+                continue
+            announced = answer.order.announced_ending
+            texts.append(self._break_off(key, answer, announced if isinstance(announced, Failed) else _failed(_missing(answer))))
+        return _batch(texts)
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _receive_tokens(self, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta | None]:
+        touched: dict[Key, _Answer] = {}
+        for delta in deltas:
+            if delta.key in self._over:
+                self.dropped["after the end"] += 1
+            elif delta.first < 0:
+                self.dropped["malformed"] += 1
+            elif (answer := self._open.get(delta.key)) is not None:
+                self._put(answer, delta)
+                touched[delta.key] = answer
+            else:
+                self._receive_early(delta, now)
+        return [self._advance(key, answer, now) for key, answer in touched.items()]
+
+    def _receive_early(self, delta: TokenDelta, now: float) -> None:
+        """Tokens whose Open has not come: they wait, bounded in number and time."""
+        waiting = self._early.get(delta.key)
+        if waiting is None:
+            if len(self._early) >= self._limits.early_answers:
+                self.dropped["no room before its Open"] += 1
+                return
+            waiting = self._early[delta.key] = []
+            self._patience.set(delta.key, now + self._limits.patience_s)
+        if sum(1 + len(known.token_ids) for known in waiting) + len(delta.token_ids) >= self._limits.waiting_tokens:
+            self.dropped["no room before its Open"] += 1
+            return
+        waiting.append(delta)
+
+    def _open_answer(self, opened: Open, now: float) -> list[TextDelta | None]:
+        key = opened.key
+        if key in self._open or key in self._over:
+            self.dropped["opened again"] += 1
+            return []
+        if len(self._open) >= self._limits.open_answers:
+            return [self._refuse(opened, Overloaded("the detokenizer has as many open answers as it may"))]
+        try:
+            answer = _Answer(self._vocabulary, opened)
+        except ValueError as error:
+            return [self._refuse(opened, TandemError(f"the answer cannot be opened: {error}"))]
+        self._open[key] = answer
+        self._patience.clear(key)
+        for delta in self._early.pop(key, ()):
+            self._put(answer, delta)
+        return [self._advance(key, answer, now)]
+
+    def _put(self, answer: _Answer, delta: TokenDelta) -> None:
+        again = answer.order.put(delta.first, delta.token_ids, delta.ending)
+        if again:
+            self.dropped["tokens that came again"] += again
+
+    def _advance(self, key: Key, answer: _Answer, now: float) -> TextDelta | None:
+        if answer.order.waiting_tokens > self._limits.waiting_tokens:
+            return self._break_off(key, answer, _failed(_missing(answer)))
+        text = answer.advance(key)
+        if text is not None and text.ending is not None:
+            self._end(key)
+        elif not answer.order.has_gap:
+            answer.waits = False
+            self._patience.clear(key)
+        elif text is not None or not answer.waits:
+            answer.waits = True
+            self._patience.set(key, now + self._limits.patience_s)
+        return text
+
+    def _break_off(self, key: Key, answer: _Answer, ending: Ending) -> TextDelta | None:
+        self._end(key)
+        return answer.advance(key, ending)
+
+    def _refuse(self, opened: Open, error: TandemError) -> TextDelta:
+        self._end(opened.key)
+        return TextDelta(opened.key, opened.first, (), "", _failed(error))
+
+    def _end(self, key: Key) -> None:
+        """Forget an answer, and remember that it is over, so that what still comes is dropped."""
+        self._open.pop(key, None)
+        self._early.pop(key, None)
+        self._patience.clear(key)
+        self._over[key] = None
+        if len(self._over) > self._limits.remembered:
+            del self._over[next(iter(self._over))]
+
+
+def _batch(texts: list[TextDelta | None]) -> list[TextBatch]:
+    deltas = tuple(text for text in texts if text is not None)
+    return [TextBatch(deltas=deltas)] if deltas else []
+
+
+def _missing(answer: _Answer) -> InstanceFailed:
+    return InstanceFailed(f"tokens of the answer from number {answer.order.next} on did not arrive")
+
+
+def _failed(error: TandemError) -> Failed:
+    return Failed(str(error), kind=error.kind, status=error.status)

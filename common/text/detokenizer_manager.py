@@ -1,0 +1,72 @@
+"""The detokenizer's process: its mailbox, its loop, and the core between them.
+
+Owns the mailbox and the turns. Decides nothing: `common.text.detokenizer` does. Signals, flags and reports are the starter's.
+"""
+
+import logging
+import threading
+import time
+
+from common.ids import DETOKENIZER, ROUTER
+from common.messages import DetokenizerInbox, TextBatch, TextDelta
+from common.text.detokenizer import Detokenizer
+from common.text.tokenizer_manager import TokenizerManager
+from common.wire import Mailbox
+
+IDLE_S = 60.0
+"""Longest wait without a deadline."""
+
+_log = logging.getLogger(__name__)
+
+
+class DetokenizerManager:
+    """Made and run by one thread. bind: tcp://host:port of its inbox. Raises ConfigError when the model has no tokenizer or the
+    address cannot be bound.
+
+    It can bind before the router does: `meet_router` may come at any time, also while it runs.
+    """
+
+    def __init__(self, bind: str, model: str) -> None:
+        self._detokenizer = Detokenizer(TokenizerManager(model).backend)
+        self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, bind)
+        self._stopping = threading.Event()
+        self._router_address: str | None = None
+        self.address = self._mailbox.address
+
+    def meet_router(self, address: str) -> None:
+        """Text goes to this address from the next turn on. Any thread may call it."""
+        self._router_address = address
+        self._mailbox.wake()
+
+    def stop(self) -> None:
+        """End `run` after the present turn. Any thread may call it, also before `run` and after its end."""
+        self._stopping.set()
+        self._mailbox.wake()
+
+    def run(self) -> None:
+        """Turn until `stop`, then close the inbox."""
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        finally:
+            self.close()
+        if self._detokenizer.dropped:
+            _log.info("dropped while running: %s", dict(self._detokenizer.dropped))
+
+    def close(self) -> None:
+        """Close the inbox; for one that is never run. Idempotent."""
+        self._mailbox.close()
+
+    def _turn(self) -> None:
+        """Wait for mail or a deadline, and send the text that everything together brought as one batch."""
+        deadline = self._detokenizer.next_deadline()
+        self._mailbox.wait(IDLE_S if deadline is None else min(IDLE_S, deadline - time.monotonic()))
+        self._mailbox.route(ROUTER, self._router_address)
+        texts: list[TextDelta] = []
+        for _, message in self._mailbox.receive():
+            for batch in self._detokenizer.receive(message, time.monotonic()):
+                texts += batch.deltas
+        for batch in self._detokenizer.tick(time.monotonic()):
+            texts += batch.deltas
+        if texts:
+            self._mailbox.send(ROUTER, TextBatch(deltas=tuple(texts)))

@@ -1,0 +1,125 @@
+"""The tokenizer: chat template, text to tokens, tokens to text, and the limits of the model that a router must know.
+
+Owns the tokenizer's files. Does not know requests, HTTP or devices, and never imports torch: the files are read with the
+tokenizers library through transformers' thin class, not through its AutoTokenizer. Importing this module is cheap; the libraries
+are imported when a tokenizer is loaded.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import BadRequest, ConfigError
+from common.model_path import model_name, resolve_model_path
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class TokenizerManager:
+    """The tokenizer of a model: a folder, a Hugging Face name, or "demo". Raises ConfigError when it cannot be loaded.
+
+    `encode`, `encode_chat` and `decode` change nothing, so several threads may call them at once.
+    """
+
+    def __init__(self, model: str) -> None:
+        path = resolve_model_path(model, weights=False)
+        config = _read_json(path / "config.json")
+        text_config = config.get("text_config", config)
+        self.model_name: str = model_name(model)
+        self.context_tokens: int = _positive(text_config, "max_position_embeddings", path)
+        self.vocab_size: int = _positive(text_config, "vocab_size", path)
+        """Rows of the model's embedding: every id below it can be computed, also those that the tokenizer does not have."""
+        self._transformers = _load(path)
+        self.backend: Tokenizer = self._transformers.backend_tokenizer
+        self.eos_token_ids: tuple[int, ...] = _eos_token_ids(path, text_config, self._transformers.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the model begins with. Raises BadRequest."""
+        return self._encode(text, "prompt", add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins. Raises BadRequest."""
+        return self._encode(self.render_chat(messages), "messages", add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The model's chat template applied to the messages. Raises BadRequest, also for what the template itself refuses."""
+        import jinja2
+
+        if self._transformers.chat_template is None:
+            reason = f"{self.model_name} has no chat template: it completes text, use /v1/completions with a prompt"
+            raise BadRequest(reason, field="messages")
+        try:
+            text: str = self._transformers.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise BadRequest(f"the chat template of {self.model_name} refuses messages: {error}", field="messages") from error
+        return text
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids, all at once."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"{field} holds half of a surrogate pair, which is no text", field=field) from error
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _load(path: Path) -> Any:
+    """A transformers.PreTrainedTokenizerFast."""
+    if not (path / TOKENIZER_FILE).is_file():
+        raise ConfigError(
+            f"{path} has no {TOKENIZER_FILE}: convert the checkpoint's tokenizer to the tokenizers library's format"
+        )
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        loaded = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+    loaded.backend_tokenizer.no_truncation()
+    loaded.backend_tokenizer.no_padding()
+    return loaded
+
+
+def _eos_token_ids(path: Path, config: Mapping[str, Any], of_tokenizer: int | None) -> tuple[int, ...]:
+    """Ids that end an answer: the generation config's (or else the model config's) and the tokenizer's."""
+    generation = path / "generation_config.json"
+    named = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    named = config.get("eos_token_id") if named is None else named
+    ids = [] if named is None else [named] if isinstance(named, int) else list(named)
+    if of_tokenizer is not None:
+        ids.append(of_tokenizer)
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return read
+
+
+def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{path / 'config.json'}: {name} must be a positive number, is {value!r}")
+    return value

@@ -1,0 +1,50 @@
+"""The planner: page ids of two pools to runs of bytes.
+
+Owns the arithmetic between page ids and byte offsets. Knows layouts. Does not know transports, requests or devices.
+"""
+
+import numpy as np
+
+from common.errors import TransferError
+from common.ids import Int32Array, Int64Array
+from common.pages.layout import KVLayout
+
+
+def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
+    """The first field in which two layouts differ, with both values; None when pages of one fit the other."""
+    for name in KVLayout.__struct_fields__:
+        if getattr(ours, name) != getattr(theirs, name):
+            return f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here"
+    return None
+
+
+def check_pages(pages: Int32Array, total_pages: int, whose: str) -> None:
+    """Raises TransferError unless every id is a page of the pool."""
+    if len(pages) and (pages.min() < 0 or pages.max() >= total_pages):
+        raise TransferError(f"page ids between {pages.min()} and {pages.max()} are not all in {whose} pool of {total_pages}")
+
+
+def plan_runs(source_pages: Int32Array, target_pages: Int32Array, layout: KVLayout) -> Int64Array:
+    """The byte runs that copy source_pages[i] to target_pages[i], merged where both sides are contiguous.
+
+    source_pages, target_pages: [pages] int32. Returns [runs, 3] int64: source offset, target offset, bytes. With equal
+    layouts a page is one block, so a run is one or more whole pages.
+    """
+    if len(source_pages) != len(target_pages):
+        raise TransferError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
+    source, target = source_pages.astype(np.int64), target_pages.astype(np.int64)
+    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
+    starts = np.concatenate([[0], breaks]) if len(source) else np.empty(0, dtype=np.int64)
+    pages = np.diff(np.append(starts, len(source)))
+    return np.stack([source[starts], target[starts], pages], axis=1) * layout.page_bytes
+
+
+def slice_runs(runs: Int64Array, slice_bytes: int) -> list[Int64Array]:
+    """The same runs in groups of about `slice_bytes`, in order; runs longer than a slice are cut first."""
+    pieces = -(-runs[:, 2] // slice_bytes)
+    index = np.repeat(np.arange(len(runs)), pieces)
+    number = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offset = number * slice_bytes
+    cut = np.stack([runs[index, 0] + offset, runs[index, 1] + offset, np.minimum(slice_bytes, runs[index, 2] - offset)], axis=1)
+    group = (np.cumsum(cut[:, 2]) - cut[:, 2]) // slice_bytes
+    return np.split(cut, np.flatnonzero(np.diff(group)) + 1) if len(cut) else []

@@ -1,0 +1,211 @@
+"""The transfer loop: pushes and links over one transport, fed with commands and time.
+
+Owns links, tickets and their deadlines. Implements `common.instance.ports.Transfers` when driven by hand (`step`); in a process it
+runs on a thread of its own (`kv_transfer/transfer_thread.py`). Reads no clock but the one it was given. Knows no requests.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, assert_never
+
+from common.deadlines import DeadlineWheel
+from common.errors import TransferError
+from common.ids import InstanceId, Ticket
+from common.instance.ports import LinkChanged, Push, PushDone, PushFailed, TransferEvent
+from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
+from common.pages.layout import KVLayout, MemoryRegion
+from kv_transfer.runs import check_pages, mismatch, plan_runs
+from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
+
+PUSH_S = 10.0
+SLOWEST_BYTES_PER_S = 10 * 2**20
+"""A push that takes longer than PUSH_S and this rate allow says that its peer is lost."""
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    info: InstanceInfo
+    state: LinkState
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    push: Push
+    agent: str
+    push_bytes: int
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    peers: tuple[InstanceInfo, ...]
+
+
+Command: TypeAlias = Connect | Push
+
+
+class TransferLoop:
+    """One transport, its links and its pushes."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        backend: str,
+        region: MemoryRegion,
+        layout: KVLayout,
+        total_pages: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        agent, wire = transport.register(region)
+        self.descriptor = PoolDescriptor(
+            backend=backend,
+            agent=agent,
+            address=region.address,
+            total_pages=total_pages,
+            device=region.device,
+            layout=layout,
+            wire=wire,
+        )
+        self._commands: deque[Command] = deque()
+        self._events: deque[TransferEvent] = deque()
+        self._links: dict[InstanceId, _Link] = {}
+        self._in_flight: dict[Ticket, _InFlight] = {}
+        self._deadlines: DeadlineWheel[Ticket] = DeadlineWheel()
+        self._expected = 0
+        self._closed = False
+
+    # --- the port: may be called from another thread than `step`; a deque's ends are safe to share -----------------------------
+
+    def connect(self, peers: Sequence[InstanceInfo]) -> None:
+        self._commands.append(Connect(tuple(peers)))
+
+    def push(self, push: Push) -> None:
+        self._commands.append(push)
+
+    def expect(self, open_reservations: int) -> None:
+        self._expected = open_reservations
+
+    def poll(self) -> list[TransferEvent]:
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def close(self) -> None:
+        """End what is in flight as the transport can, and close it. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._transport.close()
+            for ticket in list(self._in_flight):
+                self._ended(RunsFailed(ticket, "the transfers were closed", quiescent=False))
+
+    # --- the loop ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether progress must be driven often."""
+        return bool(self._commands or self._in_flight or self._expected)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._commands or self._in_flight)
+
+    def step(self) -> bool:
+        """Carry out commands, drive the transport, pass on what happened. True when there is news to poll."""
+        while self._commands:
+            command = self._commands.popleft()
+            match command:
+                case Connect():
+                    self._reconcile(command.peers)
+                case Push():
+                    self._begin(command)
+                case _:
+                    assert_never(command)
+        self._drive()
+        for ticket in self._deadlines.expired(self._clock()):
+            self._overdue(ticket)
+        return bool(self._events)
+
+    def _drive(self) -> None:
+        for event in self._transport.poll():
+            match event:
+                case RunsDone() | RunsFailed():
+                    self._ended(event)
+                case AgentLost():
+                    self._agent_lost(event)
+                case _:
+                    assert_never(event)
+
+    def _reconcile(self, peers: tuple[InstanceInfo, ...]) -> None:
+        wanted = {peer.id: peer for peer in peers}
+        for link in list(self._links.values()):
+            peer = wanted.get(link.info.id)
+            if peer is None or peer.incarnation != link.info.incarnation:
+                del self._links[link.info.id]
+                self._transport.close(link.info.pool.agent)
+        for peer in peers:
+            if peer.id not in self._links:
+                self._links[peer.id] = _Link(peer, "connecting")
+                self._open(self._links[peer.id])
+
+    def _open(self, link: _Link) -> None:
+        pool = link.info.pool
+        try:
+            if pool.backend != self.descriptor.backend:
+                raise TransferError(f"it uses {pool.backend} and we use {self.descriptor.backend}")
+            difference = mismatch(self.descriptor.layout, pool.layout)
+            if difference is not None:
+                raise TransferError(f"its KV layout differs: {difference}")
+            detail = self._transport.connect(pool)
+        except TransferError as error:
+            self._set(link, "lost", str(error))
+        else:
+            self._set(link, "ready", detail)
+
+    def _set(self, link: _Link, state: LinkState, detail: str) -> None:
+        link.state = state
+        info = LinkInfo(peer=link.info.id, incarnation=link.info.incarnation, state=state, detail=detail)
+        self._events.append(LinkChanged(info))
+
+    def _begin(self, push: Push) -> None:
+        link = self._links.get(push.peer)
+        try:
+            if link is None or link.info.incarnation != push.incarnation or link.state != "ready":
+                raise TransferError(f"there is no link to {push.peer}")
+            check_pages(push.source_pages, self.descriptor.total_pages, "our")
+            check_pages(push.target_pages, link.info.pool.total_pages, f"{push.peer}'s")
+            runs = plan_runs(push.source_pages, push.target_pages, self.descriptor.layout)
+        except TransferError as error:
+            self._events.append(PushFailed(push.ticket, str(error), quiescent=True))
+            return
+        push_bytes = int(runs[:, 2].sum())
+        now = self._clock()
+        self._in_flight[push.ticket] = _InFlight(push, link.info.pool.agent, push_bytes, now)
+        self._deadlines.set(push.ticket, now + PUSH_S + push_bytes / SLOWEST_BYTES_PER_S)
+        self._transport.push(push.ticket, link.info.pool.agent, runs)
+
+    def _ended(self, event: RunsDone | RunsFailed) -> None:
+        flight = self._in_flight.pop(event.ticket, None)
+        if flight is None:
+            return  # it was overdue and has been reported as failed
+        self._deadlines.clear(event.ticket)
+        match event:
+            case RunsDone():
+                self._events.append(PushDone(event.ticket, flight.push_bytes, self._clock() - flight.began))
+            case RunsFailed():
+                self._events.append(PushFailed(event.ticket, event.reason, event.quiescent))
+
+    def _overdue(self, ticket: Ticket) -> None:
+        """The peer is lost: its link is closed. The ticket itself is not proven to be over."""
+        flight = self._in_flight.pop(ticket)
+        self._events.append(PushFailed(ticket, "it took too long", quiescent=False))
+        self._transport.close(flight.agent)
+        self._agent_lost(AgentLost(flight.agent, "a push took too long"))
+
+    def _agent_lost(self, lost: AgentLost) -> None:
+        for link in self._links.values():
+            if link.info.pool.agent == lost.agent:
+                self._set(link, "lost", lost.reason)

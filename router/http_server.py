@@ -1,0 +1,81 @@
+"""The HTTP server: a listening socket, and uvicorn on it until it is told to stop.
+
+Owns the server's settings and its end. Does not know what is served, and handles no signals.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from common.errors import ConfigError
+
+GRACE_S = 5
+"""How long open answers may go on after the server was told to stop."""
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to this IPv4 address; port 0 has one chosen. Raises ConfigError."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}. Choose another --port, or 0") from error
+    listener.setblocking(False)
+    return listener
+
+
+async def serve_app(app: Callable[..., Any], listener: socket.socket, ready: Callable[[], None], stop: asyncio.Event) -> None:
+    """Serve until `stop` is set; then take no more, and end open answers within `GRACE_S`. ready: called when it listens."""
+    server = _Server(_config(app))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    started = asyncio.create_task(server.listening.wait())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            ready()
+        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+    finally:
+        for task in (serving, started, stopping):
+            task.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers, and with an event that says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+def _config(app: Callable[..., Any]) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )

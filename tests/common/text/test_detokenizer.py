@@ -1,0 +1,305 @@
+"""The detokenizer's core: each answer in order, exactly once, with exactly one ending."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.ids import Key, RequestId, pack_ids
+from common.messages import Close, DetokenizerInbox, Ending, Failed, Finished, Open, TextBatch, TextDelta, TokenBatch, TokenDelta
+from common.text.detokenizer import Detokenizer, DetokenizerLimits
+from tests.common.text.tiny import tiny_tokenizer
+
+EOS = 1
+TEXT = "one 日本 🙂🙂 STOP two"
+LENGTH = Finished("length")
+
+
+def key(name: str = "r", attempt: int = 0) -> Key:
+    return Key(RequestId(name), attempt)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(tiny_tokenizer().encode(text).ids)
+
+
+def tokens(*deltas: TokenDelta) -> TokenBatch:
+    return TokenBatch(deltas=deltas)
+
+
+def answer(text: str, ending: Ending = LENGTH, of: Key | None = None) -> TokenDelta:
+    return TokenDelta(of or key(), 0, ids_of(text), ending)
+
+
+def received(detokenizer: Detokenizer, messages: Iterable[DetokenizerInbox], now: float = 0.0) -> list[TextDelta]:
+    batches: list[TextBatch] = []
+    for message in messages:
+        brought = detokenizer.receive(message, now)
+        assert len(brought) <= 1
+        batches += brought
+    return [delta for batch in batches for delta in batch.deltas]
+
+
+def only(deltas: Sequence[TextDelta]) -> TextDelta:
+    (delta,) = deltas
+    return delta
+
+
+@pytest.fixture
+def detokenizer() -> Detokenizer:
+    return Detokenizer(tiny_tokenizer())
+
+
+# --- text and endings ------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_becomes_text_with_its_ending(detokenizer: Detokenizer) -> None:
+    got = only(received(detokenizer, [Open(key=key()), tokens(answer(TEXT))]))
+    assert got == TextDelta(key(), 0, ids_of(TEXT), TEXT, LENGTH)
+    assert detokenizer.open_answers == 0
+
+
+def test_one_batch_in_is_one_batch_out_with_one_delta_per_request(detokenizer: Detokenizer) -> None:
+    a, b, c, d, e = ids_of("hello")[0], *ids_of(" wxyz")[:4]
+    received(detokenizer, [Open(key=key("a")), Open(key=key("b"))])
+    batches = detokenizer.receive(
+        tokens(TokenDelta(key("a"), 0, (a,)), TokenDelta(key("b"), 0, (b, c)), TokenDelta(key("a"), 1, (d, e))), 0.0
+    )
+    (batch,) = batches
+    assert [(delta.key, delta.token_ids) for delta in batch.deltas] == [(key("a"), (a, d, e)), (key("b"), (b, c))]
+
+
+def test_the_token_that_ended_the_answer_is_counted_but_is_no_text(detokenizer: Detokenizer) -> None:
+    stop = ids_of("!")[0]
+    ending = Finished("stop", matched=stop)
+    delta = TokenDelta(key(), 0, (*ids_of("hello"), stop), ending)
+    got = only(received(detokenizer, [Open(key=key(), skip_special_tokens=False), tokens(delta)]))
+    assert (got.text, got.token_ids, got.ending) == ("hello", delta.token_ids, ending)
+
+
+def test_an_end_of_text_that_is_ignored_stays_a_token_without_text(detokenizer: Detokenizer) -> None:
+    delta = TokenDelta(key(), 0, (*ids_of("a"), EOS, *ids_of("b")), LENGTH)
+    assert only(received(detokenizer, [Open(key=key()), tokens(delta)])).text == "ab"
+
+
+def test_an_incomplete_character_appears_when_the_answer_ends(detokenizer: Detokenizer) -> None:
+    cut = ids_of("🤖")[:-1]
+    assert len(cut) >= 1
+    first = only(received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 0, cut))]))
+    assert first.text == ""
+    last = only(received(detokenizer, [tokens(TokenDelta(key(), len(cut), (), Failed("gone")))]))
+    assert (last.text, last.ending) == ("\ufffd", Failed("gone"))
+
+
+def test_a_context_is_honoured(detokenizer: Detokenizer) -> None:
+    ids = ids_of("🤖!")
+    opened = Open(key=key(), context=pack_ids(ids[:1]))
+    assert only(received(detokenizer, [opened, tokens(TokenDelta(key(), 0, ids[1:], LENGTH))])).text == "🤖!"
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_across_tokens_ends_the_answer_at_once_and_is_trimmed(detokenizer: Detokenizer) -> None:
+    received(detokenizer, [Open(key=key(), stop=("STOP",))])
+    got = [
+        only(received(detokenizer, [tokens(TokenDelta(key(), number, (token_id,)))]))
+        for number, token_id in enumerate(ids_of("one ST"))
+    ]
+    assert "".join(delta.text for delta in got) == "one "
+    number = len(got)
+    last = only(received(detokenizer, [tokens(TokenDelta(key(), number, ids_of("OP two")))]))
+    assert (last.text, last.ending) == ("", Finished("stop", "STOP"))
+    assert tiny_tokenizer().decode(list(last.token_ids)).startswith("OP")
+    assert last.token_ids != ids_of("OP two")
+    assert received(detokenizer, [tokens(TokenDelta(key(), number + 9, (5,), LENGTH))]) == []
+    assert detokenizer.dropped == {"after the end": 1}
+
+
+def test_text_that_only_began_a_stop_string_comes_with_the_ending(detokenizer: Detokenizer) -> None:
+    got = only(received(detokenizer, [Open(key=key(), stop=("STOP",)), tokens(answer("one ST"))]))
+    assert (got.text, got.ending) == ("one ST", LENGTH)
+
+
+def test_a_stop_string_wins_over_the_ending_that_comes_with_it(detokenizer: Detokenizer) -> None:
+    got = only(received(detokenizer, [Open(key=key(), stop=("ST",)), tokens(answer("a ST"))]))
+    assert (got.text, got.ending) == ("a ", Finished("stop", "ST"))
+
+
+# --- order -----------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> list[DetokenizerInbox]:
+    """Two answers, cut anywhere, repeated, in any order, in batches of any size, with their Opens anywhere among them."""
+    deltas: list[TokenDelta] = []
+    for name in ("a", "b"):
+        ids = ids_of(TEXT)
+        cuts = sorted({0, len(ids), *draw(st.lists(st.integers(0, len(ids)), max_size=5))})
+        deltas += [
+            TokenDelta(key(name), first, ids[first:end], LENGTH if end == len(ids) else None) for first, end in pairwise(cuts)
+        ]
+    deltas += draw(st.lists(st.sampled_from(deltas), max_size=4))
+    deltas = list(draw(st.permutations(deltas)))
+    messages: list[DetokenizerInbox] = [Open(key=key("a")), Open(key=key("b"), stop=("STOP",))]
+    while deltas:
+        count = draw(st.integers(1, len(deltas)))
+        messages.append(tokens(*deltas[:count]))
+        deltas = deltas[count:]
+    return list(draw(st.permutations(messages)))
+
+
+@given(deliveries())
+def test_any_order_and_any_repetition_gives_the_same_text_once_and_one_ending(messages: list[DetokenizerInbox]) -> None:
+    detokenizer = Detokenizer(tiny_tokenizer())
+    by_key: dict[Key, list[TextDelta]] = defaultdict(list)
+    for delta in received(detokenizer, messages):
+        by_key[delta.key].append(delta)
+    for name, text, ending in (("a", TEXT, LENGTH), ("b", "one 日本 🙂🙂 ", Finished("stop", "STOP"))):
+        got = by_key[key(name)]
+        assert "".join(delta.text for delta in got) == text
+        assert [delta.ending for delta in got] == [None] * (len(got) - 1) + [ending]
+        next_token = 0
+        for delta in got:
+            assert delta.first == next_token
+            next_token += len(delta.token_ids)
+        assert tuple(id for delta in got for id in delta.token_ids) == ids_of(TEXT)[:next_token]
+    assert detokenizer.open_answers == detokenizer.early_answers == 0
+    assert detokenizer.next_deadline() is None
+
+
+def test_an_attempt_is_an_answer_of_its_own(detokenizer: Detokenizer) -> None:
+    received(detokenizer, [Open(key=key(attempt=1))])
+    assert received(detokenizer, [tokens(answer("old"))]) == []
+    assert only(received(detokenizer, [tokens(answer("new", of=key(attempt=1)))])).text == "new"
+
+
+# --- deadlines and bounds --------------------------------------------------------------------------------------------------
+
+
+def test_tokens_that_are_missing_for_too_long_fail_the_answer(detokenizer: Detokenizer) -> None:
+    ids = ids_of(TEXT)
+    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 2, ids[2:], LENGTH))])
+    deadline = detokenizer.next_deadline()
+    assert deadline == DetokenizerLimits().patience_s
+    assert detokenizer.tick(deadline - 0.1) == []
+    (batch,) = detokenizer.tick(deadline)
+    ending = only(batch.deltas).ending
+    assert isinstance(ending, Failed)
+    assert "from number 0 on" in ending.message
+    assert detokenizer.open_answers == 0
+    assert detokenizer.next_deadline() is None
+
+
+def test_a_failure_that_waits_for_tokens_is_what_the_answer_ends_with(detokenizer: Detokenizer) -> None:
+    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 3, (), Failed("out of memory")))])
+    (batch,) = detokenizer.tick(DetokenizerLimits().patience_s)
+    assert only(batch.deltas).ending == Failed("out of memory")
+
+
+def test_progress_gives_the_rest_of_a_gap_its_full_time(detokenizer: Detokenizer) -> None:
+    ids = ids_of(TEXT)
+    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 4, ids[4:]), TokenDelta(key(), 2, ids[2:3]))])
+    received(detokenizer, [tokens(TokenDelta(key(), 0, ids[:2]))], now=9.0)
+    assert detokenizer.next_deadline() == 19.0
+    received(detokenizer, [tokens(TokenDelta(key(), 3, ids[3:4]))], now=12.0)
+    assert detokenizer.next_deadline() is None
+
+
+def test_tokens_whose_open_never_comes_are_dropped(detokenizer: Detokenizer) -> None:
+    received(detokenizer, [tokens(answer(TEXT))])
+    assert detokenizer.early_answers == 1
+    assert detokenizer.tick(DetokenizerLimits().patience_s) == []
+    assert detokenizer.early_answers == 0
+    assert detokenizer.dropped == {"never opened": 1}
+
+
+def test_what_waits_for_an_open_is_bounded() -> None:
+    detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(early_answers=2, waiting_tokens=8))
+    received(detokenizer, [tokens(TokenDelta(key(str(number)), 0, (5,))) for number in range(5)])
+    assert detokenizer.early_answers == 2
+    received(detokenizer, [tokens(TokenDelta(key("0"), first, (5,))) for first in range(1, 50)])
+    assert detokenizer.dropped == {"no room before its Open": 3 + 46}
+    got = only(received(detokenizer, [Open(key=key("0"))]))
+    assert got.token_ids == (5, 5, 5, 5)
+
+
+def test_what_waits_for_a_gap_is_bounded() -> None:
+    detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(waiting_tokens=4))
+    received(detokenizer, [Open(key=key())])
+    got = only(received(detokenizer, [tokens(TokenDelta(key(), 1, (5, 5, 5, 5, 5)))]))
+    assert isinstance(got.ending, Failed)
+    assert detokenizer.open_answers == 0
+
+
+def test_more_answers_than_may_be_open_are_refused() -> None:
+    detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(open_answers=1))
+    got = only(received(detokenizer, [Open(key=key("a")), Open(key=key("b"))]))
+    assert got.key == key("b")
+    assert isinstance(got.ending, Failed)
+    assert got.ending.status == 429
+
+
+def test_close_forgets_and_what_still_comes_is_dropped(detokenizer: Detokenizer) -> None:
+    ids = ids_of(TEXT)
+    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 1, ids[1:])), Close(key=key())])
+    assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
+    assert received(detokenizer, [tokens(answer(TEXT)), Open(key=key())]) == []
+    assert detokenizer.dropped == {"after the end": 1, "opened again": 1}
+
+
+def test_keys_that_are_over_are_remembered_only_so_many() -> None:
+    detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(remembered=2))
+    received(detokenizer, [Close(key=key(str(number))) for number in range(5)])
+    received(detokenizer, [tokens(TokenDelta(key(str(number)), 0, (5,))) for number in range(5)])
+    assert detokenizer.early_answers == 3
+    assert detokenizer.dropped == {"after the end": 2}
+
+
+def test_repeated_tokens_are_counted(detokenizer: Detokenizer) -> None:
+    delta = TokenDelta(key(), 0, ids_of("hello"))
+    received(detokenizer, [Open(key=key()), tokens(delta), tokens(delta)])
+    assert detokenizer.dropped == {"tokens that came again": len(delta.token_ids)}
+
+
+# --- resumed answers ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, len(ids_of(TEXT))), st.sampled_from([(), ("STOP",), ("🙂 ST",)]))
+def test_an_answer_resumed_at_any_token_goes_on_as_if_it_had_not_been_interrupted(cut: int, stop: tuple[str, ...]) -> None:
+    ids, prompt = ids_of(TEXT), ids_of("hello ")
+    detokenizer = Detokenizer(tiny_tokenizer())
+    whole = only(received(detokenizer, [Open(key=key("whole"), stop=stop), tokens(answer(TEXT, of=key("whole")))]))
+    before = received(detokenizer, [Open(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut]))])
+    text = "".join(delta.text for delta in before)
+    if before and before[-1].ending is not None:
+        return
+    resumed = Open(key=key(attempt=1), stop=stop, first=cut, context=pack_ids(prompt + ids[:cut]), text=text)
+    after = received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))])
+    assert text + "".join(delta.text for delta in after) == whole.text
+    assert after[-1].ending == whole.ending
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        Open(key=key(), first=3, context=pack_ids(ids_of("h"))),
+        Open(key=key(), first=-1),
+        Open(key=key(), context=b"abc"),
+        Open(key=key(), text="text without tokens"),
+        Open(key=key(), stop=("",)),
+    ],
+    ids=["too few tokens", "a number below 0", "half an id", "text that is not that of the tokens", "an empty stop string"],
+)
+def test_an_open_that_contradicts_itself_fails_the_answer(detokenizer: Detokenizer, opened: Open) -> None:
+    got = only(received(detokenizer, [opened]))
+    assert isinstance(got.ending, Failed)
+    assert "cannot be opened" in got.ending.message
+
+
+def test_a_delta_with_a_number_below_0_is_dropped(detokenizer: Detokenizer) -> None:
+    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), -1, (5,)))])
+    assert detokenizer.dropped == {"malformed": 1}

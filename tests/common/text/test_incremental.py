@@ -1,0 +1,129 @@
+"""Incremental detokenizing, compared with decoding everything at once."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from common.text.incremental import PENDING_TOKENS, IncrementalDecoder, Vocabulary
+from tests.common.text.tiny import TEXTS, sentencepiece_like_tokenizer, tiny_tokenizer
+
+HARD_TEXTS = (*TEXTS, "👩‍👩‍👧‍👦🏽", "e\u0301\u0327", "नमस्ते", "ก็ที่", "\U0010ffff", "a\ufffdb\ufffd", " leading", "tab\tnew\r\nline")
+TOKEN_IDS = st.lists(st.integers(0, tiny_tokenizer().get_vocab_size() - 1), max_size=60)
+
+
+def pieces(tokenizer: Tokenizer, token_ids: list[int], context: list[int] | None = None, skip: bool = True) -> list[str]:
+    """Text after each token, and at last that of the flush."""
+    decoder = IncrementalDecoder(Vocabulary(tokenizer), context or [], skip)
+    return [*(decoder.step(token_id) for token_id in token_ids), decoder.flush()]
+
+
+def byte_ids(data: bytes) -> list[int]:
+    """One token per byte."""
+    return [id_of(tiny_tokenizer(), _byte_letter(byte)) for byte in data]
+
+
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    id = tokenizer.token_to_id(token)
+    assert id is not None
+    return id
+
+
+def _byte_letter(byte: int) -> str:
+    """The printable letter by which byte-level BPE writes a byte (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(256) if value not in printable]
+    return chr(byte) if byte in printable else chr(256 + others.index(byte))
+
+
+@pytest.mark.parametrize("text", HARD_TEXTS)
+def test_pieces_are_the_text_and_none_of_them_breaks_a_character(text: str) -> None:
+    token_ids = byte_ids(text.encode())
+    got = pieces(tiny_tokenizer(), token_ids)
+    assert "".join(got) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in got)
+
+
+@given(st.text(max_size=40))
+def test_any_text_comes_back(text: str) -> None:
+    tokenizer = tiny_tokenizer()
+    assert "".join(pieces(tokenizer, tokenizer.encode(text).ids, skip=False)) == text
+
+
+@given(TOKEN_IDS, st.booleans())
+@example([255] * 200, True)
+@example([*[200] * 70, 104], False)
+def test_any_tokens_give_what_decoding_at_once_gives(token_ids: list[int], skip: bool) -> None:
+    """Random tokens are mostly bytes that are no characters: the flush and the bound must agree with the library too."""
+    tokenizer = tiny_tokenizer()
+    assert "".join(pieces(tokenizer, token_ids, skip=skip)) == tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+@given(TOKEN_IDS, TOKEN_IDS)
+def test_a_context_decides_how_tokens_are_decoded_and_is_not_returned(context: list[int], token_ids: list[int]) -> None:
+    tokenizer = tiny_tokenizer()
+    before, whole = tokenizer.decode(context[-16:]), tokenizer.decode(context[-16:] + token_ids)
+    got = "".join(pieces(tokenizer, token_ids, context))
+    if whole.startswith(before):
+        assert got == whole.removeprefix(before)
+    else:  # the answer changes the end of the context, a character that was not complete: that end is returned too
+        kept = next(length for length in range(len(before), -1, -1) if whole.startswith(before[:length]))
+        assert whole.endswith(got)
+        assert len(got) >= len(whole) - kept
+
+
+def test_a_character_that_the_context_began_is_completed() -> None:
+    ids = byte_ids("a🙂b".encode())
+    assert "".join(pieces(tiny_tokenizer(), ids[3:], context=ids[:3])) == "🙂b"
+
+
+def test_a_replacement_character_at_the_end_of_the_context_is_not_repeated() -> None:
+    context, ids = byte_ids("a\ufffd".encode()), byte_ids(b"bc")
+    assert "".join(pieces(tiny_tokenizer(), ids, context)) == "bc"
+
+
+def test_a_broken_tail_appears_at_the_flush_only() -> None:
+    got = pieces(tiny_tokenizer(), byte_ids("ok🙂".encode()[:-1]))
+    assert got == ["o", "k", "", "", "", "\ufffd"]
+
+
+def test_special_tokens_show_only_when_asked() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = [0, *tokenizer.encode("hello").ids, 1]
+    assert "".join(pieces(tokenizer, ids, skip=True)) == "hello"
+    assert "".join(pieces(tokenizer, ids, skip=False)) == "<|im_start|>hello<|im_end|>"
+
+
+def test_ids_that_the_tokenizer_lacks_have_no_text() -> None:
+    assert "".join(pieces(tiny_tokenizer(), [-1, 5_000, *byte_ids(b"a"), 2**31, 2**40, *byte_ids(b"b")])) == "ab"
+
+
+def test_bytes_that_never_become_a_character_are_shown_after_a_bound() -> None:
+    got = pieces(tiny_tokenizer(), byte_ids(b"\xe2" * 500))
+    longest_silence = max(map(len, "".join("x" if piece else "." for piece in got).split("x")))
+    assert longest_silence < PENDING_TOKENS
+    assert "".join(got) == "\ufffd" * 500
+
+
+def test_a_leading_space_is_dropped_at_the_start_of_an_answer_and_kept_after_a_context() -> None:
+    tokenizer = sentencepiece_like_tokenizer()
+    hello, world = id_of(tokenizer, "▁hello"), id_of(tokenizer, "▁world")
+    assert pieces(tokenizer, [hello, world]) == ["hello", " world", ""]
+    assert pieces(tokenizer, [world], context=[hello]) == [" world", ""]
+
+
+def test_text_that_was_returned_stays_when_the_decoder_would_rewrite_it() -> None:
+    """Byte fallback turns a whole run of bytes into U+FFFD once one of them is no character."""
+    tokenizer = sentencepiece_like_tokenizer()
+    ids = [id_of(tokenizer, piece) for piece in ("a", "<0x41>", "<0xFF>", "b", "▁world")]
+    assert "".join(pieces(tokenizer, ids)) == "aA\ufffdb world"
+
+
+@given(st.lists(st.integers(0, sentencepiece_like_tokenizer().get_vocab_size() - 1), max_size=60))
+def test_no_tokens_of_a_byte_fallback_tokenizer_raise(token_ids: list[int]) -> None:
+    tokenizer = sentencepiece_like_tokenizer()
+    got = "".join(pieces(tokenizer, token_ids))
+    whole = tokenizer.decode(token_ids)
+    if "\ufffd" not in whole:
+        assert got == whole

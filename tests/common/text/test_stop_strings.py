@@ -1,0 +1,84 @@
+"""Stop strings, compared with a search in the whole text."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.text.stop_strings import StopStrings
+
+LETTERS = st.text(alphabet="ab\n🙂", max_size=24)
+
+
+def search_in_whole_text(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Text before the end, and the stop string: the first one that is complete, and of several at once the longest."""
+    for end in range(len(text) + 1):
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            stop = max(matches, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+def pushed(pieces: Sequence[str], stops: Sequence[str]) -> tuple[str, str | None]:
+    finder = StopStrings(stops)
+    text = ""
+    for piece in pieces:
+        text += finder.push(piece)
+        if finder.matched is not None:
+            return text, finder.matched
+    return text + finder.flush(), None
+
+
+@given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=4))
+def test_the_end_is_that_of_a_search_in_the_whole_text_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
+    whole = "".join(pieces)
+    expected = search_in_whole_text(whole, stops)
+    assert pushed(list(whole), stops) == expected
+    # A piece may bring more than the first end: the earliest one must win inside it too.
+    assert pushed(pieces, stops) == expected
+    assert pushed([whole], stops) == expected
+
+
+@given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=4))
+def test_text_is_held_back_only_while_it_could_begin_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+    finder = StopStrings(stops)
+    so_far, shown = "", ""
+    for piece in pieces:
+        so_far += piece
+        shown += finder.push(piece)
+        if finder.matched is not None:
+            return
+        held = so_far.removeprefix(shown)
+        assert shown + held == so_far
+        assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+def test_a_stop_string_is_found_across_pieces_and_trimmed() -> None:
+    finder = StopStrings(["STOP"])
+    assert [finder.push(piece) for piece in ("one S", "T", "OP two")] == ["one ", "", ""]
+    assert finder.matched == "STOP"
+
+
+def test_a_beginning_that_was_none_is_returned() -> None:
+    finder = StopStrings(["\n\nUser:"])
+    assert finder.push("a\n\nUs") == "a"
+    assert finder.push("ed\n") == "\n\nUsed"
+    assert finder.flush() == "\n"
+    assert finder.matched is None
+
+
+def test_of_two_that_are_complete_at_once_the_longer_one_is_the_end() -> None:
+    finder = StopStrings(["b", "ab"])
+    assert finder.push("xab") == "x"
+    assert finder.matched == "ab"
+
+
+def test_without_stop_strings_nothing_is_held_back() -> None:
+    assert StopStrings([]).push("text") == "text"
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings(["a", ""])

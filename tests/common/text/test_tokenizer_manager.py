@@ -1,0 +1,162 @@
+"""The tokenizer, compared with transformers."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from common.errors import BadRequest, ConfigError
+from common.text.tokenizer_manager import TokenizerManager
+from tests.common.text.tiny import TEXTS, write_checkpoint
+
+CHAT: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "日本 🙂 <|im_end|> hello"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny-model")
+
+
+@pytest.fixture(scope="module")
+def manager(folder: Path) -> TokenizerManager:
+    return TokenizerManager(str(folder))
+
+
+def changed(folder: Path, name: str, text: str | None) -> str:
+    """The checkpoint with one of its files replaced or, with None, removed."""
+    write_checkpoint(folder)
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize("model_class", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_text_and_chats_have_the_tokens_that_transformers_gives(tmp_path: Path, model_class: str) -> None:
+    folder = write_checkpoint(tmp_path / "model", tokenizer_class=model_class)
+    manager = TokenizerManager(str(folder))
+    reference = AutoTokenizer.from_pretrained(folder)
+    for text in (*TEXTS, "", "a long text " * 50):
+        assert manager.encode(text) == reference(text, truncation=False)["input_ids"]
+        assert manager.decode(manager.encode(text)) == text
+    expected = reference.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert manager.encode_chat(CHAT) == expected
+
+
+def test_it_knows_the_limits_of_the_model(manager: TokenizerManager) -> None:
+    assert manager.context_tokens == 2048
+    assert manager.vocab_size == 384
+    assert manager.eos_token_ids == (1, 7)
+    assert manager.model_name == "tiny-model"
+
+
+def test_without_a_generation_config_the_models_config_says_how_an_answer_ends(tmp_path: Path) -> None:
+    manager = TokenizerManager(changed(tmp_path / "m", "generation_config.json", None))
+    assert manager.eos_token_ids == (5, 1)
+
+
+def test_a_conversation_ends_where_the_assistant_begins(manager: TokenizerManager) -> None:
+    assert manager.render_chat(CHAT[:1]) == "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_special_tokens_show_only_when_asked(manager: TokenizerManager) -> None:
+    ids = manager.encode("<|im_start|>hello")
+    assert manager.decode(ids) == "hello"
+    assert manager.decode(ids, skip_special_tokens=False) == "<|im_start|>hello"
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": "tool", "content": "x"}], "unknown role tool"),
+        ([{"role": "user", "content": None}], "refuses messages"),
+        ([{"role": "user"}], "refuses messages"),
+        ([{"content": "x"}], "refuses messages"),
+        ([{"role": "user", "content": ["x"]}], "refuses messages"),
+        ([], "refuses messages"),
+        ([{"role": "user", "content": "\ud83d"}], "surrogate"),
+    ],
+    ids=[
+        "template refuses",
+        "content null",
+        "no content",
+        "no role",
+        "content of another type",
+        "none at all",
+        "half a character",
+    ],
+)
+def test_messages_that_the_template_cannot_take_are_bad_requests(
+    manager: TokenizerManager, messages: list[dict[str, Any]], reason: str
+) -> None:
+    with pytest.raises(BadRequest, match=reason) as caught:
+        manager.encode_chat(messages)
+    assert caught.value.field == "messages"
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    manager = TokenizerManager(str(write_checkpoint(tmp_path / "base", chat_template=None)))
+    with pytest.raises(BadRequest, match="no chat template") as caught:
+        manager.encode_chat(CHAT)
+    assert caught.value.field == "messages"
+    assert manager.encode("hello")
+
+
+def test_half_a_surrogate_pair_is_a_bad_request(manager: TokenizerManager) -> None:
+    with pytest.raises(BadRequest, match="surrogate") as caught:
+        manager.encode("a\ud83d")
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", "{", "cannot be loaded"),
+        ("config.json", None, "config.json cannot be read"),
+        ("config.json", "[]", "must hold a JSON object"),
+        ("config.json", "{}", "max_position_embeddings"),
+        ("generation_config.json", "no json", "generation_config.json cannot be read"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_used_says_which_file_and_why(
+    tmp_path: Path, name: str, text: str | None, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        TokenizerManager(changed(tmp_path / "broken", name, text))
+
+
+def test_truncation_and_padding_of_the_file_are_not_obeyed(tmp_path: Path) -> None:
+    """A tokenizer file may carry what its training used; a prompt is never cut or filled up silently."""
+    folder = write_checkpoint(tmp_path / "cut")
+    file = json.loads((folder / "tokenizer.json").read_text())
+    file["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    manager = TokenizerManager(str(folder))
+    assert manager.decode(manager.encode("a text of more than three tokens")) == "a text of more than three tokens"
+
+
+def test_several_threads_may_encode_at_once(manager: TokenizerManager) -> None:
+    expected = [manager.encode_chat([{"role": "user", "content": text}]) for text in TEXTS]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(20):
+            got = threads.map(lambda text: manager.encode_chat([{"role": "user", "content": text}]), TEXTS)
+            assert list(got) == expected
+
+
+def test_torch_is_not_imported_and_importing_the_module_is_cheap(folder: Path) -> None:
+    program = f"""
+import sys
+from common.text.tokenizer_manager import TokenizerManager
+assert not {{"transformers", "tokenizers", "jinja2", "huggingface_hub"}} & set(sys.modules)
+manager = TokenizerManager({str(folder)!r})
+manager.encode_chat([{{"role": "user", "content": "hello"}}])
+assert "transformers" in sys.modules and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

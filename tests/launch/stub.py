@@ -1,0 +1,137 @@
+"""Stub processes for tests of `launch`: they report, take orders and stop as real ones do, and can be told to misbehave.
+
+Owns no behaviour of the product but its child's half (`launch.child`). Each stub notes what happens to it in the file $STUB_LOG.
+$STUB_<NAME> tells the stub of that name how to misbehave:
+
+    slow        never gets ready
+    broken      complains and ends before it is ready
+    mortal      ends on its own soon after it was ready
+    stubborn    does not stop when asked to
+    parent      leaves a process in its group behind
+    babbler     reports a line that is none
+"""
+
+import http.server
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from launch.child import ChildProcess, run_child
+from launch.local import LocalPlan, run
+from launch.processes import Child
+from launch.reports import CloseIntake, IntakeClosed, Order, Ready
+
+FOREVER_S = 60.0
+"""Longer than any test waits for a stub; an end, should a test forget one."""
+
+
+def stub_command(role: str, flags: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "tests.launch.stub", role, *flags]
+
+
+def note(text: str) -> None:
+    with open(os.environ["STUB_LOG"], "a") as log:
+        log.write(text + "\n")
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    """The router's pages: every instance has joined and is linked."""
+
+    def do_GET(self) -> None:
+        prefill, decode = (
+            [f"{role}-{n}" for n in range(int(os.environ[f"STUB_{role.upper()}S"]))] for role in ("prefill", "decode")
+        )
+        pages: dict[str, object] = {
+            "/cluster": {
+                "router": {"unready": []},
+                "instances": [
+                    {"id": name, "links": [{"peer": peer, "state": "ready", "detail": ""} for peer in peers]}
+                    for names, peers in ((prefill, decode), (decode, prefill))
+                    for name in names
+                ],
+            },
+            "/v1/models": {"data": [{"id": "stub"}]},
+        }
+        body = json.dumps(pages[self.path]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+def child(name: str, process: ChildProcess) -> None:
+    """The life of a stub."""
+    how = os.environ.get(f"STUB_{name.upper().replace('-', '_')}", "")
+    stop = threading.Event()
+    process.progress("warming up")
+    if how == "slow":
+        stop.wait(FOREVER_S)
+    if how == "broken":
+        sys.stderr.write(f"{name} has no water\n")
+        raise SystemExit(3)
+    if how == "parent":
+        left = subprocess.Popen(["sleep", str(int(FOREVER_S))])
+        note(f"{name} left {left.pid}")
+    if how == "babbler":
+        os.write(process._report_fd or 0, b"not a report\n")
+
+    def obey(order: Order) -> None:
+        note(f"{name} order {type(order).__name__}")
+        if isinstance(order, CloseIntake):
+            process.report(IntakeClosed())
+
+    process.on_order(obey)
+    process.on_stop((lambda: note(f"{name} will not stop")) if how == "stubborn" else stop.set)
+    addresses = {"inbox": "tcp://127.0.0.1:1"}
+    if name == "router":
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        addresses = {"http": f"http://127.0.0.1:{server.server_port}", "control": "tcp://127.0.0.1:2"}
+    note(f"{name} runs as {os.getpid()}")
+    process.report(Ready(addresses=addresses))
+    stop.wait(0.2 if how == "mortal" else FOREVER_S)
+    note(f"{name} stopped")
+
+
+def fleet(prefill: int, decode: int, startup_timeout_s: float) -> int:
+    """`launch local` with stubs for children."""
+    plan = LocalPlan(
+        prefill=prefill,
+        decode=decode,
+        router=RouterConfig(),
+        instance=InstanceConfig(startup_timeout_s=startup_timeout_s),
+        model=ModelConfig(),
+        engine=EngineConfig(),
+        log=LogConfig(),
+    )
+    os.environ |= {"STUB_PREFILLS": str(prefill), "STUB_DECODES": str(decode)}
+    return run(plan, stub_command)
+
+
+def parent() -> int:
+    """A parent of one stub that waits to be killed."""
+    Child("decode-0", stub_command("decode", ["--name=decode-0"]), lambda event: None).wait(FOREVER_S)
+    return 0
+
+
+def main(role: str, flags: Sequence[str]) -> int:
+    logging.basicConfig(stream=sys.stderr)
+    if role == "fleet":
+        return fleet(int(flags[0]), int(flags[1]), float(flags[2]))
+    if role == "parent":
+        return parent()
+    names = [flag.removeprefix("--name=") for flag in flags if flag.startswith("--name=")]
+    name = names[0] if names else role
+    return run_child(name, lambda process: child(name, process))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,135 @@
+"""Flags are made from config fields: each field is one flag, and what cannot be honoured is refused by name."""
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, option
+from common.errors import ConfigError
+from launch import main as launch_main
+from launch.flags import ConfigClass, add_flags, flag_of, read_config, to_flags
+
+CONFIGS: tuple[type[ConfigClass], ...] = (RouterConfig, ModelConfig, EngineConfig, InstanceConfig, LogConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kettle:
+    """A kettle. It boils water."""
+
+    water_l: float = option(1.5, "litres; 100% is full")
+    cups: int = option(4, "cups")
+    name: str = option("", "what it is called")
+    mode: Literal["boil", "warm"] = option("boil", "what to do")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stove:
+    """A stove."""
+
+    name: str = option("", "what it is called")
+    rings: int = option(2, "rings")
+
+
+def parser_for(*configs: type[ConfigClass], without: tuple[str, ...] = ()) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser, *configs, without=without)
+    return parser
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_every_field_is_a_flag_with_its_help_and_default(config: type[ConfigClass]) -> None:
+    text = " ".join(parser_for(config).format_help().split())
+    for field in dataclasses.fields(config):
+        assert flag_of(field.name) in text
+        assert field.metadata["help"] in text
+        if field.default != "":
+            assert f"(default: {field.default})" in text
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_no_flags_give_the_defaults(config: type[ConfigClass]) -> None:
+    assert read_config(config, parser_for(config).parse_args([])) == config()
+
+
+def test_values_have_the_type_of_their_field() -> None:
+    flags = parser_for(Kettle).parse_args(["--water-l", "0.5", "--cups=3", "--name", "x", "--mode", "warm"])
+    assert read_config(Kettle, flags) == Kettle(water_l=0.5, cups=3, name="x", mode="warm")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (["--cups", "many"], "--cups"),
+        (["--mode", "fry"], "--mode"),
+        (["--water-l", "much"], "--water-l"),
+        (["--sugar", "1"], "--sugar"),
+        (["--cup", "1"], "--cup"),
+    ],
+)
+def test_bad_values_unknown_flags_and_abbreviations_are_refused_by_name(
+    line: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parser_for(Kettle).parse_args(line)
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_field_that_two_configs_have_is_one_flag_for_both() -> None:
+    flags = parser_for(Kettle, Stove).parse_args(["--name", "x"])
+    assert read_config(Kettle, flags).name == read_config(Stove, flags).name == "x"
+
+
+def test_a_field_left_out_is_no_flag_and_is_decided_otherwise() -> None:
+    parser = parser_for(Kettle, without=("name",))
+    assert "--name" not in parser.format_help()
+    assert read_config(Kettle, parser.parse_args([]), name="y").name == "y"
+
+
+def test_a_field_of_a_type_without_flag_is_a_mistake_of_the_programmer() -> None:
+    @dataclass(frozen=True)
+    class Odd:
+        """Odd."""
+
+        items: tuple[str, ...] = option((), "some")
+
+    with pytest.raises(TypeError, match="items"):
+        parser_for(Odd)
+
+
+def test_configs_survive_their_way_through_a_command_line() -> None:
+    kettle, stove = Kettle(water_l=0.1 + 0.2, cups=-1, name="--mode", mode="warm"), Stove(rings=3)
+    flags = parser_for(Kettle, Stove).parse_args(to_flags(kettle, stove))
+    assert read_config(Kettle, flags) == kettle
+    assert read_config(Stove, flags) == Stove(rings=3, name="--mode"), "a flag that both have reaches both"
+    assert to_flags(Kettle(), Stove()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (["local", "--page-size", "0"], "--page-size"),
+        (["local", "--kv-memory", "some"], "--kv-memory"),
+        (["local", "--decode", "0"], "--decode"),
+        (["local", "--prefill", "-1"], "--prefill"),
+        (["local", "--dead-after-s", "0.1"], "--dead-after-s"),
+        (["router", "--port", "70000"], "--port"),
+        (["router", "--max-body", "?"], "--max-body"),
+        (["prefill", "--tp", "2"], "--tp"),
+        (["decode", "--rank", "1"], "--rank"),
+    ],
+)
+def test_a_value_that_a_config_refuses_is_one_line_that_names_the_flag(
+    line: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_main.main(line) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"launch {line[0]}: ") and named in error and error.count("\n") == 1
+
+
+def test_a_config_error_is_what_a_config_raises() -> None:
+    with pytest.raises(ConfigError, match="--page-size"):
+        EngineConfig(page_size=0)

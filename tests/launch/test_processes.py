@@ -1,0 +1,137 @@
+"""The protocol between a child process and its parent, with stub children."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.processes import Child, ChildEvent, Exited, Reported, stop_children
+from launch.reports import Broken, MeetRouter, Progress, Ready
+from tests.launch.stub import stub_command
+from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
+
+
+class Nursery:
+    """Starts stubs; `next_event` is of the one that was started last."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
+        self.children: list[Child] = []
+
+    def start(self, name: str = "decode-0", **environment: str) -> Child:
+        self.events = queue.SimpleQueue()
+        child = Child(name, stub_command("decode", [f"--name={name}"]), self.events.put, environment)
+        self.children.append(child)
+        return child
+
+    def next_event(self) -> ChildEvent:
+        return self.events.get(timeout=PATIENCE_S)
+
+    def start_ready(self, name: str = "decode-0", **environment: str) -> Child:
+        child = self.start(name, **environment)
+        while not (isinstance(event := self.next_event(), Reported) and isinstance(event.report, Ready)):
+            assert isinstance(event, Reported), child.account()
+        return child
+
+
+@pytest.fixture
+def nursery(log: Path) -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    for child in made.children:
+        child.kill()
+        assert child.wait(PATIENCE_S)
+
+
+def test_a_child_reports_stops_when_asked_and_its_exit_is_the_last_event(nursery: Nursery, log: Path) -> None:
+    child = nursery.start()
+    assert nursery.next_event() == Reported("decode-0", Progress(text="warming up"))
+    assert nursery.next_event() == Reported("decode-0", Ready(addresses={"inbox": "tcp://127.0.0.1:1"}))
+    assert stop_children([child], PATIENCE_S) == []
+    assert nursery.next_event() == Exited("decode-0", 0)
+    assert child.status == 0 and log.read_text().endswith("decode-0 stopped\n")
+
+
+def test_orders_reach_the_child_also_those_given_before_it_listens(nursery: Nursery, log: Path) -> None:
+    child = nursery.start()
+    child.order(MeetRouter(address="tcp://127.0.0.1:3"))
+    wait_for(lambda: "decode-0 order MeetRouter" in log.read_text(), "the early order was obeyed")
+    child.order(MeetRouter(address="tcp://127.0.0.1:4"))
+    wait_for(lambda: log.read_text().count("decode-0 order MeetRouter") == 2, "the later order was obeyed")
+
+
+def test_a_child_that_ends_while_starting_is_accounted_for_with_its_last_lines(nursery: Nursery) -> None:
+    child = nursery.start(STUB_DECODE_0="broken")
+    assert child.wait(PATIENCE_S)
+    account = child.account()
+    assert child.status == 3
+    assert "exit status 3" in account and "decode-0 has no water" in account and "warming up" in account
+
+
+def test_an_error_of_the_body_is_reported_as_the_reason(nursery: Nursery) -> None:
+    child = nursery.start(STUB_LOG="/nowhere/at/all")
+    events = [nursery.next_event(), nursery.next_event(), nursery.next_event()]
+    assert isinstance(events[1], Reported) and isinstance(events[1].report, Broken)
+    assert "/nowhere/at/all" in events[1].report.reason
+    assert events[2] == Exited("decode-0", 1)
+    assert child.account().startswith("FileNotFoundError")
+
+
+def test_a_child_told_to_stop_while_it_starts_ends_without_error(nursery: Nursery) -> None:
+    child = nursery.start(STUB_DECODE_0="slow")
+    nursery.next_event()
+    child.terminate()
+    assert child.wait(PATIENCE_S) and child.status == 0
+
+
+def test_a_child_that_does_not_stop_is_killed_at_the_deadline(nursery: Nursery) -> None:
+    stubborn = nursery.start_ready("decode-0", STUB_DECODE_0="stubborn")
+    willing = nursery.start_ready("decode-1")
+    assert stop_children([stubborn, willing], 0.5) == ["decode-0"]
+    assert stubborn.status == -signal.SIGKILL and willing.status == 0
+    assert "SIGKILL" in stubborn.account()
+
+
+def test_what_is_left_of_a_childs_process_group_is_killed(nursery: Nursery, log: Path) -> None:
+    child = nursery.start_ready(STUB_DECODE_0="parent")
+    left = int(log.read_text().split("decode-0 left ")[1].split()[0])
+    assert is_alive(left)
+    stop_children([child], PATIENCE_S)
+    wait_for(lambda: not is_alive(left), "the process left behind is gone")
+
+
+def test_a_line_that_is_no_report_is_dropped(nursery: Nursery) -> None:
+    child = nursery.start_ready(STUB_DECODE_0="babbler")
+    assert stop_children([child], PATIENCE_S) == [] and child.status == 0
+
+
+def test_nothing_happens_to_a_child_that_has_ended(nursery: Nursery) -> None:
+    child = nursery.start_ready()
+    stop_children([child], PATIENCE_S)
+    child.order(MeetRouter(address="tcp://127.0.0.1:3"))
+    child.terminate()
+    child.kill()
+    assert stop_children([child], PATIENCE_S) == [] and child.status == 0
+
+
+def test_no_file_descriptor_is_left(nursery: Nursery) -> None:
+    stop_children([nursery.start_ready()], PATIENCE_S)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        stop_children([nursery.start_ready()], PATIENCE_S)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_child_whose_parent_was_killed_stops_in_order(log: Path) -> None:
+    command = [sys.executable, "-m", "tests.launch.stub", "parent"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
+        wait_for(lambda: "decode-0 runs as " in log.read_text(), "the child runs")
+        child = int(log.read_text().split("decode-0 runs as ")[1].split()[0])
+        parent.kill()
+    wait_for(lambda: not is_alive(child), "the child is gone")
+    assert log.read_text().endswith("decode-0 stopped\n")

@@ -1,0 +1,134 @@
+"""Clients that go, and clients that read slowly, at the ASGI border."""
+
+import asyncio
+import json
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import pytest
+
+from common.messages import Generate
+from tests.router.fakes import MODEL, EchoFleet, Site
+
+pytestmark = pytest.mark.anyio
+
+
+class RawClient:
+    """One HTTP request at the ASGI border, with hands on both channels."""
+
+    def __init__(self, site: Site, **fields: Any) -> None:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 50} | fields
+        self._to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._to_app.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+        self.sent: list[MutableMapping[str, Any]] = []
+        self.may_send = asyncio.Event()
+        self.may_send.set()
+        self.news = asyncio.Event()
+        self.broken = False
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+            "client": ("client", 1),
+            "server": ("router", 80),
+        }
+        self.call = asyncio.create_task(site.app(scope, self._to_app.get, self._send))
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        await self.may_send.wait()
+        if self.broken:
+            raise OSError("the connection is closed")
+        self.sent.append(message)
+        self.news.set()
+
+    def leave(self) -> None:
+        self._to_app.put_nowait({"type": "http.disconnect"})
+
+    async def gone(self) -> None:
+        """The app is done with this request."""
+        await asyncio.wait_for(self.call, 5)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stall_at", [0, 3])
+async def test_a_client_that_leaves_cancels_everywhere(stream: bool, stall_at: int) -> None:
+    async with Site(EchoFleet(stall_at=stall_at)) as site:
+        client = RawClient(site, stream=stream, n=2)
+        await until(lambda: len(site.core.requests) == 2)
+        keys = {record.key for record in site.core.requests.records()}
+        client.leave()
+        await client.gone()
+        assert len(site.core.requests) == 0
+        assert site.fleet.cancelled() == keys
+
+
+async def test_a_client_that_leaves_in_mid_stream_had_what_came_before() -> None:
+    async with Site(EchoFleet(stall_at=3)) as site:
+        client = RawClient(site, stream=True)
+        await asyncio.wait_for(client.news.wait(), 5)
+        client.leave()
+        await client.gone()
+        assert client.sent[0]["status"] == 200
+        assert len(site.fleet.cancelled()) == 1
+
+
+async def test_a_server_that_gives_up_a_client_cancels_its_request() -> None:
+    async with Site(EchoFleet(stall_at=3)) as site:
+        client = RawClient(site, stream=True)
+        await asyncio.wait_for(client.news.wait(), 5)
+        client.call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await client.call
+        assert len(site.fleet.cancelled()) == 1
+
+
+async def test_an_answer_that_ended_cancels_nothing() -> None:
+    async with Site() as site:
+        client = RawClient(site, stream=True)
+        await client.gone()
+        assert client.sent[-1] == {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
+        assert site.fleet.cancelled() == set()
+
+
+async def test_text_that_waits_for_a_slow_client_is_sent_as_one_piece() -> None:
+    async with Site() as site:
+        client = RawClient(site, stream=True)
+        client.may_send.clear()
+        await until(lambda: isinstance(site.fleet.sent[-1], Generate) and len(site.core.requests) == 0)
+        client.may_send.set()
+        await client.gone()
+    text = b"".join(message.get("body", b"") for message in client.sent).decode()
+    chunks = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n")[:-2]]
+    deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(deltas) == "hello" * 10
+    assert len(deltas) < 10
+
+
+async def test_what_a_dead_connection_raises_cancels_quietly() -> None:
+    async with Site(EchoFleet(stall_at=3)) as site:
+        client = RawClient(site, stream=True)
+        client.broken = True
+        await client.gone()
+        assert len(site.fleet.cancelled()) == 1
+
+
+async def test_a_client_that_takes_nothing_for_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.responses.SEND_TIMEOUT_S", 0.02)
+    async with Site(EchoFleet(stall_at=3)) as site:
+        client = RawClient(site, stream=True)
+        client.may_send.clear()
+        await client.gone()
+        assert len(site.fleet.cancelled()) == 1

@@ -1,0 +1,105 @@
+"""The gateway: routes are learnt before anything is sent along them, and deadlines pass without traffic."""
+
+import asyncio
+
+import pytest
+
+from common.config import RouterConfig
+from common.ids import Incarnation, InstanceId
+from common.messages import AnyMessage, Goodbye, Register, RouterInbox
+from router.core import RouterCore
+from router.gateway import Gateway
+from tests.builders import instance
+from tests.router.fakes import Unobserved
+
+pytestmark = pytest.mark.anyio
+D0 = instance("d0", "decode")
+
+
+class RecordingMail:
+    """Implements `Mail[RouterInbox]`; keeps the order of what was asked of it."""
+
+    def __init__(self) -> None:
+        self.arriving: list[tuple[InstanceId, RouterInbox]] = []
+        self.asked: list[str] = []
+
+    def send(self, to: InstanceId, message: AnyMessage) -> None:
+        self.asked.append(f"send {type(message).__name__} to {to}")
+
+    def receive(self) -> list[tuple[InstanceId, RouterInbox]]:
+        arrived, self.arriving = self.arriving, []
+        return arrived
+
+    def route(self, to: InstanceId, address: str | None) -> None:
+        self.asked.append(f"route {to} to {address}")
+
+
+class Clock:
+    """Turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_gateway(mail: RecordingMail, clock: Clock, config: RouterConfig | None = None) -> Gateway:
+    core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config or RouterConfig(), Unobserved())
+    return Gateway(core, mail, clock)
+
+
+async def test_a_route_is_learnt_before_the_first_message_along_it_and_only_once() -> None:
+    mail = RecordingMail()
+    gateway = new_gateway(mail, Clock())
+    mail.arriving = [(D0.id, Register(instance=D0)), (D0.id, Register(instance=D0))]
+    gateway.pump()
+    greeting = ["send Welcome to d0", "send Peers to d0"]
+    assert mail.asked == [f"route d0 to {D0.inbox}", *greeting, *greeting]
+    gateway.close()
+
+
+async def test_a_new_incarnation_is_reached_at_its_new_address() -> None:
+    mail = RecordingMail()
+    gateway = new_gateway(mail, Clock())
+    successor = instance("d0", "decode", incarnation="2")
+    mail.arriving = [(D0.id, Register(instance=D0)), (D0.id, Register(instance=successor))]
+    gateway.pump()
+    assert [ask for ask in mail.asked if ask.startswith("route")] == [f"route d0 to {D0.inbox}", f"route d0 to {successor.inbox}"]
+    gateway.close()
+
+
+async def test_a_deadline_passes_without_traffic() -> None:
+    mail, clock = RecordingMail(), Clock()
+    gateway = new_gateway(mail, clock, RouterConfig(heartbeat_s=0.01, dead_after_s=0.03))
+    mail.arriving = [(D0.id, Register(instance=D0))]
+    gateway.pump()
+    clock.now = 0.03
+    async with asyncio.timeout(5):
+        while list(gateway.core.fleet.members()):
+            await asyncio.sleep(0.005)
+    gateway.close()
+
+
+async def test_a_timer_that_fires_before_the_clock_says_so_is_set_again() -> None:
+    mail, clock = RecordingMail(), Clock()
+    gateway = new_gateway(mail, clock, RouterConfig(heartbeat_s=0.001, dead_after_s=0.003))
+    mail.arriving = [(D0.id, Register(instance=D0))]
+    gateway.pump()
+    await asyncio.sleep(0.02)
+    assert len(list(gateway.core.fleet.members())) == 1
+    clock.now = 0.003
+    async with asyncio.timeout(5):
+        while list(gateway.core.fleet.members()):
+            await asyncio.sleep(0.005)
+    gateway.close()
+
+
+async def test_a_closed_gateway_leaves_no_timer() -> None:
+    mail = RecordingMail()
+    gateway = new_gateway(mail, Clock())
+    mail.arriving = [(D0.id, Register(instance=D0)), (D0.id, Goodbye(id=D0.id, incarnation=D0.incarnation))]
+    gateway.pump()
+    gateway.close()
+    gateway.close()
+    assert gateway.core.next_deadline() is None

@@ -1,0 +1,158 @@
+"""What the API accepts, and that every refusal names the field and the fix."""
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import BadRequest
+from router.openai_api import read_chat, read_completion
+from router.openai_fields import NEUTRAL_CHAT_VALUES, NEUTRAL_COMPLETION_VALUES
+
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [USER]} | fields).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": "hi"} | fields).encode()
+
+
+def test_a_chat_request_of_every_field_is_read() -> None:
+    request = read_chat(
+        chat(
+            messages=[
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
+                USER,
+            ],
+            stream=True,
+            stream_options={"include_usage": True},
+            max_completion_tokens=5,
+            temperature=0,
+            top_p=0.5,
+            top_k=3,
+            min_p=0.1,
+            seed=-4,
+            n=2,
+            stop="x",
+            ignore_eos=True,
+            user="me",
+            metadata={"a": "b"},
+        )
+    )
+    assert request.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "hi"},
+    )
+    asked = request.sampling
+    assert (asked.stream, asked.include_usage, asked.max_tokens, asked.max_tokens_field) == (
+        True,
+        True,
+        5,
+        "max_completion_tokens",
+    )
+    assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.seed) == (0.0, 0.5, 3, 0.1, -4)
+    assert (asked.n, asked.stop, asked.ignore_eos) == (2, ("x",), True)
+
+
+def test_null_is_as_good_as_absent() -> None:
+    nothing = dict.fromkeys(("stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "user"))
+    assert read_chat(chat(**nothing)) == read_chat(chat())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ("", ("",))],
+)
+def test_a_prompt_is_a_text_several_texts_or_token_ids(prompt: Any, read: Any) -> None:
+    assert read_completion(completion(prompt=prompt)).prompts == read
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        (b"{", None, "not JSON"),
+        (b"", None, "not JSON"),
+        (b"\xff", None, "not JSON"),
+        (b"[" * 100_000, None, "not JSON"),
+        (b"[]", None, "must be a JSON object"),
+        (b'{"messages": []}', "model", "model is missing"),
+        (b'{"model": "m"}', "messages", "messages is missing"),
+        (chat(messages=[]), "messages", "empty"),
+        (chat(messages="hi"), "messages", "expected `array`"),
+        (chat(messages=["hi"]), "messages[0]", "expected `object`"),
+        (chat(messages=[USER, {"role": "tool", "content": "x"}]), "messages[1].role", "use system, developer, user or assistant"),
+        (chat(messages=[{"role": "user"}]), "messages[0].content", "missing"),
+        (chat(messages=[{"role": "user", "content": None}]), "messages[0].content", "expected `str | array`"),
+        (chat(messages=[{"role": "user", "content": "x", "name": "bob"}]), "messages[0].name", "leave it out"),
+        (chat(messages=[{"role": "user", "content": "x", "colour": 1}]), "messages[0].colour", "not a known field"),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0].type", "'text'"),
+        (chat(colour="red"), "colour", "not a known field"),
+        (chat(colour=None), "colour", "not a known field"),
+        (chat(prompt="x"), "prompt", "not a known field"),
+        (chat(n="3"), "n", "expected `int`, got `str`"),
+        (chat(n=0), "n", "between 1 and 16"),
+        (chat(n=17), "n", "between 1 and 16"),
+        (chat(stream="yes"), "stream", "expected `bool`"),
+        (chat(temperature="hot"), "temperature", "expected `float`"),
+        (chat(max_tokens=1.5), "max_tokens", "expected `int | null`"),
+        (chat(max_tokens=1, max_completion_tokens=2), "max_tokens", "send one of them"),
+        (chat(stop=["a"] * 17), "stop", "at most 16"),
+        (chat(stop=["a", ""]), "stop", "between 1 and 1024 characters"),
+        (chat(stop=3), "stop", "expected `str | array`"),
+        (chat(stream_options={"include_usage": True}), "stream_options", "stream=true"),
+        (chat(stream=True, stream_options={"colour": 1}), "stream_options.colour", "not a known field"),
+        (chat(logprobs=True), "logprobs", "leave it out or send false"),
+        (chat(response_format={"type": "json_object"}), "response_format", 'send {"type":"text"}'),
+        (chat(tools=[{"type": "function"}]), "tools", "leave it out or send []"),
+        (chat(presence_penalty=0.5), "presence_penalty", "leave it out or send 0"),
+    ],
+)
+def test_a_bad_chat_request_is_refused_by_field_and_fix(body: bytes, field: str | None, says: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        read_chat(body)
+    assert (raised.value.field, says in str(raised.value)) == (field, True), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        (b'{"model": "m"}', "prompt", "missing"),
+        (completion(prompt=[]), "prompt", "empty"),
+        (completion(prompt=["a", 1]), "prompt", "mixture"),
+        (completion(prompt=[[1], [2]]), "prompt[0]", "expected"),
+        (completion(prompt=["a"] * 65), "prompt", "at most 64"),
+        (completion(max_completion_tokens=3), "max_completion_tokens", "not a known field"),
+        (completion(echo=True), "echo", "leave it out or send false"),
+        (completion(logprobs=0), "logprobs", "leave it out"),
+        (completion(suffix="x"), "suffix", "leave it out"),
+        (completion(best_of=2), "best_of", "leave it out or send 1"),
+    ],
+)
+def test_a_bad_completion_request_is_refused_by_field_and_fix(body: bytes, field: str | None, says: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        read_completion(body)
+    assert (raised.value.field, says in str(raised.value)) == (field, True), str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NEUTRAL_CHAT_VALUES.items() for v in (*vs, None)])
+def test_a_standard_chat_field_that_asks_for_nothing_is_accepted(name: str, value: object) -> None:
+    assert read_chat(chat(**{name: value})) == read_chat(chat())
+
+
+@pytest.mark.parametrize("name", NEUTRAL_CHAT_VALUES)
+def test_a_standard_chat_field_that_asks_for_something_is_refused_by_name(name: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        read_chat(chat(**{name: "something"}))
+    assert raised.value.field == name
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NEUTRAL_COMPLETION_VALUES.items() for v in (*vs, None)])
+def test_a_standard_completion_field_that_asks_for_nothing_is_accepted(name: str, value: object) -> None:
+    assert read_completion(completion(**{name: value})) == read_completion(completion())

@@ -1,0 +1,88 @@
+"""The API through the `openai` client, as most clients will use it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from router.openai_api import MAX_CHOICES_PER_PROMPT
+from tests.router.fakes import MODEL, EchoFleet, Site, listening
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def client_of(fleet: EchoFleet | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        Site(fleet) as site,
+        listening(site) as port,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10) as client,
+    ):
+        yield client
+
+
+async def test_a_chat_whole_and_streamed() -> None:
+    async with client_of() as client:
+        whole = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hello"}], max_completion_tokens=5, temperature=0, n=2
+        )
+        assert [choice.message.content for choice in whole.choices] == ["hello", "hello"]
+        assert whole.choices[0].finish_reason == "length"
+        assert whole.usage is not None and whole.usage.total_tokens == 15
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "hello"}],
+            max_tokens=5,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hello"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 5
+
+
+async def test_an_answer_can_be_sent_back_as_part_of_the_next_question() -> None:
+    async with client_of() as client:
+        first = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "ab"}], max_tokens=2)
+        message = first.choices[0].message
+        second = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "ab"}, message.model_dump(), {"role": "user", "content": "cd"}],  # type: ignore[list-item]
+            max_tokens=6,
+        )
+    assert second.choices[0].message.content == "ababcd"
+
+
+async def test_a_text_completion_whole_and_streamed() -> None:
+    async with client_of() as client:
+        whole = await client.completions.create(model=MODEL, prompt=["ab", "cd"], max_tokens=2)
+        assert [choice.text for choice in whole.choices] == ["ab", "cd"]
+        stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=5, stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello"
+
+
+async def test_models_are_listed() -> None:
+    async with client_of() as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).owned_by == "tandem"
+
+
+async def test_errors_are_the_clients_own_classes_and_name_the_field() -> None:
+    async with client_of() as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model=MODEL, prompt="x", n=MAX_CHOICES_PER_PROMPT + 1)
+        assert bad.value.param == "n"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.completions.create(model="gpt-9", prompt="x")
+        assert unknown.value.code == "model_not_found"
+
+
+async def test_a_failure_in_mid_stream_is_raised_by_the_client_after_the_text_before_it() -> None:
+    async with client_of(EchoFleet(fail_at=2)) as client:
+        stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=5, stream=True)
+        text = ""
+        with pytest.raises(openai.APIError, match="the step failed"):
+            async for chunk in stream:
+                text += chunk.choices[0].text
+    assert text == "he"

@@ -1,0 +1,316 @@
+"""One request's life at the router's core: messages in, messages out, and exactly one ending."""
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import Overloaded, Unavailable
+from common.ids import DETOKENIZER, Incarnation, InstanceId, Key, RequestId, pack_ids
+from common.instance.ports import Send
+from common.messages import (
+    Cancel,
+    Close,
+    Ending,
+    Failed,
+    Finished,
+    Generate,
+    Goodbye,
+    InstanceInfo,
+    Open,
+    Register,
+    TextBatch,
+    TextDelta,
+)
+from common.sampling_params import SamplingParams
+from router.core import RouterCore
+from router.outbox import ChoiceDelta, Outbox
+from router.requests import RequestSpec
+from tests.builders import instance
+from tests.router.fakes import Unobserved, beat
+
+P0, D0, P1, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("p1", "prefill"), instance("d1", "decode")
+PROMPT = pack_ids(range(100, 120))
+
+
+class Bench:
+    """A core with linked instances, an outbox, and a clock turned by hand."""
+
+    def __init__(self, *members: InstanceInfo, config: RouterConfig | None = None, limit_chars: int = 10_000) -> None:
+        self.observer = Unobserved()
+        self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config or RouterConfig(), self.observer)
+        self.outbox = Outbox(lambda: None, limit_chars)
+        self.members = members
+        for member in members:
+            self.core.receive(Register(instance=member), 0.0)
+        self.beat(0.0)
+
+    def beat(self, now: float, *without: InstanceInfo) -> None:
+        for member in self.members:
+            if member not in without:
+                self.core.receive(beat(member, *(other for other in self.members if other.role != member.role)), now)
+
+    def submit(self, *specs: RequestSpec, at: float = 0.0) -> list[Send]:
+        return self.core.submit(specs, self.outbox, at)
+
+    def text(
+        self, first: int, text: str, ending: Ending | None = None, now: float = 1.0, name: str = "r", attempt: int = 0
+    ) -> list[Send]:
+        """The detokenizer says: these characters, one token each."""
+        delta = TextDelta(key(name, attempt), first, tuple(ord(char) for char in text), text, ending)
+        return self.core.receive(TextBatch(deltas=(delta,)), now)
+
+    def read(self) -> str:
+        return "".join(delta.text for delta in self.outbox.take())
+
+    def endings(self) -> list[Ending]:
+        return [delta.ending for delta in self.outbox.take() if delta.ending is not None]
+
+    def assigned(self) -> dict[str, int]:
+        return {member.info.id: member.assigned_tokens for member in self.core.fleet.members()}
+
+
+def key(name: str = "r", attempt: int = 0) -> Key:
+    return Key(RequestId(name), attempt)
+
+
+def spec(name: str = "r", index: int = 0, max_new_tokens: int = 8, stop: tuple[str, ...] = ()) -> RequestSpec:
+    return RequestSpec(RequestId(name), index, PROMPT, SamplingParams(max_new_tokens=max_new_tokens), stop)
+
+
+def cancels(*to: InstanceInfo, name: str = "r") -> list[Send]:
+    return [Send(one.id, Cancel(key=key(name))) for one in to]
+
+
+def close(name: str = "r") -> Send:
+    return Send(DETOKENIZER, Close(key=key(name)))
+
+
+# --- in ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_opened_at_the_detokenizer_and_sent_to_the_prefill_instance_only() -> None:
+    bench = Bench(P0, D0)
+    sent = bench.submit(spec(stop=("end",)))
+    assert sent == [
+        Send(DETOKENIZER, Open(key=key(), stop=("end",), context=pack_ids(range(112, 120)))),
+        Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decode=D0.id)),
+    ]
+    assert bench.assigned() == {"p0": 20, "d0": 20}
+
+
+def test_an_answer_of_one_token_names_no_decode_instance() -> None:
+    sent = Bench(P0, D0).submit(spec(max_new_tokens=1))
+    assert isinstance(sent[1].message, Generate) and sent[1].message.decode is None
+
+
+def test_colocated_dispatch_sends_the_request_to_the_decode_instance() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(dispatch="colocated"))
+    sent = bench.submit(spec())
+    assert sent[1] == Send(D0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decode=None))
+
+
+def test_the_choices_of_one_request_are_spread_over_the_fleet() -> None:
+    bench = Bench(P0, D0, P1, D1)
+    sent = bench.submit(spec("a", 0), spec("b", 1))
+    generates = [(send.to, send.message.decode) for send in sent if isinstance(send.message, Generate)]
+    assert {first for first, _ in generates} == {P0.id, P1.id}
+    assert {decode for _, decode in generates} == {D0.id, D1.id}
+
+
+def test_beyond_max_requests_the_router_is_overloaded_and_nothing_is_dispatched() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(max_requests=2))
+    bench.submit(spec("a"))
+    with pytest.raises(Overloaded):
+        bench.submit(spec("b"), spec("c"))
+    assert len(bench.core.requests) == 1
+    bench.submit(spec("b"))
+    assert bench.core.unready() == ["all 2 places for requests are taken"]
+    bench.core.cancel([RequestId("a")], 1.0)
+    assert bench.core.unready() == []
+
+
+def test_a_request_whose_second_choice_cannot_be_placed_leaves_nothing_behind() -> None:
+    bench = Bench(P0)
+    with pytest.raises(Unavailable):
+        bench.submit(spec("a", max_new_tokens=1), spec("b", max_new_tokens=2))
+    assert (len(bench.core.requests), bench.assigned()) == (0, {"p0": 0})
+    assert bench.core.requests.next_deadline() is None
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_text_reaches_the_client_in_order_and_the_ending_comes_once() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    assert bench.text(0, "H", now=1.0) == []
+    assert bench.text(1, "el", now=1.5) == []
+    assert bench.text(3, "lo", Finished(reason="length"), now=2.0) == []
+    assert bench.outbox.take() == [
+        ChoiceDelta(0, "H", 1),
+        ChoiceDelta(0, "el", 2),
+        ChoiceDelta(0, "lo", 2, Finished(reason="length")),
+    ]
+    assert bench.text(5, "!", Finished(reason="stop")) == []
+    assert (bench.outbox.take(), bench.core.requests.stale) == ([], 1)
+    assert bench.observer.endings == [Finished(reason="length")]
+    assert bench.observer.first_tokens == [1.0]
+    assert bench.observer.gaps == [(0.5, 2), (0.5, 2)]
+
+
+def test_assigned_tokens_follow_the_request_and_come_home() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a")
+    assert bench.assigned() == {"p0": 0, "d0": 21}
+    bench.text(1, "bc")
+    assert bench.assigned() == {"p0": 0, "d0": 23}
+    bench.text(3, "d", Finished(reason="length"))
+    assert bench.assigned() == {"p0": 0, "d0": 0}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_new_tokens", "dispatch"), [(0, 8, "auto"), (1, 8, "auto"), (2, 8, "colocated"), (0, 1, "auto")]
+)
+def test_assigned_tokens_come_home_from_every_phase(tokens: int, max_new_tokens: int, dispatch: str) -> None:
+    bench = Bench(P0, D0, config=RouterConfig(dispatch="colocated" if dispatch == "colocated" else "auto"))
+    bench.submit(spec(max_new_tokens=max_new_tokens))
+    bench.text(0, "x" * tokens)
+    bench.core.cancel([RequestId("r")], 2.0)
+    assert bench.assigned() == {"p0": 0, "d0": 0}
+
+
+def test_tokens_that_came_already_are_dropped_and_counted() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "ab")
+    bench.text(1, "b")
+    bench.text(2, "c")
+    assert (bench.read(), bench.core.requests.stale) == ("abc", 1)
+
+
+def test_a_gap_in_the_tokens_fails_the_request_rather_than_skipping_text() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a")
+    assert bench.text(3, "d") == [*cancels(P0, D0), close()]
+    (ending,) = bench.endings()
+    assert isinstance(ending, Failed) and "tokens 1 to 2" in ending.message
+
+
+def test_text_of_another_attempt_is_dropped_and_counted() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "old", attempt=1)
+    assert (bench.read(), bench.core.requests.stale) == ("", 1)
+
+
+def test_a_stop_string_cancels_at_the_instances_which_do_not_know_of_it() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec(stop=("end",)))
+    bench.text(0, "a")
+    assert bench.text(1, "", Finished(reason="stop", matched="end")) == cancels(P0, D0)
+
+
+def test_a_stop_token_is_known_to_the_instance_that_sampled_it() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    assert bench.text(0, "a", Finished(reason="stop", matched=7)) == []
+
+
+def test_a_failure_at_one_instance_cancels_at_both() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    failed = Failed(message="the push failed")
+    assert bench.text(0, "", failed) == cancels(P0, D0)
+    assert bench.endings() == [failed]
+
+
+# --- out ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_goes_cancels_everywhere_once() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a")
+    assert bench.core.cancel([RequestId("r")], 2.0) == [*cancels(P0, D0), close()]
+    assert bench.core.cancel([RequestId("r")], 2.0) == []
+    assert bench.observer.endings == [Finished(reason="cancelled")]
+
+
+def test_a_request_served_by_one_instance_is_cancelled_there_only() -> None:
+    bench = Bench(D0)
+    bench.submit(spec())
+    assert bench.core.cancel([RequestId("r")], 2.0) == [*cancels(D0), close()]
+
+
+def test_a_client_that_does_not_read_is_given_up() -> None:
+    bench = Bench(P0, D0, limit_chars=100)
+    bench.submit(spec(max_new_tokens=100))
+    assert bench.text(0, "x" * 60) == []
+    assert bench.text(60, "y" * 60) == [*cancels(P0, D0), close()]
+    (ending,) = bench.endings()
+    assert isinstance(ending, Failed) and ending.kind == "slow_client"
+
+
+def test_a_request_that_outlives_its_deadline_fails_everywhere() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(request_timeout_s=2.0))
+    bench.submit(spec(), at=1.0)
+    bench.beat(1.0)
+    assert bench.core.requests.next_deadline() == 3.0
+    assert bench.core.tick(2.9) == []
+    assert bench.core.tick(3.0) == [*cancels(P0, D0), close()]
+    (ending,) = bench.endings()
+    assert isinstance(ending, Failed) and ending.status == 504
+
+
+def test_an_ended_request_leaves_no_deadline() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a", Finished(reason="length"))
+    assert bench.core.requests.next_deadline() is None
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_dead_decode_instance_ends_its_requests(tokens: int) -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "x" * tokens)
+    bench.beat(2.0, D0)
+    sent = bench.core.tick(3.0)
+    assert sent[-3:] == [*cancels(P0, D0), close()]
+    (ending,) = bench.endings()
+    assert isinstance(ending, Failed) and ending.status == 503 and "d0" in ending.message
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_dead_prefill_instance_ends_requests_that_were_not_handed_off(tokens: int) -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "x" * tokens)
+    assert bench.core.receive(Goodbye(id=P0.id, incarnation=P0.incarnation), 2.0)[-3:] == [*cancels(P0, D0), close()]
+    assert [type(ending) for ending in bench.endings()] == [Failed]
+
+
+def test_a_dead_prefill_instance_is_not_missed_after_the_handoff() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "ab")
+    bench.core.receive(Goodbye(id=P0.id, incarnation=P0.incarnation), 2.0)
+    bench.text(2, "c", Finished(reason="length"))
+    assert bench.outbox.take()[-1].ending == Finished(reason="length")
+
+
+def test_an_instance_that_comes_back_under_its_id_does_not_inherit_requests() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.core.receive(Register(instance=instance("d0", "decode", incarnation="2")), 1.0)
+    assert [type(ending) for ending in bench.endings()] == [Failed]
+    assert bench.assigned() == {"p0": 0, "d0": 0}
+
+
+def test_only_the_requests_of_the_dead_instance_end() -> None:
+    bench = Bench(P0, D0, D1)
+    bench.submit(spec("a", 0), spec("b", 1))
+    by_decode = {record.decode.info.id: record.spec.request_id for record in bench.core.requests.records() if record.decode}
+    bench.core.receive(Goodbye(id=D0.id, incarnation=D0.incarnation), 1.0)
+    assert [record.spec.request_id for record in bench.core.requests.records()] == [by_decode[InstanceId("d1")]]

@@ -1,0 +1,160 @@
+"""The rules that every Python file keeps, each as a function from a file to what breaks it.
+
+Owns the limits and the exceptions, each with its reason. Knows syntax only; `ruff` and `mypy` hold the rest.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+FILE_LINES = 500
+FUNCTION_LINES = 60
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+PICKLES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
+PICKLING_CALLS = frozenset({"send_pyobj", "recv_pyobj"})
+
+BLIND_EXCEPT_ALLOWED = {
+    ("kv_transfer/transfer_thread.py", "_run"): "the outermost door of a thread: the next call of the port raises what it caught",
+    ("launch/child.py", "_run"): "the outermost door of a process: whoever started it must learn why it ended",
+}
+"""(file, function) that may catch everything, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """path: relative to the root of the repository."""
+
+    path: PurePosixPath
+    text: str
+    tree: ast.Module
+
+    @classmethod
+    def parse(cls, path: str, text: str) -> "Source":
+        return cls(PurePosixPath(path), text, ast.parse(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    path: PurePosixPath
+    line: int
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}"
+
+
+Rule = Callable[[Source], Iterator[Fault]]
+FOLDERS = ("common", "prefill", "decode", "kv_transfer", "router", "launch", "demo", "tests")
+
+
+def sources(root: Path) -> list[Source]:
+    """Every Python file of the product and of its tests."""
+    paths = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+    return [Source.parse(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def short_files(source: Source) -> Iterator[Fault]:
+    lines = len(source.text.splitlines())
+    if lines > FILE_LINES:
+        yield Fault(source.path, lines, f"{lines} lines, more than {FILE_LINES}")
+
+
+def short_functions(source: Source) -> Iterator[Fault]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                yield Fault(source.path, node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES}")
+
+
+def opening_paragraph(source: Source) -> Iterator[Fault]:
+    paragraph = (ast.get_docstring(source.tree) or "").strip().split("\n\n")[0]
+    if len(paragraph.split()) < 2:
+        yield Fault(source.path, 1, "does not open with what it owns and what it does not know")
+
+
+def no_globals(source: Source) -> Iterator[Fault]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            yield Fault(source.path, node.lineno, f"global {', '.join(node.names)}")
+
+
+def no_guessed_attributes(source: Source) -> Iterator[Fault]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id == "hasattr":
+                yield Fault(source.path, node.lineno, "hasattr: ports are trusted")
+            if node.func.id == "getattr" and len(node.args) + len(node.keywords) > 2:
+                yield Fault(source.path, node.lineno, "getattr with a default: ports are trusted")
+
+
+def no_blind_except(source: Source) -> Iterator[Fault]:
+    for function, handler in _handlers(source.tree, "<module>"):
+        if _is_blind(handler) and (str(source.path), function) not in BLIND_EXCEPT_ALLOWED:
+            yield Fault(source.path, handler.lineno, f"{function} catches everything: name the errors")
+
+
+def no_drawer(source: Source) -> Iterator[Fault]:
+    if source.path.stem in ("utils", "util", "helpers", "misc"):
+        yield Fault(source.path, 1, "a drawer: name the file for what it owns")
+
+
+def nothing_unfinished(source: Source) -> Iterator[Fault]:
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if found := UNFINISHED.search(line):
+            yield Fault(source.path, number, f"{found.group()}: finish it, or say what does not work in the README")
+
+
+def no_pickle(source: Source) -> Iterator[Fault]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in PICKLING_CALLS:
+            yield Fault(source.path, node.lineno, f"{node.attr} unpickles what a peer sends")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            for name in PICKLES.intersection(name.split(".")[0] for name in names):
+                yield Fault(source.path, node.lineno, f"import of {name}: what it reads can run code")
+
+
+def no_blanket_ignore(source: Source) -> Iterator[Fault]:
+    """An ignore names the error that it silences. Only comments count, so that a text may speak of them."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT and re.search(r"type:\s*ignore(?!\[)|noqa(?!:)", token.string):
+            yield Fault(source.path, token.start[0], "an ignore that does not name what it silences")
+
+
+RULES: tuple[Rule, ...] = (
+    short_files,
+    short_functions,
+    opening_paragraph,
+    no_globals,
+    no_guessed_attributes,
+    no_blind_except,
+    no_drawer,
+    nothing_unfinished,
+    no_pickle,
+    no_blanket_ignore,
+)
+
+
+def _handlers(node: ast.AST, function: str) -> Iterator[tuple[str, ast.ExceptHandler]]:
+    """Every handler, with the innermost function that it stands in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ExceptHandler):
+            yield function, child
+        inner = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
+        yield from _handlers(child, inner)
+
+
+def _is_blind(handler: ast.ExceptHandler) -> bool:
+    """Whether it catches everything and keeps it: one that ends in `raise` passes it on."""
+    last = handler.body[-1]
+    if isinstance(last, ast.Raise) and last.exc is None:
+        return False
+    if handler.type is None:
+        return True
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(isinstance(name, ast.Name) and name.id in ("Exception", "BaseException") for name in caught)

@@ -1,0 +1,78 @@
+"""Every Python file of the product and its tests keeps the rules of `tests/shape/rules.py`, and each rule can be broken."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.shape import rules
+from tests.shape.rules import Rule, Source
+
+ROOT = Path(__file__).resolve().parents[2]
+OPENING = '"""Owns nothing. Knows nothing."""\n'
+
+
+def _name(rule: Rule) -> str:
+    return rule.__name__
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    found = rules.sources(ROOT)
+    assert len(found) > 50, "the files are not where they were"
+    return found
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=_name)
+def test_every_file_keeps_the_rule(rule: Rule, sources: list[Source]) -> None:
+    faults = [str(fault) for source in sources for fault in rule(source)]
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_every_exception_to_a_rule_is_still_needed(sources: list[Source]) -> None:
+    used = {
+        (str(source.path), function)
+        for source in sources
+        for function, handler in rules._handlers(source.tree, "<module>")
+        if rules._is_blind(handler)
+    }
+    assert used >= rules.BLIND_EXCEPT_ALLOWED.keys()
+
+
+BROKEN: list[tuple[Rule, str, str, int]] = [
+    (rules.short_files, "a.py", OPENING + "x = 1\n" * 500, 501),
+    (rules.short_functions, "a.py", OPENING + "def f():\n" + "    x = 1\n" * 60, 2),
+    (rules.opening_paragraph, "a.py", "x = 1\n", 1),
+    (rules.opening_paragraph, "a.py", '"""Words"""\n', 1),
+    (rules.no_globals, "a.py", OPENING + "def f():\n    global x\n    x = 1\n", 3),
+    (rules.no_guessed_attributes, "a.py", OPENING + "hasattr(x, 'y')\n", 2),
+    (rules.no_guessed_attributes, "a.py", OPENING + "getattr(x, 'y', 3)\n", 2),
+    (rules.no_blind_except, "a.py", OPENING + "def f():\n    try:\n        g()\n    except:\n        pass\n", 5),
+    (rules.no_blind_except, "a.py", OPENING + "try:\n    g()\nexcept Exception:\n    pass\n", 4),
+    (rules.no_blind_except, "a.py", OPENING + "try:\n    g()\nexcept (ValueError, BaseException):\n    pass\n", 4),
+    (rules.no_drawer, "common/utils.py", OPENING, 1),
+    (rules.nothing_unfinished, "a.py", OPENING + "x = 1  # TO" + "DO: more\n", 2),
+    (rules.no_pickle, "a.py", OPENING + "import pickle\n", 2),
+    (rules.no_pickle, "a.py", OPENING + "from pickle import loads\n", 2),
+    (rules.no_pickle, "a.py", OPENING + "socket.recv_pyobj()\n", 2),
+    (rules.no_blanket_ignore, "a.py", OPENING + "x = 1  # type: " + "ignore\n", 2),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text", "line"), BROKEN, ids=[f"{row[0].__name__}-{n}" for n, row in enumerate(BROKEN)])
+def test_a_broken_rule_is_found_with_its_file_and_line(rule: Rule, path: str, text: str, line: int) -> None:
+    (fault,) = rule(Source.parse(path, text))
+    assert str(fault).startswith(f"{path}:{line}: ")
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (rules.no_guessed_attributes, "getattr(x, name)\n"),
+        (rules.no_blind_except, "try:\n    g()\nexcept (ValueError, OSError):\n    pass\n"),
+        (rules.no_blind_except, "try:\n    g()\nexcept Exception:\n    count()\n    raise\n"),
+        (rules.no_blanket_ignore, "x = 1  # noqa: E501\ny = 'type: " + "ignore'\n"),
+        (rules.nothing_unfinished, "x = 'todo lists'\n"),
+    ],
+)
+def test_what_is_allowed_is_not_a_fault(rule: Rule, text: str) -> None:
+    assert not list(rule(Source.parse("a.py", OPENING + text)))
