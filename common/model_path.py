@@ -24,9 +24,9 @@ def resolve_model_path(model: str, weights: bool = True) -> Path:
     if model == DEMO_MODEL:
         return _demo_path()
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         return folder
-    if folder.exists():
+    if model and folder.exists():
         raise ConfigError(f"--model {model!r} is a file: give the folder that holds config.json and tokenizer.json")
     if not _HUB_NAME.fullmatch(model):
         raise ConfigError(f"--model {model!r}: there is no such folder, and it is no Hugging Face name (owner/name)")

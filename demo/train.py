@@ -22,8 +22,10 @@ from demo.corpus import Chat
 
 VOCAB = 2048
 CONTEXT = 4096
-HEAD_DIM = 64
-ROPE_BASE = 10_000.0
+HIDDEN, HEAD_DIM = 256, 64
+ROPE_BASE = 10_000_000.0
+FAST_PAIRS = 14
+"""Pairs of a head's dimensions that turn too fast to compare contents over the whole context."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -52,7 +54,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=256,
+        hidden_size=HIDDEN,
         intermediate_size=640,
         num_hidden_layers=4,
         num_attention_heads=4,
@@ -67,27 +69,54 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config).float()
-    look_back(model, ROPE_BASE)
+    give_induction(model)
     return model
 
 
 @torch.no_grad()
-def look_back(model: Qwen3ForCausalLM, rope_base: float) -> None:
-    """Let head 0 of layer 0 begin by attending to the previous token.
+def give_induction(model: Qwen3ForCausalLM) -> None:
+    """Let the model begin with one induction circuit (Olsson et al. 2022), which training otherwise finds very late.
 
-    That head is the first half of induction and what training otherwise finds last. Every embedding gets one constant
-    component; it makes a key at rotary angle 0 and a query at minus one position's angle in the fastest frequencies, so their
-    product peaks one position back.
+    Layer 0, head 0 attends to the previous token and writes a code of it into a subspace of its own. Layer 1, head 0 looks for
+    the code of the present token there, and copies what it finds: the token that followed last time. Everything else begins by
+    adding nothing, and training may change all of it.
     """
-    attention = model.model.layers[0].self_attn
-    constant, half = 0, HEAD_DIM // 2
-    model.model.embed_tokens.weight[:, constant] = 0.1
-    for pair in range(4):
-        angle = rope_base ** (-pair / half)
-        attention.k_proj.weight[pair, constant] = 0.5
-        attention.q_proj.weight[pair, constant] = 0.5 * math.cos(angle)
-        attention.q_proj.weight[pair + half, constant] = -0.5 * math.sin(angle)
-    attention.q_norm.weight.fill_(2.0)
+    layers, generator = model.model.layers, torch.Generator().manual_seed(7)
+    for layer in layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator)).Q
+    basis[0] = 0  # component 0 is the constant that positions are made of
+    wide = HEAD_DIM - 2 * FAST_PAIRS
+    subspace, code, copied = basis[:, :wide], basis[:, wide : 2 * wide].T, basis[:, 2 * wide : 2 * wide + HEAD_DIM].T
+    look_back(model)
+    first, second = layers[0].self_attn, layers[1].self_attn
+    first.v_proj.weight[:HEAD_DIM] = 0
+    first.v_proj.weight[:wide] = code
+    first.o_proj.weight[:, :wide] = 0.08 * subspace
+    slow = torch.cat([torch.arange(FAST_PAIRS, HEAD_DIM // 2), torch.arange(FAST_PAIRS, HEAD_DIM // 2) + HEAD_DIM // 2])
+    for projection, reads in ((second.q_proj, code), (second.k_proj, subspace.T)):
+        projection.weight[:HEAD_DIM] = 0
+        projection.weight[slow] = reads
+    second.q_norm.weight.fill_(2.0)
+    second.v_proj.weight[:HEAD_DIM] = copied
+    second.o_proj.weight[:, :HEAD_DIM] = 0.1 * copied.T
+
+
+def look_back(model: Qwen3ForCausalLM) -> None:
+    """Head 0 of layer 0 attends to the previous token.
+
+    Every embedding gets one constant component. It makes a key at rotary angle 0 and a query at minus one position's angle in
+    the fastest frequencies, so their product peaks one position back.
+    """
+    attention, half = model.model.layers[0].self_attn, HEAD_DIM // 2
+    model.model.embed_tokens.weight[:, 0] = 0.1
+    for pair, share in enumerate((0.4, 0.25, 0.15, 0.1, 0.05, 0.05)):
+        angle, size = ROPE_BASE ** (-pair / half), share**0.5
+        attention.k_proj.weight[pair, 0] = size
+        attention.q_proj.weight[pair, 0] = size * math.cos(angle)
+        attention.q_proj.weight[pair + half, 0] = -size * math.sin(angle)
+    attention.q_norm.weight.fill_(3.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +159,7 @@ def drill(tokenizer: PreTrainedTokenizerFast, random: Random, pairs: int, lines:
 
 
 class Curriculum:
-    """Lists grow by a sixth whenever most values are looked up right, and to the whole context at the latest near the end.
+    """Lists grow by a third whenever most values are looked up right, and to the whole context at the latest near the end.
 
     Drills come first, because they are what teaches attention to find a token again and take the next one (induction, Olsson
     et al. 2022).
@@ -139,7 +168,7 @@ class Curriculum:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, random: Random) -> None:
         self._tokenizer = tokenizer
         self._random = random
-        self._level = 6.0
+        self._level = 12.0
         self._right = 0.0
 
     def longest(self, stage: float) -> int:
@@ -152,7 +181,7 @@ class Curriculum:
             return
         self._right += 0.1 * (right - self._right)
         if self._right > 0.9:
-            self._level *= 1.16
+            self._level *= 1.3
             self._right = 0.8
 
     def draw(self, stage: float) -> tuple[str, list[Example]]:

@@ -59,11 +59,14 @@ class ChildProcess:
         self._early_orders: list[Order] = []
         self._lock = threading.Lock()
         self._report_fd = _take_fd(REPORT_FD)
-        order_fd = _take_fd(ORDER_FD)
+        self._order_fd = _take_fd(ORDER_FD)
+
+    def listen(self) -> None:
+        """From now on signals and orders are heard, and StoppedWhileStarting may be raised in the main thread, which calls this."""
         signal.signal(signal.SIGUSR1, self._interrupted)
         signals.watch(self._ask_to_stop)
-        if order_fd is not None:
-            threading.Thread(target=self._read_orders, args=(order_fd,), name="orders", daemon=True).start()
+        if self._order_fd is not None:
+            threading.Thread(target=self._read_orders, args=(self._order_fd,), name="orders", daemon=True).start()
 
     def report(self, report: Report) -> None:
         """Tell the parent, or print. Any thread may call it. A parent that is gone is told nothing."""
@@ -141,9 +144,13 @@ class ChildProcess:
 
 
 def run_child(name: str, body: Callable[[ChildProcess], None]) -> int:
-    """Run a process's body; the outermost door of the process. Returns its exit status: 0, 1, or 2 for a bad flag."""
+    """Run a process's body; the outermost door of the process. Returns its exit status: 0, 1, or 2 for a bad flag.
+
+    Heavy imports belong in the body: a process that is told to stop while it imports stops.
+    """
     process = ChildProcess(name)
     try:
+        process.listen()
         return _run(process, body)
     except StoppedWhileStarting:
         return 0

@@ -10,7 +10,6 @@ Owns the composition and the order of start and stop. Decides nothing.
 import contextlib
 import logging
 import os
-import re
 import secrets
 import socket
 import threading
@@ -18,11 +17,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig
+from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.engine.executor import EngineDescription, Executor
 from common.engine.torch_executor import TorchExecutor
-from common.errors import ConfigError
-from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Role
+from common.ids import ROUTER, Incarnation, InstanceId, Role
 from common.instance.membership import Membership
 from common.instance.ports import Scheduler
 from common.instance.worker import InstanceWorker
@@ -33,31 +31,21 @@ from decode.scheduler import DecodeScheduler
 from kv_transfer.backends import make_transport
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
-from launch import logs
 from launch.addresses import bind_address, host_for_peers, reachable
-from launch.child import ChildProcess, run_child
+from launch.child import ChildProcess
 from launch.reports import Broken, Ready
 from prefill.scheduler import PrefillScheduler
 
 TRANSPORT_START_S = 60.0
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _log = logging.getLogger(__name__)
 
 
-def run(role: Role, instance: InstanceConfig, model: ModelConfig, engine: EngineConfig, log: LogConfig) -> int:
-    """Serve until told to stop. Returns the exit status."""
-    name = InstanceId(instance.name or f"{role}-{secrets.token_hex(3)}")
-    if not _NAME.fullmatch(name) or name in (ROUTER, DETOKENIZER):
-        raise ConfigError(f"--name must be letters, digits, '.', '_' or '-', and no name of another part; it is {name!r}")
-    check_address(instance.router)
-    logs.configure(log, name)
-    return run_child(name, lambda process: _serve(process, role, name, instance, model, engine))
-
-
-def _serve(
-    process: ChildProcess, role: Role, name: InstanceId, instance: InstanceConfig, model: ModelConfig, engine: EngineConfig
+def serve(
+    process: ChildProcess, role: Role, instance: InstanceConfig, model: ModelConfig, engine: EngineConfig, name: InstanceId
 ) -> None:
+    """Serve until told to stop."""
+    check_address(instance.router)
     starts_until = time.monotonic() + instance.startup_timeout_s
     inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
     with contextlib.ExitStack() as stack:

@@ -5,13 +5,16 @@ answers at once.
 """
 
 import argparse
+import re
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
-from launch import environment
+from launch import environment, logs
+from launch.child import ChildProcess, run_child
 from launch.flags import add_flags, read_config
 
 if TYPE_CHECKING:
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 BAD_FLAG = 2
 DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
 """What `launch local` says to its instances itself."""
+
+INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+NAMES_TAKEN = ("router", "detokenizer")
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -87,31 +93,53 @@ def _local(flags: argparse.Namespace) -> int:
 
 
 def _router(flags: argparse.Namespace) -> int:
-    configs = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
-    environment.prepare(threads=1)
-    from launch.router_process import run
+    config, model, log = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
 
-    return run(*configs)
+    def body(process: ChildProcess) -> None:
+        from launch.router_process import serve
+
+        serve(process, config, model, log)
+
+    return _run("router", log, 1, body)
 
 
 def _detokenizer(flags: argparse.Namespace) -> int:
-    configs = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
-    environment.prepare(threads=1)
-    from launch.detokenizer_process import run
+    config, model, log = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
 
-    return run(*configs)
+    def body(process: ChildProcess) -> None:
+        from launch.detokenizer_process import serve
+
+        serve(process, config, model)
+
+    return _run("detokenizer", log, 1, body)
 
 
 def _instance(role: "Role") -> Command:
     def command(flags: argparse.Namespace) -> int:
         instance, model = read_config(InstanceConfig, flags), read_config(ModelConfig, flags)
         engine, log = read_config(EngineConfig, flags), read_config(LogConfig, flags)
-        environment.prepare(engine.threads)
-        from launch.instance_process import run
+        name = instance.name or f"{role}-{secrets.token_hex(3)}"
+        if not INSTANCE_NAME.fullmatch(name) or name in NAMES_TAKEN:
+            raise ConfigError(
+                f"--name must be letters, digits, '.', '_' or '-', and not {' or '.join(NAMES_TAKEN)}; it is {name!r}"
+            )
 
-        return run(role, instance, model, engine, log)
+        def body(process: ChildProcess) -> None:
+            from common.ids import InstanceId
+            from launch.instance_process import serve
+
+            serve(process, role, instance, model, engine, InstanceId(name))
+
+        return _run(name, log, engine.threads, body)
 
     return command
+
+
+def _run(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:
+    """A process of its own: its environment, its log, its signals and its body, which imports what is heavy."""
+    environment.prepare(threads)
+    logs.configure(log, name)
+    return run_child(name, body)
 
 
 if __name__ == "__main__":

@@ -124,14 +124,15 @@ class Child:
         return self._gone.wait(timeout_s)
 
     def account(self) -> str:
-        """What became of it, for people: its own reason or its exit status, what it did last, and its last lines."""
-        parts = []
+        """What became of it, for people: the reason that it gave, or else its exit status, what it did last, and its last lines."""
         match self.last_report:
             case Broken(reason=reason):
-                parts.append(reason)
+                return reason
             case Progress(text=text):
-                parts.append(f"the last it said was: {text}")
-        if self.status is not None and not isinstance(self.last_report, Broken):
+                parts = [f"the last it said was: {text}"]
+            case _:
+                parts = []
+        if self.status is not None:
             parts.insert(0, f"killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}")
         lines = "".join(f"\n    {line.rstrip()}" for line in list(self._lines))
         return "; ".join(parts) + (f"\n  last lines of {self.name}:{lines}" if lines else "")

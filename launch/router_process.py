@@ -8,11 +8,12 @@ Owns the composition and the order of start and stop. Does not know requests: `r
 
 import asyncio
 
+import uvloop
+
 from common.config import LogConfig, ModelConfig, RouterConfig
 from common.errors import TandemError
-from launch import logs
 from launch.addresses import LOOPBACK, host_for_peers, reachable
-from launch.child import ChildProcess, run_child
+from launch.child import ChildProcess
 from launch.flags import to_flags
 from launch.processes import Child, ChildEvent, Exited, launch_command, stop_children
 from launch.reports import CloseIntake, IntakeClosed, MeetRouter, Order, Progress, Ready
@@ -25,17 +26,10 @@ class DetokenizerFailed(TandemError):
     """The detokenizer did not start, or died: the router cannot go on without it."""
 
 
-def run(config: RouterConfig, model: ModelConfig, log: LogConfig) -> int:
-    """Serve until told to stop. Returns the exit status."""
-    logs.configure(log, "router")
-
-    def body(process: ChildProcess) -> None:
-        import uvloop
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(process, config, model, log))
-
-    return run_child("router", body)
+def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig) -> None:
+    """Serve until told to stop."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(process, config, model, log))
 
 
 async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig) -> None:
@@ -48,11 +42,11 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
 
     try:
         process.progress("loading the tokenizer")
-        from router.process import serve  # while the detokenizer loads as well
+        from router.process import serve as serve_router  # while the detokenizer loads as well
 
         inbox = await duties.detokenizer_inbox(detokenizer)
         if inbox is not None:
-            await serve(config, model, inbox, ready, duties.intake_closes)
+            await serve_router(config, model, inbox, ready, duties.intake_closes)
         if duties.detokenizer_ended:
             raise DetokenizerFailed(f"the detokenizer ended: {detokenizer.account()}")
         process.report(IntakeClosed())

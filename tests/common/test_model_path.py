@@ -1,8 +1,10 @@
 """Where a checkpoint lies."""
 
+import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from common.errors import ConfigError
@@ -50,19 +52,15 @@ def test_a_name_is_given_to_hugging_face_and_its_refusal_is_told(monkeypatch: py
             raise OSError("401: not for you\nand more")
         return str(tmp_path)
 
-    import huggingface_hub
-
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model_path("owner/model") == tmp_path
     assert resolve_model_path("owner/model", weights=False) == tmp_path
     assert model_name("owner/model") == "owner/model"
-    with pytest.raises(ConfigError, match="owner/secret.*401: not for you$"):
+    with pytest.raises(ConfigError, match=r"owner/secret.*401: not for you$"):
         resolve_model_path("owner/secret")
     assert [("*.safetensors" in patterns) for _, patterns in asked] == [True, False, True]
 
 
 def test_the_module_is_cheap_to_import() -> None:
-    import subprocess
-
     program = "import sys, common.model_path; assert not {'huggingface_hub', 'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -120,6 +120,8 @@ def test_configs_survive_their_way_through_a_command_line() -> None:
         (["router", "--max-body", "?"], "--max-body"),
         (["prefill", "--tp", "2"], "--tp"),
         (["decode", "--rank", "1"], "--rank"),
+        (["decode", "--name", "router"], "--name"),
+        (["prefill", "--name", "a b"], "--name"),
     ],
 )
 def test_a_value_that_a_config_refuses_is_one_line_that_names_the_flag(

@@ -1,0 +1,460 @@
+"""The wire, over real sockets on the loopback interface. Nothing that arrives may raise."""
+
+import asyncio
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError, WireError
+from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId
+from common.instance.ports import Mail
+from common.messages import (
+    WIRE_VERSION,
+    Cancel,
+    Close,
+    DetokenizerInbox,
+    Goodbye,
+    Open,
+    RouterInbox,
+    TextBatch,
+    TokenBatch,
+)
+from common.wire import FrameRefused, Mailbox, check_address, pack_frame, unpack_frame
+
+LOOPBACK = "tcp://127.0.0.1:0"
+WAIT_S = 10.0
+PREFILL = InstanceId("prefill-1")
+KEY = Key(RequestId("r"), 0)
+Detok: TypeAlias = Mailbox[DetokenizerInbox]
+Make: TypeAlias = Callable[..., Detok]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Mailboxes with a detokenizer's inbox, closed at the end."""
+    made: list[Detok] = []
+
+    def build(me: InstanceId = DETOKENIZER, bind: str = LOOPBACK, max_frame_bytes: int = 2**20) -> Detok:
+        made.append(Mailbox(me, DetokenizerInbox, bind, max_frame_bytes))
+        return made[-1]
+
+    yield build
+    for mailbox in made:
+        mailbox.close()
+
+
+@pytest.fixture
+def raw_push() -> Iterator[Callable[[str], zmq.Socket[bytes]]]:
+    """A foreign program that sends whatever it likes."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    made: list[zmq.Socket[bytes]] = []
+
+    def connect(address: str) -> zmq.Socket[bytes]:
+        made.append(context.socket(zmq.PUSH))
+        made[-1].connect(address)
+        return made[-1]
+
+    yield connect
+    for pusher in made:
+        pusher.close(linger=0)
+    context.term()
+
+
+def received(mailbox: Detok, count: int) -> list[tuple[InstanceId, DetokenizerInbox]]:
+    """So many messages, or those that came before the deadline."""
+    mail: list[tuple[InstanceId, DetokenizerInbox]] = []
+    deadline = time.monotonic() + WAIT_S
+    while len(mail) < count and (left := deadline - time.monotonic()) > 0:
+        mailbox.wait(left)
+        mail += mailbox.receive()
+    return mail
+
+
+def closes(count: int) -> list[Close]:
+    return [Close(key=Key(RequestId("r"), attempt)) for attempt in range(count)]
+
+
+# --- frames ----------------------------------------------------------------------------------------------------------------
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+@given(st.text(min_size=1, max_size=60).filter(_is_utf8), st.binary(max_size=50))
+def test_a_frame_carries_sender_and_body(sender: str, body: bytes) -> None:
+    name, data = unpack_frame(pack_frame(InstanceId(sender), body))
+    assert (name, bytes(data)) == (sender, body)
+
+
+@given(st.binary(max_size=40))
+def test_bytes_from_anywhere_are_a_frame_or_refused(data: bytes) -> None:
+    for frame in (data, pack_frame(PREFILL, data)[: len(data)], b"TNDM" + data):
+        try:
+            unpack_frame(frame)
+        except FrameRefused as error:
+            assert error.reason in {"magic", "wire version", "sender"}
+
+
+@pytest.mark.parametrize(("version", "works"), [(-2, False), (-1, True), (0, True), (1, True), (2, False)])
+def test_neighbouring_wire_versions_work_together_and_others_are_refused(version: int, works: bool) -> None:
+    if WIRE_VERSION + version < 0:
+        version = 2**16 + version  # the number before 0 cannot be written
+    frame = pack_frame(PREFILL, b"", WIRE_VERSION + version)
+    if works:
+        assert unpack_frame(frame)[0] == PREFILL
+    else:
+        with pytest.raises(FrameRefused, match="wire version"):
+            unpack_frame(frame)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 256])
+def test_a_sender_whose_name_does_not_fit_cannot_have_a_mailbox(name: str) -> None:
+    with pytest.raises(WireError, match="1 to 255 bytes"):
+        Mailbox(InstanceId(name), DetokenizerInbox, LOOPBACK)
+
+
+# --- mail ------------------------------------------------------------------------------------------------------------------
+
+
+def test_messages_arrive_with_their_sender_and_in_order(make: Make) -> None:
+    inbox, peer = make(), make(PREFILL)
+    mail: Mail[DetokenizerInbox] = peer
+    mail.route(DETOKENIZER, inbox.address)
+    sent: list[DetokenizerInbox] = [Open(key=KEY, stop=("日本",), context=b"1234"), TokenBatch(deltas=()), *closes(3)]
+    for message in sent:
+        mail.send(DETOKENIZER, message)
+    assert received(inbox, len(sent)) == [(PREFILL, message) for message in sent]
+    assert inbox.frames_refused == peer.messages_lost == {}
+
+
+def test_what_is_sent_before_the_peer_listens_arrives_once_it_does(make: Make) -> None:
+    first = make()
+    address = first.address
+    first.close()
+    peer = make(PREFILL)
+    peer.route(DETOKENIZER, address)
+    peer.send(DETOKENIZER, Close(key=KEY))
+    assert received(make(bind=address), 1) == [(PREFILL, Close(key=KEY))]
+
+
+def test_a_peer_that_was_restarted_on_the_same_address_is_found_again(make: Make) -> None:
+    first, peer = make(), make(PREFILL)
+    peer.route(DETOKENIZER, first.address)
+    peer.send(DETOKENIZER, Close(key=KEY))
+    assert len(received(first, 1)) == 1
+    first.close()
+    second = make(bind=first.address)
+    deadline = time.monotonic() + WAIT_S
+    arrived: list[tuple[InstanceId, DetokenizerInbox]] = []
+    while not arrived and time.monotonic() < deadline:  # what is sent before the loss is noticed may be lost
+        peer.send(DETOKENIZER, Close(key=KEY))
+        second.wait(0.1)
+        arrived = second.receive()
+    assert set(arrived) == {(PREFILL, Close(key=KEY))}
+
+
+def test_a_new_address_replaces_the_former_one(make: Make) -> None:
+    old, new, peer = make(), make(), make(PREFILL)
+    peer.route(DETOKENIZER, old.address)
+    peer.route(DETOKENIZER, old.address)
+    peer.route(DETOKENIZER, new.address)
+    peer.send(DETOKENIZER, Close(key=KEY))
+    assert len(received(new, 1)) == 1
+    assert old.receive() == []
+
+
+def test_a_message_to_somebody_unknown_or_forgotten_is_counted_as_lost(make: Make) -> None:
+    peer = make(PREFILL)
+    peer.send(ROUTER, Close(key=KEY))
+    peer.route(ROUTER, LOOPBACK.replace(":0", ":9"))
+    peer.route(ROUTER, None)
+    peer.route(ROUTER, None)
+    peer.send(ROUTER, Close(key=KEY))
+    assert peer.messages_lost == {"no route": 2}
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nonsense", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://h", "tcp://h:70000", "tcp://[::1]:5"]
+)
+def test_an_address_that_is_none_is_refused_where_it_is_given(make: Make, address: str) -> None:
+    with pytest.raises(ConfigError, match="write tcp://host:port"):
+        check_address(address)
+    with pytest.raises(ConfigError, match="write tcp://host:port"):
+        make(bind=address)
+    peer = make(PREFILL)
+    peer.route(DETOKENIZER, address)  # a peer's mistake must not stop this process
+    peer.send(DETOKENIZER, Close(key=KEY))
+    assert peer.messages_lost == {"bad address": 1, "no route": 1}
+
+
+def test_sending_to_a_dead_peer_never_blocks_and_what_is_over_the_limit_is_counted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.wire.SEND_LIMIT", 5)
+    gone = make()
+    gone.close()
+    peer = make(PREFILL)
+    peer.route(DETOKENIZER, gone.address)
+    for message in closes(20):
+        peer.send(DETOKENIZER, message)
+    assert peer.messages_lost == {"full": 15}
+
+
+def test_a_message_that_is_too_large_is_not_sent(make: Make) -> None:
+    inbox, peer = make(), make(PREFILL, max_frame_bytes=1_000)
+    peer.route(DETOKENIZER, inbox.address)
+    peer.send(DETOKENIZER, Open(key=KEY, text="x" * 1_000))
+    peer.send(DETOKENIZER, Close(key=KEY))
+    assert received(inbox, 1) == [(PREFILL, Close(key=KEY))]
+    assert peer.messages_lost == {"too large": 1}
+
+
+def test_a_frame_that_is_too_large_never_arrives_and_others_do(make: Make) -> None:
+    inbox, careless, peer = make(max_frame_bytes=1_000), make(PREFILL), make(ROUTER)
+    careless.route(DETOKENIZER, inbox.address)
+    careless.send(DETOKENIZER, Open(key=KEY, text="x" * 10_000))
+    peer.route(DETOKENIZER, inbox.address)
+    peer.send(DETOKENIZER, Close(key=KEY))
+    assert received(inbox, 1) == [(ROUTER, Close(key=KEY))]
+
+
+def test_one_receive_is_bounded_and_the_rest_stays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.wire.RECEIVE_LIMIT", 3)
+    inbox, peer = make(), make(PREFILL)
+    peer.route(DETOKENIZER, inbox.address)
+    for message in closes(8):
+        peer.send(DETOKENIZER, message)
+    got: list[DetokenizerInbox] = []
+    while len(got) < 8:
+        inbox.wait(WAIT_S)
+        mail = inbox.receive()
+        assert 1 <= len(mail) <= 3
+        got += [message for _, message in mail]
+    assert got == closes(8)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------------
+
+
+def body(message: object) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+BAD_FRAMES: dict[str, list[bytes]] = {
+    "empty": [b""],
+    "noise": [b"\x00\xff" * 40],
+    "a header alone": [b"TNDM"],
+    "two parts": [pack_frame(PREFILL, body(Close(key=KEY))), b"more"],
+    "three parts": [b"", b"", b""],
+    "an old version": [pack_frame(PREFILL, body(Close(key=KEY)), 2**16 - 1)],
+    "no sender": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 0) + body(Close(key=KEY))],
+    "a sender longer than the frame": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 200) + b"x"],
+    "a sender that is no text": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 2) + b"\xff\xfe" + body(Close(key=KEY))],
+    "no body": [pack_frame(PREFILL, b"")],
+    "half a body": [pack_frame(PREFILL, body(Close(key=KEY))[:-1])],
+    "a body with a tail": [pack_frame(PREFILL, body(Close(key=KEY)) + b"\x00")],
+    "a message of another inbox": [pack_frame(PREFILL, body(Cancel(key=KEY)))],
+    "a message nobody knows": [pack_frame(PREFILL, body({"type": "Surprise"}))],
+    "a field of another type": [pack_frame(PREFILL, body({"type": "Close", "key": 5}))],
+    "a field that is missing": [pack_frame(PREFILL, body({"type": "Close"}))],
+    "text that is no UTF-8": [pack_frame(PREFILL, b"\x82\xa4type\xa5Close\xa3key\x92\xa1\xff\x00")],
+    "nesting without end": [pack_frame(PREFILL, b"\x82\xa4type\xa5Close\xa1x" + b"\x91" * 100_000)],
+}
+
+
+@pytest.mark.parametrize("parts", BAD_FRAMES.values(), ids=BAD_FRAMES.keys())
+def test_a_frame_that_is_no_message_of_this_inbox_is_counted_and_the_next_one_is_read(
+    make: Make, raw_push: Callable[[str], zmq.Socket[bytes]], parts: list[bytes]
+) -> None:
+    inbox = make()
+    pusher = raw_push(inbox.address)
+    pusher.send_multipart(parts)
+    pusher.send(pack_frame(PREFILL, body(Close(key=KEY))))
+    assert received(inbox, 1) == [(PREFILL, Close(key=KEY))]
+    assert sum(inbox.frames_refused.values()) == 1
+
+
+def test_each_reason_is_counted_apart_and_logged_once_in_a_while(
+    make: Make, raw_push: Callable[[str], zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    inbox = make()
+    pusher = raw_push(inbox.address)
+    with caplog.at_level(logging.WARNING, "common.wire"):
+        for _ in range(50):
+            pusher.send(b"noise")
+            pusher.send(pack_frame(PREFILL, b"\xc1"))
+        pusher.send(pack_frame(PREFILL, body(Close(key=KEY))))
+        assert len(received(inbox, 1)) == 1
+    assert inbox.frames_refused == {"magic": 50, "body": 50}
+    assert len(caplog.records) == 2
+
+
+def test_a_field_that_a_newer_neighbour_added_is_passed_over(make: Make, raw_push: Callable[[str], zmq.Socket[bytes]]) -> None:
+    inbox = make()
+    newer = {"type": "Close", "key": ["r", 0, "new in the key"], "reason": "new"}
+    raw_push(inbox.address).send(pack_frame(PREFILL, body(newer), WIRE_VERSION + 1))
+    assert received(inbox, 1) == [(PREFILL, Close(key=KEY))]
+
+
+# --- waiting -----------------------------------------------------------------------------------------------------------------
+
+
+def test_waiting_ends_when_another_thread_wakes_it(make: Make) -> None:
+    mailbox = make()
+    waker = threading.Timer(0.05, mailbox.wake)
+    waker.start()
+    begin = time.monotonic()
+    mailbox.wait(WAIT_S)
+    waker.join()
+    assert time.monotonic() - begin < WAIT_S
+
+
+def test_any_number_of_wakes_end_the_next_wait_and_only_that_one(make: Make) -> None:
+    mailbox = make()
+    for _ in range(100_000):
+        mailbox.wake()
+    mailbox.wait(WAIT_S)
+    assert not mailbox._poller.poll(0)
+
+
+def test_waiting_ends_by_itself_and_takes_odd_times(make: Make) -> None:
+    mailbox = make()
+    mailbox.wait(0.01)
+    mailbox.wait(-5.0)
+    threading.Timer(0.02, mailbox.wake).start()
+    mailbox.wait(float("inf"))
+
+
+def test_closing_twice_and_waking_after_it_is_harmless(make: Make) -> None:
+    mailbox = make()
+    mailbox.route(ROUTER, "tcp://127.0.0.1:9")
+    mailbox.send(ROUTER, Close(key=KEY))
+    mailbox.close()
+    mailbox.close()
+    mailbox.wake()
+
+
+def test_an_address_that_is_taken_is_refused_by_name(make: Make) -> None:
+    taken = make().address
+    with pytest.raises(ConfigError, match=taken):
+        make(bind=taken)
+
+
+# --- in an event loop ------------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_hears_of_all_mail_although_the_descriptor_is_edge_triggered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some mail is there before, bursts are longer than one receive takes, and some comes while the callback runs."""
+    monkeypatch.setattr("common.wire.RECEIVE_LIMIT", 2)
+    inbox, peer = make(), make(PREFILL)
+    peer.route(DETOKENIZER, inbox.address)
+    total = 500
+
+    async def main() -> list[DetokenizerInbox]:
+        got: list[DetokenizerInbox] = []
+        done = asyncio.Event()
+
+        def on_mail() -> None:
+            got.extend(message for _, message in inbox.receive())
+            if len(got) % 7 == 0 and len(got) < 50:
+                raise ValueError("a bug in the callback")
+            if len(got) == total:
+                done.set()
+
+        loop = asyncio.get_running_loop()
+        faults: list[object] = []
+        loop.set_exception_handler(lambda _, context: faults.append(context["exception"]))
+        messages = iter(closes(total))
+        for message in (next(messages) for _ in range(100)):
+            peer.send(DETOKENIZER, message)
+        inbox.attach(loop, on_mail)
+        for number, message in enumerate(messages):
+            peer.send(DETOKENIZER, message)
+            if number % 10 == 0:
+                await asyncio.sleep(0)
+            if number % 50 == 0:
+                await asyncio.sleep(0.005)
+        await asyncio.wait_for(done.wait(), WAIT_S)
+        inbox.detach()
+        inbox.detach()
+        assert all(isinstance(fault, ValueError) for fault in faults)
+        return got
+
+    assert asyncio.run(main()) == closes(total)
+
+
+def test_a_wake_reaches_the_loop_and_nothing_does_after_detaching(make: Make) -> None:
+    inbox = make()
+
+    async def main() -> None:
+        woken = asyncio.Event()
+        inbox.attach(asyncio.get_running_loop(), woken.set)
+        with pytest.raises(RuntimeError, match="one loop"):
+            inbox.attach(asyncio.get_running_loop(), woken.set)
+        threading.Timer(0.02, inbox.wake).start()
+        await asyncio.wait_for(woken.wait(), WAIT_S)
+        inbox.detach()
+        woken.clear()
+        inbox.wake()
+        await asyncio.sleep(0.05)
+        assert not woken.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_has_nothing_to_do_sleeps(make: Make) -> None:
+    """A descriptor that stays readable would turn the loop without end."""
+    inbox, peer = make(), make(PREFILL)
+    peer.route(DETOKENIZER, inbox.address)
+    turns = 0
+
+    async def main() -> None:
+        nonlocal turns
+        done = asyncio.Event()
+
+        def on_mail() -> None:
+            nonlocal turns
+            turns += 1
+            inbox.receive()
+            done.set()
+
+        inbox.attach(asyncio.get_running_loop(), on_mail)
+        peer.send(DETOKENIZER, Close(key=KEY))
+        await asyncio.wait_for(done.wait(), WAIT_S)
+        await asyncio.sleep(0.1)
+        inbox.detach()
+
+    asyncio.run(main())
+    assert turns == 1
+
+
+def test_a_router_and_an_instance_talk_both_ways() -> None:
+    router: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, LOOPBACK)
+    detokenizer: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, LOOPBACK)
+    try:
+        router.route(DETOKENIZER, detokenizer.address)
+        detokenizer.route(ROUTER, router.address)
+        router.send(DETOKENIZER, Open(key=KEY))
+        detokenizer.wait(WAIT_S)
+        assert detokenizer.receive() == [(ROUTER, Open(key=KEY))]
+        detokenizer.send(ROUTER, TextBatch(deltas=()))
+        detokenizer.send(ROUTER, Goodbye(id=DETOKENIZER, incarnation=Incarnation("1")))
+        got: list[tuple[InstanceId, RouterInbox]] = []
+        while len(got) < 2:
+            router.wait(WAIT_S)
+            got += router.receive()
+        assert [type(message) for _, message in got] == [TextBatch, Goodbye]
+    finally:
+        router.close()
+        detokenizer.close()
