@@ -3,8 +3,10 @@
 Owns names, defaults, help and limits. Reads no files, flags or environment.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import math
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from common.errors import ConfigError
 
@@ -13,6 +15,7 @@ TransportName = Literal["nixl"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated"]
 DEMO_MODEL = "demo"
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def option(default: Any, help_text: str) -> Any:
@@ -25,6 +28,15 @@ def _require(holds: bool, flag: str, rule: str, value: object) -> None:
         raise ConfigError(f"--{flag} must be {rule}, is {value!r}")
 
 
+def _require_choices(config: Any) -> None:
+    """Every field whose type is a Literal holds one of its values."""
+    types = get_type_hints(type(config))
+    for known in fields(config):
+        if get_origin(types[known.name]) is Literal:
+            choices, value = get_args(types[known.name]), getattr(config, known.name)
+            _require(value in choices, known.name.replace("_", "-"), " or ".join(choices), value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which model, and how it is held."""
@@ -33,6 +45,11 @@ class ModelConfig:
     dtype: Dtype = option("auto", "auto: float32 on CPU, bfloat16 on CUDA")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     served_name: str = option("", "model name in the API; default: the checkpoint's name")
+
+    def __post_init__(self) -> None:
+        _require(self.model != "", "model", "a folder, a Hugging Face name or demo", self.model)
+        _require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
+        _require_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +92,7 @@ class InstanceConfig:
         _require(self.max_waiting >= 1, "max-waiting", "at least 1", self.max_waiting)
         _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
         _require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
+        _require_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +117,8 @@ class RouterConfig:
         _require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)
         _require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
         _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
-        parse_bytes(self.max_body, "max-body")
+        _require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
+        _require_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +127,15 @@ class LogConfig:
 
     log_level: LogLevel = option("info", "least level that is logged, to stderr")
 
+    def __post_init__(self) -> None:
+        _require_choices(self)
+
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_bytes(text: str, flag: str = "") -> int | None:
-    """Bytes of "512MiB", "40GiB", "1000000"; None for "auto". Raises ConfigError, which names the flag that the text was given to."""
+    """Bytes of "512MiB", "40GiB", "1000000"; None for "auto". Raises ConfigError, which names the flag."""
     if text == "auto":
         return None
     digits = text.rstrip("BKMGIbkmgi ")
@@ -122,7 +144,8 @@ def parse_bytes(text: str, flag: str = "") -> int | None:
         number = float(digits)
     except ValueError:
         number = -1.0
-    if number <= 0 or unit not in _UNITS:
+    scale = _UNITS.get(unit, 0)
+    if not (math.isfinite(number) and number * scale >= 1):  # also when the unit is unknown
         where = f"--{flag}: " if flag else ""
         raise ConfigError(f"{where}{text!r} is no amount of memory: write a number with B, KiB, MiB or GiB, or auto")
-    return int(number * _UNITS[unit])
+    return int(number * scale)

@@ -237,7 +237,7 @@ class Decline(Message, frozen=True):
 
 
 class Handoff(Message, frozen=True):
-    """prefill → decode: every write has completed; decode from here. `first_token` is number 0 and is already on its way to the client."""
+    """prefill → decode: every write has completed; decode from here. `first_token` is number 0 and on its way to the client."""
 
     key: Key
     generation: Generation

@@ -1,7 +1,7 @@
 """The transfer loop: pushes and links over one transport, fed with commands and time.
 
-Owns links, tickets and their deadlines. Implements `common.instance.ports.Transfers` when driven by hand (`step`); in a process it
-runs on a thread of its own (`kv_transfer/transfer_thread.py`). Reads no clock but the one it was given. Knows no requests.
+Owns links, tickets and their deadlines. Implements `common.instance.ports.Transfers` when driven by hand (`step`); in a process
+it runs on a thread of its own (`kv_transfer/transfer_thread.py`). Reads no clock but the one it was given. Knows no requests.
 """
 
 from collections import deque

@@ -62,7 +62,7 @@ class ChildProcess:
         self._order_fd = _take_fd(ORDER_FD)
 
     def listen(self) -> None:
-        """From now on signals and orders are heard, and StoppedWhileStarting may be raised in the main thread, which calls this."""
+        """From now on signals and orders are heard. The main thread calls this; StoppedWhileStarting may be raised in it."""
         signal.signal(signal.SIGUSR1, self._interrupted)
         signals.watch(self._ask_to_stop)
         if self._order_fd is not None:

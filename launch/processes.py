@@ -124,7 +124,7 @@ class Child:
         return self._gone.wait(timeout_s)
 
     def account(self) -> str:
-        """What became of it, for people: the reason that it gave, or else its exit status, what it did last, and its last lines."""
+        """What became of it, for people: the reason it gave, or else its exit status, what it did last, and its last lines."""
         match self.last_report:
             case Broken(reason=reason):
                 return reason

@@ -22,6 +22,7 @@ from common.engine.native import load_kernel
 from common.engine.plan import Plan, RowStart, StepResult
 from common.engine.sampler import sample
 from common.errors import ConfigError
+from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity
 from common.model_path import model_name, resolve_model_path
 from common.pages.layout import KVDtype, KVLayout
@@ -132,12 +133,12 @@ class ModelRunner:
         segments, begin = [], 0
         for chunk in plan.chunks:
             tokens = len(chunk.token_ids)
-            self._advance(np.array([chunk.row]), chunk.start + tokens)
+            self._advance(np.array([chunk.row]), np.array([chunk.start + tokens]))
             pages = self._page_table[chunk.row, : self._memory.layout.pages_for(chunk.start + tokens)].long()
             segments.append(Segment(begin, begin + tokens, chunk.start, pages))
             begin += tokens
         if len(plan.decode_rows):
-            self._advance(plan.decode_rows, self._host_length[plan.decode_rows] + 1)
+            self._advance(plan.decode_rows.astype(np.int64), self._host_length[plan.decode_rows] + 1)
         decode = rows[begin:]
         width = self._memory.layout.pages_for(int(self._host_length[plan.decode_rows].max(initial=1)))
         return StepAttention(
@@ -150,15 +151,13 @@ class ModelRunner:
             self._length[decode],
         )
 
-    def _advance(self, rows: "np.ndarray[tuple[int], np.dtype[np.int32 | np.int64]]", length: object) -> None:
-        self._host_length[rows] = length
-        fits = self._host_length[rows] <= self._leased[rows] * self._memory.layout.page_size
-        assert fits.all(), "a row would write beyond its pages"
-        self._length[torch.as_tensor(rows.astype(np.int64), device=self._device)] = torch.as_tensor(
-            self._host_length[rows], device=self._device
-        )
+    def _advance(self, rows: Int64Array, lengths: Int64Array) -> None:
+        """The rows grow to these lengths, on the host and on the device."""
+        self._host_length[rows] = lengths
+        assert (lengths <= self._leased[rows] * self._memory.layout.page_size).all(), "a row would write beyond its pages"
+        self._length[torch.as_tensor(rows, device=self._device)] = torch.as_tensor(lengths, device=self._device)
 
-    def _sample(self, rows: Tensor, logits: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
+    def _sample(self, rows: Tensor, logits: Tensor) -> Int32Array:
         """The noise of a token is that of its position in the sequence, so it does not depend on where a row began."""
         tokens = sample(
             logits,
@@ -170,7 +169,8 @@ class ModelRunner:
             self._length[rows],
         )
         self._last_token[rows] = tokens
-        return tokens.to(dtype=torch.int32, device="cpu").numpy()
+        sampled: Int32Array = tokens.to(dtype=torch.int32, device="cpu").numpy()
+        return sampled
 
 
 def _device_of(name: str) -> torch.device:

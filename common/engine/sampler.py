@@ -1,7 +1,7 @@
 """The sampler: logits to tokens. The noise at a position is a function of (seed, position, token) alone.
 
-Owns the filters and the noise. Knows rows as tensors. Because the noise is a hash and not a generator's state, an answer does not depend
-on its batch, its device or on where it was resumed.
+Owns the filters and the noise. Knows rows as tensors. Because the noise is a hash and not a generator's state, an answer does not
+depend on its batch, its device or on where it was resumed.
 """
 
 import torch
@@ -15,7 +15,8 @@ def sample(
 ) -> Tensor:
     """One token per row. logits: [rows, vocab] float32. temperature, top_p, min_p: [rows] float32.
 
-    top_k, seed, position: [rows] int64. temperature 0 is greedy; top_k 0 is all tokens. position: of the token that is sampled. Returns [rows] int64.
+    top_k, seed, position: [rows] int64. temperature 0 is greedy; top_k 0 is all tokens. position: of the
+    token that is sampled. Returns [rows] int64.
     """
     greedy = logits.argmax(dim=-1)
     sampled_rows = torch.nonzero(temperature > 0).flatten()

@@ -39,7 +39,7 @@ class Membership:
         return message.detokenizer
 
     def due(self, now: float, load: Load, counters: Counters, links: tuple[LinkInfo, ...]) -> list[Send]:
-        """What is sent at `next_at`, which moves on. Raises PeerRefused when the router has not answered by the start-up deadline."""
+        """What is sent at `next_at`, which moves on. Raises PeerRefused at the start-up deadline."""
         if self._heartbeat_s is None:
             if now >= self._give_up_s:
                 raise PeerRefused("the router did not answer the registration in time: is --router right, and is it running?")

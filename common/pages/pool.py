@@ -52,7 +52,9 @@ class PagePool:
         return self._free_count
 
     def lease(self, page_count: int) -> Lease | None:
-        """A lease of `page_count` pages, or None when fewer are free."""
+        """A lease of `page_count` pages (0 or more, or ValueError), or None when fewer are free."""
+        if page_count < 0:
+            raise ValueError(f"a lease of {page_count} pages")
         if page_count > self._free_count:
             return None
         rest = self._free_count - page_count

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 import pytest
+import uvloop
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
@@ -310,14 +311,13 @@ def test_a_field_that_a_newer_neighbour_added_is_passed_over(make: Make, raw_pus
 # --- waiting -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(60)
 def test_waiting_ends_when_another_thread_wakes_it(make: Make) -> None:
     mailbox = make()
     waker = threading.Timer(0.05, mailbox.wake)
     waker.start()
-    begin = time.monotonic()
-    mailbox.wait(WAIT_S)
+    mailbox.wait(3_600.0)
     waker.join()
-    assert time.monotonic() - begin < WAIT_S
 
 
 def test_any_number_of_wakes_end_the_next_wait_and_only_that_one(make: Make) -> None:
@@ -328,6 +328,7 @@ def test_any_number_of_wakes_end_the_next_wait_and_only_that_one(make: Make) -> 
     assert not mailbox._poller.poll(0)
 
 
+@pytest.mark.timeout(60)
 def test_waiting_ends_by_itself_and_takes_odd_times(make: Make) -> None:
     mailbox = make()
     mailbox.wait(0.01)
@@ -354,7 +355,10 @@ def test_an_address_that_is_taken_is_refused_by_name(make: Make) -> None:
 # --- in an event loop ------------------------------------------------------------------------------------------------------
 
 
-def test_a_loop_hears_of_all_mail_although_the_descriptor_is_edge_triggered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_loop_hears_of_all_mail_although_the_descriptor_is_edge_triggered(
+    make: Make, monkeypatch: pytest.MonkeyPatch, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     """Some mail is there before, bursts are longer than one receive takes, and some comes while the callback runs."""
     monkeypatch.setattr("common.wire.RECEIVE_LIMIT", 2)
     inbox, peer = make(), make(PREFILL)
@@ -391,7 +395,8 @@ def test_a_loop_hears_of_all_mail_although_the_descriptor_is_edge_triggered(make
         assert all(isinstance(fault, ValueError) for fault in faults)
         return got
 
-    assert asyncio.run(main()) == closes(total)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(main()) == closes(total)
 
 
 def test_a_wake_reaches_the_loop_and_nothing_does_after_detaching(make: Make) -> None:
@@ -413,19 +418,23 @@ def test_a_wake_reaches_the_loop_and_nothing_does_after_detaching(make: Make) ->
     asyncio.run(main())
 
 
-def test_a_loop_that_has_nothing_to_do_sleeps(make: Make) -> None:
+def test_a_loop_that_has_nothing_to_do_sleeps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A descriptor that stays readable would turn the loop without end."""
     inbox, peer = make(), make(PREFILL)
     peer.route(DETOKENIZER, inbox.address)
-    turns = 0
+    has_mail, looks = inbox._has_mail, 0
+
+    def look() -> bool:
+        nonlocal looks
+        looks += 1
+        return has_mail()
+
+    monkeypatch.setattr(inbox, "_has_mail", look)
 
     async def main() -> None:
-        nonlocal turns
         done = asyncio.Event()
 
         def on_mail() -> None:
-            nonlocal turns
-            turns += 1
             inbox.receive()
             done.set()
 
@@ -436,7 +445,7 @@ def test_a_loop_that_has_nothing_to_do_sleeps(make: Make) -> None:
         inbox.detach()
 
     asyncio.run(main())
-    assert turns == 1
+    assert looks < 50
 
 
 def test_a_router_and_an_instance_talk_both_ways() -> None:

@@ -1,0 +1,104 @@
+"""The page pool: no page is in two places, and what leaves comes home only through its lease."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.pages.pool import Lease, PagePool
+
+TOTAL = 12
+
+
+class PoolLaws(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(TOTAL)
+        self.leases: list[Lease] = []
+
+    @rule(page_count=st.integers(0, TOTAL + 2))
+    def lease(self, page_count: int) -> None:
+        free = self.pool.free_pages
+        lease = self.pool.lease(page_count)
+        assert (lease is None) == (page_count > free)
+        if lease is not None:
+            assert len(lease) == page_count
+            self.leases.append(lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        lease.close()
+        assert not lease.is_open
+        with pytest.raises(RuntimeError, match="closed once"):
+            lease.close()
+        with pytest.raises(RuntimeError, match="may belong to another"):
+            _ = lease.pages
+
+    @invariant()
+    def every_page_is_in_one_place(self) -> None:
+        leased = [page for lease in self.leases for page in lease.pages.tolist()]
+        assert self.pool.free_pages + len(leased) == TOTAL
+        assert len(set(leased)) == len(leased)
+        assert set(leased) <= set(range(TOTAL))
+
+    @invariant()
+    def every_free_page_can_be_had(self) -> None:
+        rest = self.pool.lease(self.pool.free_pages)
+        assert rest is not None
+        leased = {page for lease in self.leases for page in lease.pages.tolist()}
+        assert set(rest.pages.tolist()) == set(range(TOTAL)) - leased
+        rest.close()
+
+
+TestPoolLaws = PoolLaws.TestCase
+TestPoolLaws.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_pages_are_handed_out_from_the_first_on() -> None:
+    pool = PagePool(4)
+    lease = pool.lease(3)
+    assert lease is not None
+    assert lease.pages.tolist() == [0, 1, 2]
+    assert str(lease.pages.dtype) == "int32"
+
+
+def test_what_came_home_last_is_used_first() -> None:
+    pool = PagePool(8)
+    first, second = pool.lease(2), pool.lease(3)
+    assert first is not None
+    assert second is not None
+    pages = first.pages.tolist()
+    first.close()
+    again = pool.lease(2)
+    assert again is not None
+    assert again.pages.tolist() == pages
+
+
+def test_the_pages_of_a_lease_are_its_own_copy() -> None:
+    pool = PagePool(4)
+    first = pool.lease(2)
+    assert first is not None
+    pages = first.pages
+    first.close()
+    second = pool.lease(4)
+    assert second is not None
+    pages[:] = 9
+    assert sorted(second.pages.tolist()) == [0, 1, 2, 3]
+
+
+def test_fewer_pages_than_none_are_refused() -> None:
+    pool = PagePool(4)
+    with pytest.raises(ValueError, match="-1 pages"):
+        pool.lease(-1)
+    assert pool.free_pages == 4
+
+
+def test_an_empty_pool_leases_nothing_but_nothing() -> None:
+    pool = PagePool(0)
+    assert pool.lease(1) is None
+    lease = pool.lease(0)
+    assert lease is not None
+    assert len(lease) == 0
+    lease.close()

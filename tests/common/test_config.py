@@ -1,0 +1,138 @@
+"""Configuration: every limit is an error that names the flag."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, parse_bytes
+from common.errors import ConfigError
+
+SLICES = (ModelConfig, EngineConfig, InstanceConfig, RouterConfig, LogConfig)
+
+
+@pytest.mark.parametrize("slice_type", SLICES)
+def test_the_defaults_are_valid_frozen_and_each_has_a_help_text(slice_type: Any) -> None:
+    config = slice_type()
+    for field in dataclasses.fields(config):
+        assert field.metadata["help"]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, None)
+
+
+def test_no_two_slices_of_an_instance_share_a_flag() -> None:
+    names = [
+        field.name
+        for slice_type in (ModelConfig, EngineConfig, InstanceConfig, LogConfig)
+        for field in dataclasses.fields(slice_type)
+    ]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("slice_type", "field", "value"),
+    [
+        (ModelConfig, "model", ""),
+        (ModelConfig, "dtype", "float64"),
+        (ModelConfig, "device", "tpu"),
+        (ModelConfig, "device", "cuda:"),
+        (EngineConfig, "page_size", 0),
+        (EngineConfig, "page_size", 1025),
+        (EngineConfig, "max_running", 0),
+        (EngineConfig, "max_running", 4097),
+        (EngineConfig, "chunk_tokens", 0),
+        (EngineConfig, "threads", -1),
+        (EngineConfig, "kv_memory", "much"),
+        (InstanceConfig, "tp", 2),
+        (InstanceConfig, "rank", "0-7"),
+        (InstanceConfig, "inbox_port", 65536),
+        (InstanceConfig, "inbox_port", -1),
+        (InstanceConfig, "max_waiting", 0),
+        (InstanceConfig, "request_timeout_s", 0.0),
+        (InstanceConfig, "startup_timeout_s", float("nan")),
+        (InstanceConfig, "transport", "pigeon"),
+        (RouterConfig, "port", 65536),
+        (RouterConfig, "control_port", -1),
+        (RouterConfig, "max_requests", 0),
+        (RouterConfig, "max_body", "auto"),
+        (RouterConfig, "max_body", "0"),
+        (RouterConfig, "heartbeat_s", 0.0),
+        (RouterConfig, "dead_after_s", 1.0),
+        (RouterConfig, "request_timeout_s", -1.0),
+        (LogConfig, "log_level", "loud"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_the_name_of_its_flag(slice_type: Any, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
+        slice_type(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("slice_type", "field", "value"),
+    [
+        (ModelConfig, "device", "cuda:7"),
+        (EngineConfig, "page_size", 1024),
+        (EngineConfig, "kv_memory", "1.5GiB"),
+        (InstanceConfig, "rank", "0-0"),
+        (InstanceConfig, "inbox_port", 65535),
+        (RouterConfig, "port", 0),
+        (RouterConfig, "dead_after_s", 1.01),
+    ],
+)
+def test_a_value_at_its_limit_is_taken(slice_type: Any, field: str, value: object) -> None:
+    assert getattr(slice_type(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize("slice_type", SLICES)
+def test_an_unknown_key_is_refused(slice_type: Any) -> None:
+    with pytest.raises(TypeError, match="no_such_field"):
+        slice_type(no_such_field=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("auto", None),
+        ("1", 1),
+        ("1000000", 1_000_000),
+        ("10B", 10),
+        ("2KB", 2_000),
+        ("2KiB", 2_048),
+        ("512MiB", 512 * 2**20),
+        ("3 MB", 3_000_000),
+        ("40GiB", 40 * 2**30),
+        ("1.5gib", 3 * 2**29),
+        ("7GB", 7 * 10**9),
+    ],
+)
+def test_amounts_of_memory_are_read(text: str, expected: int | None) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "MiB",
+        "0",
+        "-1",
+        "-5MiB",
+        "0.5",
+        "0.1B",
+        "1TiB",
+        "1 M",
+        "5iB",
+        "1MiBB",
+        "nan",
+        "inf",
+        "-inf",
+        "1e999",
+        "Auto",
+        "1,5GiB",
+    ],
+)
+def test_what_is_no_amount_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no amount of memory"):
+        parse_bytes(text)
+    with pytest.raises(ConfigError, match=r"^--kv-memory: "):
+        parse_bytes(text, "kv-memory")

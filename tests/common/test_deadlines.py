@@ -1,0 +1,100 @@
+"""The deadline wheel, compared with a dictionary that is searched through."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from common.deadlines import SPARE_ENTRIES, DeadlineWheel
+
+KEYS = st.integers(0, 5)
+TIMES = st.integers(0, 20).map(float)
+
+
+class WheelAgainstDictionary(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wheel: DeadlineWheel[int] = DeadlineWheel()
+        self.known: dict[int, float] = {}
+
+    @rule(key=KEYS, at_s=TIMES)
+    def set(self, key: int, at_s: float) -> None:
+        self.wheel.set(key, at_s)
+        self.known[key] = at_s
+
+    @rule(key=KEYS)
+    def clear(self, key: int) -> None:
+        self.wheel.clear(key)
+        self.known.pop(key, None)
+
+    @rule(key=KEYS)
+    def take(self, key: int) -> None:
+        assert self.wheel.take(key) == (self.known.pop(key, None) is not None)
+
+    @rule(now=TIMES)
+    def turn(self, now: float) -> None:
+        passed = self.wheel.expired(now)
+        assert set(passed) == {key for key, at_s in self.known.items() if at_s <= now}
+        assert len(passed) == len(set(passed))
+        times = [self.known.pop(key) for key in passed]
+        assert times == sorted(times)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert len(self.wheel) == len(self.known)
+        assert self.wheel.next_at() == min(self.known.values(), default=None)
+
+
+TestWheelAgainstDictionary = WheelAgainstDictionary.TestCase
+TestWheelAgainstDictionary.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_deadline_passes_at_its_time_and_only_once() -> None:
+    wheel: DeadlineWheel[str] = DeadlineWheel()
+    wheel.set("a", 1.0)
+    assert wheel.expired(0.999) == []
+    assert wheel.expired(1.0) == ["a"]
+    assert wheel.expired(2.0) == []
+
+
+def test_setting_a_deadline_again_moves_it_either_way() -> None:
+    wheel: DeadlineWheel[str] = DeadlineWheel()
+    for at_s in (5.0, 1.0, 3.0):
+        wheel.set("a", at_s)
+        assert wheel.next_at() == at_s
+    assert wheel.expired(2.0) == []
+    assert wheel.expired(3.0) == ["a"]
+
+
+def test_deadlines_at_the_same_time_pass_in_the_order_in_which_they_were_set() -> None:
+    wheel: DeadlineWheel[str] = DeadlineWheel()
+    for key in ("c", "a", "b"):
+        wheel.set(key, 1.0)
+    assert wheel.expired(1.0) == ["c", "a", "b"]
+
+
+def test_keys_need_not_be_comparable() -> None:
+    wheel: DeadlineWheel[object] = DeadlineWheel()
+    keys = [object(), object()]
+    for key in keys:
+        wheel.set(key, 1.0)
+    assert wheel.expired(1.0) == keys
+
+
+def test_a_deadline_that_is_moved_for_ever_takes_no_more_memory() -> None:
+    wheel: DeadlineWheel[int] = DeadlineWheel()
+    for turn in range(10_000):
+        wheel.set(turn % 3, 1e9 + turn)
+        wheel.set(-1 - turn, 2e9)
+        wheel.clear(-1 - turn)
+    assert len(wheel) == 3
+    assert len(wheel._heap) <= 2 * 4 + SPARE_ENTRIES
+    assert wheel.expired(3e9) == [0, 1, 2]  # set last in turns 9996 + 1, 2 and 3: see below
+
+
+def test_what_is_left_after_a_sweep_keeps_its_order() -> None:
+    wheel: DeadlineWheel[int] = DeadlineWheel()
+    for key in range(50):
+        wheel.set(key, float(50 - key))
+    for _ in range(500):
+        wheel.set(99, 100.0)
+    assert wheel.expired(60.0) == list(range(49, -1, -1))

@@ -1,0 +1,141 @@
+"""The vocabulary of the wire: what every message survives, and what each inbox takes."""
+
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import messages
+from common.ids import Generation, Incarnation, InstanceId, Key, RequestId, pack_ids, unpack_ids
+from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
+from common.pages.layout import KVLayout
+from common.sampling_params import SamplingParams
+
+INBOXES: dict[str, Any] = {
+    "router": RouterInbox,
+    "prefill": PrefillInbox,
+    "decode": DecodeInbox,
+    "detokenizer": DetokenizerInbox,
+}
+KEY = Key(RequestId("request"), 1)
+PREFILL, LIFE = InstanceId("prefill-1"), Incarnation("life")
+SAMPLING = SamplingParams(max_new_tokens=5, temperature=0.5, stop_token_ids=(1, 2), seed=2**63 - 1)
+INFO = messages.InstanceInfo(
+    id=PREFILL,
+    incarnation=LIFE,
+    role="prefill",
+    inbox="tcp://127.0.0.1:1",
+    ranks=(messages.RankInfo(rank=0, pid=1, host="here", device="cpu"),),
+    model=messages.ModelIdentity(name="m", fingerprint="f", architecture="a", dtype="float32", vocab_size=8, context_tokens=64),
+    pool=messages.PoolDescriptor(
+        backend="nixl",
+        agent="agent",
+        address=2**64 - 1,
+        total_pages=4,
+        device="cpu",
+        layout=KVLayout(layers=1, kv_heads=1, head_dim=4, page_size=16, dtype="float32"),
+        wire=b"\x00\xff",
+    ),
+    max_running=4,
+)
+SAMPLES: tuple[AnyMessage, ...] = (
+    messages.Register(instance=INFO),
+    messages.Welcome(router=LIFE, detokenizer="tcp://127.0.0.1:2", heartbeat_s=0.5),
+    messages.Refused(reason="no"),
+    messages.Peers(instances=(INFO, INFO)),
+    messages.Heartbeat(
+        id=PREFILL,
+        incarnation=LIFE,
+        load=messages.Load(pages_free=2),
+        counters=messages.Counters(bytes_pushed=2**40, push_seconds=0.25),
+        links=(messages.LinkInfo(peer=PREFILL, incarnation=LIFE, state="ready"),),
+        draining=True,
+    ),
+    messages.Goodbye(id=PREFILL, incarnation=LIFE),
+    messages.Generate(key=KEY, prompt=pack_ids([1, 2, 3]), sampling=SAMPLING, decode=InstanceId("decode-1")),
+    messages.Cancel(key=KEY),
+    messages.Reserve(key=KEY, source=PREFILL, prompt=pack_ids([1]), sampling=SAMPLING),
+    messages.Grant(key=KEY, generation=Generation(3), pages=pack_ids([5]), have_tokens=16),
+    messages.Decline(key=KEY, reason="full"),
+    messages.Handoff(key=KEY, generation=Generation(3), first_token=7, pushed_pages=1, pushed_bytes=64),
+    messages.Withdraw(key=KEY),
+    messages.TokenBatch(
+        deltas=(
+            messages.TokenDelta(KEY, 0, (1, 2)),
+            messages.TokenDelta(KEY, 2, (3,), messages.Finished("stop", matched=3)),
+            messages.TokenDelta(KEY, 3, (), messages.Failed("broken")),
+        )
+    ),
+    messages.Open(key=KEY, stop=("a", "日本"), first=2, context=pack_ids([1, 2]), text="t", skip_special_tokens=False),
+    messages.Close(key=KEY),
+    messages.TextBatch(deltas=(messages.TextDelta(KEY, 0, (1,), "text", messages.Finished("stop", matched="t")),)),
+)
+
+
+def decoded(message: Message, inbox: object) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=inbox)  # type: ignore[call-overload]
+
+
+def test_there_is_a_sample_of_every_message() -> None:
+    assert {type(sample) for sample in SAMPLES} == set(get_args(AnyMessage))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_a_message_is_decoded_by_the_inboxes_that_list_it_and_refused_by_the_others(sample: AnyMessage) -> None:
+    takers = 0
+    for inbox in INBOXES.values():
+        if type(sample) in get_args(inbox):
+            assert decoded(sample, inbox) == sample
+            takers += 1
+        else:
+            with pytest.raises(msgspec.ValidationError, match="Invalid value"):
+                decoded(sample, inbox)
+    assert takers >= 1
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_fields_that_a_newer_version_added_are_passed_over(sample: AnyMessage) -> None:
+    newer = {**msgspec.to_builtins(sample, builtin_types=(bytes,)), "field_of_the_future": [1, {"a": 2}]}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(newer), type=AnyMessage) == sample  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_a_message_cannot_be_changed(sample: AnyMessage) -> None:
+    with pytest.raises(AttributeError, match="immutable"):
+        setattr(sample, sample.__struct_fields__[0], None)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
+def test_the_tag_on_the_wire_is_the_name_of_the_class(sample: AnyMessage) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample))["type"] == type(sample).__name__
+
+
+def test_endings_are_two_and_only_two() -> None:
+    wrong = msgspec.msgpack.encode({"type": "Finished", "reason": "because"})
+    with pytest.raises(msgspec.ValidationError, match="reason"):
+        msgspec.msgpack.decode(wrong, type=messages.Ending)  # type: ignore[arg-type]
+    with pytest.raises(msgspec.ValidationError, match="Cancel"):
+        decoded(messages.Cancel(key=KEY), messages.Ending)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_packed_ids_are_four_little_endian_bytes_each(ids: list[int]) -> None:
+    data = pack_ids(ids)
+    assert data == b"".join(id.to_bytes(4, "little", signed=True) for id in ids)
+    unpacked = unpack_ids(data)
+    assert unpacked.tolist() == ids
+    assert unpacked.dtype == np.int32
+
+
+@pytest.mark.parametrize("data", [b"a", b"abc", b"abcde"])
+def test_half_an_id_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="multiple of element size"):
+        unpack_ids(data)
+
+
+def test_a_key_names_request_and_attempt_and_is_ordered_by_both() -> None:
+    assert str(KEY) == "request/1"
+    assert sorted([Key(RequestId("b"), 0), Key(RequestId("a"), 2), Key(RequestId("a"), 1)])[0] == Key(RequestId("a"), 1)
