@@ -139,6 +139,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> Example:
 
 
 BATCH_TOKENS = 1500
+EMBEDDING_RATE, MATRIX_RATE = 3e-4, 0.004
 
 
 def drill(tokenizer: PreTrainedTokenizerFast, random: Random, pairs: int, lines: int) -> Example:
@@ -266,7 +267,7 @@ def train(minutes: float, output: Path, seed: int) -> None:
     print("parameters", sum(p.numel() for p in model.parameters()))
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    adam, muon = torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0), Muon(matrices)
+    adam, muon = torch.optim.AdamW(others, lr=EMBEDDING_RATE, betas=(0.9, 0.95), weight_decay=0.0), Muon(matrices)
     random, began, saved, step, tokens = Random(f"train {seed}"), time.monotonic(), time.monotonic(), 0, 0
     curriculum = Curriculum(tokenizer, random)
     while (stage := (time.monotonic() - began) / (60 * minutes)) < 1:
@@ -277,10 +278,10 @@ def train(minutes: float, output: Path, seed: int) -> None:
         curriculum.learn(kind, right)
         scale = min(1.0, (step + 1) / 100) * min(1.0, (1 - stage) / 0.35 + 0.02)
         torch.nn.utils.clip_grad_norm_(others, 1.0)
-        adam.param_groups[0]["lr"] = 2e-3 * scale
+        adam.param_groups[0]["lr"] = EMBEDDING_RATE * scale
         adam.step()
         adam.zero_grad()
-        muon.step(0.02 * scale)
+        muon.step(MATRIX_RATE * scale)
         step, tokens = step + 1, tokens + ids.numel()
         if step % 20 == 0:
             now = f"{stage:.3f} {step} {tokens} longest {curriculum.longest(stage)} {kind} {tuple(ids.shape)}"

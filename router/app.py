@@ -92,7 +92,7 @@ class Api:
         return _json(cluster_page(self._gateway.core))
 
     def _respond(self, accepted: Accepted, sampling: SamplingFields, shape: AnswerShape, received_at: float) -> Response:
-        asked = Asked(shape, len(accepted.specs), accepted.prompt_tokens, sampling.include_usage)
+        asked = Asked(shape, len(accepted.specs), accepted.prompt_tokens, sampling.include_usage, sampling.return_token_ids)
         kind = StreamResponse if sampling.stream else WholeResponse
         return kind(asked, lambda receive: Answer(self._gateway, accepted, received_at, receive))
 

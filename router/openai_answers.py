@@ -9,6 +9,8 @@ from typing import Literal, Protocol, TypeAlias
 import msgspec
 
 OpenAIFinish: TypeAlias = Literal["stop", "length"]
+TokenIds: TypeAlias = tuple[int, ...] | msgspec.UnsetType
+"""`token_ids` of a choice, which the OpenAI API does not have; left out unless `return_token_ids` asks for them, as in vLLM."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -19,11 +21,12 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class WholeChoice(msgspec.Struct, frozen=True):
-    """One finished choice."""
+    """One finished choice. token_ids: UNSET unless the client asked for them."""
 
     index: int
     text: str
     finish_reason: OpenAIFinish
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class AnswerShape(Protocol):
@@ -34,7 +37,7 @@ class AnswerShape(Protocol):
     def opening(self, index: int) -> bytes | None:
         """The chunk that precedes a choice's text, if the endpoint has one."""
 
-    def text(self, index: int, text: str) -> bytes: ...
+    def text(self, index: int, text: str, token_ids: TokenIds) -> bytes: ...
 
     def closing(self, index: int, reason: OpenAIFinish) -> bytes: ...
 
@@ -53,6 +56,7 @@ class _ChunkChoice(msgspec.Struct, frozen=True):
     delta: _Delta
     finish_reason: OpenAIFinish | None = None
     logprobs: None = None
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class _TextChoice(msgspec.Struct, frozen=True):
@@ -60,6 +64,7 @@ class _TextChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: OpenAIFinish | None = None
     logprobs: None = None
+    token_ids: TokenIds = msgspec.UNSET
 
 
 class _ChatMessage(msgspec.Struct, frozen=True):
@@ -73,6 +78,7 @@ class _ChatChoice(msgspec.Struct, frozen=True):
     message: _ChatMessage
     finish_reason: OpenAIFinish
     logprobs: None = None
+    token_ids: TokenIds = msgspec.UNSET
 
 
 _Choice: TypeAlias = _ChunkChoice | _TextChoice | _ChatChoice
@@ -119,14 +125,15 @@ class ChatShape(_Shape):
     def opening(self, index: int) -> bytes | None:
         return self._chunk(_ChunkChoice(index, _Delta(role="assistant", content="")))
 
-    def text(self, index: int, text: str) -> bytes:
-        return self._chunk(_ChunkChoice(index, _Delta(content=text)))
+    def text(self, index: int, text: str, token_ids: TokenIds) -> bytes:
+        return self._chunk(_ChunkChoice(index, _Delta(content=text), token_ids=token_ids))
 
     def closing(self, index: int, reason: OpenAIFinish) -> bytes:
         return self._chunk(_ChunkChoice(index, _Delta(), reason))
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        return self._whole(tuple(_ChatChoice(c.index, _ChatMessage(c.text), c.finish_reason) for c in choices), usage)
+        made = (_ChatChoice(c.index, _ChatMessage(c.text), c.finish_reason, token_ids=c.token_ids) for c in choices)
+        return self._whole(tuple(made), usage)
 
 
 class CompletionShape(_Shape):
@@ -138,11 +145,12 @@ class CompletionShape(_Shape):
     def opening(self, index: int) -> bytes | None:
         return None
 
-    def text(self, index: int, text: str) -> bytes:
-        return self._chunk(_TextChoice(index, text))
+    def text(self, index: int, text: str, token_ids: TokenIds) -> bytes:
+        return self._chunk(_TextChoice(index, text, token_ids=token_ids))
 
     def closing(self, index: int, reason: OpenAIFinish) -> bytes:
         return self._chunk(_TextChoice(index, "", reason))
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        return self._whole(tuple(_TextChoice(c.index, c.text, c.finish_reason) for c in choices), usage)
+        made = (_TextChoice(c.index, c.text, c.finish_reason, token_ids=c.token_ids) for c in choices)
+        return self._whole(tuple(made), usage)

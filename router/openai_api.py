@@ -59,6 +59,7 @@ class _Sampled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     n: int = 1
     stop: str | list[str] = []
     ignore_eos: bool = False
+    return_token_ids: bool = False
     user: str = ""
     metadata: dict[str, str] = {}
     safety_identifier: str = ""
@@ -97,6 +98,7 @@ class SamplingFields:
     n: int
     stop: tuple[str, ...]
     ignore_eos: bool
+    return_token_ids: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ def _sampling(fields: _Sampled, max_tokens: int | None, max_tokens_field: str) -
     return SamplingFields(
         model=fields.model,
         stream=fields.stream,
+        return_token_ids=fields.return_token_ids,
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,

@@ -17,11 +17,11 @@ UNREAD_LIMIT_CHARS = 1_000_000
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """News of one choice: text (maybe empty), how many tokens it came from, and the ending if this is the last."""
+    """News of one choice: text (maybe empty), the tokens it came from, and the ending if this is the last."""
 
     index: int
     text: str
-    tokens: int
+    token_ids: tuple[int, ...]
     ending: Ending | None = None
 
 

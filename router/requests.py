@@ -176,7 +176,7 @@ class RequestBook:
         if delta.ending is not None:
             return self._ended_by_text(record, delta, delta.ending, now)
         if delta.token_ids or delta.text:
-            record.outbox.put(ChoiceDelta(record.spec.index, delta.text, len(delta.token_ids)))
+            record.outbox.put(ChoiceDelta(record.spec.index, delta.text, delta.token_ids))
         if record.outbox.full:
             slow = Failed(message="the client reads too slowly: its request was cancelled", kind="slow_client", status=408)
             return self._break_off(record, slow, now)
@@ -196,7 +196,7 @@ class RequestBook:
     def _ended_by_text(self, record: Record, delta: TextDelta, ending: Ending, now: float) -> list[Send]:
         """The ending came with the text, so the detokenizer knows. The instances know too, unless a stop string ended it; after
         a failure the other instance may not."""
-        self._end(record, ChoiceDelta(record.spec.index, delta.text, len(delta.token_ids), ending), now)
+        self._end(record, ChoiceDelta(record.spec.index, delta.text, delta.token_ids, ending), now)
         if isinstance(ending, Finished) and not isinstance(ending.matched, str):
             return []
         return self._cancels(record)
@@ -232,7 +232,7 @@ class RequestBook:
 
     def _break_off(self, record: Record, ending: Ending, now: float) -> list[Send]:
         """End a request that the others believe to be open."""
-        self._end(record, ChoiceDelta(record.spec.index, "", 0, ending), now)
+        self._end(record, ChoiceDelta(record.spec.index, "", (), ending), now)
         return [*self._cancels(record), Send(DETOKENIZER, Close(key=record.key))]
 
     def _cancels(self, record: Record) -> list[Send]:

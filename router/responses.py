@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import TandemError
 from common.messages import Failed, Finished
 from router.answer import Answer, ClientGone
-from router.openai_answers import AnswerShape, OpenAIFinish, Usage, WholeChoice
+from router.openai_answers import AnswerShape, OpenAIFinish, TokenIds, Usage, WholeChoice
 from router.openai_errors import detail_of_failure, error_json, response_to, response_to_failure
 from router.outbox import ChoiceDelta
 
@@ -47,6 +48,11 @@ class Asked:
     choices: int
     prompt_tokens: int
     include_usage: bool
+    return_token_ids: bool
+
+    def token_ids(self, ids: Sequence[int]) -> TokenIds:
+        """As they go into the answer: only when they were asked for."""
+        return tuple(ids) if self.return_token_ids else msgspec.UNSET
 
     def usage(self, completion_tokens: int) -> Usage:
         return Usage(self.prompt_tokens, completion_tokens, self.prompt_tokens + completion_tokens)
@@ -81,18 +87,21 @@ class WholeResponse(_CompletionResponse):
 
     async def _answer(self, answer: Answer, send: Send) -> Response | None:
         texts: list[list[str]] = [[] for _ in range(self._asked.choices)]
+        token_ids: list[list[int]] = [[] for _ in range(self._asked.choices)]
         reasons: list[OpenAIFinish] = ["stop"] * self._asked.choices
-        tokens = 0
         while deltas := await answer.read():
             for delta in deltas:
                 if (failed := _failure(delta)) is not None:
                     return response_to_failure(failed)
                 texts[delta.index].append(delta.text)
-                tokens += delta.tokens
+                token_ids[delta.index] += delta.token_ids
                 if delta.ending is not None:
                     reasons[delta.index] = _finish_reason(delta)
-        choices = [WholeChoice(i, "".join(text), reason) for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))]
-        body = self._asked.shape.whole(choices, self._asked.usage(tokens))
+        choices = [
+            WholeChoice(index, "".join(text), reason, self._asked.token_ids(ids))
+            for index, (text, reason, ids) in enumerate(zip(texts, reasons, token_ids, strict=True))
+        ]
+        body = self._asked.shape.whole(choices, self._asked.usage(sum(map(len, token_ids))))
         await send(_start(b"application/json", self._asked, len(body)))
         await send({"type": "http.response.body", "body": body})
         return None
@@ -109,7 +118,7 @@ class StreamResponse(_CompletionResponse):
             failed = next((failed for delta in deltas if (failed := _failure(delta)) is not None), None)
             if failed is not None and not started:
                 return response_to_failure(failed)
-            tokens += sum(delta.tokens for delta in deltas)
+            tokens += sum(len(delta.token_ids) for delta in deltas)
             events = self._events(deltas, opened)
             if failed is not None:
                 events.append(event(error_json(detail_of_failure(failed))))
@@ -134,8 +143,8 @@ class StreamResponse(_CompletionResponse):
                 opening = shape.opening(delta.index)
                 if opening is not None:
                     events.append(event(opening))
-            if delta.text:
-                events.append(event(shape.text(delta.index, delta.text)))
+            if delta.text or (self._asked.return_token_ids and delta.token_ids):
+                events.append(event(shape.text(delta.index, delta.text, self._asked.token_ids(delta.token_ids))))
             if isinstance(delta.ending, Finished):
                 events.append(event(shape.closing(delta.index, _finish_reason(delta))))
         return events
@@ -149,7 +158,7 @@ def _joined(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:
     for delta in deltas:
         before = joined.get(delta.index)
         if before is not None:
-            delta = ChoiceDelta(delta.index, before.text + delta.text, before.tokens + delta.tokens, delta.ending)
+            delta = ChoiceDelta(delta.index, before.text + delta.text, before.token_ids + delta.token_ids, delta.ending)
         joined[delta.index] = delta
     return list(joined.values())
 

@@ -146,9 +146,9 @@ def test_text_reaches_the_client_in_order_and_the_ending_comes_once() -> None:
     assert bench.text(1, "el", now=1.5) == []
     assert bench.text(3, "lo", Finished(reason="length"), now=2.0) == []
     assert bench.outbox.take() == [
-        ChoiceDelta(0, "H", 1),
-        ChoiceDelta(0, "el", 2),
-        ChoiceDelta(0, "lo", 2, Finished(reason="length")),
+        ChoiceDelta(0, "H", (72,)),
+        ChoiceDelta(0, "el", (101, 108)),
+        ChoiceDelta(0, "lo", (108, 111), Finished(reason="length")),
     ]
     assert bench.text(5, "!", Finished(reason="stop")) == []
     assert (bench.outbox.take(), bench.core.requests.stale) == ([], 1)

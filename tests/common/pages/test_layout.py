@@ -65,9 +65,9 @@ def test_pages_hold_their_tokens_and_none_is_empty(layout: KVLayout, tokens: int
 
 @pytest.mark.parametrize("name", ["layers", "kv_heads", "head_dim", "page_size"])
 def test_a_size_below_1_is_refused_by_name(name: str) -> None:
-    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 1, "page_size": 1, name: 0}
+    valid = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=1, dtype="float32")
     with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
-        KVLayout(**sizes, dtype="float32")
+        msgspec.convert({**msgspec.to_builtins(valid), name: 0}, KVLayout)
 
 
 def test_a_layout_survives_the_wire_and_layouts_that_differ_are_unequal() -> None:
