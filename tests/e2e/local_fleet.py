@@ -19,6 +19,7 @@ import httpx
 
 START_S = 120.0
 STOP_S = 30.0
+HEARTBEAT_S = 0.5
 
 
 class LocalFleet:
@@ -86,6 +87,7 @@ class LocalFleet:
     def wait_until_home(self, timeout_s: float = 20.0) -> dict[str, Any]:
         """Every page home and every queue empty, as /cluster shows it. AssertionError at the deadline."""
         deadline = time.monotonic() + timeout_s
+        time.sleep(2 * HEARTBEAT_S)  # /cluster is as old as the last heartbeat
         while True:
             cluster = self.cluster()
             if _is_home(cluster):

@@ -238,7 +238,7 @@ class Fleet:
 
     def run(self, *clients: Client) -> None:
         """Turn until every client has its ending, and then until everything has come home."""
-        self.turn_until(lambda: all([client.ended for client in clients]))
+        self.turn_until(lambda: all(client.ended for client in clients))
         self.turn_until(self.is_home)
 
     def is_home(self) -> bool:

@@ -1,8 +1,8 @@
 """The life of a request, top to bottom: read this first.
 
 A whole fleet runs in this process on a clock that the test turns by hand (`tests/life/fleet.py`): the real router core, prefill
-and decode schedulers, handoff protocol and detokenizer. The model is a toy whose next token is a digest of every byte of its KV, so
-one byte in the wrong place changes the answer.
+and decode schedulers, handoff protocol and detokenizer. The model is a toy whose next token is a digest of every byte of its KV,
+so one byte in the wrong place changes the answer.
 """
 
 from common.messages import Finished

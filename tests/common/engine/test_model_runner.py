@@ -1,0 +1,181 @@
+"""The model runner against transformers' generate, token by token, on random-weight checkpoints."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from common.config import EngineConfig, ModelConfig
+from common.engine.model_runner import ModelRunner
+from common.engine.plan import Chunk, Plan, RowStart
+from common.errors import ConfigError
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
+
+VOCAB = 500
+NEW_TOKENS = 12
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama(**changes: object) -> PreTrainedModel:
+    fields: dict[str, object] = {
+        "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
+
+
+def qwen3(**changes: object) -> PreTrainedModel:
+    fields: dict[str, object] = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    torch.manual_seed(2)
+    return Qwen3ForCausalLM(Qwen3Config(**(fields | changes))).eval()
+
+
+MODELS = {
+    "llama": llama,
+    "llama, scaled rope": lambda: llama(rope_parameters=LLAMA3_ROPE),
+    "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "qwen3, tied": qwen3,
+    "qwen3, untied, one kv head": lambda: qwen3(tie_word_embeddings=False, num_key_value_heads=1),
+}
+
+
+def saved(model: PreTrainedModel, path: Path) -> Path:
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)  # norms and biases that matter
+    model.save_pretrained(path)
+    return path
+
+
+def runner(path: Path, page_size: int = 8) -> ModelRunner:
+    engine = EngineConfig(page_size=page_size, kv_memory="32MiB", max_running=8)
+    return ModelRunner(ModelConfig(model=str(path), device="cpu"), engine, lambda text: None)
+
+
+def expected(model: PreTrainedModel, prompt: Int32Array) -> list[int]:
+    ids = torch.tensor(prompt[None].astype(np.int64))
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def generated(made: ModelRunner, prompts: list[Int32Array], chunk_tokens: int) -> list[list[int]]:
+    """Every prompt in a row of its own on scattered pages, chunks of some beside decode steps of others."""
+    shuffled = np.random.default_rng(5).permutation(made.description.total_pages).astype(np.int32)
+    answers: list[list[int]] = [[] for _ in prompts]
+    done = [0] * len(prompts)
+    step, taken = 0, 0
+    while any(len(answer) < NEW_TOKENS for answer in answers):
+        starts, chunks, decode = [], [], []
+        for row, prompt in enumerate(prompts):
+            if done[row] == 0:
+                pages = made.description.layout.pages_for(len(prompt) + NEW_TOKENS)
+                starts.append(RowStart(row, shuffled[taken : taken + pages], SamplingParams(max_new_tokens=99, temperature=0.0)))
+                taken += pages
+            if done[row] < len(prompt):
+                tokens = prompt[done[row] : done[row] + chunk_tokens]
+                chunks.append(Chunk(row, done[row], tokens, last=done[row] + len(tokens) == len(prompt)))
+                done[row] += len(tokens)
+            elif len(answers[row]) < NEW_TOKENS:
+                decode.append(row)
+        step += 1
+        plan = Plan(step, starts=tuple(starts), chunks=tuple(chunks), decode_rows=np.array(decode, dtype=np.int32))
+        result = made.run(plan)
+        for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
+            answers[row].append(token)
+    return answers
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("page_size", "chunk_tokens"), [(8, 1000), (16, 13), (5, 7)])
+def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, name: str, page_size: int, chunk_tokens: int) -> None:
+    model: PreTrainedModel = MODELS[name]()
+    made = runner(saved(model, tmp_path), page_size)
+    random = np.random.default_rng(page_size)
+    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, page_size, 33, 120)]
+    assert generated(made, prompts, chunk_tokens) == [expected(model, prompt) for prompt in prompts]
+
+
+def test_without_a_compiler_the_plain_loop_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(qwen3(), tmp_path)
+    prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 40)]
+    with_kernel = generated(runner(path), prompts, 16)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert generated(runner(path), prompts, 16) == with_kernel
+
+
+def test_bfloat16_runs_and_mostly_agrees(tmp_path: Path) -> None:
+    path = saved(qwen3(), tmp_path)
+    engine = EngineConfig(page_size=8, kv_memory="32MiB", max_running=8)
+    made = ModelRunner(ModelConfig(model=str(path), device="cpu", dtype="bfloat16"), engine, lambda text: None)
+    assert made.description.layout.dtype == "bfloat16"
+    (answer,) = generated(made, [np.arange(3, 40, dtype=np.int32)], 16)
+    assert len(answer) == NEW_TOKENS and all(0 <= token < VOCAB for token in answer)
+
+
+def test_a_sampled_answer_does_not_depend_on_its_batch_or_chunks(tmp_path: Path) -> None:
+    made = runner(saved(qwen3(), tmp_path))
+    prompt = np.arange(3, 30, dtype=np.int32)
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.9, top_p=0.95, seed=11)
+
+    def answer(row: int, chunk_tokens: int, others: list[int]) -> list[int]:
+        pages = made.description.layout.pages_for(64)
+        starts = [RowStart(r, np.arange(r * pages, (r + 1) * pages, dtype=np.int32), sampling) for r in (row, *others)]
+        tokens = []
+        for begin in range(0, len(prompt), chunk_tokens):
+            part = prompt[begin : begin + chunk_tokens]
+            chunk = Chunk(row, begin, part, last=begin + len(part) == len(prompt))
+            mates = tuple(Chunk(r, begin, part + 1, last=chunk.last) for r in others)
+            result = made.run(Plan(1, starts=tuple(starts) if begin == 0 else (), chunks=(chunk, *mates)))
+            tokens += result.tokens.tolist()[:1]
+        for _ in range(8):
+            result = made.run(Plan(2, decode_rows=np.array([row, *others], dtype=np.int32)))
+            tokens.append(int(result.tokens[0]))
+        return tokens
+
+    alone = answer(0, 100, [])
+    assert answer(2, 6, [0, 1]) == alone
+    assert len(set(alone)) > 2
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
+    path = saved(llama(), tmp_path)
+    config = path / "config.json"
+    text = config.read_text()
+    for before, after, named in (
+        ("LlamaForCausalLM", "MambaForCausalLM", "MambaForCausalLM"),
+        ('"hidden_act": "silu"', '"hidden_act": "gelu"', "gelu"),
+        ('"num_hidden_layers": 3', '"num_hidden_layers": 4', "model.layers.3"),
+        ('"num_hidden_layers": 3', '"num_hidden_layers": 2', "model.layers.2"),
+    ):
+        assert before in text
+        config.write_text(text.replace(before, after))
+        with pytest.raises(ConfigError, match=named):
+            runner(path)
+
+
+def test_memory_that_cannot_hold_one_context_is_refused_with_the_amount(tmp_path: Path) -> None:
+    path = saved(llama(), tmp_path)
+    engine = EngineConfig(page_size=8, kv_memory="64KiB", max_running=8)
+    with pytest.raises(ConfigError, match="at least"):
+        ModelRunner(ModelConfig(model=str(path), device="cpu"), engine, lambda text: None)
