@@ -88,7 +88,7 @@ def check_disaggregated(fleet: LocalFleet, cases: Sequence[Case]) -> None:
     assert prefill["bytes_pushed"] == decode["bytes_received"] > 0
     assert prefill["pages_pushed"] == decode["pages_received"]
     assert prefill["handoffs"] == decode["handoffs"] == sum(len(case.expected) > 1 for case in cases)
-    pushed = fleet.metric("tandem_bytes_pushed_total")
+    pushed = fleet.metric("tandem_instance_bytes_pushed_total")
     assert sum(pushed.values()) == prefill["bytes_pushed"]
 
 

@@ -1,5 +1,6 @@
 """The model runner against transformers' generate, token by token, on random-weight checkpoints."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def qwen3(**changes: object) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**(fields | changes))).eval()
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "llama, scaled rope": lambda: llama(rope_parameters=LLAMA3_ROPE),
     "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True),
