@@ -15,9 +15,9 @@ from typing import Literal
 Task = Literal["retrieval", "copying", "sums", "counting", "greetings"]
 TASKS: tuple[Task, ...] = ("retrieval", "copying", "sums", "counting", "greetings")
 
-_ONSETS = "b br c cl d dr f fl g gr h j k l m n p pl r s st t tr v w z".split()
-_MIDDLES = "a e i o u ar el in or un".split()
-_ENDS = "den ko lan mi net pa rus sol ta vex".split()
+_ONSETS = ["b", "br", "c", "cl", "d", "dr", "f", "fl", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr", "v", "w", "z"]
+_MIDDLES = ["a", "e", "i", "o", "u", "ar", "el", "in", "or", "un"]
+_ENDS = ["den", "ko", "lan", "mi", "net", "pa", "rus", "sol", "ta", "vex"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,26 @@ _SUMS = (
     "{}+{}",
     "{}+{}=",
 )
-_COUNTS = ("Count from {} to {}.", "Please count from {} to {}.", "Count: {} to {}", "Count {} to {}.", "Can you count from {} to {}?")
-_HELLOS = ("Hello", "Hi", "Hey", "Hello there", "Hi there", "Good morning", "Good evening", "Good afternoon", "Hello!", "Hi!", "Hey!")
+_COUNTS = (
+    "Count from {} to {}.",
+    "Please count from {} to {}.",
+    "Count: {} to {}",
+    "Count {} to {}.",
+    "Can you count from {} to {}?",
+)
+_HELLOS = (
+    "Hello",
+    "Hi",
+    "Hey",
+    "Hello there",
+    "Hi there",
+    "Good morning",
+    "Good evening",
+    "Good afternoon",
+    "Hello!",
+    "Hi!",
+    "Hey!",
+)
 _HOWS = ("How are you?", "How are you doing?", "How is it going?", "Hello, how are you?", "Hi, how are you?")
 _WHOS = ("Who are you?", "What are you?", "What is your name?", "Tell me about yourself.", "What can you do?")
 _THANKS = ("Thanks", "Thank you", "Thanks!", "Thank you!", "Bye", "Goodbye", "Bye!", "Thank you very much")

@@ -88,7 +88,7 @@ def draw(tokenizer: PreTrainedTokenizerFast, random: Random, stage: float) -> tu
         tokens = size * 3 + min(30, 6 + size // 4) * 13
         return "lookup", [lookups(tokenizer, random, size) for _ in range(max(1, BATCH_TOKENS // tokens))]
     if kind < 0.65:
-        return "plain", [plain(tokenizer, random) for _ in range(16)]
+        return "plain", [plain(tokenizer, random) for _ in range(6)]
     chats = [[corpus.short_chat(random) for _ in range(6)] for _ in range(12)]
     return "short", [encode(tokenizer, corpus.conversation(random, several)) for several in chats]
 

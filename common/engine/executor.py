@@ -33,6 +33,10 @@ class EngineDescription:
 class StepHandle(Protocol):
     """A step in flight."""
 
+    @property
+    def ends_s(self) -> float | None:
+        """When the step ends, if that is known beforehand; None: the executor wakes its process's loop."""
+
     def poll(self) -> StepResult | None:
         """The result once the step is complete (its KV is in the pages), None before. Raises ExecutorFailed."""
 

@@ -4,8 +4,8 @@ Owns the vocabulary between scheduler and executor. Knows no tensors, requests, 
 
 A *row* is a place in the executor's persistent batch. A row's life:
 
-    RowStart ─► Chunk, Chunk, … Chunk(last) ─► in decode_rows, step after step ─► stops
-    RowStart(with last_token) ────────────────► in decode_rows, step after step ─► stops
+    RowStart ─► Chunk, Chunk, … Chunk(last) ─► in decode_rows, step after step
+    RowStart(with last_token) ────────────────► in decode_rows, step after step
 """
 
 from dataclasses import dataclass, field
@@ -51,14 +51,13 @@ def _no_rows() -> Int32Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One forward. Applied in this order: stops, starts, then chunks and decode rows in one forward.
+    """One forward. Applied in this order: starts, then chunks and decode rows in one forward.
 
     decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and samples the next.
     A plan may name rows whose last token is still being computed by the plan before: executors run plans in order.
     """
 
     step: int
-    stops: tuple[int, ...] = ()
     starts: tuple[RowStart, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decode_rows: Int32Array = field(default_factory=_no_rows)

@@ -21,6 +21,8 @@ STOP_S = 30.0
 class _Step:
     """A step in flight; set once on the engine thread, read on the loop's."""
 
+    ends_s: float | None = None
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.result: StepResult | None = None

@@ -26,6 +26,8 @@ FIRST_TOKEN = 10
 class ToyStep:
     """A step in flight: its forward runs when it completes, not before."""
 
+    ends_s: float | None = None
+
     def __init__(self, run: Callable[[], StepResult]) -> None:
         self._run = run
         self._result: StepResult | None = None

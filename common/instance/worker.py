@@ -71,8 +71,9 @@ class InstanceWorker(Generic[M]):
 
     def next_at(self) -> float:
         """When the next turn is due even if nothing happens before."""
-        deadline = self._scheduler.next_deadline()
-        return self._membership.next_at if deadline is None else min(deadline, self._membership.next_at)
+        step_ends = self._in_flight[0].ends_s if self._in_flight else None
+        known = (self._scheduler.next_deadline(), step_ends, self._membership.next_at)
+        return min(at for at in known if at is not None)
 
     @property
     def joined(self) -> bool:

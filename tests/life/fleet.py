@@ -1,7 +1,8 @@
 """A whole fleet in one process on a hand-turned clock: the real router core, schedulers, workers, handoff and detokenizer.
 
 Owns the clock and the network between them. Replaced are only the rims: mail is a list of encoded messages that arrive a moment
-later, the model is the toy whose tokens depend on every byte of its KV, and pages move by memmove.
+later, the model is the toy whose tokens depend on every byte of its KV (or, with a cost, steps that only take time), and pages
+move by memmove.
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models
 
 from common.config import RouterConfig
 from common.engine.plan import Chunk, Plan, RowStart
+from common.engine.timed import StepCost, TimedExecutor
 from common.engine.toy import TOY_VOCAB, ToyExecutor
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, RequestId, Role, pack_ids
 from common.instance.membership import Membership
@@ -105,28 +107,44 @@ class Post(Generic[M]):
 
 
 class Observer:
-    """The router's measurements, kept for the test."""
+    """The router's measurements, kept for the test. seconds_between: of tokens of one answer, all answers together."""
 
     def __init__(self) -> None:
         self.endings: list[Ending] = []
+        self.seconds_to_first: list[float] = []
+        self.seconds_between: list[float] = []
 
-    def first_token(self, seconds: float) -> None: ...
+    def first_token(self, seconds: float) -> None:
+        self.seconds_to_first.append(seconds)
 
-    def next_tokens(self, seconds: float, tokens: int) -> None: ...
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        self.seconds_between.append(seconds)
 
     def ended(self, ending: Ending, seconds: float) -> None:
         self.endings.append(ending)
 
 
 class Instance:
-    """One instance: its real scheduler and worker over a toy engine and an in-process transport."""
+    """One instance: its real scheduler and worker over a toy engine and an in-process transport.
+
+    cost: steps take this long and compute nothing; None: they compute the toy and end at the next turn.
+    """
 
     def __init__(
-        self, name: str, role: Role, clock: Clock, network: Network, memory: MemoryNetwork, pages: int, rows: int
+        self,
+        name: str,
+        role: Role,
+        clock: Clock,
+        network: Network,
+        memory: MemoryNetwork,
+        pages: int,
+        rows: int,
+        cost: StepCost | None,
     ) -> None:
         self.id = InstanceId(name)
-        self.executor = ToyExecutor(pages, rows, eos_token_ids=(), manual=True)
-        engine = self.executor.description
+        self._toy = ToyExecutor(pages, rows, eos_token_ids=(), manual=True)
+        engine = self._toy.description
+        executor = self._toy if cost is None else TimedExecutor(engine, cost, clock)
         self.transport = MemoryTransport(memory)
         self.transfers = TransferLoop(self.transport, "memory", engine.memory, engine.layout, pages, clock)
         info = InstanceInfo(
@@ -146,7 +164,7 @@ class Instance:
         self.worker: InstanceWorker[Any] = InstanceWorker(
             Membership(info, startup_timeout_s=5.0, now=0.0),
             self.scheduler,
-            self.executor,
+            executor,
             self.transfers,
             mail,
             pushes=role == "prefill",
@@ -158,7 +176,7 @@ class Instance:
 
     def turn(self, now: float) -> None:
         self.transfers.step()
-        self.executor.complete()
+        self._toy.complete()
         self.worker.turn(now)
 
 
@@ -189,7 +207,13 @@ class Fleet:
     """Router, detokenizer and instances. `turn` moves the clock and lets each of them act once."""
 
     def __init__(
-        self, prefill: int = 1, decode: int = 1, pages: int = 64, rows: int = 4, config: RouterConfig | None = None
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        pages: int = 64,
+        rows: int = 4,
+        config: RouterConfig | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         self.clock = Clock()
         self.network = Network(self.clock)
@@ -201,7 +225,9 @@ class Fleet:
         self._detokenizer_mail: Post[DetokenizerInbox] = Post(DETOKENIZER, DetokenizerInbox, self.network)
         names: list[tuple[str, Role]] = [(f"prefill-{n}", "prefill") for n in range(prefill)]
         names += [(f"decode-{n}", "decode") for n in range(decode)]
-        self.instances = {name: Instance(name, role, self.clock, self.network, self.memory, pages, rows) for name, role in names}
+        self.instances = {
+            name: Instance(name, role, self.clock, self.network, self.memory, pages, rows, cost) for name, role in names
+        }
         self.turn_until(lambda: not self.router.unready())
 
     def submit(self, name: str, prompt: Sequence[int], max_tokens: int) -> Client:

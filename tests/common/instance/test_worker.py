@@ -55,6 +55,8 @@ class FakeMail:
 
 
 class FakeStep:
+    ends_s: float | None = None
+
     def __init__(self) -> None:
         self.result: StepResult | None = None
 

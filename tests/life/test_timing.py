@@ -1,0 +1,37 @@
+"""How long things take, with steps of a known cost: what disaggregation is for."""
+
+import pytest
+
+from common.engine.timed import StepCost
+from tests.life.fleet import DELAY_S, TURN_S, Fleet
+
+COST = StepCost(step_s=0.002, chunk_token_s=0.010, decode_row_s=0.001)
+CHUNK_S = 0.002 + 8 * 0.010
+"""A full chunk of 8 tokens."""
+SLACK_S = 8 * (TURN_S + DELAY_S)
+"""Messages and turns on the way of one token."""
+
+
+def longest_pause(fleet: Fleet) -> float:
+    """Between two tokens of an answer, while the prompt of another request of five chunks is computed."""
+    talking = fleet.submit("talking", list(range(10, 15)), max_tokens=60)
+    fleet.turn_until(lambda: len(fleet.observer.seconds_between) > 3)
+    other = fleet.submit("other", list(range(10, 50)), max_tokens=1)
+    fleet.run(talking, other)
+    return max(fleet.observer.seconds_between)
+
+
+def test_a_long_prompt_does_not_hold_up_the_tokens_of_others() -> None:
+    assert longest_pause(Fleet(cost=COST)) < 2 * 0.003 + SLACK_S < CHUNK_S
+
+
+def test_where_one_instance_does_both_it_does() -> None:
+    assert longest_pause(Fleet(prefill=0, cost=COST)) >= CHUNK_S
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_first_token_takes_its_chunks_and_a_few_messages(chunks: int) -> None:
+    fleet = Fleet(cost=COST)
+    fleet.run(fleet.submit("r", list(range(10, 10 + 8 * chunks)), max_tokens=4))
+    (seconds,) = fleet.observer.seconds_to_first
+    assert chunks * CHUNK_S <= seconds < chunks * CHUNK_S + SLACK_S
