@@ -39,23 +39,21 @@ def _require_choices(config: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how it is held."""
+    """Which model."""
 
     model: str = option(DEMO_MODEL, "checkpoint: a folder, a Hugging Face name, or 'demo' (the model shipped with Tandem)")
-    dtype: Dtype = option("auto", "auto: float32 on CPU, bfloat16 on CUDA")
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
     served_name: str = option("", "model name in the API; default: the checkpoint's name")
 
     def __post_init__(self) -> None:
         _require(self.model != "", "model", "a folder, a Hugging Face name or demo", self.model)
-        _require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
-        _require_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Memory and batch of one instance."""
+    """Device, memory and batch of one instance."""
 
+    dtype: Dtype = option("auto", "auto: float32 on CPU, bfloat16 on CUDA")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
     page_size: int = option(16, "tokens of a KV page")
     kv_memory: str = option("auto", "bytes for KV pages, such as 512MiB or 40GiB; auto: a share of what is free")
     max_running: int = option(64, "requests computed at once (rows of the batch)")
@@ -68,6 +66,8 @@ class EngineConfig:
         _require(self.chunk_tokens >= 1, "chunk-tokens", "at least 1", self.chunk_tokens)
         _require(self.threads >= 0, "threads", "0 or more", self.threads)
         parse_bytes(self.kv_memory, "kv-memory")
+        _require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
+        _require_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)

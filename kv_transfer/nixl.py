@@ -28,8 +28,10 @@ from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEven
 
 SLICE_BYTES = 16 * 2**20
 SLICES_IN_FLIGHT = 4
-ENGINE_CONFIG = "TCP_USER_TIMEOUT=10s,POSIX_ERROR_HANDLING=y"
-"""A peer that acknowledges nothing for so long is lost; shared memory on one host, with failures reported."""
+SILENCE_S = 10
+"""A peer that acknowledges nothing for so long is lost."""
+ENGINE_CONFIG = "TCP_USER_TIMEOUT={silence_s}s,POSIX_ERROR_HANDLING=y"
+"""Silence is reported, and shared memory on one host is used with failures reported."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +57,7 @@ class _Peer:
 class NixlTransport:
     """Implements `kv_transfer.transport.Transport`."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: int = SILENCE_S) -> None:
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
@@ -64,7 +66,7 @@ class NixlTransport:
         self._errors: tuple[type[Exception], ...] = (RuntimeError,)  # every NIXL exception is one
         with self._translated("start"):
             self._agent = nixl_agent(self._name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-            self._agent.create_backend("UCX", {"engine_config": ENGINE_CONFIG})
+            self._agent.create_backend("UCX", {"engine_config": ENGINE_CONFIG.format(silence_s=silence_s)})
         self._region: MemoryRegion | None = None
         self._registered: Any = None
         self._peers: dict[str, _Peer] = {}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import EngineConfig, ModelConfig, parse_bytes
+from common.config import Dtype, EngineConfig, ModelConfig, parse_bytes
 from common.engine.attention import Segment, StepAttention
 from common.engine.checkpoint import fingerprint, read_shape, read_weights
 from common.engine.executor import EngineDescription
@@ -33,8 +33,8 @@ class ModelRunner:
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, progress: Callable[[str], None]) -> None:
         path = resolve_model_path(model.model)
-        self._device = _device_of(model.device)
-        dtype = _dtype_of(model, self._device)
+        self._device = _device_of(engine.device)
+        dtype = _dtype_of(engine.dtype, self._device)
         shape = read_shape(path)
         layout = KVLayout(
             layers=shape.layers,
@@ -188,10 +188,10 @@ def _device_of(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def _dtype_of(model: ModelConfig, device: torch.device) -> torch.dtype:
-    if model.dtype == "auto":
+def _dtype_of(name: Dtype, device: torch.device) -> torch.dtype:
+    if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _kv_dtype(dtype: torch.dtype) -> KVDtype:

@@ -33,9 +33,9 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
     ("slice_type", "field", "value"),
     [
         (ModelConfig, "model", ""),
-        (ModelConfig, "dtype", "float64"),
-        (ModelConfig, "device", "tpu"),
-        (ModelConfig, "device", "cuda:"),
+        (EngineConfig, "dtype", "float64"),
+        (EngineConfig, "device", "tpu"),
+        (EngineConfig, "device", "cuda:"),
         (EngineConfig, "page_size", 0),
         (EngineConfig, "page_size", 1025),
         (EngineConfig, "max_running", 0),
@@ -70,7 +70,7 @@ def test_a_value_out_of_range_is_refused_by_the_name_of_its_flag(slice_type: Any
 @pytest.mark.parametrize(
     ("slice_type", "field", "value"),
     [
-        (ModelConfig, "device", "cuda:7"),
+        (EngineConfig, "device", "cuda:7"),
         (EngineConfig, "page_size", 1024),
         (EngineConfig, "kv_memory", "1.5GiB"),
         (InstanceConfig, "rank", "0-0"),

@@ -60,8 +60,8 @@ def saved(model: PreTrainedModel, path: Path) -> Path:
 
 
 def runner(path: Path, page_size: int = 8) -> ModelRunner:
-    engine = EngineConfig(page_size=page_size, kv_memory="32MiB", max_running=8)
-    return ModelRunner(ModelConfig(model=str(path), device="cpu"), engine, lambda text: None)
+    engine = EngineConfig(device="cpu", page_size=page_size, kv_memory="32MiB", max_running=8)
+    return ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None)
 
 
 def expected(model: PreTrainedModel, prompt: Int32Array) -> list[int]:
@@ -127,8 +127,8 @@ def test_without_a_compiler_the_plain_loop_gives_the_same_answers(tmp_path: Path
 
 def test_bfloat16_runs_and_mostly_agrees(tmp_path: Path) -> None:
     path = saved(qwen3(), tmp_path)
-    engine = EngineConfig(page_size=8, kv_memory="32MiB", max_running=8)
-    made = ModelRunner(ModelConfig(model=str(path), device="cpu", dtype="bfloat16"), engine, lambda text: None)
+    engine = EngineConfig(device="cpu", dtype="bfloat16", page_size=8, kv_memory="32MiB", max_running=8)
+    made = ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None)
     assert made.description.layout.dtype == "bfloat16"
     (answer,) = generated(made, [np.arange(3, 40, dtype=np.int32)], 16)
     assert len(answer) == NEW_TOKENS and all(0 <= token < VOCAB for token in answer)
@@ -177,6 +177,6 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_memory_that_cannot_hold_one_context_is_refused_with_the_amount(tmp_path: Path) -> None:
     path = saved(llama(), tmp_path)
-    engine = EngineConfig(page_size=8, kv_memory="64KiB", max_running=8)
+    engine = EngineConfig(device="cpu", page_size=8, kv_memory="64KiB", max_running=8)
     with pytest.raises(ConfigError, match="at least"):
-        ModelRunner(ModelConfig(model=str(path), device="cpu"), engine, lambda text: None)
+        ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None)

@@ -1,0 +1,198 @@
+"""One NIXL agent in a process of its own: a pool of bytes, driven over pipes with lines of JSON.
+
+Owns the words between a test and the agent, and the agent's loop. Knows no pages; the test decides what happens and when. It runs
+as `python -m tests.kv_transfer.agent_process POOL_BYTES SILENCE_S`, says Started, and then answers each command with one Answer;
+what the transport reports comes in between. It ends when it is told to, or when its stdin closes.
+"""
+
+import os
+import select
+import sys
+from pathlib import Path
+from typing import TypeAlias, assert_never
+
+import msgspec
+import numpy as np
+
+from common.errors import TransferError
+from common.ids import Ticket
+from common.messages import PoolDescriptor
+from common.pages.layout import KVLayout, MemoryRegion
+from kv_transfer.nixl import NixlTransport
+from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
+
+POLL_S = 1e-3
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=1, dtype="uint8")
+"""A transport knows bytes only; descriptors must have some layout."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of every line; the tag is the class name."""
+
+
+class Connect(Line, frozen=True):
+    """Connect to a peer's pool."""
+
+    pool: PoolDescriptor
+
+
+class PushRuns(Line, frozen=True):
+    """Push rows of (source offset, target offset, bytes)."""
+
+    ticket: int
+    agent: str
+    runs: list[tuple[int, int, int]]
+
+
+class Fill(Line, frozen=True):
+    """Fill the pool with the bytes of this seed."""
+
+    seed: int
+
+
+class Dump(Line, frozen=True):
+    """Write the pool into a file."""
+
+    path: str
+
+
+class Close(Line, frozen=True):
+    """Close the link to an agent, or with None everything."""
+
+    agent: str | None
+
+
+class End(Line, frozen=True):
+    """Close everything and exit."""
+
+
+Command: TypeAlias = Connect | PushRuns | Fill | Dump | Close | End
+
+
+class Started(Line, frozen=True):
+    """The agent is there."""
+
+    pool: PoolDescriptor
+
+
+class Answer(Line, frozen=True):
+    """A command is done, or `refused` says why it could not be done."""
+
+    refused: str | None = None
+
+
+class Done(Line, frozen=True):
+    """See RunsDone."""
+
+    ticket: int
+
+
+class Failed(Line, frozen=True):
+    """See RunsFailed."""
+
+    ticket: int
+    reason: str
+    quiescent: bool
+
+
+class Lost(Line, frozen=True):
+    """See AgentLost."""
+
+    agent: str
+    reason: str
+
+
+Report: TypeAlias = Started | Answer | Done | Failed | Lost
+
+
+def random_bytes(seed: int, pool_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """The same bytes for the same seed, in any process."""
+    return np.frombuffer(np.random.default_rng(seed).bytes(pool_bytes), dtype=np.uint8).copy()
+
+
+def pool_descriptor(agent: str, address: int, pool_bytes: int, wire: bytes, backend: str = "nixl") -> PoolDescriptor:
+    """A pool of bytes: each page is of two bytes, the smallest there is."""
+    return PoolDescriptor(
+        backend=backend,
+        agent=agent,
+        address=address,
+        total_pages=pool_bytes // LAYOUT.page_bytes,
+        device="cpu",
+        layout=LAYOUT,
+        wire=wire,
+    )
+
+
+class AgentProcess:
+    """The transport and its pool."""
+
+    def __init__(self, pool_bytes: int, silence_s: int) -> None:
+        self._pool = np.zeros(pool_bytes, dtype=np.uint8)
+        self._transport = NixlTransport(silence_s)
+        region = MemoryRegion(address=self._pool.ctypes.data, region_bytes=pool_bytes, device="cpu")
+        agent, wire = self._transport.register(region)
+        say(Started(pool=pool_descriptor(agent, region.address, pool_bytes, wire)))
+
+    def run(self) -> None:
+        """Obey until End, or until nobody is there to command."""
+        decoder = msgspec.json.Decoder[Command](Command)
+        unread = b""
+        while True:
+            self._report()
+            ready, _, _ = select.select([0], [], [], POLL_S)
+            if not ready:
+                continue
+            data = os.read(0, 1 << 20)
+            if not data:
+                return
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                command = decoder.decode(line)
+                if isinstance(command, End):
+                    self._transport.close()
+                    say(Answer())
+                    return
+                say(self._obey(command))
+
+    def _obey(self, command: Connect | PushRuns | Fill | Dump | Close) -> Answer:
+        try:
+            match command:
+                case Connect():
+                    self._transport.connect(command.pool)
+                case PushRuns():
+                    runs = np.array(command.runs, dtype=np.int64).reshape(-1, 3)
+                    self._transport.push(Ticket(command.ticket), command.agent, runs)
+                case Fill():
+                    self._pool[:] = random_bytes(command.seed, len(self._pool))
+                case Dump():
+                    Path(command.path).write_bytes(self._pool.tobytes())
+                case Close():
+                    self._transport.close(command.agent)
+                case _:
+                    assert_never(command)
+        except TransferError as error:
+            return Answer(refused=str(error))
+        return Answer()
+
+    def _report(self) -> None:
+        for event in self._transport.poll():
+            match event:
+                case RunsDone():
+                    say(Done(ticket=event.ticket))
+                case RunsFailed():
+                    say(Failed(ticket=event.ticket, reason=event.reason, quiescent=event.quiescent))
+                case AgentLost():
+                    say(Lost(agent=event.agent, reason=event.reason))
+                case _:
+                    assert_never(event)
+
+
+def say(line: Report) -> None:
+    """One line to whoever started this process."""
+    data = msgspec.json.encode(line) + b"\n"
+    while data:
+        data = data[os.write(1, data) :]
+
+
+if __name__ == "__main__":
+    AgentProcess(int(sys.argv[1]), int(sys.argv[2])).run()
