@@ -147,6 +147,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pages_total: int = 0
     reservations: int = 0
     pushes_in_flight: int = 0
+    pages_quarantined: int = 0
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +167,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     push_seconds: float = 0.0
     messages_stale: int = 0
     frames_refused: int = 0
+    messages_lost: int = 0
 
 
 class Heartbeat(Message, frozen=True):

@@ -72,7 +72,7 @@ class PrefillScheduler:
         self._accepted = self._ended = self._prompt_tokens = self._tokens = 0
         self._pages_pushed = self._bytes_pushed = self._handoffs = self._pushes_failed = self._stale = 0
         self._push_seconds = 0.0
-        self.quarantined_pages = 0
+        self._pages_quarantined = 0
 
     # --- messages and events ---------------------------------------------------------------------------------------------
 
@@ -173,6 +173,7 @@ class PrefillScheduler:
             pages_free=self.pool.free_pages,
             pages_total=self.pool.total_pages,
             pushes_in_flight=self._source.pushes_in_flight,
+            pages_quarantined=self._pages_quarantined,
         )
 
     def counters(self) -> Counters:
@@ -315,7 +316,7 @@ class PrefillScheduler:
             self._handoffs += 1
         if not closed.quiescent and request.lease is not None:
             # A write that is not proven to have stopped may still read these pages: they never come home in this process.
-            self.quarantined_pages += len(request.lease)
+            self._pages_quarantined += len(request.lease)
             request.lease = None
         actions = [] if closed.failure is None else self._end(request, Failed(message=closed.failure))
         self._release(request)

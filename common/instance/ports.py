@@ -4,7 +4,7 @@ Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, lib
 `Transfers`, `common.wire` implements `Mail`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -91,6 +91,14 @@ class Mail(Protocol[M]):
 
     def route(self, to: InstanceId, address: str | None) -> None:
         """Learn (or with None forget) the address of a correspondent."""
+
+    @property
+    def frames_refused(self) -> Mapping[str, int]:
+        """Frames that arrived and were dropped, by reason."""
+
+    @property
+    def messages_lost(self) -> Mapping[str, int]:
+        """Messages that could not be sent, by reason."""
 
 
 # --- what a scheduler asks for -----------------------------------------------------------------------------------------

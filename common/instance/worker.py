@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import msgspec
+
 from common.engine.executor import Executor, StepHandle
 from common.ids import DETOKENIZER, InstanceId
 from common.instance.membership import Membership
 from common.instance.ports import Action, LinkChanged, Mail, Push, Scheduler, Send, Transfers
-from common.messages import LinkInfo, LinkState, Peers, Refused, Welcome
+from common.messages import Counters, LinkInfo, LinkState, Peers, Refused, Welcome
 
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
@@ -67,7 +69,7 @@ class InstanceWorker(Generic[M]):
         self._launch(now)
         self._transfers.expect(scheduler.open_reservations)
         if now >= self._membership.next_at:
-            self._act(self._membership.due(now, scheduler.load(), scheduler.counters(), tuple(self._links.values())))
+            self._act(self._membership.due(now, scheduler.load(), self._counters(), tuple(self._links.values())))
 
     def next_at(self) -> float:
         """When the next turn is due even if nothing happens before."""
@@ -103,6 +105,10 @@ class InstanceWorker(Generic[M]):
                     self._mail.send(action.to, action.message)
                 case Push():
                     self._transfers.push(action)
+
+    def _counters(self) -> Counters:
+        refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
+        return msgspec.structs.replace(self._scheduler.counters(), frames_refused=refused, messages_lost=lost)
 
     def _learn_detokenizer(self, address: str | None) -> None:
         if address is not None and address != self._detokenizer:

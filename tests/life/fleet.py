@@ -105,6 +105,14 @@ class Post(Generic[M]):
     def route(self, to: InstanceId, address: str | None) -> None:
         """Everyone can be reached by name here."""
 
+    @property
+    def frames_refused(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def messages_lost(self) -> dict[str, int]:
+        return {}
+
 
 class Observer:
     """The router's measurements, kept for the test. seconds_between: of tokens of one answer, all answers together."""

@@ -190,7 +190,7 @@ def test_pages_that_a_push_may_still_read_never_come_home() -> None:
     made.receive(DECODE, grant_for(decision.actions), 0.0)
     made.step_done(result(decision.plan, [5]), 0.1)
     made.transfer_event(PushFailed(Ticket(1), "cable", quiescent=False), 0.2)
-    assert made.quarantined_pages == 1 and made.pool.free_pages == made.pool.total_pages - 1
+    assert made.load().pages_quarantined == 1 and made.pool.free_pages == made.pool.total_pages - 1
     assert made.load().running_requests == 0
 
 

@@ -104,6 +104,8 @@ class EchoFleet:
         self.prefill, self.decode = instance("p0", "prefill"), instance("d0", "decode")
         self.sent: list[AnyMessage] = []
         self.routes: dict[InstanceId, str | None] = {}
+        self.frames_refused: dict[str, int] = {}
+        self.messages_lost: dict[str, int] = {}
         self.gateway: Gateway | None = None
         self._fail_at, self._stall_at = fail_at, stall_at
         self._failed = failed or Failed(message="the step failed")

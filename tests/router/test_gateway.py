@@ -22,6 +22,8 @@ class RecordingMail:
     def __init__(self) -> None:
         self.arriving: list[tuple[InstanceId, RouterInbox]] = []
         self.asked: list[str] = []
+        self.frames_refused: dict[str, int] = {}
+        self.messages_lost: dict[str, int] = {}
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
         self.asked.append(f"send {type(message).__name__} to {to}")

@@ -37,6 +37,8 @@ class FakeMail:
         self.arrived: list[tuple[InstanceId, Inbox]] = []
         self.sent: list[tuple[InstanceId, AnyMessage]] = []
         self.routes: dict[InstanceId, str | None] = {}
+        self.frames_refused: dict[str, int] = {"body": 2, "magic": 1}
+        self.messages_lost: dict[str, int] = {"full": 4}
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
         self.sent.append((to, message))
@@ -171,6 +173,7 @@ def test_links_are_reported_as_they_change() -> None:
     rig.transfers.events.append(LinkChanged(ready))
     rig.worker.turn(0.1)
     beats = [message for _, message in rig.mail.sent if isinstance(message, Heartbeat)]
+    assert (beats[-1].counters.frames_refused, beats[-1].counters.messages_lost) == (3, 4)
     assert beats and beats[-1].links == (ready,)
     rig.mail.sent.clear()
     assert rig.turn(0.2, Peers(instances=())) == ["Heartbeat"]
