@@ -12,7 +12,7 @@ NIXL: https://github.com/ai-dynamo/nixl, API of 1.5.
 
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,11 +59,12 @@ class NixlTransport:
 
     def __init__(self, silence_s: int = SILENCE_S) -> None:
         try:
+            from nixl import _bindings
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise TransferError(f"NIXL cannot be loaded: {error}. Install nixl>=1.5.1 (Linux)") from error
         self._name = f"nixl-{uuid.uuid4().hex}"
-        self._errors: tuple[type[Exception], ...] = (RuntimeError,)  # every NIXL exception is one
+        self._errors = _errors_of(vars(_bindings).values())
         with self._translated("start"):
             self._agent = nixl_agent(self._name, nixl_agent_config(enable_prog_thread=False, backends=[]))
             self._agent.create_backend("UCX", {"engine_config": ENGINE_CONFIG.format(silence_s=silence_s)})
@@ -194,6 +195,12 @@ class NixlTransport:
             yield
         except self._errors:
             return
+
+
+def _errors_of(names: Iterable[object]) -> tuple[type[Exception], ...]:
+    """What calls of NIXL raise: its own errors, which have no common base, and what its bindings make of C++ exceptions."""
+    own = [name for name in names if isinstance(name, type) and issubclass(name, Exception)]
+    return (*own, RuntimeError, ValueError)
 
 
 def _memory_of(device: str) -> tuple[str, int]:

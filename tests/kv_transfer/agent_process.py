@@ -22,6 +22,8 @@ from kv_transfer.nixl import NixlTransport
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
 
 POLL_S = 1e-3
+REPORTS = 3
+"""The file descriptor of the pipe to whoever started this process; its stdout is for what libraries have to say."""
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=1, dtype="uint8")
 """A transport knows bytes only; descriptors must have some layout."""
 
@@ -191,8 +193,10 @@ def say(line: Report) -> None:
     """One line to whoever started this process."""
     data = msgspec.json.encode(line) + b"\n"
     while data:
-        data = data[os.write(1, data) :]
+        data = data[os.write(REPORTS, data) :]
 
 
 if __name__ == "__main__":
+    os.dup2(1, REPORTS)
+    os.dup2(2, 1)  # UCX logs to stdout
     AgentProcess(int(sys.argv[1]), int(sys.argv[2])).run()
