@@ -80,6 +80,8 @@ class ModelRunner:
         tokens = np.empty(0, dtype=np.int32)
         if len(rows):
             tokens = self._sample(rows, self._model.logits(hidden[last]))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the result says that the KV is in the pages, also when nothing was sampled
         return StepResult(plan, tokens, time.perf_counter() - began)
 
     # --- the rows ----------------------------------------------------------------------------------------------------------
