@@ -50,6 +50,13 @@ class Unavailable(TandemError):
     retry_after_s = 2
 
 
+class DeadlinePassed(TandemError):
+    """The request took longer than it may."""
+
+    status = 504
+    kind = "timeout_error"
+
+
 class InstanceFailed(TandemError):
     """An instance could not finish the request."""
 

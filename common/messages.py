@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from common.errors import TandemError
 from common.ids import Generation, Incarnation, InstanceId, Key, Role
 from common.pages.layout import KVLayout
 from common.sampling_params import SamplingParams
@@ -46,6 +47,10 @@ class Failed(Message, frozen=True):
     message: str
     kind: str = "instance_error"
     status: int = 500
+
+    @classmethod
+    def of(cls, error: TandemError) -> "Failed":
+        return cls(message=str(error), kind=error.kind, status=error.status)
 
 
 Ending: TypeAlias = Finished | Failed
@@ -232,10 +237,10 @@ class Grant(Message, frozen=True):
 
 
 class Decline(Message, frozen=True):
-    """decode → prefill: there will be no grant for this key, and why."""
+    """decode → prefill: there will be no grant for this key, and what the client is told."""
 
     key: Key
-    reason: str
+    failed: Failed
 
 
 class Handoff(Message, frozen=True):

@@ -18,7 +18,7 @@ import numpy as np
 from common.deadlines import DeadlineWheel
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
-from common.errors import BadRequest, Overloaded, TandemError
+from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
 from common.ids import DETOKENIZER, Incarnation, InstanceId, Int32Array, Key, unpack_ids
 from common.instance.ports import Action, Decision, Send, TransferEvent
 from common.instance.prompts import PromptProgress, next_chunks
@@ -89,7 +89,7 @@ class DecodeScheduler:
             case Reserve():
                 return self._take_in(message.key, message.prompt, message.sampling, sender, now)
             case Handoff():
-                return self._land(self._target.land(sender, message), message)
+                return self._land(sender, message)
             case Withdraw():
                 return self._withdraw(sender, message.key)
             case Cancel():
@@ -108,12 +108,11 @@ class DecodeScheduler:
         for key in self._request_deadlines.expired(now):
             request = self._requests.get(key)
             if request is not None:
-                late = Failed(message="the request's deadline passed during decode", kind="timeout_error", status=504)
-                actions += self._end(request, late)
+                actions += self._end(request, Failed.of(DeadlinePassed("the request's deadline passed during decode")))
         for key in self._fences.expired(now):
             reservation = self._target.fence(key)
             if reservation is not None:
-                actions += self._writer_done(key, Failed(message=f"{reservation.source} left the fleet", status=503))
+                actions += self._writer_done(key, Failed.of(Unavailable(f"{reservation.source} left the fleet")))
         return actions
 
     def step_done(self, result: StepResult, now: float) -> list[Action]:
@@ -214,6 +213,9 @@ class DecodeScheduler:
             prompt = unpack_ids(packed_prompt)
         except ValueError as error:
             raise BadRequest(f"prompt is not a list of token ids: {error}", field="prompt") from error
+        sampling.validate()
+        if source is not None and sampling.max_new_tokens < 2:
+            raise BadRequest("an answer of one token needs no reservation", field="max_tokens")
         request = DecodeRequest(key, prompt, sampling, source)
         model = self._engine.model
         if len(prompt) == 0 or prompt.min() < 0 or prompt.max() >= model.vocab_size:
@@ -231,9 +233,9 @@ class DecodeScheduler:
         return request
 
     def _refusal(self, key: Key, source: InstanceId | None, error: TandemError) -> Send:
+        failed = Failed.of(error)
         if source is not None:
-            return Send(source, Decline(key=key, reason=str(error)))
-        failed = Failed(message=str(error), kind=error.kind, status=error.status)
+            return Send(source, Decline(key=key, failed=failed))
         return Send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(key, 0, (), failed),)))
 
     def _admit(self, admitted: Admitted) -> list[Action]:
@@ -243,19 +245,24 @@ class DecodeScheduler:
         if request.source is not None:
             request.phase = Phase.RESERVED
             prompt_pages = self._engine.layout.pages_for(len(request.prompt))
-            return [self._target.grant(request.key, request.source, admitted.lease, prompt_pages)]
+            writer = self._writers[request.source]
+            return [self._target.grant(request.key, request.source, writer, admitted.lease, prompt_pages)]
         request.phase = Phase.COMPUTING
         request.progress = PromptProgress(admitted.row, request.prompt)
         self._batch.join(admitted.row, request.sampling, sampled=0, decoding=False)
         self._starts.append(RowStart(admitted.row, admitted.lease.pages, request.sampling))
         return []
 
-    def _land(self, reservation: Reservation | None, handoff: Handoff) -> list[Action]:
+    def _land(self, sender: InstanceId, handoff: Handoff) -> list[Action]:
         """The KV is here: the request joins the next step."""
+        reservation = self._target.land(sender, handoff)
         if reservation is None:
             return []
         request = self._requests[reservation.key]
         self._fences.clear(reservation.key)
+        wrong = self._wrong(reservation, handoff)
+        if wrong is not None:
+            return self._writer_done(request.key, Failed(message=f"the handoff of {sender} cannot be: {wrong}"))
         self._handoffs += 1
         self._pages_received += handoff.pushed_pages
         self._bytes_received += handoff.pushed_bytes
@@ -268,6 +275,14 @@ class DecodeScheduler:
         length = len(request.prompt)
         self._starts.append(RowStart(request.row, reservation.lease.pages, request.sampling, length, handoff.first_token))
         return []
+
+    def _wrong(self, reservation: Reservation, handoff: Handoff) -> str | None:
+        """What of a handoff does not fit its reservation."""
+        layout, vocab = self._engine.layout, self._engine.model.vocab_size
+        pages = reservation.prompt_pages - reservation.have_tokens // layout.page_size
+        if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * layout.page_bytes:
+            return f"{handoff.pushed_pages} pages and {handoff.pushed_bytes} bytes were pushed for {pages} pages"
+        return None if 0 <= handoff.first_token < vocab else f"its first token {handoff.first_token} is not in the vocabulary"
 
     # --- out -------------------------------------------------------------------------------------------------------------
 
@@ -315,6 +330,10 @@ class DecodeScheduler:
 
     def _peers_changed(self, writers: dict[InstanceId, Incarnation], now: float) -> list[Action]:
         """Writers that left cannot write once the margin has passed: until then their reservations keep their pages."""
+        for source in writers.keys() - self._writers.keys():
+            for reservation in self._target.of(source):
+                if reservation.incarnation == writers[source]:
+                    self._fences.clear(reservation.key)  # it was silent, not dead: its word ends the reservation
         gone = [id for id, incarnation in self._writers.items() if writers.get(id) != incarnation]
         self._writers = writers
         for source in gone:
@@ -331,7 +350,8 @@ class DecodeScheduler:
         number = request.first
         actions: list[Action] = []
         if request.phase is Phase.WAITING and self._line.leave(request.key) and request.source is not None:
-            actions.append(Send(request.source, Decline(key=request.key, reason="the request has ended")))
+            failed = ending if isinstance(ending, Failed) else Failed(message="the request has ended")
+            actions.append(Send(request.source, Decline(key=request.key, failed=failed)))
         if request.phase is Phase.RESERVED:
             self._target.cancel(request.key)
         elif request.row is not None:

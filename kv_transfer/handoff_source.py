@@ -16,22 +16,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from common.errors import Unavailable
 from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Ticket, unpack_ids
 from common.instance.ports import Push, PushDone, PushFailed, Send
-from common.messages import Decline, Grant, Handoff, Reserve, Withdraw
+from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
 
 Phase = Literal["reserving", "pushing", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceClosed:
-    """The handoff is over on this side. `failure` is None when the decode instance has it, or when it was given up on purpose.
+    """The handoff is over on this side. `failure`: what the client is told; None when the decode instance has the request, or
+    when it was given up on purpose.
 
     quiescent: no push can still read the source pages; when False they must be quarantined.
     """
 
     key: Key
-    failure: str | None
+    failure: Failed | None
     quiescent: bool
 
 
@@ -57,10 +59,20 @@ class _Outgoing:
     complete: int = 0
     in_flight: set[Ticket] = field(default_factory=set)
     first_token: int | None = None
-    failure: str | None = None
+    failure: Failed | None = None
     quiescent: bool = True
     pushed_pages: int = 0
     pushed_bytes: int = 0
+
+    def accept(self, grant: Grant) -> None:
+        """Learn where to write. Raises ValueError for a grant that does not fit the request; nothing has changed then."""
+        target_pages, pages = unpack_ids(grant.pages), len(self.source_pages)
+        if len(target_pages) != pages:
+            raise ValueError(f"{len(target_pages)} pages for {pages}")
+        have, beyond = divmod(grant.have_tokens, self.page_size)
+        if beyond or not 0 <= have <= pages:
+            raise ValueError(f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}")
+        self.target_pages, self.generation, self.posted = target_pages, grant.generation, have
 
 
 class HandoffSource:
@@ -119,17 +131,11 @@ class HandoffSource:
             self.stale += 1
             return []
         if isinstance(message, Decline):
-            return self._close(outgoing, failure=message.reason, withdraw=False)
+            return self._close(outgoing, failure=message.failed, withdraw=False)
         try:
-            target_pages = unpack_ids(message.pages)
+            outgoing.accept(message)
         except ValueError as error:
-            return self._drain(outgoing, failure=f"grant of {outgoing.peer} is unreadable: {error}")
-        if len(target_pages) != len(outgoing.source_pages):
-            reason = f"{outgoing.peer} granted {len(target_pages)} pages for {len(outgoing.source_pages)}"
-            return self._drain(outgoing, failure=reason)
-        outgoing.target_pages = target_pages
-        outgoing.generation = message.generation
-        outgoing.posted = min(message.have_tokens // self._page_size, len(target_pages))
+            return self._drain(outgoing, Failed(message=f"{outgoing.peer} granted what cannot be: {error}"))
         if outgoing.phase == "reserving":
             outgoing.phase = "pushing"
         return self._advance(outgoing)
@@ -147,13 +153,13 @@ class HandoffSource:
                 return self._advance(outgoing)
             case PushFailed():
                 outgoing.quiescent = outgoing.quiescent and event.quiescent
-                return self._drain(outgoing, failure=f"pushing to {outgoing.peer} failed: {event.reason}")
+                return self._drain(outgoing, _unavailable(f"pushing to {outgoing.peer} failed: {event.reason}"))
 
     def peers_gone(self, alive: Iterable[tuple[InstanceId, Incarnation]]) -> list[Output]:
         """Only `alive` remain: handoffs to others cannot succeed. Their pushes end through their own events."""
         known = set(alive)
         gone = [out for out in self._by_key.values() if (out.peer, out.incarnation) not in known]
-        return [output for out in gone for output in self._drain(out, failure=f"{out.peer} left the fleet")]
+        return [output for out in gone for output in self._drain(out, _unavailable(f"{out.peer} left the fleet"))]
 
     def _advance(self, outgoing: _Outgoing) -> list[Output]:
         if outgoing.phase == "draining":
@@ -186,7 +192,7 @@ class HandoffSource:
         self._by_ticket[ticket] = outgoing
         return Push(ticket, outgoing.peer, outgoing.incarnation, outgoing.source_pages[span], target_pages[span])
 
-    def _drain(self, outgoing: _Outgoing, failure: str | None) -> list[Output]:
+    def _drain(self, outgoing: _Outgoing, failure: Failed | None) -> list[Output]:
         if outgoing.phase != "draining":
             outgoing.phase = "draining"
             outgoing.failure = failure
@@ -198,7 +204,11 @@ class HandoffSource:
         # Withdraw is the promise that nothing is under way: without proof it must not be given.
         return self._close(outgoing, outgoing.failure, withdraw=outgoing.quiescent)
 
-    def _close(self, outgoing: _Outgoing, failure: str | None, withdraw: bool) -> list[Output]:
+    def _close(self, outgoing: _Outgoing, failure: Failed | None, withdraw: bool) -> list[Output]:
         del self._by_key[outgoing.key]
         closed = SourceClosed(outgoing.key, failure, outgoing.quiescent)
         return [Send(outgoing.peer, Withdraw(key=outgoing.key)), closed] if withdraw else [closed]
+
+
+def _unavailable(message: str) -> Failed:
+    return Failed.of(Unavailable(message))

@@ -11,7 +11,7 @@ A cancelled reservation keeps its pages until the writer says that it has draine
 
 from dataclasses import dataclass
 
-from common.ids import Generation, InstanceId, Int32Array, Key, pack_ids
+from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, pack_ids
 from common.instance.ports import Send
 from common.messages import Grant, Handoff
 from common.pages.pool import Lease
@@ -19,10 +19,11 @@ from common.pages.pool import Lease
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """prompt_pages of the lease await KV; the rest is room for the answer."""
+    """prompt_pages of the lease await KV; the rest is room for the answer. source, incarnation: the writer."""
 
     key: Key
     source: InstanceId
+    incarnation: Incarnation
     generation: Generation
     lease: Lease
     prompt_pages: int
@@ -45,12 +46,12 @@ class HandoffTarget:
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
 
-    def grant(self, key: Key, source: InstanceId, lease: Lease, prompt_pages: int) -> Send:
+    def grant(self, key: Key, source: InstanceId, incarnation: Incarnation, lease: Lease, prompt_pages: int) -> Send:
         """Open a reservation over `lease` and tell `source` where to write."""
         assert key not in self._by_key, f"{key} is reserved twice"
         assert prompt_pages <= len(lease)
         self._generations += 1
-        reservation = Reservation(key, source, Generation(self._generations), lease, prompt_pages)
+        reservation = Reservation(key, source, incarnation, Generation(self._generations), lease, prompt_pages)
         self._by_key[key] = reservation
         pages: Int32Array = lease.pages[:prompt_pages]
         return Send(source, Grant(key=key, generation=reservation.generation, pages=pack_ids(pages)))

@@ -6,13 +6,14 @@ its progress thread, which would spin on a core. Measured behaviour that shapes 
 - `transfer` copies inside the call on many links: tickets are posted in slices, so that a call is short.
 - A handle must be polled to its end, also after a failure: NIXL cannot abort, and releasing a handle does not stop it.
 - A cut link is reported only with TCP_USER_TIMEOUT, which in turn wants the receiver to poll more often than that.
+- A peer is removed only when nothing is in flight to it: before, its handles would fail while their bytes flow on.
 
 NIXL: https://github.com/ai-dynamo/nixl, API of 1.5.
 """
 
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,21 @@ SLICE_BYTES = 16 * 2**20
 SLICES_IN_FLIGHT = 4
 SILENCE_S = 10
 """A peer that acknowledges nothing for so long is lost."""
-ENGINE_CONFIG = "TCP_USER_TIMEOUT={silence_s}s,POSIX_ERROR_HANDLING=y"
-"""Silence is reported, and shared memory on one host is used with failures reported."""
+ENGINE_CONFIG = "TCP_USER_TIMEOUT={silence_s}s,POSIX_ERROR_HANDLING=y,MAX_RMA_RAILS=1"
+"""Silence is reported. Shared memory is used on one host, with failures reported. One rail: UCX 1.23 corrupts its heap when one
+of two TCP rails times out and the other lives on. UCX_MAX_RMA_RAILS=2 in the environment wins, for hosts that need the bandwidth."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """in_flight: handles that have not ended. dead: NIXL has said that the peer is disconnected."""
+
+    agent: str
+    address: int
+    device: int
+    memory: str
+    in_flight: int = 0
+    dead: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -39,19 +53,11 @@ class _Pushing:
     """A ticket on its way: slices still to post, and handles that have not ended. failure: why no further slice is posted."""
 
     ticket: Ticket
-    peer: "_Peer"
+    peer: _Peer
     slices: deque[Int64Array]
     handles: list[Any] = field(default_factory=list)
     failure: str | None = None
     quiescent: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    agent: str
-    address: int
-    device: int
-    memory: str
 
 
 class NixlTransport:
@@ -71,6 +77,7 @@ class NixlTransport:
         self._region: MemoryRegion | None = None
         self._registered: Any = None
         self._peers: dict[str, _Peer] = {}
+        self._leaving: dict[str, _Peer] = {}  # closed, with handles in flight
         self._pushing: dict[Ticket, _Pushing] = {}
         self._events: list[TransportEvent] = []
 
@@ -83,15 +90,11 @@ class NixlTransport:
 
     def connect(self, pool: PoolDescriptor) -> str:
         if pool.agent not in self._peers:
-            memory, device = _memory_of(pool.device)
-            with self._translated(f"connect to {pool.agent}"):
-                name = self._agent.add_remote_agent(pool.wire)
-                known = name.decode() if isinstance(name, bytes) else str(name)
-                if known != pool.agent:
-                    self._agent.remove_remote_agent(known)
-                    raise TransferError(f"the descriptor of {pool.agent} belongs to {known}")
-                self._agent.make_connection(pool.agent)
-            self._peers[pool.agent] = _Peer(pool.agent, pool.address, device, memory)
+            leaving = self._leaving.get(pool.agent)
+            if leaving is not None and leaving.dead:
+                raise TransferError(f"the former link to {pool.agent} has not ended")
+            self._peers[pool.agent] = leaving or self._add(pool)
+            self._leaving.pop(pool.agent, None)
         return "NIXL UCX"
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
@@ -108,6 +111,7 @@ class NixlTransport:
             self._agent.get_new_notifs()
         for pushing in list(self._pushing.values()):
             self._advance(pushing)
+        self._forget_drained()
         events, self._events = self._events, []
         return events
 
@@ -117,9 +121,8 @@ class NixlTransport:
                 pushing.failure = pushing.failure or "the link was closed"
                 pushing.slices.clear()
         for name in [name for name in self._peers if agent in (None, name)]:
-            del self._peers[name]
-            with self._ignoring_errors():
-                self._agent.remove_remote_agent(name)
+            self._leaving[name] = self._peers.pop(name)
+        self._forget_drained()
         if agent is None and self._registered is not None:
             with self._ignoring_errors():
                 self._agent.deregister_memory(self._registered)
@@ -127,39 +130,47 @@ class NixlTransport:
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
+    def _add(self, pool: PoolDescriptor) -> _Peer:
+        memory, device = _memory_of(pool.device)
+        with self._translated(f"connect to {pool.agent}"):
+            name = self._agent.add_remote_agent(pool.wire)
+            known = name.decode() if isinstance(name, bytes) else str(name)
+            if known != pool.agent:
+                if known not in self._peers and known not in self._leaving:
+                    self._agent.remove_remote_agent(known)
+                raise TransferError(f"the descriptor of {pool.agent} belongs to {known}")
+            self._agent.make_connection(pool.agent)
+        return _Peer(pool.agent, pool.address, device, memory)
+
+    def _forget_drained(self) -> None:
+        """Remove the closed peers to which nothing is in flight any more."""
+        for name in [name for name, peer in self._leaving.items() if not peer.in_flight]:
+            del self._leaving[name]
+            with self._ignoring_errors():
+                self._agent.remove_remote_agent(name)
+
     def _post(self, pushing: _Pushing) -> None:
         while pushing.slices and len(pushing.handles) < SLICES_IN_FLIGHT and pushing.failure is None:
-            runs = pushing.slices.popleft()
             try:
-                handle = self._start(pushing.peer, runs)
+                handle = self._prepare(pushing.peer, pushing.slices.popleft())
             except self._errors as error:
-                self._fail(pushing, error)
-            else:
-                if handle is not None:
-                    pushing.handles.append(handle)
+                self._refuse(pushing, error)
+                return
+            pushing.handles.append(handle)
+            pushing.peer.in_flight += 1
+            self._settle(pushing, handle, self._agent.transfer)
 
-    def _start(self, peer: _Peer, runs: Int64Array) -> Any | None:
-        """Post one slice; the handle while it is in flight, None when it is done already. Raises NIXL's errors."""
+    def _prepare(self, peer: _Peer, runs: Int64Array) -> Any:
+        """The handle of one slice; nothing is under way yet. Raises NIXL's errors, such as for memory outside of a pool."""
         assert self._region is not None, "register comes before push"
         memory, device = _memory_of(self._region.device)
         source = self._agent.get_xfer_descs(_descriptors(runs[:, 0] + self._region.address, runs[:, 2], device), memory)
         target = self._agent.get_xfer_descs(_descriptors(runs[:, 1] + peer.address, runs[:, 2], peer.device), peer.memory)
-        handle = self._agent.initialize_xfer("WRITE", source, target, peer.agent)
-        if self._agent.transfer(handle) == "DONE":
-            self._agent.release_xfer_handle(handle)
-            return None
-        return handle
+        return self._agent.initialize_xfer("WRITE", source, target, peer.agent)
 
     def _advance(self, pushing: _Pushing) -> None:
         for handle in list(pushing.handles):
-            try:
-                if self._agent.check_xfer_state(handle) == "PROC":
-                    continue
-            except self._errors as error:
-                self._fail(pushing, error)
-            pushing.handles.remove(handle)
-            with self._ignoring_errors():
-                self._agent.release_xfer_handle(handle)
+            self._settle(pushing, handle, self._agent.check_xfer_state)
         self._post(pushing)
         if pushing.handles:
             return
@@ -170,16 +181,38 @@ class NixlTransport:
             del self._pushing[pushing.ticket]
             self._events.append(RunsDone(pushing.ticket))
 
-    def _fail(self, pushing: _Pushing, error: Exception) -> None:
-        """A slice failed. Only a dead endpoint proves that nothing of it is under way."""
-        kind = type(error).__name__
-        pushing.failure = pushing.failure or f"{kind}: {error}"
+    def _settle(self, pushing: _Pushing, handle: Any, state_of: Callable[[Any], str]) -> None:
+        """Post or check one handle, and let go of it when it has ended."""
+        try:
+            state = state_of(handle)
+        except self._errors as error:
+            self._fail(pushing, error)
+        else:
+            if state == "PROC":
+                return
+            if state != "DONE":
+                self._refuse(pushing, RuntimeError(f"a write is in state {state}"))
+                pushing.quiescent = False
+        pushing.handles.remove(handle)
+        pushing.peer.in_flight -= 1
+        with self._ignoring_errors():
+            self._agent.release_xfer_handle(handle)
+
+    def _refuse(self, pushing: _Pushing, error: Exception) -> None:
+        """Post nothing more of this ticket."""
+        pushing.failure = pushing.failure or f"{type(error).__name__}: {error}"
         pushing.slices.clear()
+
+    def _fail(self, pushing: _Pushing, error: Exception) -> None:
+        """A slice failed under way. Only a dead endpoint proves that nothing of it is under way."""
+        self._refuse(pushing, error)
+        kind, peer = type(error).__name__, pushing.peer
         dead = kind in ("nixlRemoteDisconnectError", "nixlBackendError")
         pushing.quiescent = pushing.quiescent and dead
-        if dead and pushing.peer.agent in self._peers:
-            self._events.append(AgentLost(pushing.peer.agent, kind))
-            self.close(pushing.peer.agent)
+        pass
+        if dead and self._peers.get(peer.agent) is peer:
+            self._events.append(AgentLost(peer.agent, kind))
+            self.close(peer.agent)
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:

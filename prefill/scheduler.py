@@ -22,7 +22,7 @@ import numpy as np
 from common.deadlines import DeadlineWheel
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
-from common.errors import BadRequest, Overloaded, TandemError, Unavailable
+from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
 from common.ids import DETOKENIZER, Incarnation, InstanceId, Int32Array, Key, unpack_ids
 from common.instance.ports import Action, Decision, LinkChanged, PushDone, Send, TransferEvent
 from common.instance.prompts import PromptProgress, next_chunks
@@ -107,8 +107,7 @@ class PrefillScheduler:
         for key in self._deadlines.expired(now):
             request = self._requests.get(key)
             if request is not None:
-                late = Failed(message="the request's deadline passed during prefill", kind="timeout_error", status=504)
-                actions += self._end(request, late)
+                actions += self._end(request, Failed.of(DeadlinePassed("the request's deadline passed during prefill")))
         return actions
 
     def step_done(self, result: StepResult, now: float) -> list[Action]:
@@ -195,8 +194,7 @@ class PrefillScheduler:
         actions = self._apply(self._source.peers_gone(self._decode_instances.items()))
         for request in list(self._waiting.values()):
             if request.decode is not None and self._decode_instances.get(request.decode) != request.decode_incarnation:
-                gone = Failed(message=f"{request.decode} left the fleet", kind=Unavailable.kind, status=Unavailable.status)
-                actions += self._end(request, gone)
+                actions += self._end(request, Failed.of(Unavailable(f"{request.decode} left the fleet")))
         return actions
 
     # --- one request -----------------------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ class PrefillScheduler:
         try:
             request = self._accept(message)
         except TandemError as error:
-            return [_ending(message.key, 0, Failed(message=str(error), kind=error.kind, status=error.status))]
+            return [_ending(message.key, 0, Failed.of(error))]
         self._accepted += 1
         self._requests[request.key] = request
         self._waiting[request.key] = request
@@ -220,6 +218,7 @@ class PrefillScheduler:
             prompt = unpack_ids(message.prompt)
         except ValueError as error:
             raise BadRequest(f"prompt is not a list of token ids: {error}", field="prompt") from error
+        message.sampling.validate()
         model = self._engine.model
         if len(prompt) == 0 or prompt.min() < 0 or prompt.max() >= model.vocab_size:
             raise BadRequest(f"prompt must hold token ids between 0 and {model.vocab_size - 1}", field="prompt")
@@ -318,7 +317,7 @@ class PrefillScheduler:
             # A write that is not proven to have stopped may still read these pages: they never come home in this process.
             self._pages_quarantined += len(request.lease)
             request.lease = None
-        actions = [] if closed.failure is None else self._end(request, Failed(message=closed.failure))
+        actions = [] if closed.failure is None else self._end(request, closed.failure)
         self._release(request)
         return actions
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from common.deadlines import DeadlineWheel
 from common.engine.executor import Executor, StepHandle
 from common.ids import DETOKENIZER, InstanceId
 from common.instance.membership import Membership
@@ -18,6 +19,9 @@ from common.messages import Counters, LinkInfo, LinkState, Peers, Refused, Welco
 
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
+
+ROUTE_MEMORY_S = 60.0
+"""How long a peer that left is still written to: longer than a push to it takes to end."""
 
 M = TypeVar("M")
 
@@ -45,6 +49,7 @@ class InstanceWorker(Generic[M]):
         self._pushes = pushes
         self._in_flight: deque[StepHandle] = deque()
         self._links: dict[InstanceId, LinkInfo] = {}
+        self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._detokenizer = ""
 
     def turn(self, now: float) -> None:
@@ -65,6 +70,8 @@ class InstanceWorker(Generic[M]):
         while self._in_flight and (result := self._in_flight[0].poll()) is not None:
             self._in_flight.popleft()
             self._act(scheduler.step_done(result, now))
+        for gone in self._former.expired(now):
+            self._mail.route(gone, None)
         self._act(scheduler.tick(now))
         self._launch(now)
         self._transfers.expect(scheduler.open_reservations)
@@ -74,7 +81,7 @@ class InstanceWorker(Generic[M]):
     def next_at(self) -> float:
         """When the next turn is due even if nothing happens before."""
         step_ends = self._in_flight[0].ends_s if self._in_flight else None
-        known = (self._scheduler.next_deadline(), step_ends, self._membership.next_at)
+        known = (self._scheduler.next_deadline(), self._former.next_at(), step_ends, self._membership.next_at)
         return min(at for at in known if at is not None)
 
     @property
@@ -116,12 +123,16 @@ class InstanceWorker(Generic[M]):
             self._mail.route(DETOKENIZER, address)
 
     def _meet(self, peers: Peers, now: float) -> None:
-        """The set of peers is new: learn their addresses, forget those of others, and link to them if we write to them."""
+        """The set of peers is new: learn their addresses, and link to them if we write to them.
+
+        The address of a peer that left is kept for a while: it may only have been silent, and wait for our word about its pages.
+        """
         ids = {peer.id for peer in peers.instances}
         for gone in [id for id in self._links if id not in ids]:
             del self._links[gone]
-            self._mail.route(gone, None)
+            self._former.set(gone, now + ROUTE_MEMORY_S)
         for peer in peers.instances:
+            self._former.clear(peer.id)
             self._mail.route(peer.id, peer.inbox)
             known = self._links.get(peer.id)
             if known is None or known.incarnation != peer.incarnation:
@@ -137,8 +148,13 @@ Wait = Callable[[float], None]
 
 
 def run(worker: InstanceWorker[M], wait: Wait, clock: Clock, should_stop: Callable[[], bool]) -> None:
-    """Turn the worker until told to stop. wait: blocks for at most so many seconds, less when something is ready."""
-    while not should_stop():
-        worker.turn(clock())
-        wait(max(0.0, worker.next_at() - clock()))
-    worker.leave()
+    """Turn the worker until told to stop. wait: blocks for at most so many seconds, less when something is ready.
+
+    However it ends, the router is told, so that nobody waits for a heartbeat that will not come.
+    """
+    try:
+        while not should_stop():
+            worker.turn(clock())
+            wait(max(0.0, worker.next_at() - clock()))
+    finally:
+        worker.leave()

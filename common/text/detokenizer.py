@@ -233,4 +233,4 @@ def _missing(answer: _Answer) -> InstanceFailed:
 
 
 def _failed(error: TandemError) -> Failed:
-    return Failed(str(error), kind=error.kind, status=error.status)
+    return Failed.of(error)

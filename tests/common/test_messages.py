@@ -59,7 +59,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.Cancel(key=KEY),
     messages.Reserve(key=KEY, source=PREFILL, prompt=pack_ids([1]), sampling=SAMPLING),
     messages.Grant(key=KEY, generation=Generation(3), pages=pack_ids([5]), have_tokens=16),
-    messages.Decline(key=KEY, reason="full"),
+    messages.Decline(key=KEY, failed=messages.Failed(message="full", status=429)),
     messages.Handoff(key=KEY, generation=Generation(3), first_token=7, pushed_pages=1, pushed_bytes=64),
     messages.Withdraw(key=KEY),
     messages.TokenBatch(

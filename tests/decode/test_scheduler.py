@@ -1,5 +1,8 @@
 """The decode scheduler, as messages and step results in, plans and actions out."""
 
+import msgspec
+import pytest
+
 from common.engine.plan import Plan
 from common.ids import Generation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Decision, Send
@@ -18,7 +21,7 @@ from common.messages import (
     Withdraw,
 )
 from decode.scheduler import FENCE_S, DecodeScheduler
-from tests.builders import EOS, engine, instance, key, result, sampling
+from tests.builders import EOS, LAYOUT, engine, instance, key, result, sampling
 
 ME, ROUTER, WRITER = InstanceId("d"), InstanceId("router"), InstanceId("p")
 
@@ -49,7 +52,14 @@ def deltas(actions: list[Action]) -> list[TokenDelta]:
 
 
 def handoff(grant: Grant, first_token: int = 50) -> Handoff:
-    return Handoff(key=grant.key, generation=grant.generation, first_token=first_token, pushed_pages=2, pushed_bytes=64)
+    pages = len(unpack_ids(grant.pages))
+    return Handoff(
+        key=grant.key,
+        generation=grant.generation,
+        first_token=first_token,
+        pushed_pages=pages,
+        pushed_bytes=pages * LAYOUT.page_bytes,
+    )
 
 
 def reserved(made: DecodeScheduler, name: str = "a", tokens: int = 6, max_new_tokens: int = 4) -> Grant:
@@ -251,11 +261,45 @@ def test_a_request_ends_when_its_deadline_passes() -> None:
 def test_what_cannot_be_served_is_refused_to_whoever_asked() -> None:
     made = scheduler(max_waiting=1)
     (send,) = made.receive(WRITER, reserve("long", 126), 0.0)
-    assert isinstance(send, Send) and isinstance(send.message, Decline) and "too long" in send.message.reason
+    assert isinstance(send, Send) and isinstance(send.message, Decline) and "too long" in send.message.failed.message
     (delta,) = deltas(made.receive(ROUTER, generate("long", 126), 0.0))
     assert isinstance(delta.ending, Failed) and delta.ending.status == 400
     (send,) = made.receive(InstanceId("stranger"), reserve("s", 4), 0.0)
-    assert isinstance(send, Send) and isinstance(send.message, Decline) and "stranger" in send.message.reason
+    assert isinstance(send, Send) and isinstance(send.message, Decline) and "stranger" in send.message.failed.message
     made.receive(ROUTER, generate("a", 5), 0.0)
     (delta,) = deltas(made.receive(ROUTER, generate("b", 5), 0.0))
     assert isinstance(delta.ending, Failed) and delta.ending.status == 429
+    (send,) = made.receive(WRITER, reserve("c", 4), 0.0)
+    assert isinstance(send, Send) and isinstance(send.message, Decline) and send.message.failed.status == 429
+
+
+@pytest.mark.parametrize("change", [{"max_new_tokens": 0}, {"max_new_tokens": -100}, {"max_new_tokens": 1}, {"seed": 2**63}])
+def test_a_reservation_with_absurd_limits_is_declined(change: dict[str, int]) -> None:
+    made = scheduler()
+    absurd = msgspec.structs.replace(sampling(), **change)
+    (send,) = made.receive(WRITER, msgspec.structs.replace(reserve("a", 5), sampling=absurd), 0.0)
+    assert isinstance(send, Send) and isinstance(send.message, Decline) and send.message.failed.status == 400
+    assert_all_home(made)
+
+
+@pytest.mark.parametrize(
+    "change", [{"first_token": 10**6}, {"first_token": -1}, {"pushed_pages": 2**64 - 1}, {"pushed_bytes": 3}]
+)
+def test_a_handoff_that_does_not_fit_its_reservation_fails_its_request_only(change: dict[str, int]) -> None:
+    made = scheduler()
+    grant = reserved(made)
+    (delta,) = deltas(made.receive(WRITER, msgspec.structs.replace(handoff(grant), **change), 0.1))
+    assert isinstance(delta.ending, Failed) and delta.first == 1
+    assert_all_home(made)
+    made.receive(WRITER, handoff(reserved(made, "b")), 0.2)
+    assert planned(made.decide(0.2)).decode_rows.tolist() == [0]
+
+
+def test_a_writer_that_was_only_silent_keeps_its_reservations() -> None:
+    made = scheduler()
+    grant = reserved(made)
+    made.receive(ROUTER, Peers(instances=()), 1.0)
+    made.receive(ROUTER, Peers(instances=(instance("p", "prefill"),)), 5.0)
+    assert made.tick(1.0 + 2 * FENCE_S) == []
+    made.receive(WRITER, handoff(grant), 40.0)
+    assert len(planned(made.decide(40.0)).decode_rows) == 1

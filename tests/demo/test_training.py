@@ -63,4 +63,4 @@ def test_muon_steps_are_orthogonal() -> None:
     optimizer.step(0.1)
     singular = torch.linalg.svdvals(weight.detach().float())
     assert torch.linalg.svdvals(weight_grad)[0] > 4 * torch.linalg.svdvals(weight_grad)[-1]
-    assert 0.06 < singular.min() and singular.max() < 0.13, "every direction moves about as far as the rate says"
+    assert singular.min() > 0.06 and singular.max() < 0.13, "every direction moves about as far as the rate says"

@@ -47,9 +47,15 @@ class PushRuns(Line, frozen=True):
 
 
 class Fill(Line, frozen=True):
-    """Fill the pool with the bytes of this seed."""
+    """Fill the pool with `random_bytes` of this seed."""
 
     seed: int
+
+
+class Wipe(Line, frozen=True):
+    """Set every byte of the pool to this value."""
+
+    value: int
 
 
 class Dump(Line, frozen=True):
@@ -68,7 +74,7 @@ class End(Line, frozen=True):
     """Close everything and exit."""
 
 
-Command: TypeAlias = Connect | PushRuns | Fill | Dump | Close | End
+Command: TypeAlias = Connect | PushRuns | Fill | Wipe | Dump | Close | End
 
 
 class Started(Line, frozen=True):
@@ -156,7 +162,7 @@ class AgentProcess:
                     return
                 say(self._obey(command))
 
-    def _obey(self, command: Connect | PushRuns | Fill | Dump | Close) -> Answer:
+    def _obey(self, command: Connect | PushRuns | Fill | Wipe | Dump | Close) -> Answer:
         try:
             match command:
                 case Connect():
@@ -166,6 +172,8 @@ class AgentProcess:
                     self._transport.push(Ticket(command.ticket), command.agent, runs)
                 case Fill():
                     self._pool[:] = random_bytes(command.seed, len(self._pool))
+                case Wipe():
+                    self._pool[:] = command.value
                 case Dump():
                     Path(command.path).write_bytes(self._pool.tobytes())
                 case Close():
@@ -199,4 +207,5 @@ def say(line: Report) -> None:
 if __name__ == "__main__":
     os.dup2(1, REPORTS)
     os.dup2(2, 1)  # UCX logs to stdout
+    sys.modules["torch"] = None  # type: ignore[assignment]  # NIXL would import it to ask for CUDA, which takes seconds
     AgentProcess(int(sys.argv[1]), int(sys.argv[2])).run()

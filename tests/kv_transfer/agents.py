@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -37,6 +37,7 @@ from tests.kv_transfer.agent_process import (
     PushRuns,
     Report,
     Started,
+    Wipe,
     pool_descriptor,
     random_bytes,
 )
@@ -59,6 +60,9 @@ class Agent(Protocol):
     def fill(self, seed: int) -> None:
         """Fill the pool with `random_bytes(seed, pool_bytes)`."""
 
+    def wipe(self, value: int) -> None:
+        """Set every byte of the pool."""
+
     def memory(self) -> Bytes:
         """A copy of the pool."""
 
@@ -79,10 +83,11 @@ class Agent(Protocol):
 class Backend(Protocol):
     """Makes agents that can reach each other."""
 
-    def start(self, pool_bytes: int) -> Agent: ...
+    def start(self, *pool_bytes: int) -> Sequence[Agent]:
+        """An agent for each pool."""
 
     def finish(self) -> None:
-        """End every agent."""
+        """End every agent that is alive. Raises AssertionError when one leaves something behind."""
 
 
 # --- in this process ---------------------------------------------------------------------------------------------------------
@@ -101,6 +106,9 @@ class MemoryAgent:
 
     def fill(self, seed: int) -> None:
         self._bytes[:] = random_bytes(seed, self.pool_bytes)
+
+    def wipe(self, value: int) -> None:
+        self._bytes[:] = value
 
     def memory(self) -> Bytes:
         return self._bytes.copy()
@@ -128,9 +136,10 @@ class MemoryBackend:
         self._network = MemoryNetwork()
         self._agents: list[MemoryAgent] = []
 
-    def start(self, pool_bytes: int) -> MemoryAgent:
-        self._agents.append(MemoryAgent(self._network, pool_bytes))
-        return self._agents[-1]
+    def start(self, *pool_bytes: int) -> list[MemoryAgent]:
+        agents = [MemoryAgent(self._network, each) for each in pool_bytes]
+        self._agents += agents
+        return agents
 
     def finish(self) -> None:
         for agent in self._agents:
@@ -147,7 +156,6 @@ class NixlAgent:
         self.pool_bytes = pool_bytes
         self._dump = folder / f"pool-{number}"
         self._stderr = folder / f"stderr-{number}"
-        self._before = set(os.listdir("/dev/shm"))
         with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.kv_transfer.agent_process", str(pool_bytes), str(silence_s)],
@@ -169,12 +177,11 @@ class NixlAgent:
         assert isinstance(answer, Started)
         self.pool = answer.pool
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def fill(self, seed: int) -> None:
         self._do(Fill(seed=seed))
+
+    def wipe(self, value: int) -> None:
+        self._do(Wipe(value=value))
 
     def memory(self) -> Bytes:
         self._do(Dump(path=str(self._dump)))
@@ -188,41 +195,53 @@ class NixlAgent:
     def push(self, ticket: int, agent: str, runs: Int64Array) -> None:
         self._do(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
 
-    def push_soon(self, ticket: int, agent: str, runs: Int64Array) -> None:
-        """Command the push and do not wait until it is posted; `posted` does."""
-        self._write(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
+    def push_many(self, tickets: Iterable[int], agent: str, runs: Int64Array) -> None:
+        """Push the same runs again and again, without waiting until they are posted. Call `posted` for each of them."""
+        for ticket in tickets:
+            self._write(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
 
     def posted(self) -> None:
-        """The command of push_soon is carried out."""
+        """Wait until one push of push_many is posted."""
         self._accepted()
 
     def events(self, timeout_s: float) -> list[TransportEvent]:
         try:
             events = [self._news.get(timeout=timeout_s)]
-            while True:
-                events.append(self._news.get_nowait())
         except queue.Empty:
-            return events if "events" in locals() else []
+            return []
+        return events + [self._news.get_nowait() for _ in range(self._news.qsize())]
 
     def close(self, agent: str | None = None) -> None:
         self._do(Close(agent=agent))
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process; after SIGKILL it is gone."""
-        os.kill(self._process.pid, number)
-        if number == signal.SIGKILL:
-            self._process.wait(WAIT_S)
-            self._release()
+    def stop(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
 
     def end(self) -> None:
         if self._gone:
             return
+        maps = Path(f"/proc/{self._process.pid}/maps").read_text()
+        shared = {path for path in maps.split() if path.startswith("/dev/shm/")}
         self._do(End())
         status = self._process.wait(WAIT_S)
         self._release()
-        stderr = self._stderr.read_text()
-        assert status == 0, f"an agent ended with {status}: {stderr}"
-        assert not stderr, f"an agent complained: {stderr}"
+        assert status == 0, f"an agent ended with {status}: {self.complaints()}"
+        left = [path for path in shared if Path(path).exists()]
+        assert not left, f"an agent has left {left}"
+
+    def complaints(self) -> str:
+        """What it and its libraries have written to stderr and stdout."""
+        return self._stderr.read_text()
+
+    def kill(self) -> None:
+        """End the process at once, whatever state it is in."""
+        if not self._gone:
+            self._process.kill()
+            self._process.wait(WAIT_S)
+            self._release()
 
     def _release(self) -> None:
         self._gone = True
@@ -248,7 +267,7 @@ class NixlAgent:
 
     def _answer(self) -> Started | Answer:
         answer = self._answers.get(timeout=WAIT_S)
-        assert answer is not None, f"the agent has died: {self._process.wait(WAIT_S)}: {self._stderr.read_text()}"
+        assert answer is not None, f"the agent has died: {self._process.wait(WAIT_S)}: {self.complaints()}"
         return answer
 
     def _read(self) -> None:
@@ -282,22 +301,36 @@ class NixlBackend:
             self._environment["UCX_MODULES"] = "^ib"
         self._agents: list[NixlAgent] = []
 
-    def start(self, pool_bytes: int) -> NixlAgent:
-        agent = NixlAgent(self._folder, len(self._agents), pool_bytes, self._silence_s, self._environment)
-        self._agents.append(agent)
-        agent.started()
-        return agent
+    def start(self, *pool_bytes: int) -> list[NixlAgent]:
+        agents = []
+        for each in pool_bytes:  # their processes start side by side
+            agents.append(NixlAgent(self._folder, len(self._agents), each, self._silence_s, self._environment))
+            self._agents.append(agents[-1])
+        for agent in agents:
+            agent.started()
+        return agents
 
     def finish(self) -> None:
-        for agent in self._agents:
-            agent.end()
+        try:
+            for agent in self._agents:
+                agent.end()
+        finally:
+            for agent in self._agents:
+                agent.kill()
 
 
-def outcome(agent: Agent, ticket: int, timeout_s: float = WAIT_S) -> RunsDone | RunsFailed:
-    """How a ticket ended; what else is reported meanwhile is dropped."""
+def done(ticket: int) -> RunsDone:
+    return RunsDone(Ticket(ticket))
+
+
+def outcomes(agent: Agent, tickets: Iterable[int], timeout_s: float = WAIT_S) -> dict[int, RunsDone | RunsFailed]:
+    """How each ticket ended. Raises AssertionError for one that does not end, that ends twice or that nobody asked for."""
     until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
+    open_tickets, ended = set(tickets), dict[int, RunsDone | RunsFailed]()
+    while open_tickets:
+        assert time.monotonic() < until, f"tickets {sorted(open_tickets)} did not end within {timeout_s:g} s"
         for event in agent.events(until - time.monotonic()):
-            if isinstance(event, RunsDone | RunsFailed) and event.ticket == ticket:
-                return event
-    raise AssertionError(f"ticket {ticket} did not end within {timeout_s:g} s")
+            if isinstance(event, RunsDone | RunsFailed):
+                open_tickets.remove(event.ticket)
+                ended[event.ticket] = event
+    return ended

@@ -1,11 +1,12 @@
 """The sending end of the handoff, as messages in and actions out."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from common.ids import Generation, Incarnation, InstanceId, Ticket, pack_ids
 from common.instance.ports import Push, PushDone, PushFailed, Send
-from common.messages import Decline, Grant, Handoff, Reserve, Withdraw
+from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
 from kv_transfer.handoff_source import HandoffSource, Output, SourceClosed
 from tests.builders import key, sampling
 
@@ -20,6 +21,10 @@ def opened() -> HandoffSource:
     reserve = Reserve(key=key(), source=ME, prompt=pack_ids(range(10)), sampling=sampling())
     assert source.open(reserve, PEER, LIFE, SOURCE_PAGES) == [Send(PEER, reserve)]
     return source
+
+
+def unavailable(message: str) -> Failed:
+    return Failed(message=message, kind="unavailable_error", status=503)
 
 
 def grant(pages: tuple[int, ...] = (20, 21, 22), have_tokens: int = 0) -> Grant:
@@ -90,7 +95,7 @@ def test_a_failed_push_that_is_drained_withdraws_and_reports_the_reason() -> Non
     source.computed(key(), 8)
     assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=True)) == []
     outputs = source.transfer_ended(done(2))
-    assert outputs == [Send(PEER, Withdraw(key=key())), SourceClosed(key(), "pushing to d failed: cable", True)]
+    assert outputs == [Send(PEER, Withdraw(key=key())), SourceClosed(key(), unavailable("pushing to d failed: cable"), True)]
 
 
 def test_a_failed_push_that_may_still_write_never_withdraws() -> None:
@@ -98,12 +103,29 @@ def test_a_failed_push_that_may_still_write_never_withdraws() -> None:
     source.receive(PEER, grant())
     source.computed(key(), 4)
     outputs = source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False))
-    assert outputs == [SourceClosed(key(), "pushing to d failed: cable", quiescent=False)]
+    assert outputs == [SourceClosed(key(), unavailable("pushing to d failed: cable"), quiescent=False)]
 
 
 def test_a_decline_closes_with_its_reason() -> None:
     source = opened()
-    assert source.receive(PEER, Decline(key=key(), reason="full")) == [SourceClosed(key(), "full", True)]
+    full = Failed(message="full", kind="overloaded_error", status=429)
+    assert source.receive(PEER, Decline(key=key(), failed=full)) == [SourceClosed(key(), full, True)]
+
+
+@pytest.mark.parametrize("have_tokens", [-4, -12, 3, 16])
+def test_a_grant_of_pages_that_cannot_be_there_is_refused(have_tokens: int) -> None:
+    source = opened()
+    source.computed(key(), 8)
+    withdraw, closed = source.receive(PEER, msgspec.structs.replace(grant(), have_tokens=have_tokens))
+    assert withdraw == Send(PEER, Withdraw(key=key()))
+    assert isinstance(closed, SourceClosed) and "have_tokens" in str(closed.failure)
+
+
+def test_pages_that_the_peer_has_are_not_pushed() -> None:
+    source = opened()
+    source.receive(PEER, msgspec.structs.replace(grant(), have_tokens=8))
+    assert pushes(source.computed(key(), 8)) == []
+    assert pushes(source.sampled(key(), 5)) == [([12], [22])]
 
 
 @pytest.mark.parametrize("pages", [(20, 21), (20, 21, 22, 23)])
@@ -131,4 +153,4 @@ def test_the_handoffs_to_a_peer_that_left_fail() -> None:
     source = opened()
     assert source.peers_gone([(PEER, LIFE)]) == []
     outputs = source.peers_gone([(PEER, Incarnation("2"))])
-    assert outputs[-1] == SourceClosed(key(), "d left the fleet", True)
+    assert outputs[-1] == SourceClosed(key(), unavailable("d left the fleet"), True)

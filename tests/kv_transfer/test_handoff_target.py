@@ -1,19 +1,19 @@
 """The receiving end of the handoff: generations, fences and leases."""
 
-from common.ids import Generation, InstanceId, pack_ids
+from common.ids import Generation, Incarnation, InstanceId, pack_ids
 from common.messages import Grant, Handoff
 from common.pages.pool import Lease, PagePool
 from kv_transfer.handoff_target import HandoffTarget
 from tests.builders import key
 
-WRITER, OTHER = InstanceId("p"), InstanceId("q")
+WRITER, OTHER, LIFE = InstanceId("p"), InstanceId("q"), Incarnation("1")
 
 
 def granted() -> tuple[HandoffTarget, PagePool, Lease, Grant]:
     pool, target = PagePool(8), HandoffTarget()
     lease = pool.lease(3)
     assert lease is not None
-    send = target.grant(key(), WRITER, lease, prompt_pages=2)
+    send = target.grant(key(), WRITER, LIFE, lease, prompt_pages=2)
     assert send.to == WRITER and isinstance(send.message, Grant)
     return target, pool, lease, send.message
 
@@ -54,7 +54,7 @@ def test_generations_are_never_used_twice() -> None:
     assert reservation is not None
     lease = pool.lease(2)
     assert lease is not None
-    again = target.grant(key(), WRITER, lease, prompt_pages=2).message
+    again = target.grant(key(), WRITER, LIFE, lease, prompt_pages=2).message
     assert isinstance(again, Grant) and again.generation != grant.generation
 
 

@@ -89,29 +89,30 @@ class Network:
 
 
 class Post(Generic[M]):
-    """Implements `common.instance.ports.Mail` over the network."""
+    """Implements `common.instance.ports.Mail` over the network. routes: who can be written to; what goes to others is lost."""
 
-    def __init__(self, me: InstanceId, inbox: Any, network: Network) -> None:
+    def __init__(self, me: InstanceId, inbox: Any, network: Network, *routes: InstanceId) -> None:
         self._me = me
         self._network = network
+        self._routes = set(routes)
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
+        self.messages_lost: dict[str, int] = {"no route": 0}
+        self.frames_refused: dict[str, int] = {}
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
-        self._network.post(self._me, to, message)
+        if to in self._routes:
+            self._network.post(self._me, to, message)
+        else:
+            self.messages_lost["no route"] += 1
 
     def receive(self) -> list[tuple[InstanceId, M]]:
         return [(letter.sender, self._decoder.decode(letter.body)) for letter in self._network.take(self._me)]
 
     def route(self, to: InstanceId, address: str | None) -> None:
-        """Everyone can be reached by name here."""
-
-    @property
-    def frames_refused(self) -> dict[str, int]:
-        return {}
-
-    @property
-    def messages_lost(self) -> dict[str, int]:
-        return {}
+        if address is None:
+            self._routes.discard(to)
+        else:
+            self._routes.add(to)
 
 
 class Observer:
@@ -168,7 +169,7 @@ class Instance:
         kind = PrefillScheduler if role == "prefill" else DecodeScheduler
         self.scheduler = kind(self.id, engine, chunk_tokens=8, max_waiting=64, request_timeout_s=60.0)
         inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
-        mail: Mail[Any] = Post(self.id, inbox, network)
+        mail: Mail[Any] = Post(self.id, inbox, network, ROUTER)
         self.worker: InstanceWorker[Any] = InstanceWorker(
             Membership(info, startup_timeout_s=5.0, now=0.0),
             self.scheduler,
@@ -228,11 +229,13 @@ class Fleet:
         self.memory = MemoryNetwork()
         self.observer = Observer()
         self.router = RouterCore(Incarnation("router-1"), "tcp://127.0.0.1:2", config or RouterConfig(), self.observer)
-        self._router_mail: Post[RouterInbox] = Post(ROUTER, RouterInbox, self.network)
         self.detokenizer = Detokenizer(words_tokenizer())
-        self._detokenizer_mail: Post[DetokenizerInbox] = Post(DETOKENIZER, DetokenizerInbox, self.network)
+        self._detokenizer_mail: Post[DetokenizerInbox] = Post(DETOKENIZER, DetokenizerInbox, self.network, ROUTER)
         names: list[tuple[str, Role]] = [(f"prefill-{n}", "prefill") for n in range(prefill)]
         names += [(f"decode-{n}", "decode") for n in range(decode)]
+        self._router_mail: Post[RouterInbox] = Post(
+            ROUTER, RouterInbox, self.network, DETOKENIZER, *(InstanceId(name) for name, _ in names)
+        )
         self.instances = {
             name: Instance(name, role, self.clock, self.network, self.memory, pages, rows, cost) for name, role in names
         }
@@ -249,6 +252,14 @@ class Fleet:
     def leave(self, name: str) -> None:
         """The client of a request hangs up."""
         self._send(self.router.cancel([RequestId(name)], self.clock.now))
+
+    def pause(self, name: str, seconds: float) -> None:
+        """The instance does nothing for so long, as a stopped process; what is sent to it waits."""
+        paused = self.instances.pop(name)
+        ends = self.clock.now + seconds
+        while self.clock.now < ends:
+            self.turn()
+        self.instances[name] = paused
 
     def turn(self) -> None:
         self.clock.now += TURN_S

@@ -1,5 +1,7 @@
 """The prefill scheduler, as messages and step results in, plans and actions out."""
 
+import msgspec
+
 from common.engine.plan import Plan
 from common.ids import Generation, InstanceId, Key, Ticket, pack_ids, unpack_ids
 from common.instance.ports import Action, Push, PushDone, PushFailed, Send
@@ -198,8 +200,9 @@ def test_a_declined_request_fails_with_the_reason() -> None:
     made = scheduler()
     made.receive(ROUTER, generate("a", 4), 0.0)
     decision = made.decide(0.0)
-    (delta,) = deltas(made.receive(DECODE, Decline(key=key("a"), reason="too long for d"), 0.1))
-    assert delta.ending == Failed(message="too long for d")
+    too_long = Failed(message="too long for d", kind="invalid_request_error", status=400)
+    (delta,) = deltas(made.receive(DECODE, Decline(key=key("a"), failed=too_long), 0.1))
+    assert delta.ending == too_long
     made.step_done(result(decision.plan, [5]), 0.2)
     assert_all_home(made)
 
@@ -238,6 +241,8 @@ def test_what_cannot_be_served_is_refused_with_a_reason() -> None:
     assert refusal(made, bad).status == 400
     assert refusal(made, empty).status == 400
     assert "too long" in refusal(made, generate("a", 129)).message
+    absurd = msgspec.structs.replace(generate("a", 5), sampling=sampling(max_new_tokens=0))
+    assert "max_tokens" in refusal(made, absurd).message
     assert "cannot decode" in refusal(made, generate("a", 5, decode=None)).message
     assert refusal(made, generate("a", 5, decode=InstanceId("nobody"))).status == 503
     made.receive(ROUTER, generate("a", 5), 0.0)

@@ -12,7 +12,7 @@ from common.errors import PeerRefused
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
 from common.instance.membership import HEARTBEATS_PER_REGISTER, Membership
 from common.instance.ports import LinkChanged, Push, TransferEvent
-from common.instance.worker import InstanceWorker
+from common.instance.worker import ROUTE_MEMORY_S, InstanceWorker
 from common.messages import (
     AnyMessage,
     Generate,
@@ -173,8 +173,21 @@ def test_links_are_reported_as_they_change() -> None:
     rig.transfers.events.append(LinkChanged(ready))
     rig.worker.turn(0.1)
     beats = [message for _, message in rig.mail.sent if isinstance(message, Heartbeat)]
-    assert (beats[-1].counters.frames_refused, beats[-1].counters.messages_lost) == (3, 4)
     assert beats and beats[-1].links == (ready,)
+    assert (beats[-1].counters.frames_refused, beats[-1].counters.messages_lost) == (3, 4)
     rig.mail.sent.clear()
     assert rig.turn(0.2, Peers(instances=())) == ["Heartbeat"]
-    assert rig.transfers.peers == [] and rig.mail.routes[InstanceId("d")] is None
+    assert rig.transfers.peers == []
+
+
+def test_a_peer_that_left_can_be_written_to_for_a_while() -> None:
+    """It may only have been silent, and wait for the word that brings its pages home."""
+    rig = Rig()
+    there, gone = Peers(instances=(instance("d", "decode"),)), Peers(instances=())
+    rig.turn(0.0, WELCOME, there)
+    rig.turn(1.0, gone)
+    rig.turn(2.0, there)
+    rig.turn(100.0, gone)
+    assert rig.mail.routes[InstanceId("d")] is not None
+    rig.worker.turn(100.0 + ROUTE_MEMORY_S)
+    assert rig.mail.routes[InstanceId("d")] is None
