@@ -33,19 +33,18 @@ SILENCE_S = 10
 """A peer that acknowledges nothing for so long is lost."""
 ENGINE_CONFIG = "TCP_USER_TIMEOUT={silence_s}s,POSIX_ERROR_HANDLING=y,MAX_RMA_RAILS=1"
 """Silence is reported. Shared memory is used on one host, with failures reported. One rail: UCX 1.23 corrupts its heap when one
-of two TCP rails times out and the other lives on. UCX_MAX_RMA_RAILS=2 in the environment wins, for hosts that need the bandwidth."""
+of two TCP rails times out and the other lives on. UCX_MAX_RMA_RAILS=2 in the environment wins, where bandwidth needs it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """in_flight: handles that have not ended. dead: NIXL has said that the peer is disconnected."""
+    """in_flight: handles that have not ended."""
 
     agent: str
     address: int
     device: int
     memory: str
     in_flight: int = 0
-    dead: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +89,7 @@ class NixlTransport:
 
     def connect(self, pool: PoolDescriptor) -> str:
         if pool.agent not in self._peers:
-            leaving = self._leaving.get(pool.agent)
-            if leaving is not None and leaving.dead:
-                raise TransferError(f"the former link to {pool.agent} has not ended")
-            self._peers[pool.agent] = leaving or self._add(pool)
-            self._leaving.pop(pool.agent, None)
+            self._peers[pool.agent] = self._leaving.pop(pool.agent, None) or self._add(pool)
         return "NIXL UCX"
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
@@ -209,7 +204,6 @@ class NixlTransport:
         kind, peer = type(error).__name__, pushing.peer
         dead = kind in ("nixlRemoteDisconnectError", "nixlBackendError")
         pushing.quiescent = pushing.quiescent and dead
-        pass
         if dead and self._peers.get(peer.agent) is peer:
             self._events.append(AgentLost(peer.agent, kind))
             self.close(peer.agent)

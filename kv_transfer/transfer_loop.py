@@ -15,24 +15,31 @@ from common.ids import InstanceId, Ticket
 from common.instance.ports import LinkChanged, Push, PushDone, PushFailed, TransferEvent
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.runs import check_pages, mismatch, plan_runs
+from kv_transfer.runs import check_pages, check_pool, mismatch, plan_runs
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
 
-PUSH_S = 10.0
+STALL_S = 10.0
 SLOWEST_BYTES_PER_S = 10 * 2**20
-"""A push that takes longer than PUSH_S and this rate allow says that its peer is lost."""
+"""A link on which no push completes for longer than STALL_S, and than what is in flight on it takes at this rate, is lost."""
+RETRY_S, RETRY_MOST_S = 5.0, 60.0
+"""A lost link is tried again, after twice the time each time: a dead peer has left the fleet by then."""
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
+    """bytes_in_flight, progress_s: of pushes since the link last came up, and when one of them last began or ended."""
+
     info: InstanceInfo
     state: LinkState
+    detail: str = ""
+    bytes_in_flight: int = 0
+    progress_s: float = 0.0
+    retry_s: float = RETRY_S
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    push: Push
-    agent: str
+    link: _Link
     push_bytes: int
     began: float
 
@@ -73,7 +80,8 @@ class TransferLoop:
         self._events: deque[TransferEvent] = deque()
         self._links: dict[InstanceId, _Link] = {}
         self._in_flight: dict[Ticket, _InFlight] = {}
-        self._deadlines: DeadlineWheel[Ticket] = DeadlineWheel()
+        self._stalls: DeadlineWheel[InstanceId] = DeadlineWheel()
+        self._retries: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._expected = 0
         self._closed = False
 
@@ -125,8 +133,11 @@ class TransferLoop:
                 case _:
                     assert_never(command)
         self._drive()
-        for ticket in self._deadlines.expired(self._clock()):
-            self._overdue(ticket)
+        now = self._clock()
+        for peer in self._stalls.expired(now):
+            self._stalled(self._links[peer])
+        for peer in self._retries.expired(now):
+            self._open(self._links[peer])
         return bool(self._events)
 
     def _drive(self) -> None:
@@ -145,6 +156,8 @@ class TransferLoop:
             peer = wanted.get(link.info.id)
             if peer is None or peer.incarnation != link.info.incarnation:
                 del self._links[link.info.id]
+                self._stalls.clear(link.info.id)
+                self._retries.clear(link.info.id)
                 self._transport.close(link.info.pool.agent)
         for peer in peers:
             if peer.id not in self._links:
@@ -159,14 +172,25 @@ class TransferLoop:
             difference = mismatch(self.descriptor.layout, pool.layout)
             if difference is not None:
                 raise TransferError(f"its KV layout differs: {difference}")
+            check_pool(pool)
             detail = self._transport.connect(pool)
         except TransferError as error:
-            self._set(link, "lost", str(error))
+            self._lose(link, str(error))
         else:
+            link.retry_s, link.bytes_in_flight = RETRY_S, 0
             self._set(link, "ready", detail)
 
+    def _lose(self, link: _Link, reason: str) -> None:
+        """Pushes on the link end by their own events; new ones are refused until it is up again."""
+        self._stalls.clear(link.info.id)
+        self._retries.set(link.info.id, self._clock() + link.retry_s)
+        link.retry_s = min(2 * link.retry_s, RETRY_MOST_S)
+        self._set(link, "lost", reason)
+
     def _set(self, link: _Link, state: LinkState, detail: str) -> None:
-        link.state = state
+        if (link.state, link.detail) == (state, detail):
+            return
+        link.state, link.detail = state, detail
         info = LinkInfo(peer=link.info.id, incarnation=link.info.incarnation, state=state, detail=detail)
         self._events.append(LinkChanged(info))
 
@@ -182,30 +206,37 @@ class TransferLoop:
             self._events.append(PushFailed(push.ticket, str(error), quiescent=True))
             return
         push_bytes = int(runs[:, 2].sum())
-        now = self._clock()
-        self._in_flight[push.ticket] = _InFlight(push, link.info.pool.agent, push_bytes, now)
-        self._deadlines.set(push.ticket, now + PUSH_S + push_bytes / SLOWEST_BYTES_PER_S)
+        self._in_flight[push.ticket] = _InFlight(link, push_bytes, self._clock())
+        self._moved(link, push_bytes)
         self._transport.push(push.ticket, link.info.pool.agent, runs)
 
+    def _moved(self, link: _Link, push_bytes: int) -> None:
+        """A push began (bytes above 0) or ended (below) on the link. A link that was lost since then is not watched."""
+        if link.state != "ready" or self._links.get(link.info.id) is not link:
+            return
+        if push_bytes < 0 or not link.bytes_in_flight:
+            link.progress_s = self._clock()
+        link.bytes_in_flight = max(0, link.bytes_in_flight + push_bytes)
+        if link.bytes_in_flight:
+            self._stalls.set(link.info.id, link.progress_s + STALL_S + link.bytes_in_flight / SLOWEST_BYTES_PER_S)
+        else:
+            self._stalls.clear(link.info.id)
+
     def _ended(self, event: RunsDone | RunsFailed) -> None:
-        flight = self._in_flight.pop(event.ticket, None)
-        if flight is None:
-            return  # it was overdue and has been reported as failed
-        self._deadlines.clear(event.ticket)
+        flight = self._in_flight.pop(event.ticket)
+        self._moved(flight.link, -flight.push_bytes)
         match event:
             case RunsDone():
                 self._events.append(PushDone(event.ticket, flight.push_bytes, self._clock() - flight.began))
             case RunsFailed():
                 self._events.append(PushFailed(event.ticket, event.reason, event.quiescent))
 
-    def _overdue(self, ticket: Ticket) -> None:
-        """The peer is lost: its link is closed. The ticket itself is not proven to be over."""
-        flight = self._in_flight.pop(ticket)
-        self._events.append(PushFailed(ticket, "it took too long", quiescent=False))
-        self._transport.close(flight.agent)
-        self._agent_lost(AgentLost(flight.agent, "a push took too long"))
+    def _stalled(self, link: _Link) -> None:
+        """Nothing is proven about the pushes under way: they end when the transport says so."""
+        self._transport.close(link.info.pool.agent)
+        self._lose(link, f"no push completed for {self._clock() - link.progress_s:.0f} s")
 
     def _agent_lost(self, lost: AgentLost) -> None:
         for link in self._links.values():
             if link.info.pool.agent == lost.agent:
-                self._set(link, "lost", lost.reason)
+                self._lose(link, lost.reason)

@@ -36,6 +36,7 @@ from common.messages import (
     Finished,
     Generate,
     Grant,
+    LinkInfo,
     Load,
     Peers,
     Reserve,
@@ -73,6 +74,7 @@ class PrefillScheduler:
         self._pages_pushed = self._bytes_pushed = self._handoffs = self._pushes_failed = self._stale = 0
         self._push_seconds = 0.0
         self._pages_quarantined = 0
+        self._links_lost: set[InstanceId] = set()
 
     # --- messages and events ---------------------------------------------------------------------------------------------
 
@@ -87,13 +89,14 @@ class PrefillScheduler:
                 return self._apply(self._source.receive(sender, message))
             case Peers():
                 self._decode_instances = {peer.id: peer.incarnation for peer in message.instances}
+                self._links_lost &= self._decode_instances.keys()
                 return self._peers_changed()
             case _:
                 assert_never(message)
 
     def transfer_event(self, event: TransferEvent, now: float) -> list[Action]:
         if isinstance(event, LinkChanged):
-            return []
+            return self._link_changed(event.link)
         if isinstance(event, PushDone):
             self._bytes_pushed += event.pushed_bytes
             self._pages_pushed += event.pushed_bytes // self._engine.layout.page_bytes
@@ -163,6 +166,7 @@ class PrefillScheduler:
         return 0
 
     def load(self) -> Load:
+        stuck = [len(request.lease) for request in self._requests.values() if request.lease and self._is_stuck(request)]
         computing = [r.progress.remaining_tokens for r in self._computing.values() if r.progress is not None]
         return Load(
             waiting_requests=len(self._waiting),
@@ -172,7 +176,7 @@ class PrefillScheduler:
             pages_free=self.pool.free_pages,
             pages_total=self.pool.total_pages,
             pushes_in_flight=self._source.pushes_in_flight,
-            pages_quarantined=self._pages_quarantined,
+            pages_quarantined=self._pages_quarantined + sum(stuck),
         )
 
     def counters(self) -> Counters:
@@ -196,6 +200,22 @@ class PrefillScheduler:
             if request.decode is not None and self._decode_instances.get(request.decode) != request.decode_incarnation:
                 actions += self._end(request, Failed.of(Unavailable(f"{request.decode} left the fleet")))
         return actions
+
+    def _link_changed(self, link: LinkInfo) -> list[Action]:
+        """Handoffs on a lost link have failed: their clients need not wait until their pushes have ended."""
+        if link.state != "lost":
+            self._links_lost.discard(link.peer)
+            return []
+        self._links_lost.add(link.peer)
+        lost = Failed.of(Unavailable(f"the link to {link.peer} was lost: {link.detail}"))
+        open_there = [r for r in self._requests.values() if r.decode == link.peer and r.source_open]
+        return [action for request in open_there for action in self._end(request, lost)]
+
+    def _is_stuck(self, request: PrefillRequest) -> bool:
+        """Its pages wait for the end of pushes over a link that is gone."""
+        if request.decode is None or request.phase is not Phase.ENDED or not request.source_open:
+            return False
+        return request.decode in self._links_lost or self._decode_instances.get(request.decode) != request.decode_incarnation
 
     # --- one request -----------------------------------------------------------------------------------------------------
 
