@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from common.names import DETOKENIZER_NAME, ROUTER_NAME
+
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)
 Incarnation = NewType("Incarnation", str)
@@ -25,8 +27,8 @@ Role = Literal["prefill", "decode"]
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
-ROUTER = InstanceId("router")
-DETOKENIZER = InstanceId("detokenizer")
+ROUTER = InstanceId(ROUTER_NAME)
+DETOKENIZER = InstanceId(DETOKENIZER_NAME)
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True):

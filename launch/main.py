@@ -5,7 +5,6 @@ answers at once.
 """
 
 import argparse
-import re
 import secrets
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
+from common.names import check_instance_id
 from launch import environment, logs
 from launch.child import ChildProcess, run_child
 from launch.flags import add_flags, read_config
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 BAD_FLAG = 2
 DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
 """What `launch local` says to its instances itself."""
-
-INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-NAMES_TAKEN = ("router", "detokenizer")
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -119,10 +116,10 @@ def _instance(role: "Role") -> Command:
         instance, model = read_config(InstanceConfig, flags), read_config(ModelConfig, flags)
         engine, log = read_config(EngineConfig, flags), read_config(LogConfig, flags)
         name = instance.name or f"{role}-{secrets.token_hex(3)}"
-        if not INSTANCE_NAME.fullmatch(name) or name in NAMES_TAKEN:
-            raise ConfigError(
-                f"--name must be letters, digits, '.', '_' or '-', and not {' or '.join(NAMES_TAKEN)}; it is {name!r}"
-            )
+        try:
+            check_instance_id(name)
+        except ConfigError as error:
+            raise ConfigError(f"--name: {error}") from None
 
         def body(process: ChildProcess) -> None:
             from common.ids import InstanceId

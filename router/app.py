@@ -20,7 +20,7 @@ from router.answer import Answer
 from router.cluster import cluster_page
 from router.gateway import Gateway
 from router.intake import Accepted, Intake, unknown_model
-from router.metrics import FleetCollector, RouterMetrics
+from router.metrics import FleetCollector, MailCollector, RouterMetrics
 from router.openai_answers import AnswerShape, ChatShape, CompletionShape
 from router.openai_api import SamplingFields, read_chat, read_completion
 from router.openai_errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
@@ -53,6 +53,7 @@ class Api:
         self._max_body_bytes = max_body_bytes
         self._started = int(time.time())
         metrics.registry.register(FleetCollector(gateway.core))
+        metrics.registry.register(MailCollector(gateway.mail))
 
     async def chat_completions(self, request: Request) -> Response:
         received_at = self._gateway.clock()
@@ -81,7 +82,7 @@ class Api:
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
-        """A request could be served now."""
+        """A request could be served now, by instances that are whole."""
         reasons = self._gateway.core.unready()
         return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 

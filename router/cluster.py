@@ -1,4 +1,5 @@
-"""The /cluster page: every instance as it reported itself last, those that left, and what is open at the router.
+"""The /cluster page: every instance as it reported itself last, those that left or were refused, and what is open at
+the router.
 
 Owns the shape of the page. Does not know HTTP.
 """
@@ -33,6 +34,7 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
             }
             for departure in core.fleet.departed
         ],
+        "refused": [{"id": name, "reason": refusal.reason} for name, refusal in core.fleet.refused.items()],
     }
 
 
@@ -42,7 +44,7 @@ def _instance(member: Member) -> dict[str, Any]:
         "id": info.id,
         "incarnation": info.incarnation,
         "role": info.role,
-        "state": "draining" if member.draining else "live",
+        "state": "draining" if member.draining else "quarantined" if member.worn else "live",
         "inbox": info.inbox,
         "ranks": info.ranks,
         "model": info.model,

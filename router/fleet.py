@@ -1,10 +1,11 @@
 """The fleet: which instances are members, how they are, and who must know of whom.
 
 Owns membership, the last report of each member and the deadlines after which a silent one is lost. Opens no socket, reads no
-clock. Does not know requests: a member only carries the tokens that the request book has assigned to it.
+clock. Does not know requests: a member only carries the tokens that the request book has assigned to it. Who may be a member is
+said by `admission`.
 
     Register ─► Welcome + Peers      (again and again: each answer is whole, so a lost one costs only time)
-             └► Refused(reason)      a mismatch, named
+             └► Refused(reason)      a mismatch, a former incarnation, an absurd description: named, and on the /cluster page
     Heartbeat ─► load, counters, links, draining
     Goodbye, silence of `dead_after_s`, or a newer incarnation ─► the member is lost, the other role gets new Peers
 """
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from common.deadlines import DeadlineWheel
+from common.errors import ConfigError
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ports import Send
 from common.messages import (
-    WIRE_VERSION,
     Counters,
     Goodbye,
     Heartbeat,
@@ -30,9 +31,17 @@ from common.messages import (
     Register,
     Welcome,
 )
+from common.wire import check_address
+from router.admission import difference, malformed
 
 REMEMBERED = 32
-"""Members that left, incarnations that were replaced and refused addresses that are remembered, each."""
+"""Members that left and instances that were refused, with their addresses, that are remembered, each."""
+REPLACED_REMEMBERED = 1024
+"""Incarnations that were replaced: more, for one may sleep while a whole fleet is restarted."""
+NAME_SHOWN = 64
+"""Characters of the names of whoever was refused: they may be anything."""
+QUARANTINE_DIVISOR = 4
+"""An instance takes no requests while more than one in so many of its pages is quarantined."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -53,6 +62,15 @@ class Member:
     draining: bool = False
     assigned_tokens: int = 0
     chosen: int = 0
+
+    @property
+    def worn(self) -> bool:
+        """Too many of its pages are quarantined: transfers fail there, and little memory is left for others."""
+        return self.load.pages_quarantined * QUARANTINE_DIVISOR > self.info.pool.total_pages
+
+    @property
+    def takes_requests(self) -> bool:
+        return not self.draining and not self.worn
 
     @property
     def load_tokens(self) -> int:
@@ -80,6 +98,14 @@ class Departure:
     """It may only have been unreachable: if it is heard of again, it is a member again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Somebody who may not be a member, and why. inbox: None when it can be told nothing, for no address was good."""
+
+    inbox: str | None
+    reason: str
+
+
 @dataclass(slots=True)
 class Change:
     """What a message or a deadline brought: messages to send, and members whose requests can no longer be served."""
@@ -104,11 +130,13 @@ class Fleet:
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._departed: dict[InstanceId, Departure] = {}
-        self._replaced: dict[Incarnation, None] = {}
-        self._refused: dict[InstanceId, str] = {}
+        self._replaced: dict[tuple[InstanceId, Incarnation], None] = {}
+        self._refused: dict[InstanceId, Refusal] = {}
         self._silence: DeadlineWheel[InstanceId] = DeadlineWheel()
         self.stale = 0
         """Messages of incarnations that are no members."""
+        self.refusals = 0
+        """Registrations that were refused."""
         self.addresses_version = 0
         """Raised when `addresses` changes."""
 
@@ -122,14 +150,20 @@ class Fleet:
         return list(self._departed.values())
 
     @property
+    def refused(self) -> Mapping[InstanceId, Refusal]:
+        """Who was refused lately, by a name of its own: id#incarnation."""
+        return self._refused
+
+    @property
     def model(self) -> ModelIdentity | None:
         """What every member serves: the first member says it for those that follow."""
         return next((member.info.model for member in self._members.values()), None)
 
     def addresses(self) -> Mapping[InstanceId, str]:
         """Where everyone that is or was lately spoken to can be reached."""
+        refused = {name: refusal.inbox for name, refusal in self._refused.items() if refusal.inbox is not None}
         lately = {departure.info.id: departure.info.inbox for departure in self._departed.values()}
-        return self._refused | lately | {member.info.id: member.info.inbox for member in self._members.values()}
+        return refused | lately | {member.info.id: member.info.inbox for member in self._members.values()}
 
     # --- messages and time -----------------------------------------------------------------------------------------------
 
@@ -141,10 +175,8 @@ class Fleet:
             return Change(self._greet(known))
         reason = self._mismatch(info)
         if reason is not None:
-            return Change([self._refuse(info, reason)])
+            return Change(self._refuse(info, reason))
         change = self._remove(known, "replaced by a newer incarnation", silent=False) if known is not None else Change()
-        if known is not None:
-            _remember(self._replaced, known.info.incarnation, None)
         change.sends += self._join(info, now)
         return change
 
@@ -186,8 +218,12 @@ class Fleet:
     def _join(self, info: InstanceInfo, now: float) -> list[Send]:
         total_pages = info.pool.total_pages
         member = Member(info, Load(pages_free=total_pages, pages_total=total_pages))
+        former = self._departed.pop(info.id, None)
+        if former is not None and former.info.incarnation != info.incarnation:
+            _remember(self._replaced, (info.id, former.info.incarnation), None, REPLACED_REMEMBERED)
+        for other in self._members.values():
+            other.links.pop(info.id, None)  # of before it joined: they are about to hear of it, and to link to it anew
         self._members[info.id] = member
-        self._departed.pop(info.id, None)
         self._silence.set(info.id, now + self._dead_after_s)
         self.addresses_version += 1
         return self._greet(member) + self._tell_others(info.role)
@@ -196,7 +232,7 @@ class Fleet:
         info = member.info
         del self._members[info.id]
         self._silence.clear(info.id)
-        _remember(self._departed, info.id, Departure(info, reason, silent))
+        _remember(self._departed, info.id, Departure(info, reason, silent), REMEMBERED)
         self.addresses_version += 1
         return Change(self._tell_others(info.role), [member])
 
@@ -213,49 +249,37 @@ class Fleet:
 
     # --- refusals --------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, info: InstanceInfo, reason: str) -> Send:
+    def _refuse(self, info: InstanceInfo, reason: str) -> list[Send]:
         """The refusal goes to the address that asked, under a name of its own: a member of the same id keeps its route."""
-        name = InstanceId(f"{info.id}#{info.incarnation}")
-        _remember(self._refused, name, info.inbox)
+        self.refusals += 1
+        name = InstanceId(f"{info.id[:NAME_SHOWN]}#{info.incarnation[:NAME_SHOWN]}")
+        inbox = _good_address(info.inbox)
+        _remember(self._refused, name, Refusal(inbox, reason), REMEMBERED)
         self.addresses_version += 1
-        return Send(name, Refused(reason=reason))
+        return [] if inbox is None else [Send(name, Refused(reason=reason))]
 
     def _mismatch(self, info: InstanceInfo) -> str | None:
-        if info.incarnation in self._replaced:
+        reason = malformed(info)
+        if reason is not None:
+            return reason
+        if (info.id, info.incarnation) in self._replaced:
             return f"a newer incarnation of {info.id} has taken its place"
-        if abs(info.wire_version - WIRE_VERSION) > 1:
-            return f"wire version {info.wire_version} is not a neighbour of the router's {WIRE_VERSION}"
         if self._vocab_size not in (None, info.model.vocab_size):
             return f"its vocabulary is {info.model.vocab_size}, but that of the router's model is {self._vocab_size}"
         others = (member.info for member in self._members.values() if member.info.id != info.id)
-        return next((reason for other in others if (reason := _difference(info, other)) is not None), None)
+        return next((reason for other in others if (reason := difference(info, other)) is not None), None)
 
 
-def _difference(info: InstanceInfo, member: InstanceInfo) -> str | None:
-    """The first thing that must match and does not, named with both values."""
-    ours, theirs = info.pool.layout, member.pool.layout
-    pairs: tuple[tuple[str, object, object], ...] = (
-        ("model fingerprint", info.model.fingerprint, member.model.fingerprint),
-        ("architecture", info.model.architecture, member.model.architecture),
-        ("dtype", info.model.dtype, member.model.dtype),
-        ("vocabulary", info.model.vocab_size, member.model.vocab_size),
-        ("context", info.model.context_tokens, member.model.context_tokens),
-        ("page size", ours.page_size, theirs.page_size),
-        ("KV dtype", ours.dtype, theirs.dtype),
-        ("page order", ours.order, theirs.order),
-        ("layout version", ours.version, theirs.version),
-        ("KV layout", (ours.layers, ours.kv_heads, ours.head_dim), (theirs.layers, theirs.kv_heads, theirs.head_dim)),
-        ("transport", info.pool.backend, member.pool.backend),
-    )
-    for name, asked, expected in pairs:
-        if asked != expected:
-            return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}"
-    return None
+def _good_address(inbox: str) -> str | None:
+    try:
+        return check_address(inbox)
+    except ConfigError:
+        return None
 
 
-def _remember(memory: dict[K, V], key: K, value: V) -> None:
+def _remember(memory: dict[K, V], key: K, value: V, limit: int) -> None:
     """Keep the newest few."""
     memory.pop(key, None)
     memory[key] = value
-    if len(memory) > REMEMBERED:
+    if len(memory) > limit:
         del memory[next(iter(memory))]

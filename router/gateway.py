@@ -7,7 +7,7 @@ here waits.
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from common.ids import InstanceId, RequestId
+from common.ids import DETOKENIZER, InstanceId, RequestId
 from common.instance.ports import Mail, Send
 from common.messages import RouterInbox
 from router.core import RouterCore
@@ -21,7 +21,7 @@ class Gateway:
     def __init__(self, core: RouterCore, mail: Mail[RouterInbox], clock: Callable[[], float]) -> None:
         self.core = core
         self.clock = clock
-        self._mail = mail
+        self.mail = mail
         self._routes: dict[InstanceId, str] = {}
         self._routes_version = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -38,7 +38,7 @@ class Gateway:
     def pump(self) -> None:
         """Take in everything that has arrived."""
         now = self.clock()
-        for _, message in self._mail.receive():
+        for _, message in self.mail.receive():
             self._deliver(self.core.receive(message, now))
 
     def close(self) -> None:
@@ -51,18 +51,19 @@ class Gateway:
         if self.core.addresses_version != self._routes_version:
             self._learn_routes()
         for send in sends:
-            self._mail.send(send.to, send.message)
+            self.mail.send(send.to, send.message)
         self._set_timer()
 
     def _learn_routes(self) -> None:
+        """The detokenizer's route is set by whoever owns the mail: no instance can take it over."""
         self._routes_version = self.core.addresses_version
-        addresses = self.core.addresses()
+        addresses = {name: address for name, address in self.core.addresses().items() if name != DETOKENIZER}
         for name in self._routes.keys() - addresses.keys():
-            self._mail.route(name, None)
+            self.mail.route(name, None)
         for name, address in addresses.items():
             if self._routes.get(name) != address:
-                self._mail.route(name, address)
-        self._routes = dict(addresses)
+                self.mail.route(name, address)
+        self._routes = addresses
 
     def _set_timer(self) -> None:
         """Be called when the earliest deadline passes. A deadline that moved away costs one call that does nothing."""
@@ -74,5 +75,7 @@ class Gateway:
         self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.clock()), self._tick)
 
     def _tick(self) -> None:
+        """What has arrived is taken in first: however long this loop was held up, whoever wrote in time is not silent."""
         self._timer = None
+        self.pump()
         self._deliver(self.core.tick(self.clock()))

@@ -17,7 +17,7 @@ from common.errors import BadRequest, UnknownModel
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
-from router.openai_api import ChatRequest, CompletionRequest, SamplingFields
+from router.openai_api import COMPLETION_MAX_TOKENS, ChatRequest, CompletionRequest, SamplingFields
 from router.requests import RequestSpec
 
 SEED_BITS = 63
@@ -53,12 +53,13 @@ class Accepted:
 
 
 class Intake:
-    """Turns requests of the API into specs. model: the name that clients must use."""
+    """Turns requests of the API into specs. model: the name that clients must use. default_max_tokens: of chat requests."""
 
-    def __init__(self, core: RouterCore, tokenizer: Tokenizer, model: str) -> None:
+    def __init__(self, core: RouterCore, tokenizer: Tokenizer, model: str, default_max_tokens: int) -> None:
         self._core = core
         self._tokenizer = tokenizer
         self._model = model
+        self._default_max_tokens = default_max_tokens
         # Several, so that one very long prompt does not hold up the others.
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
         self._encoding = 0
@@ -69,7 +70,7 @@ class Intake:
         encode_chat, messages = self._tokenizer.encode_chat, request.messages
         self._check_length((message["content"] for message in messages), "messages")
         prompts = await self._encode(lambda: [encode_chat(messages)], choices=request.sampling.n)
-        return self._accept("chatcmpl-", prompts, request.sampling, "messages")
+        return self._accept("chatcmpl-", prompts, request.sampling, "messages", self._default_max_tokens)
 
     async def completion(self, request: CompletionRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
@@ -81,7 +82,7 @@ class Intake:
             lambda: [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts_sent],
             choices=len(prompts_sent) * request.sampling.n,
         )
-        return self._accept("cmpl-", prompts, request.sampling, "prompt")
+        return self._accept("cmpl-", prompts, request.sampling, "prompt", COMPLETION_MAX_TOKENS)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -108,13 +109,15 @@ class Intake:
         finally:
             self._encoding -= choices
 
-    def _accept(self, prefix: str, prompts: list[list[int]], fields: SamplingFields, prompt_field: str) -> Accepted:
+    def _accept(
+        self, prefix: str, prompts: list[list[int]], fields: SamplingFields, prompt_field: str, default_max_tokens: int
+    ) -> Accepted:
         answer_id = prefix + secrets.token_hex(12)
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
         specs: list[RequestSpec] = []
         for prompt in prompts:
             self._check_ids(prompt, prompt_field)
-            max_new_tokens = self._max_new_tokens(len(prompt), fields, prompt_field)
+            max_new_tokens = self._max_new_tokens(len(prompt), fields, prompt_field, default_max_tokens)
             packed = pack_ids(prompt)
             for copy in range(fields.n):
                 sampling = _sampling_params(fields, max_new_tokens, seed, copy)
@@ -129,8 +132,8 @@ class Intake:
         if min(prompt) < 0 or max(prompt) > largest:
             raise BadRequest(f"{prompt_field} holds token ids that are not between 0 and {largest}", field=prompt_field)
 
-    def _max_new_tokens(self, prompt_tokens: int, fields: SamplingFields, prompt_field: str) -> int:
-        """What the client asked for, or else what fits: the context, and the memory of the largest decode instance."""
+    def _max_new_tokens(self, prompt_tokens: int, fields: SamplingFields, prompt_field: str, default: int) -> int:
+        """What the client asked for; or else the default, less if the context or the largest decode instance has less room."""
         context = self._tokenizer.context_tokens
         if self._core.fleet.model is not None:
             context = min(context, self._core.fleet.model.context_tokens)
@@ -140,7 +143,7 @@ class Intake:
             raise BadRequest(f"{message}: shorten it to at most {context - 1}", field=prompt_field, code=code)
         if fields.max_tokens is None:
             memory = max((member.capacity_tokens for member in self._core.fleet.members("decode")), default=context)
-            return max(1, min(context, memory) - prompt_tokens)
+            return max(1, min(default, context - prompt_tokens, memory - prompt_tokens))
         if prompt_tokens + fields.max_tokens > context:
             name = fields.max_tokens_field
             message = (

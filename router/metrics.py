@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.messages import Counters, Ending, Failed, Load
+from common.instance.ports import Mail
+from common.messages import Counters, Ending, Failed, Load, RouterInbox
 from router.core import RouterCore
 from router.fleet import Member
 from router.requests import Phase
@@ -82,14 +83,34 @@ class FleetCollector(Collector):
         stale.add_metric(("text",), core.requests.stale)
         stale.add_metric(("membership",), core.fleet.stale)
         yield stale
+        yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", core.fleet.refusals)
         members = list(core.fleet.members())
         up = GaugeMetricFamily(
-            "tandem_instance_up", "1 for a member that takes requests, 0 for one that drains.", labels=INSTANCE_LABELS
+            "tandem_instance_up",
+            "1 for a member that takes requests, 0 for one that drains or has too many pages quarantined.",
+            labels=INSTANCE_LABELS,
         )
         for member in members:
-            up.add_metric(_labels(member), float(not member.draining))
+            up.add_metric(_labels(member), float(member.takes_requests))
         yield up
         yield from _reported(members)
+
+
+class MailCollector(Collector):
+    """What the router's own mailbox dropped, either way."""
+
+    def __init__(self, mail: Mail[RouterInbox]) -> None:
+        self._mail = mail
+
+    def collect(self) -> Iterator[Metric]:
+        for name, what, counts in (
+            ("tandem_router_frames_refused", "Frames that arrived and were dropped.", self._mail.frames_refused),
+            ("tandem_router_messages_lost", "Messages that could not be sent.", self._mail.messages_lost),
+        ):
+            counter = CounterMetricFamily(name, what, labels=("reason",))
+            for reason, count in counts.items():
+                counter.add_metric((reason,), count)
+            yield counter
 
 
 def _reported(members: Iterable[Member]) -> Iterator[Metric]:

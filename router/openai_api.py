@@ -19,6 +19,8 @@ from router.openai_fields import (
     drop_neutral,
 )
 
+COMPLETION_MAX_TOKENS = 16
+"""Length of an answer to /v1/completions when the request gives none, as OpenAI has it."""
 MAX_CHOICES_PER_PROMPT = 16
 MAX_PROMPTS = 64
 MAX_STOPS = 16

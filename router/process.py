@@ -52,7 +52,7 @@ async def serve(
         core = RouterCore(Incarnation(secrets.token_hex(8)), detokenizer_address, config, metrics, tokenizer.vocab_size)
         with (
             contextlib.closing(Gateway(core, mailbox, time.monotonic)) as gateway,
-            contextlib.closing(Intake(core, tokenizer, name)) as intake,
+            contextlib.closing(Intake(core, tokenizer, name, config.default_max_tokens)) as intake,
         ):
             api = Api(gateway, intake, metrics, name, tokenizer.context_tokens, parse_bytes(config.max_body))
             app = build_app(api, metrics, config.max_requests)

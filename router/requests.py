@@ -19,7 +19,7 @@ from typing import Protocol
 
 from common.config import Dispatch
 from common.deadlines import DeadlineWheel
-from common.errors import InstanceFailed, Overloaded, TandemError, Unavailable
+from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError, Unavailable
 from common.ids import DETOKENIZER, Key, RequestId
 from common.instance.ports import Send
 from common.messages import Cancel, Close, Ending, Failed, Finished, Generate, Open, TextDelta
@@ -170,7 +170,7 @@ class RequestBook:
                 self.stale += 1
                 return []
             gap = f"tokens {len(record.token_ids)} to {delta.first - 1} of the answer are missing"
-            return self._break_off(record, _failed(InstanceFailed(gap)), now)
+            return self._break_off(record, Failed.of(InstanceFailed(gap)), now)
         if delta.token_ids:
             self._count(record, delta.token_ids, now)
         if delta.ending is not None:
@@ -214,14 +214,14 @@ class RequestBook:
 
     def member_lost(self, member: Member, now: float) -> list[Send]:
         """A member left the fleet: what cannot go on without it ends."""
-        gone = _failed(Unavailable(f"instance {member.info.id} was lost while it served the request"))
+        gone = Failed.of(Unavailable(f"instance {member.info.id} was lost while it served the request"))
         sends: list[Send] = []
         for record in [record for record in self._open.values() if record.needs(member)]:
             sends += self._break_off(record, gone, now)
         return sends
 
     def tick(self, now: float) -> list[Send]:
-        late = Failed(message=f"the request took longer than {self._request_timeout_s:g} s", kind="timeout_error", status=504)
+        late = Failed.of(DeadlinePassed(f"the request took longer than {self._request_timeout_s:g} s"))
         sends: list[Send] = []
         for request_id in self._deadlines.expired(now):
             sends += self._break_off(self._open[request_id], late, now)
@@ -254,7 +254,3 @@ class RequestBook:
         last.assigned_tokens -= record.spec.prompt_tokens + len(record.token_ids)
         if record.decode is not None and not record.token_ids:
             record.first.assigned_tokens -= record.spec.prompt_tokens
-
-
-def _failed(error: TandemError) -> Failed:
-    return Failed(message=str(error), kind=error.kind, status=error.status)

@@ -94,10 +94,10 @@ def check_disaggregated(fleet: LocalFleet, cases: Sequence[Case]) -> None:
 
 @pytest.fixture(scope="module")
 def demo_cases() -> list[Case]:
-    return reference(MODEL, demo_prompts(140, longest=1800, seed=1), max_tokens=24)
+    return reference(MODEL, demo_prompts(200, longest=1800, seed=1), max_tokens=24)
 
 
-@pytest.mark.parametrize(("page_size", "chunk_tokens", "slices"), [(16, 512, (0, 80)), (7, 96, (80, 140))])
+@pytest.mark.parametrize(("page_size", "chunk_tokens", "slices"), [(16, 512, (0, 120)), (7, 96, (120, 200))])
 def test_the_demo_model_through_the_ring_equals_transformers(
     tmp_path: Path, demo_cases: list[Case], page_size: int, chunk_tokens: int, slices: tuple[int, int]
 ) -> None:

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from common.ids import Incarnation, InstanceId, Ticket
+from common.ids import Incarnation, InstanceId, Int64Array, Ticket
 from common.instance.ports import LinkChanged, Push, PushDone, PushFailed, TransferEvent
 from common.pages.layout import MemoryRegion
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
-from kv_transfer.transport import TransportEvent
 from tests.builders import LAYOUT, instance
 
 PEER = InstanceId("d")
@@ -24,9 +23,9 @@ WAIT_S = 10.0
 
 
 class BrokenTransport(MemoryTransport):
-    """Fails on its first turn, with an error that no backend should raise."""
+    """Fails at the first push, with an error that no backend should raise."""
 
-    def poll(self) -> list[TransportEvent]:
+    def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         raise ZeroDivisionError("a bug")
 
 
@@ -125,12 +124,10 @@ def test_a_thread_that_was_not_started_says_so() -> None:
 
 def test_a_bug_on_the_thread_wakes_and_is_raised_by_the_next_call() -> None:
     one = home(BrokenTransport)
-    one.thread.start(WAIT_S)
-    assert one.awake.wait(WAIT_S)
+    one.connect()
+    one.push(1)
     with pytest.raises(TransferError, match="the transfer thread failed: a bug") as raised:
-        for _ in range(100):
-            one.thread.poll()
-            time.sleep(1e-3)
+        one.next_event()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     one.thread.close()
 

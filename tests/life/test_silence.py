@@ -1,4 +1,4 @@
-"""Instances that are silent for longer than the router waits, and come back: their pages come home."""
+"""Instances that fall silent and links that are cut, and come back: pages come home, and requests are served again."""
 
 import pytest
 
@@ -18,7 +18,37 @@ def test_an_instance_that_pauses_during_a_handoff_comes_back_whole(name: str) ->
     assert client.ended and isinstance(client.endings[0], Failed) and client.endings[0].status == 503
     fleet.memory.hold = False
     fleet.instances["prefill-0"].transport.release()
-    fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready())
+    assert_serves_again(fleet)
+    assert len(client.endings) == 1
+
+
+def test_a_link_that_is_cut_is_made_again() -> None:
+    fleet = Fleet()
+    fleet.memory.hold = True
+    client = fleet.submit("r", PROMPT, 5)
+    fleet.turn_until(lambda: fleet.instances["prefill-0"].scheduler.load().pushes_in_flight > 0)
+    region = fleet.memory.regions.pop("memory-2")
+    fleet.turn_until(lambda: client.ended and bool(fleet.router.unready()))
+    assert client.ended and isinstance(client.endings[0], Failed) and client.endings[0].status == 503
+    fleet.memory.regions["memory-2"], fleet.memory.hold = region, False
+    fleet.instances["prefill-0"].transport.release()
+    assert_serves_again(fleet)
+    assert len(client.endings) == 1
+
+
+def test_a_link_on_which_nothing_moves_is_given_up_and_made_again() -> None:
+    fleet = Fleet()
+    fleet.memory.hold = True
+    client = fleet.submit("r", PROMPT, 5)
+    fleet.turn_until(lambda: client.ended, turns=20_000)
+    (ending,) = client.endings
+    assert isinstance(ending, Failed) and ending.status == 503 and "no push completed" in ending.message
+    fleet.memory.hold = False
+    assert_serves_again(fleet)
+
+
+def assert_serves_again(fleet: Fleet) -> None:
+    fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready(), turns=20_000)
     again = fleet.submit("again", PROMPT, 5)
     fleet.run(again)
-    assert again.token_ids == undisturbed(PROMPT, 5) and len(client.endings) == 1
+    assert again.token_ids == undisturbed(PROMPT, 5)

@@ -111,6 +111,7 @@ class EchoFleet:
         self._failed = failed or Failed(message="the step failed")
         self._stops: dict[Key, tuple[str, ...]] = {}
         self._arrived: deque[RouterInbox] = deque()
+        self._turning = False
 
     def join(self) -> None:
         for one in (self.prefill, self.decode):
@@ -125,11 +126,13 @@ class EchoFleet:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def receive(self) -> list[tuple[InstanceId, RouterInbox]]:
-        return [(InstanceId("someone"), self._arrived[0])]
+        return [(InstanceId("someone"), self._arrived[0])] if self._turning else []
 
     def _turn(self) -> None:
         assert self.gateway is not None
+        self._turning = True
         self.gateway.pump()
+        self._turning = False
         self._arrived.popleft()
         if self._arrived:
             asyncio.get_running_loop().call_soon(self._turn)
@@ -179,7 +182,7 @@ class Site:
         self.metrics = RouterMetrics()
         self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
-        self.intake = Intake(self.core, CharTokenizer(), MODEL)
+        self.intake = Intake(self.core, CharTokenizer(), MODEL, config.default_max_tokens)
         api = Api(self.gateway, self.intake, self.metrics, MODEL, CONTEXT, max_body_bytes)
         self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
         fleet.gateway = self.gateway

@@ -1,0 +1,82 @@
+"""Admission: what an instance that registers must be, by itself and beside the members.
+
+Owns the rules and the reasons. Pure functions; does not know who is a member. What comes over the wire has the right types, but any
+value: nothing here may raise.
+"""
+
+import re
+
+from common.errors import ConfigError
+from common.messages import WIRE_VERSION, InstanceInfo
+from common.names import INSTANCE_NAME, check_instance_id
+from common.wire import check_address
+
+INT32_END, INT64_END = 2**31, 2**63
+"""Page ids and sizes travel as int32, addresses are int64."""
+MAX_POOL_WIRE_BYTES = 2**20
+"""Of what a transport publishes. Every peer's goes into one Peers message, which must fit a frame."""
+_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,4}")
+
+
+def malformed(info: InstanceInfo) -> str | None:
+    """Why this could be a member of no fleet; None when it could."""
+    try:
+        check_instance_id(info.id)
+        check_address(info.inbox)
+    except ConfigError as error:
+        return str(error)
+    if INSTANCE_NAME.fullmatch(info.incarnation) is None:
+        return "its incarnation must be 1 to 64 letters, digits, '.', '_' or '-'"
+    if abs(info.wire_version - WIRE_VERSION) > 1:
+        return f"wire version {info.wire_version} is not a neighbour of the router's {WIRE_VERSION}"
+    return _malformed_numbers(info) or _malformed_pool(info)
+
+
+def _malformed_numbers(info: InstanceInfo) -> str | None:
+    layout = info.pool.layout
+    numbers = (
+        ("vocabulary", info.model.vocab_size),
+        ("context", info.model.context_tokens),
+        ("max_running", info.max_running),
+        ("pool's total_pages", info.pool.total_pages),
+        ("layout's layers", layout.layers),
+        ("layout's kv_heads", layout.kv_heads),
+        ("layout's head_dim", layout.head_dim),
+        ("layout's page_size", layout.page_size),
+    )
+    wrong = next(((name, value) for name, value in numbers if not 1 <= value < INT32_END), None)
+    return None if wrong is None else f"its {wrong[0]} must be between 1 and {INT32_END - 1}, is {wrong[1]}"
+
+
+def _malformed_pool(info: InstanceInfo) -> str | None:
+    pool = info.pool
+    pool_bytes = pool.total_pages * pool.layout.page_bytes
+    if not 0 <= pool.address < INT64_END - pool_bytes:
+        return f"its pool of {pool_bytes} bytes at address {pool.address} is not within 64-bit addresses"
+    if _DEVICE.fullmatch(pool.device) is None:
+        return f"its pool's device must be cpu or cuda:N, is {pool.device[:80]!r}"
+    if len(pool.wire) > MAX_POOL_WIRE_BYTES:
+        return f"its pool's transport descriptor has {len(pool.wire)} bytes, more than {MAX_POOL_WIRE_BYTES}"
+    return None
+
+
+def difference(info: InstanceInfo, member: InstanceInfo) -> str | None:
+    """The first thing that must match and does not, named with both values."""
+    ours, theirs = info.pool.layout, member.pool.layout
+    pairs: tuple[tuple[str, object, object], ...] = (
+        ("model fingerprint", info.model.fingerprint, member.model.fingerprint),
+        ("architecture", info.model.architecture, member.model.architecture),
+        ("dtype", info.model.dtype, member.model.dtype),
+        ("vocabulary", info.model.vocab_size, member.model.vocab_size),
+        ("context", info.model.context_tokens, member.model.context_tokens),
+        ("page size", ours.page_size, theirs.page_size),
+        ("KV dtype", ours.dtype, theirs.dtype),
+        ("page order", ours.order, theirs.order),
+        ("layout version", ours.version, theirs.version),
+        ("KV layout", (ours.layers, ours.kv_heads, ours.head_dim), (theirs.layers, theirs.kv_heads, theirs.head_dim)),
+        ("transport", info.pool.backend, member.pool.backend),
+    )
+    for name, asked, expected in pairs:
+        if asked != expected:
+            return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}"
+    return None
