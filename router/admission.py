@@ -1,7 +1,7 @@
 """Admission: what an instance that registers must be, by itself and beside the members.
 
-Owns the rules and the reasons. Pure functions; does not know who is a member. What comes over the wire has the right types, but any
-value: nothing here may raise.
+Owns the rules and the reasons. Pure functions; does not know who is a member. What comes over the wire has the right types but
+any value: nothing here may raise.
 """
 
 import re

@@ -38,8 +38,8 @@ REMEMBERED = 32
 """Members that left and instances that were refused, with their addresses, that are remembered, each."""
 REPLACED_REMEMBERED = 1024
 """Incarnations that were replaced: more, for one may sleep while a whole fleet is restarted."""
-NAME_SHOWN = 64
-"""Characters of the names of whoever was refused: they may be anything."""
+NAME_SHOWN, REASON_SHOWN = 64, 500
+"""Characters that are kept of what strangers say: it may be of any length."""
 QUARANTINE_DIVISOR = 4
 """An instance takes no requests while more than one in so many of its pages is quarantined."""
 
@@ -253,7 +253,7 @@ class Fleet:
         """The refusal goes to the address that asked, under a name of its own: a member of the same id keeps its route."""
         self.refusals += 1
         name = InstanceId(f"{info.id[:NAME_SHOWN]}#{info.incarnation[:NAME_SHOWN]}")
-        inbox = _good_address(info.inbox)
+        inbox, reason = _good_address(info.inbox), reason[:REASON_SHOWN]
         _remember(self._refused, name, Refusal(inbox, reason), REMEMBERED)
         self.addresses_version += 1
         return [] if inbox is None else [Send(name, Refused(reason=reason))]

@@ -18,6 +18,18 @@ from common.errors import ConfigError
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GENERATION, TOKENIZER, TOKENIZER_CONFIG = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "Qwen3ForCausalLM": {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "head_dim": 128,
+        "num_key_value_heads": 32,
+    },
+}
+"""What transformers takes when a config lacks the key (LlamaConfig, Qwen3Config). Its sizes of the weights are those of one model
+among many: a config without them is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +80,19 @@ def read_shape(path: Path) -> ModelShape:
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{path}: hidden_act {config['hidden_act']} is not supported; supported is silu")
     base, scaling = _read_rope(config, path)
-    heads = config["num_attention_heads"]
+    config = {**_DEFAULTS[architecture], **config}
+    hidden, heads = _whole(config, "hidden_size", path), _whole(config, "num_attention_heads", path)
     return ModelShape(
         architecture=architecture,
-        vocab_size=config["vocab_size"],
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
+        vocab_size=_whole(config, "vocab_size", path),
+        hidden=hidden,
+        intermediate=_whole(config, "intermediate_size", path),
+        layers=_whole(config, "num_hidden_layers", path),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        context_tokens=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
+        kv_heads=_whole(config, "num_key_value_heads", path, null=heads),
+        head_dim=_whole(config, "head_dim", path, null=hidden // heads),
+        context_tokens=_whole(config, "max_position_embeddings", path),
+        norm_eps=_number(config, "rms_norm_eps", path),
         rope_base=base,
         rope_scaling=scaling,
         attention_bias=bool(config.get("attention_bias", False)),
@@ -122,6 +135,8 @@ def read_weights(path: Path, dtype: torch.dtype, device: str, progress: Callable
         progress(f"loading weights: {file.name} ({number + 1} of {len(files)})")
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                if name.endswith(".rotary_emb.inv_freq"):
+                    continue  # a buffer that older versions of transformers saved; it follows from the config
                 yield name, opened.get_tensor(name).to(device=device, dtype=dtype)
 
 
@@ -135,24 +150,68 @@ def _read_rope(config: dict[str, Any], path: Path) -> tuple[float, RopeScaling |
     if kind != "llama3":
         raise ConfigError(f"{path}: rope type {kind} is not supported; supported are default and llama3")
     scaling = RopeScaling(
-        factor=parameters["factor"],
-        low_freq_factor=parameters["low_freq_factor"],
-        high_freq_factor=parameters["high_freq_factor"],
-        original_context=parameters["original_max_position_embeddings"],
+        factor=_number(parameters, "factor", path),
+        low_freq_factor=_number(parameters, "low_freq_factor", path),
+        high_freq_factor=_number(parameters, "high_freq_factor", path),
+        original_context=_whole(parameters, "original_max_position_embeddings", path),
     )
     return base, scaling
 
 
 def _read_eos(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    generation = path / "generation_config.json"
-    ids = _read_json(generation).get("eos_token_id") if generation.exists() else None
-    ids = config.get("eos_token_id") if ids is None else ids
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+    """Ids that end an answer: the generation config's (or else the model config's), and the tokenizer's.
+
+    A fine-tune may end its turns with a token of its own (<|im_end|>) that only its tokenizer names.
+    """
+    named = _read_json(path / GENERATION).get("eos_token_id") if (path / GENERATION).exists() else None
+    named = config.get("eos_token_id") if named is None else named
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(isinstance(token, int) for token in ids):
+        raise ConfigError(f"{path}: eos_token_id must be a token id or a list of them, is {named!r}")
+    return tuple(dict.fromkeys([*ids, *_tokenizer_eos(path)]))
+
+
+def _tokenizer_eos(path: Path) -> list[int]:
+    """The id of the tokenizer's eos_token; none when there is no tokenizer, or when it does not name one that it has."""
+    if not ((path / TOKENIZER).exists() and (path / TOKENIZER_CONFIG).exists()):
+        return []
+    named = _read_json(path / TOKENIZER_CONFIG).get("eos_token")
+    content = named.get("content") if isinstance(named, dict) else named  # older versions saved the token with its properties
+    tokenizer = _read_json(path / TOKENIZER)
+    try:
+        vocab = tokenizer["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram: [[piece, score], ...], the id is the place
+            vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+        found = added.get(content, vocab.get(content))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path / TOKENIZER} is not in the tokenizers library's format: {error!r}") from error
+    return [] if found is None else [found]
+
+
+def _number(config: dict[str, Any], name: str, path: Path, null: float | None = None) -> float:
+    """null: what a missing or null value stands for. Raises ConfigError naming the key when there is no positive number."""
+    value = config.get(name)
+    value = null if value is None else value
+    if value is None:
+        raise ConfigError(f"{path / CONFIG}: {name} is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{path / CONFIG}: {name} must be a positive number, is {value!r}")
+    return value
+
+
+def _whole(config: dict[str, Any], name: str, path: Path, null: int | None = None) -> int:
+    value = _number(config, name, path, null)
+    if value != int(value):
+        raise ConfigError(f"{path / CONFIG}: {name} must be a whole number, is {value!r}")
+    return int(value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        read: dict[str, Any] = json.loads(path.read_bytes())
+        read = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
     return read

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from common.config import Dtype, EngineConfig, ModelConfig, parse_bytes
 from common.engine.attention import Segment, StepAttention
-from common.engine.checkpoint import fingerprint, read_shape, read_weights
+from common.engine.checkpoint import ModelShape, fingerprint, read_shape, read_weights
 from common.engine.executor import EngineDescription
-from common.engine.kv_memory import KVMemory, count_pages
+from common.engine.kv_budget import KVBudget, auto_kv_bytes, kv_budget, workspace_bytes
+from common.engine.kv_memory import KVMemory
 from common.engine.models.decoder import Decoder
 from common.engine.native import load_kernel
 from common.engine.plan import Plan, RowStart, StepResult
-from common.engine.sampler import sample
+from common.engine.sampler import Sampler
 from common.errors import ConfigError
 from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity
@@ -43,13 +44,17 @@ class ModelRunner:
             page_size=engine.page_size,
             dtype=_kv_dtype(dtype),
         )
-        total_pages = count_pages(layout, parse_bytes(engine.kv_memory), self._device, shape.context_tokens)
-        self._model = Decoder(shape, read_weights(path, dtype, str(self._device), progress))
-        progress(f"making {total_pages} KV pages of {layout.page_bytes} bytes")
-        self._memory = KVMemory(layout, total_pages, self._device)
+        given = parse_bytes(engine.kv_memory)
+        if given is not None:
+            kv_budget(layout, given, shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
+        self._model = self._load(shape, path, dtype, progress)
+        budget = self._budget(shape, layout, engine, progress)
+        progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
+        self._memory = KVMemory(layout, budget.total_pages, self._device)
         on_cpu_float32 = self._device.type == "cpu" and dtype == torch.float32
         self._kernel = load_kernel(torch.get_num_threads()) if on_cpu_float32 else None
-        self._make_rows(engine.max_running, layout.pages_for(shape.context_tokens))
+        self._make_rows(engine.max_running, layout.pages_for(budget.context_tokens))
+        self._sampler = Sampler(shape.vocab_size, self._device)
         self.description = EngineDescription(
             model=ModelIdentity(
                 name=model.served_name or model_name(model.model),
@@ -57,10 +62,10 @@ class ModelRunner:
                 architecture=shape.architecture,
                 dtype=str(dtype).removeprefix("torch."),
                 vocab_size=shape.vocab_size,
-                context_tokens=shape.context_tokens,
+                context_tokens=budget.context_tokens,
             ),
             layout=layout,
-            total_pages=total_pages,
+            total_pages=budget.total_pages,
             max_rows=engine.max_running,
             memory=self._memory.region,
             eos_token_ids=shape.eos_token_ids,
@@ -83,6 +88,29 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the result says that the KV is in the pages, also when nothing was sampled
         return StepResult(plan, tokens, time.perf_counter() - began)
+
+    # --- loading -----------------------------------------------------------------------------------------------------------
+
+    def _load(self, shape: ModelShape, path: Path, dtype: torch.dtype, progress: Callable[[str], None]) -> Decoder:
+        try:
+            return Decoder(shape, read_weights(path, dtype, str(self._device), progress))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"the weights of {path} do not fit into the memory of {self._device}: {error}") from error
+
+    def _budget(self, shape: ModelShape, layout: KVLayout, engine: EngineConfig, progress: Callable[[str], None]) -> KVBudget:
+        """Pages and context, once the weights are where they stay: what is free then is known, and not before."""
+        kv_bytes = parse_bytes(engine.kv_memory)
+        own, asked = shape.context_tokens, engine.context_tokens
+        if kv_bytes is None:
+            workspace = workspace_bytes(shape, layout, engine.chunk_tokens, engine.max_running, asked or own)
+            kv_bytes = auto_kv_bytes(self._device, workspace)
+        budget = kv_budget(layout, kv_bytes, own, asked)
+        if budget.context_tokens < (asked or own):
+            progress(
+                f"context capped to {budget.context_tokens} tokens, as the KV memory does not hold the model's {own}: give more "
+                f"--kv-memory, or --context-tokens (the same for all instances of a fleet)"
+            )
+        return budget
 
     # --- the rows ----------------------------------------------------------------------------------------------------------
 
@@ -161,7 +189,7 @@ class ModelRunner:
 
     def _sample(self, rows: Tensor, logits: Tensor) -> Int32Array:
         """The noise of a token is that of its position in the sequence, so it does not depend on where a row began."""
-        tokens = sample(
+        tokens = self._sampler(
             logits,
             self._temperature[rows],
             self._top_k[rows],

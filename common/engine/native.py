@@ -1,6 +1,6 @@
 """The small C kernel: compiled by the system's compiler at first use, cached, and called through ctypes.
 
-Owns the compiled library. Does not know models or rows. Without a compiler there is no kernel, and the caller has a plain loop.
+Owns the compiled library. Does not know models or rows. Without a compiler there is no kernel, and the caller has torch.
 """
 
 import ctypes
@@ -65,12 +65,12 @@ def load_kernel(threads: int) -> PagedAttentionKernel | None:
     """The kernel, compiled now if it is not cached; None, and a line in the log that says why, when it cannot be."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        _log.warning("no C compiler: decode attention runs as a plain torch loop, which is slower")
+        _log.warning("no C compiler: decode attention gathers pages with torch, which is slower")
         return None
     try:
         return PagedAttentionKernel(_compiled(compiler), threads)
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the attention kernel could not be compiled (%s): decode attention runs as a plain torch loop", error)
+        _log.warning("the attention kernel could not be compiled (%s): decode attention gathers pages with torch", error)
         return None
 
 

@@ -35,7 +35,6 @@ class TokenizerManager:
         """Rows of the model's embedding: every id below it can be computed, also those that the tokenizer does not have."""
         self._transformers = _load(path)
         self.backend: Tokenizer = self._transformers.backend_tokenizer
-        self.eos_token_ids: tuple[int, ...] = _eos_token_ids(path, text_config, self._transformers.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model begins with. Raises BadRequest."""
@@ -95,17 +94,6 @@ def _load(path: Path) -> Any:
     loaded.backend_tokenizer.no_truncation()
     loaded.backend_tokenizer.no_padding()
     return loaded
-
-
-def _eos_token_ids(path: Path, config: Mapping[str, Any], of_tokenizer: int | None) -> tuple[int, ...]:
-    """Ids that end an answer: the generation config's (or else the model config's) and the tokenizer's."""
-    generation = path / "generation_config.json"
-    named = _read_json(generation).get("eos_token_id") if generation.is_file() else None
-    named = config.get("eos_token_id") if named is None else named
-    ids = [] if named is None else [named] if isinstance(named, int) else list(named)
-    if of_tokenizer is not None:
-        ids.append(of_tokenizer)
-    return tuple(dict.fromkeys(ids))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

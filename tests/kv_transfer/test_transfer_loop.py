@@ -307,6 +307,37 @@ def test_a_push_that_outlives_its_link_ends_when_the_transport_says_so() -> None
     assert two.source.loop.idle
 
 
+def test_a_lost_link_is_not_watched() -> None:
+    two = Two(SlowTransport)
+    two.connect()
+    two.network.hold = True
+    two.push(1, [0], [0])
+    two.source.events()
+    agent = two.target.loop.descriptor.agent
+    del two.network.regions[agent]
+    assert two.source.events() == [linked("lost", "the agent died")]
+    two.clock.now += STALL_S + 1.0
+    assert two.source.events() == [linked("lost", f"agent {agent} is not in this process")], "tried again, and no stall"
+
+
+def test_what_a_link_had_in_flight_when_it_was_lost_does_not_count_when_it_is_up_again() -> None:
+    two = Two(SlowTransport)
+    two.connect()
+    two.network.hold = True
+    two.push(1, [0], [0])
+    two.source.events()
+    two.clock.now += STALL_S + 1.0
+    assert isinstance(two.source.events()[0], LinkChanged)
+    two.clock.now += RETRY_S + 0.1
+    assert two.source.events() == [linked("ready", "memmove")]
+    two.push(2, [1], [1])
+    two.source.events()
+    two.clock.now += STALL_S
+    assert two.source.events() == [], "push 1 began long ago, push 2 did not"
+    two.clock.now += 1.0
+    assert two.source.events() == [linked("lost", f"no push completed for {STALL_S + 1.0:.0f} s")]
+
+
 def test_a_lost_link_is_tried_again_and_serves_again(held: Two) -> None:
     held.push(1, [0], [0])
     held.source.events()
@@ -338,6 +369,11 @@ def test_a_link_that_stays_lost_is_tried_ever_more_rarely(two: Two) -> None:
     assert two.source.events() == []
     two.clock.now += 2e-3
     assert two.source.events() == [linked("ready", "memmove")]
+    del two.network.regions[descriptor.agent]
+    assert two.source.events() == [linked("lost", "the agent died")]
+    two.network.regions[descriptor.agent] = region
+    two.clock.now += RETRY_S
+    assert two.source.events() == [linked("ready", "memmove")], "it was up meanwhile: soon again"
 
 
 def test_a_peer_that_left_is_not_tried_again(connected: Two) -> None:

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from common.ids import Incarnation
+from common.errors import TandemError
+from common.ids import Incarnation, InstanceId
 from common.instance.ports import Send
 from common.messages import (
     WIRE_VERSION,
@@ -16,7 +17,7 @@ from common.messages import (
     Register,
     Welcome,
 )
-from router.fleet import REMEMBERED, Fleet
+from router.fleet import REMEMBERED, REPLACED_REMEMBERED, Fleet
 from tests.builders import instance
 from tests.router.fakes import beat
 
@@ -120,6 +121,152 @@ def test_a_replaced_incarnation_is_refused_at_its_own_address_and_its_successor_
     assert fleet.addresses()[refusal.to] == D0.inbox
     assert fleet.addresses()[D0.id] == successor.inbox
     assert [member.info for member in fleet.members()] == [successor]
+
+
+def test_an_incarnation_that_wakes_after_its_successor_joined_is_refused_and_the_successor_stays() -> None:
+    successor = instance("d0", "decode", incarnation="2")
+    fleet = new_fleet(P0, D0)
+    fleet.heartbeat(beat(P0), 2.0)
+    fleet.tick(DEAD_AFTER_S)
+    fleet.register(Register(instance=successor), 3.5)
+    woken = fleet.heartbeat(beat(D0), 4.0)
+    assert (woken.sends, woken.lost, fleet.stale) == ([], [], 1)
+    change = fleet.register(Register(instance=D0), 4.0)
+    (refusal,) = change.sends
+    assert isinstance(refusal.message, Refused) and "newer incarnation" in refusal.message.reason
+    assert change.lost == []
+    assert [member.info for member in fleet.members("decode")] == [successor]
+    fleet.goodbye(Goodbye(id=successor.id, incarnation=successor.incarnation))
+    assert isinstance(fleet.register(Register(instance=D0), 5.0).sends[0].message, Refused), "nor does it return when it is gone"
+
+
+def test_that_an_incarnation_was_replaced_says_nothing_of_other_instances() -> None:
+    fleet = new_fleet(D0, instance("d0", "decode", incarnation="2"))
+    assert D1.incarnation == D0.incarnation
+    fleet.register(Register(instance=D1), 1.0)
+    assert ids(fleet) == ["d0", "d1"]
+
+
+def test_how_many_replaced_incarnations_are_remembered_is_bounded() -> None:
+    fleet = new_fleet(*(instance("d0", "decode", incarnation=str(number)) for number in range(REPLACED_REMEMBERED + 2)))
+    (refusal,) = fleet.register(Register(instance=instance("d0", "decode", incarnation="1")), 1.0).sends
+    assert isinstance(refusal.message, Refused)
+    assert fleet.register(Register(instance=instance("d0", "decode", incarnation="0")), 1.0).lost, "the oldest is forgotten"
+
+
+def test_a_prefill_instance_that_was_only_silent_meets_its_peers_again_and_they_meet_it() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.heartbeat(beat(D0, P0), 2.0)
+    assert fleet.tick(DEAD_AFTER_S).sends == [Send(D0.id, peers())]
+    assert fleet.heartbeat(beat(P0, D0), 4.0).sends == [Send(P0.id, WELCOME), Send(P0.id, peers(D0)), Send(D0.id, peers(P0))]
+    assert fleet.next_deadline() == 2.0 + DEAD_AFTER_S
+    assert fleet.tick(2.0 + DEAD_AFTER_S).lost != [], "of d0"
+    assert fleet.next_deadline() == 4.0 + DEAD_AFTER_S
+
+
+def test_what_was_said_of_links_to_a_silent_member_does_not_outlive_its_return() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.heartbeat(beat(P0, D0), 2.0)
+    fleet.tick(DEAD_AFTER_S)
+    fleet.heartbeat(beat(P0, D0), 3.5)  # sent before it heard that d0 is gone
+    fleet.heartbeat(beat(D0, P0), 4.0)
+    prefill, decode = fleet.members()
+    assert (prefill.linked(decode), decode.linked(prefill)) == (False, True)
+    fleet.heartbeat(beat(P0, D0), 4.5)
+    assert prefill.linked(decode)
+
+
+def test_everyone_that_was_silent_at_once_comes_back_and_knows_the_others() -> None:
+    fleet = new_fleet(P0, D0, D1)
+    assert len(fleet.tick(DEAD_AFTER_S).lost) == 3
+    for member in (D0, P0, D1):
+        fleet.heartbeat(beat(member), 4.0)
+    assert ids(fleet) == ["d0", "p0", "d1"]
+    last = fleet.register(Register(instance=P0), 4.0).sends[-1]
+    assert last == Send(P0.id, peers(D0, D1))
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def renamed(name: str) -> InstanceInfo:
+    return msgspec.structs.replace(D1, id=InstanceId(name))
+
+
+def other_pool(**changes: object) -> InstanceInfo:
+    return msgspec.structs.replace(D1, pool=msgspec.structs.replace(D1.pool, **changes))
+
+
+@pytest.mark.parametrize(
+    ("asking", "names"),
+    [
+        (renamed("detokenizer"), "detokenizer"),
+        (renamed("router"), "router"),
+        (renamed(""), "name must be"),
+        (renamed("a b"), "'a b'"),
+        (renamed("d1\n"), "name must be"),
+        (renamed("d" * 65), "1 to 64"),
+        (renamed("é"), "letters"),
+        (msgspec.structs.replace(D1, incarnation=Incarnation("")), "incarnation"),
+        (msgspec.structs.replace(D1, incarnation=Incarnation("x" * 100_000)), "incarnation"),
+        (msgspec.structs.replace(D1, max_running=0), "max_running must be between 1 and"),
+        (other_pool(total_pages=0), "total_pages must be between 1 and"),
+        (other_pool(total_pages=-(2**63)), "total_pages must be between 1 and"),
+        (other_pool(total_pages=2**64 - 1), "total_pages must be between 1 and"),
+        (other_pool(address=-1), "address -1"),
+        (other_pool(address=2**63 - 1), f"address {2**63 - 1}"),
+        (other_pool(device="cuda"), "device must be cpu or cuda:N, is 'cuda'"),
+        (other_pool(device="cuda:-1"), "device must be"),
+        (other_pool(device="tpu:0"), "device must be"),
+        (other_pool(device="x" * 100_000), "device must be"),
+        (other_pool(wire=bytes(2**20 + 1)), "transport descriptor"),
+        (msgspec.structs.replace(D1, model=msgspec.structs.replace(D1.model, context_tokens=0)), "context must be between"),
+        (msgspec.structs.replace(D1, model=msgspec.structs.replace(D1.model, vocab_size=2**31)), "vocabulary must be between"),
+    ],
+)
+def test_an_instance_that_describes_itself_absurdly_is_refused_by_what_is_absurd(asking: InstanceInfo, names: str) -> None:
+    fleet = new_fleet()
+    change = fleet.register(Register(instance=asking), 1.0)
+    (refusal,) = change.sends
+    assert isinstance(refusal.message, Refused) and names in refusal.message.reason and len(refusal.message.reason) <= 500
+    assert refusal.to not in ("detokenizer", "router") and len(refusal.to) <= 129
+    assert fleet.addresses() == {refusal.to: asking.inbox}
+    assert (ids(fleet), fleet.refusals) == ([], 1)
+
+
+@pytest.mark.parametrize("field", ["layers", "kv_heads", "head_dim", "page_size"])
+@pytest.mark.parametrize("value", [2**30, 2**63 - 1, 2**64 - 1])
+def test_a_layout_of_huge_numbers_is_refused(field: str, value: int) -> None:
+    fleet = new_fleet()
+    layout = msgspec.structs.replace(D1.pool.layout, **{field: value})
+    pool = msgspec.structs.replace(D1.pool, layout=layout, total_pages=2**31 - 1, address=2**62)
+    asking = msgspec.structs.replace(D1, pool=pool)
+    (refusal,) = fleet.register(Register(instance=asking), 1.0).sends
+    assert isinstance(refusal.message, Refused)
+    assert ("64-bit" if value == 2**30 else field) in refusal.message.reason
+
+
+def test_a_layout_without_size_is_no_message_at_all() -> None:
+    register = msgspec.to_builtins(Register(instance=D1))
+    register["instance"]["pool"]["layout"]["kv_heads"] = 0
+    with pytest.raises(TandemError, match="kv_heads"):  # which the mailbox counts as a refused frame
+        msgspec.convert(register, Register)
+
+
+def test_a_newcomer_that_is_absurd_does_not_evict_the_member_of_its_name() -> None:
+    fleet = new_fleet(P0, D0)
+    absurd = msgspec.structs.replace(other_pool(total_pages=0), id=D0.id, incarnation=Incarnation("2"))
+    assert fleet.register(Register(instance=absurd), 1.0).lost == []
+    assert ids(fleet) == ["p0", "d0"]
+
+
+@pytest.mark.parametrize("inbox", ["", "tcp://", "tcp://host", "tcp://host:70000", "ipc:///tmp/x", "tcp://[::1]:5", "x" * 10_000])
+def test_who_gives_no_address_is_refused_where_people_see_it(inbox: str) -> None:
+    fleet = new_fleet(P0)
+    change = fleet.register(Register(instance=msgspec.structs.replace(D1, inbox=inbox)), 1.0)
+    assert (change.sends, ids(fleet), fleet.refusals) == ([], ["p0"], 1)
+    assert fleet.addresses() == {P0.id: P0.inbox}
+    assert ["is no address" in refusal.reason or len(refusal.reason) == 500 for refusal in fleet.refused.values()] == [True]
 
 
 def other_model(**changes: object) -> InstanceInfo:

@@ -1,16 +1,18 @@
 """The gateway: routes are learnt before anything is sent along them, and deadlines pass without traffic."""
 
 import asyncio
+from collections.abc import Mapping
 
+import msgspec
 import pytest
 
 from common.config import RouterConfig
-from common.ids import Incarnation, InstanceId
+from common.ids import DETOKENIZER, Incarnation, InstanceId
 from common.messages import AnyMessage, Goodbye, Register, RouterInbox
 from router.core import RouterCore
 from router.gateway import Gateway
 from tests.builders import instance
-from tests.router.fakes import Unobserved
+from tests.router.fakes import Unobserved, beat
 
 pytestmark = pytest.mark.anyio
 D0 = instance("d0", "decode")
@@ -68,6 +70,42 @@ async def test_a_new_incarnation_is_reached_at_its_new_address() -> None:
     mail.arriving = [(D0.id, Register(instance=D0)), (D0.id, Register(instance=successor))]
     gateway.pump()
     assert [ask for ask in mail.asked if ask.startswith("route")] == [f"route d0 to {D0.inbox}", f"route d0 to {successor.inbox}"]
+    gateway.close()
+
+
+async def test_an_instance_under_the_detokenizers_name_is_refused_and_gets_no_route_of_that_name() -> None:
+    mail = RecordingMail()
+    gateway = new_gateway(mail, Clock())
+    mail.arriving = [(DETOKENIZER, Register(instance=msgspec.structs.replace(D0, id=DETOKENIZER)))]
+    gateway.pump()
+    assert mail.asked == [f"route detokenizer#1 to {D0.inbox}", "send Refused to detokenizer#1"]
+    gateway.close()
+
+
+async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone() -> None:
+    class Deceived(RouterCore):
+        def addresses(self) -> Mapping[InstanceId, str]:
+            return {DETOKENIZER: "tcp://elsewhere:1"} if next(self.fleet.members(), None) is not None else {}
+
+    mail = RecordingMail()
+    gateway = Gateway(Deceived(Incarnation("r"), "tcp://detokenizer:1", RouterConfig(), Unobserved()), mail, Clock())
+    mail.arriving = [(D0.id, Register(instance=D0)), (D0.id, Goodbye(id=D0.id, incarnation=D0.incarnation))]
+    gateway.pump()
+    assert not [ask for ask in mail.asked if ask.startswith("route detokenizer")]
+    gateway.close()
+
+
+async def test_a_router_that_was_held_up_reads_its_mail_before_it_calls_anybody_silent() -> None:
+    mail, clock = RecordingMail(), Clock()
+    gateway = new_gateway(mail, clock, RouterConfig(heartbeat_s=0.001, dead_after_s=0.003))
+    mail.arriving = [(D0.id, Register(instance=D0))]
+    gateway.pump()
+    mail.arriving = [(D0.id, beat(D0))]
+    clock.now = 5.0
+    async with asyncio.timeout(5):
+        while mail.arriving:
+            await asyncio.sleep(0.001)
+    assert [member.info.id for member in gateway.core.fleet.members()] == ["d0"]
     gateway.close()
 
 

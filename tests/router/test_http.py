@@ -1,5 +1,6 @@
 """The API over HTTP with a fleet that echoes: answers, errors and pages."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,10 @@ import msgspec
 import pytest
 
 from common.config import RouterConfig
-from common.ids import unpack_ids
-from common.messages import Failed, Generate
-from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
+from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError, Unavailable
+from common.ids import DETOKENIZER, unpack_ids
+from common.messages import Failed, Generate, Load, Register
+from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
 
 pytestmark = pytest.mark.anyio
 
@@ -160,10 +162,31 @@ async def test_sampling_parameters_reach_the_fleet() -> None:
     assert unpack_ids(message.prompt).tolist() == [ord(char) for char in "hello"]
 
 
-async def test_without_max_tokens_an_answer_may_fill_the_context() -> None:
-    async with Site() as site:
-        await post(site, "/v1/chat/completions", chat(max_tokens=None))
-        assert sent_to_fleet(site)[0].sampling.max_new_tokens == CONTEXT - len("hello")
+@pytest.mark.parametrize(
+    ("default", "prompt_tokens", "answer_tokens"),
+    [(2048, 5, CONTEXT - 5), (20, 5, 20), (20, CONTEXT - 20, 20), (20, CONTEXT - 19, 19), (20, CONTEXT - 1, 1)],
+)
+async def test_without_max_tokens_a_chat_answer_has_the_default_length_or_what_the_context_leaves(
+    default: int, prompt_tokens: int, answer_tokens: int
+) -> None:
+    async with Site(config=RouterConfig(default_max_tokens=default)) as site:
+        await post(site, "/v1/chat/completions", chat("x" * prompt_tokens, max_tokens=None))
+        assert sent_to_fleet(site)[0].sampling.max_new_tokens == answer_tokens
+
+
+@pytest.mark.parametrize(("prompt_tokens", "answer_tokens"), [(5, 16), (CONTEXT - 7, 7)])
+async def test_without_max_tokens_a_completion_has_16_tokens_as_openai_says(prompt_tokens: int, answer_tokens: int) -> None:
+    body = completion("x" * prompt_tokens)
+    del body["max_tokens"]
+    async with Site(config=RouterConfig(default_max_tokens=100)) as site:
+        await post(site, "/v1/completions", body)
+        assert sent_to_fleet(site)[0].sampling.max_new_tokens == answer_tokens
+
+
+async def test_a_default_length_is_no_limit_for_those_that_ask_for_more() -> None:
+    async with Site(config=RouterConfig(default_max_tokens=2)) as site:
+        await post(site, "/v1/chat/completions", chat(max_tokens=50))
+        assert sent_to_fleet(site)[0].sampling.max_new_tokens == 50
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------
@@ -248,13 +271,26 @@ async def test_beyond_max_requests_the_answer_is_429_with_retry_after() -> None:
         assert (await post(site, "/v1/chat/completions", chat(n=2))).status_code == 200
 
 
-async def test_a_failure_before_the_first_token_has_its_own_status_even_for_a_stream() -> None:
-    failed = Failed(message="no instance left", kind="unavailable_error", status=503)
-    for stream in (True, False):
-        async with Site(EchoFleet(fail_at=0, failed=failed)) as site:
-            response = await post(site, "/v1/chat/completions", chat(stream=stream))
-        assert assert_error(response, 503, "unavailable_error", None) == "no instance left"
-        assert "retry-after" in response.headers
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/completions", completion())])
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (Overloaded("the decode instance is full"), 429, "1"),
+        (Unavailable("no instance left"), 503, "2"),
+        (DeadlinePassed("too slow"), 504, None),
+        (InstanceFailed("the step failed"), 500, None),
+    ],
+)
+async def test_a_failure_at_an_instance_before_the_first_token_has_its_own_status_even_for_a_stream(
+    error: TandemError, status: int, retry_after: str | None, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    async with Site(EchoFleet(fail_at=0, failed=Failed.of(error))) as site:
+        response = await post(site, path, body | {"stream": stream})
+        counted = (await get(site, "/metrics")).text
+    assert assert_error(response, status, error.kind, None) == str(error)
+    assert response.headers.get("retry-after") == retry_after
+    assert metric(counted, f'tandem_requests_ended_total{{ending="{error.kind}"}}') == 1
 
 
 async def test_a_failure_after_the_first_token_is_an_error_event_and_the_stream_closes() -> None:
@@ -323,6 +359,35 @@ async def test_metrics_count_responses_endings_and_what_instances_report() -> No
     assert metric(text, "tandem_requests_open") == 0
     assert metric(text, 'tandem_instance_bytes_pushed_total{instance="p0",role="prefill"}') == 0
     assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 1
+
+
+async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom_the_fleet_refused() -> None:
+    async with Site() as site:
+        site.fleet.frames_refused |= {"magic": 3, "body": 1}
+        site.fleet.messages_lost["full"] = 2
+        site.fleet.say(Register(instance=msgspec.structs.replace(site.fleet.decode, id=DETOKENIZER)))
+        while not site.core.fleet.refusals:
+            await asyncio.sleep(0)
+        text, page = (await get(site, "/metrics")).text, (await get(site, "/cluster")).json()
+    assert metric(text, 'tandem_router_frames_refused_total{reason="magic"}') == 3
+    assert metric(text, 'tandem_router_frames_refused_total{reason="body"}') == 1
+    assert metric(text, 'tandem_router_messages_lost_total{reason="full"}') == 2
+    assert metric(text, "tandem_router_registrations_refused_total") == 1
+    assert [refused["id"] for refused in page["refused"]] == ["detokenizer#1"]
+
+
+async def test_quarantined_pages_make_the_fleet_unready_and_are_shown() -> None:
+    async with Site() as site:
+        site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=Load(pages_quarantined=40)))
+        while not site.core.unready():
+            await asyncio.sleep(0)
+        ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
+        text = (await get(site, "/metrics")).text
+        response = await post(site, "/v1/chat/completions", chat())
+    assert ready.status_code == 503 and "d0: 40 of 64" in ready.json()["reasons"][0]
+    assert [one["state"] for one in page["instances"]] == ["live", "quarantined"]
+    assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 0
+    assert "d0: 40 of 64" in assert_error(response, 503, "unavailable_error", None)
 
 
 def metric(text: str, name: str) -> float:

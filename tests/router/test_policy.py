@@ -14,6 +14,7 @@ from tests.router.fakes import beat
 
 P0, P1 = instance("p0", "prefill"), instance("p1", "prefill")
 D0, D1 = instance("d0", "decode"), instance("d1", "decode")
+DISPATCHES: tuple[Dispatch, ...] = ("auto", "colocated")
 
 
 def new_fleet(*members: InstanceInfo, linked: bool = True) -> Fleet:
@@ -85,6 +86,39 @@ def test_a_draining_instance_gets_nothing_new() -> None:
     assert chosen(fleet) == ("p0", "d1")
     fleet.heartbeat(beat(P0, D0, D1, draining=True), 1.0)
     assert chosen(fleet) == ("d1", None)
+
+
+WORN = Load(pages_quarantined=17, pages_total=64)
+
+
+def test_an_instance_gets_nothing_new_while_more_than_a_quarter_of_its_pages_is_quarantined() -> None:
+    fleet = new_fleet(P0, P1, D0, D1)
+    fleet.heartbeat(beat(P0, D0, D1, load=WORN), 1.0)
+    fleet.heartbeat(beat(D1, P0, P1, load=WORN), 1.0)
+    assert chosen(fleet) == chosen(fleet) == ("p1", "d0")
+    assert unready(fleet, "auto") == []
+    fleet.heartbeat(beat(P0, D0, D1, load=Load(pages_quarantined=16, pages_total=64)), 2.0)
+    assert chosen(fleet, max_new_tokens=1) == ("p0", None)
+
+
+def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unready_and_says_so() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.heartbeat(beat(D0, P0, load=WORN), 1.0)
+    with pytest.raises(Unavailable, match="17 of 64"):
+        chosen(fleet)
+    for dispatch in DISPATCHES:
+        (reason,) = unready(fleet, dispatch)
+        assert "no decode instance is whole" in reason and "d0: 17 of 64" in reason
+    fleet.heartbeat(beat(D0, P0), 2.0)
+    assert unready(fleet, "auto") == []
+
+
+def test_a_fleet_whose_every_prefill_instance_is_so_serves_without_them_and_is_unready() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.heartbeat(beat(P0, D0, load=WORN), 1.0)
+    assert chosen(fleet) == ("d0", None)
+    assert ["p0: 17 of 64" in reason for reason in unready(fleet, "auto")] == [True]
+    assert unready(fleet, "colocated") == []
 
 
 def test_an_answer_of_one_token_needs_no_decode_instance() -> None:

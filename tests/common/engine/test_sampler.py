@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.sampler import sample
+from common.engine.sampler import Sampler, _filtered
 
 VOCAB = 12
+CPU = torch.device("cpu")
 LOGITS = torch.tensor([[2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0]])
 DRAWS = 20_000
 
@@ -15,7 +16,7 @@ DRAWS = 20_000
 def draw(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 3) -> Tensor:
     """DRAWS samples at as many positions."""
     rows = DRAWS
-    return sample(
+    return Sampler(logits.shape[1], CPU)(
         logits.expand(rows, -1),
         torch.full((rows,), temperature),
         torch.full((rows,), top_k),
@@ -65,7 +66,7 @@ def test_the_noise_is_a_function_of_seed_and_position_alone() -> None:
     def tokens(rows: list[int]) -> list[int]:
         count = len(rows)
         ones = torch.ones(count)
-        picked: list[int] = sample(
+        picked: list[int] = Sampler(50, CPU)(
             logits[rows], ones, torch.zeros(count, dtype=torch.int64), ones, torch.zeros(count), seeds[rows], positions[rows]
         ).tolist()
         return picked
@@ -80,3 +81,92 @@ def test_seeds_and_positions_give_different_noise() -> None:
     agree = float((first == second).float().mean())
     chance = float((probabilities(1.0, 0, 1.0, 0.0) ** 2).sum())
     assert abs(agree - chance) < 0.02
+
+
+def sampled(logits: Tensor, temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float]) -> list[int]:
+    """One token per row; the seed of a row is its number, so that a row of a batch is told by its seed alone."""
+    rows = len(logits)
+    return numbered(logits, temperature, top_k, top_p, min_p, list(range(rows)))
+
+
+def numbered(
+    logits: Tensor, temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float], seed: list[int]
+) -> list[int]:
+    tokens: list[int] = Sampler(logits.shape[1], CPU)(
+        logits,
+        torch.tensor(temperature),
+        torch.tensor(top_k),
+        torch.tensor(top_p),
+        torch.tensor(min_p),
+        torch.tensor(seed),
+        torch.full((len(logits),), 7),
+    ).tolist()
+    return tokens
+
+
+def test_a_neighbour_that_filters_takes_no_token_from_a_row_that_does_not() -> None:
+    """70,000 tokens that are equally likely: in float32 their running sum reaches 1 before the last of them."""
+    vocab, row = 70_000, torch.zeros(1, 70_000)
+    for seed in range(200):
+        alone = numbered(row, [1.0], [0], [1.0], [0.0], [seed])
+        beside = numbered(row.expand(2, -1), [1.0, 1.0], [0, 0], [1.0, 0.5], [0.0, 0.0], [seed, 9])
+        assert beside[0] == alone[0] < vocab
+
+
+def test_top_p_of_one_excludes_nothing_beside_other_filters() -> None:
+    kept = _kept(torch.zeros(1, 70_000), top_k=0, top_p=1.0, min_p=1e-9)
+    assert kept.all()
+
+
+def _kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    filtered = _filtered(logits, *(torch.tensor([value]) for value in (top_k, top_p, min_p)))
+    return filtered > -torch.inf
+
+
+def test_the_filters_of_a_row_do_not_depend_on_those_of_its_batch() -> None:
+    """Ties and sums at the boundary included: logits in steps of a quarter, and equal logits whose sum meets top-p exactly."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.cat([(4 * torch.randn(14, 900, generator=generator)).round() / 4, torch.zeros(2, 900)])
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    top_k = torch.tensor([1, 2, 3, 20, 50, 899, 900, 5000, 0, 0, 0, 7, 0, 33, 8, 0])
+    top_p = torch.tensor([1, 0.5, 0.9, 0.25, 1, 0.75, 1, 0.3, 0.9, 0.1, 1, 0.99, 0.999, 1, 0.5, 0.5])
+    min_p = torch.tensor([0, 0, 0, 0, 0.1, 0, 0, 0.01, 0, 0, 0.2, 0.05, 0, 0, 0, 0])
+    together = _filtered(logits, top_k, top_p, min_p)
+    assert together.isfinite().any(dim=-1).all()
+    with_top_k = torch.nonzero((top_k > 0) & (top_k < 900)).flatten()
+    assert torch.equal(_filtered(*(part[with_top_k] for part in (logits, top_k, top_p, min_p))), together[with_top_k])
+    for row in range(len(logits)):
+        alone = _filtered(*(part[row : row + 1] for part in (logits, top_k, top_p, min_p)))
+        assert torch.equal(alone[0], together[row])
+
+
+def test_of_equal_logits_the_first_tokens_stay() -> None:
+    logits = torch.tensor([[-1.0, 0.0, -1.0, 0.0, -1.0, -2.0]])
+    for top_k, stay in ((1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3, 4, 5])):
+        assert torch.nonzero(_kept(logits, top_k, 1.0, 0.0)[0]).flatten().tolist() == stay
+
+
+def test_only_rows_that_ask_are_sorted_and_none_in_full_when_each_has_a_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[tuple[str, tuple[int, ...]]] = []
+
+    def noted(name: str) -> None:
+        true = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda x, *a, **k: (orders.append((name, tuple(x.shape))), true(x, *a, **k))[1])
+
+    noted("sort")
+    noted("topk")
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    sampled(logits, [1.0] * 4, [0] * 4, [1.0] * 4, [0.0] * 4)
+    assert orders == []
+    sampled(logits, [1.0] * 4, [0, 5, 0, 9], [1.0, 0.9, 1.0, 1.0], [0.0] * 4)
+    assert orders == [("topk", (2, 50))]
+    orders.clear()
+    sampled(logits, [1.0, 0.0, 1.0, 1.0], [0, 0, 0, 0], [1.0, 0.9, 0.5, 1.0], [0.0] * 4)
+    assert orders == [("sort", (1, 50))]
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-30, 1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_tiny_temperature_is_greedy_and_never_overflows(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([[-50.0, 3.0, 80.0, 79.5, 0.0]])
+    assert sampled(logits.expand(8, -1), [temperature] * 8, [0] * 8, [top_p] * 8, [0.0] * 8) == [2] * 8

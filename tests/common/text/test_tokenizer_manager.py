@@ -55,13 +55,7 @@ def test_text_and_chats_have_the_tokens_that_transformers_gives(tmp_path: Path, 
 def test_it_knows_the_limits_of_the_model(manager: TokenizerManager) -> None:
     assert manager.context_tokens == 2048
     assert manager.vocab_size == 384
-    assert manager.eos_token_ids == (1, 7)
     assert manager.model_name == "tiny-model"
-
-
-def test_without_a_generation_config_the_models_config_says_how_an_answer_ends(tmp_path: Path) -> None:
-    manager = TokenizerManager(changed(tmp_path / "m", "generation_config.json", None))
-    assert manager.eos_token_ids == (5, 1)
 
 
 def test_a_conversation_ends_where_the_assistant_begins(manager: TokenizerManager) -> None:
@@ -125,7 +119,6 @@ def test_half_a_surrogate_pair_is_a_bad_request(manager: TokenizerManager) -> No
         ("config.json", None, "config.json cannot be read"),
         ("config.json", "[]", "must hold a JSON object"),
         ("config.json", "{}", "max_position_embeddings"),
-        ("generation_config.json", "no json", "generation_config.json cannot be read"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_used_says_which_file_and_why(

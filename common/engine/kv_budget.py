@@ -1,0 +1,87 @@
+"""The KV budget: how many bytes are KV, how many pages that is, and how long a context they hold.
+
+Owns the arithmetic and what is left for activations. Knows the model's shape and how much memory is free. Allocates nothing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.engine.checkpoint import ModelShape
+from common.errors import ConfigError
+from common.pages.layout import ITEM_BYTES, KVLayout
+
+_CPU_SHARE, _CPU_MOST, _CPU_FREE_SHARE = 0.125, 2**30, 0.5
+_CUDA_SHARE = 0.9
+"""Of what is free on the device beside the workspace; the rest is for libraries and fragmentation."""
+_GATHER_BYTES = 2**30
+"""Attention's buffers of a step, four times what it gathers at once."""
+_SAMPLER_BYTES = 80
+"""Of the sampler, per row and token of the vocabulary: logits in float32, their order, and the noise's integers and doubles."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """total_pages: of the pool. context_tokens: the longest sequence that a row may hold."""
+
+    total_pages: int
+    context_tokens: int
+
+
+def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int) -> KVBudget:
+    """Pages that fit `kv_bytes`, and the context: as asked, or the model's own, or what one row can hold of it.
+
+    own_context: tokens, of the model. asked_context: tokens; 0: the model's own, capped. A capped context is a power of two, so
+    that instances whose memory differs a little agree on it, as those of one fleet must. Raises ConfigError.
+    """
+    pages = kv_bytes // layout.page_bytes
+    if asked_context > own_context:
+        raise ConfigError(f"--context-tokens {asked_context} is more than the model's own context of {own_context} tokens")
+    if pages < 1:
+        raise ConfigError(f"--kv-memory gives {kv_bytes} bytes, which is less than one page of {layout.page_bytes}")
+    context = asked_context or own_context
+    needed = layout.pages_for(context)
+    if needed <= pages:
+        return KVBudget(pages, context)
+    if asked_context:
+        raise ConfigError(
+            f"--kv-memory gives {pages} pages of {layout.page_bytes} bytes, but --context-tokens {context} takes {needed}: give "
+            f"--kv-memory at least {needed * layout.page_bytes} bytes, or --context-tokens at most {pages * layout.page_size}"
+        )
+    held = pages * layout.page_size
+    return KVBudget(pages, 2 ** (held.bit_length() - 1))
+
+
+def auto_kv_bytes(device: torch.device, workspace_bytes: int) -> int:
+    """What `--kv-memory auto` stands for; on CUDA, to be asked once the weights are loaded. Raises ConfigError.
+
+    On CPU a share of the host's memory, not of what happens to be free: equal hosts get equal pools, unless memory is short.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has left in torch's cache counts as used otherwise
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        if free_bytes <= workspace_bytes:
+            raise ConfigError(
+                f"{device} has {free_bytes} bytes free beside the weights, but a step takes up to {workspace_bytes}: lower "
+                f"--chunk-tokens or --max-running, or give --kv-memory"
+            )
+        return int((free_bytes - workspace_bytes) * _CUDA_SHARE)
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total_bytes, free_bytes = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return int(min(_CPU_MOST, total_bytes * _CPU_SHARE, free_bytes * _CPU_FREE_SHARE))
+
+
+def workspace_bytes(shape: ModelShape, layout: KVLayout, chunk_tokens: int, max_running: int, context_tokens: int) -> int:
+    """Bytes of a step beside weights and pages, at most: a full chunk beside all decode rows, and every row samples.
+
+    Activations of one layer (layers reuse them), attention's mask and gathered pages, logits and the sampler.
+    """
+    item_bytes = ITEM_BYTES[layout.dtype]
+    tokens = chunk_tokens + max_running
+    merged_heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    activations = tokens * (item_bytes * 4 * (shape.intermediate + merged_heads + shape.hidden) + 8 * shape.hidden)
+    mask = item_bytes * chunk_tokens * context_tokens
+    gathered = max(_GATHER_BYTES, 4 * shape.kv_heads * context_tokens * layout.slot_bytes)
+    sampled = max_running * shape.vocab_size * (item_bytes + _SAMPLER_BYTES)
+    return activations + mask + gathered + sampled
