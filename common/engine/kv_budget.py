@@ -81,7 +81,7 @@ def workspace_bytes(shape: ModelShape, layout: KVLayout, chunk_tokens: int, max_
     tokens = chunk_tokens + max_running
     merged_heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     activations = tokens * (item_bytes * 4 * (shape.intermediate + merged_heads + shape.hidden) + 8 * shape.hidden)
-    mask = item_bytes * chunk_tokens * context_tokens
+    mask = 2 * item_bytes * chunk_tokens * (shape.heads // shape.kv_heads) * context_tokens
     gathered = max(_GATHER_BYTES, 4 * shape.kv_heads * context_tokens * layout.slot_bytes)
     sampled = max_running * shape.vocab_size * (item_bytes + _SAMPLER_BYTES)
     return activations + mask + gathered + sampled

@@ -174,11 +174,13 @@ class ModelRunner:
         return StepAttention(
             self._memory,
             self._kernel,
+            self._model.shape.heads,
             self._page_table[rows, positions // page_size].long(),
             positions % page_size,
             segments,
             self._page_table[decode, :width],
             self._length[decode],
+            self._host_length[plan.decode_rows],
         )
 
     def _advance(self, rows: Int64Array, lengths: Int64Array) -> None:

@@ -9,6 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from common.config import EngineConfig, ModelConfig
+from common.engine import model_runner
+from common.engine.executor import EngineDescription
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Chunk, Plan, RowStart
 from common.errors import ConfigError
@@ -116,7 +118,7 @@ def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, name: str, p
     assert generated(made, prompts, chunk_tokens) == [expected(model, prompt) for prompt in prompts]
 
 
-def test_without_a_compiler_the_plain_loop_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(qwen3(), tmp_path)
     prompts = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 40)]
     with_kernel = generated(runner(path), prompts, 16)
@@ -175,8 +177,57 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
             runner(path)
 
 
-def test_memory_that_cannot_hold_one_context_is_refused_with_the_amount(tmp_path: Path) -> None:
+def described(path: Path, **changes: object) -> tuple[EngineDescription, list[str]]:
+    """What a runner says of itself, and its lines of progress."""
+    fields: dict[str, object] = {"device": "cpu", "page_size": 8, "kv_memory": "64KiB", "max_running": 8}
+    lines: list[str] = []
+    engine = EngineConfig(**(fields | changes))  # type: ignore[arg-type]
+    return ModelRunner(ModelConfig(model=str(path)), engine, lines.append).description, lines
+
+
+def test_a_context_that_the_memory_cannot_hold_is_capped_and_said(tmp_path: Path) -> None:
     path = saved(llama(), tmp_path)
-    engine = EngineConfig(device="cpu", page_size=8, kv_memory="64KiB", max_running=8)
-    with pytest.raises(ConfigError, match="at least"):
-        ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None)
+    capped, lines = described(path)
+    assert capped.model.context_tokens == 64
+    assert capped.total_pages == 10
+    assert [line for line in lines if "context capped to 64" in line and "512" in line and "--kv-memory" in line]
+    whole, lines = described(path, kv_memory="32MiB")
+    assert whole.model.context_tokens == 512
+    assert not [line for line in lines if "capped" in line]
+
+
+def test_the_longest_context_of_a_row_can_be_computed(tmp_path: Path) -> None:
+    model = llama()
+    path = saved(model, tmp_path)
+    engine = EngineConfig(device="cpu", page_size=8, kv_memory="64KiB", max_running=1)
+    made = ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None)
+    prompt = np.arange(3, 3 + 64 - NEW_TOKENS, dtype=np.int32)
+    assert generated(made, [prompt], 20) == [expected(model, prompt)]
+
+
+def test_a_context_that_was_asked_for_is_held_or_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:
+    path = saved(llama(), tmp_path)
+    asked, _ = described(path, context_tokens=77)
+    assert asked.model.context_tokens == 77
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"--kv-memory at least 67584 bytes, or --context-tokens at most 80"):
+        described(path, context_tokens=81)
+    with pytest.raises(ConfigError, match="more than the model's own context of 512"):
+        described(path, context_tokens=513)
+    with pytest.raises(ConfigError, match="less than one page"):
+        described(path, kv_memory="1KiB")
+
+
+def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def measured(device: torch.device, workspace: int) -> int:
+        lines.append("measured")
+        assert workspace > 0
+        return 2**20
+
+    monkeypatch.setattr(model_runner, "auto_kv_bytes", measured)
+    engine = EngineConfig(device="cpu", page_size=8, max_running=8)
+    made = ModelRunner(ModelConfig(model=str(saved(llama(), tmp_path))), engine, lines.append)
+    assert [line.split(":")[0].split(" ")[0] for line in lines] == ["loading", "measured", "making"]
+    assert made.description.total_pages == 2**20 // made.description.layout.page_bytes

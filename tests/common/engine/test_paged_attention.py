@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from common.engine.kv_memory import KVMemory
 from common.engine.native import PagedAttentionKernel, load_kernel
 from common.pages.layout import KVLayout
+from tests.common.engine.reference import gathered, softmax_attention
 
 PAGES = 64
 LAYERS = 3
@@ -19,19 +19,6 @@ def kernel(request: pytest.FixtureRequest) -> PagedAttentionKernel:
     if made is None:
         pytest.skip("there is no C compiler")
     return made
-
-
-def softmax_attention(
-    query: NDArray[np.float64], keys: NDArray[np.float64], values: NDArray[np.float64], scale: float
-) -> NDArray[np.float64]:
-    """One row. query: [heads, dim]; keys, values: [kv_heads, tokens, dim]."""
-    group = query.shape[0] // keys.shape[0]
-    out = np.empty_like(query)
-    for head, q in enumerate(query):
-        scores = keys[head // group] @ q * scale
-        weights = np.exp(scores - scores.max())
-        out[head] = weights @ values[head // group] / weights.sum()
-    return out
 
 
 @pytest.mark.parametrize(
@@ -51,8 +38,7 @@ def test_it_is_softmax_attention_over_scattered_pages(
         keys, values = memory.view(layer, value=False), memory.view(layer, value=True)
         got = kernel(query, keys, values, table, torch.tensor(lengths), dim**-0.5)
         for row, length in enumerate(lengths):
-            picked = [view[table[row].long()].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length] for view in (keys, values)]
-            k, v = (part.numpy().astype(np.float64) for part in picked)
+            k, v = (gathered(view, table[row], length) for view in (keys, values))
             expected = softmax_attention(query[row].numpy().astype(np.float64), k, v, dim**-0.5)
             assert np.abs(got[row].numpy() - expected).max() < 2e-5
 
