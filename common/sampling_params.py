@@ -26,10 +26,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
     def validate(self) -> None:
         """Raise BadRequest naming the first parameter that is out of range."""
         limits: tuple[tuple[str, bool, str], ...] = (

@@ -78,5 +78,6 @@ def difference(info: InstanceInfo, member: InstanceInfo) -> str | None:
     )
     for name, asked, expected in pairs:
         if asked != expected:
-            return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}"
+            advice = ": give every instance the same --context-tokens" if name == "context" else ""
+            return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}{advice}"
     return None

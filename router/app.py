@@ -42,14 +42,12 @@ class Api:
         intake: Intake,
         metrics: RouterMetrics,
         model: str,
-        context_tokens: int,
         max_body_bytes: int | None,
     ) -> None:
         self._gateway = gateway
         self._intake = intake
         self._metrics = metrics
         self._model = model
-        self._context_tokens = context_tokens
         self._max_body_bytes = max_body_bytes
         self._started = int(time.time())
         metrics.registry.register(FleetCollector(gateway.core))
@@ -103,7 +101,7 @@ class Api:
             "object": "model",
             "created": self._started,
             "owned_by": "tandem",
-            "max_model_len": self._context_tokens,
+            "max_model_len": self._intake.context_tokens,
         }
 
     async def _body(self, request: Request) -> bytes:

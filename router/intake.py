@@ -84,6 +84,12 @@ class Intake:
         )
         return self._accept("cmpl-", prompts, request.sampling, "prompt", COMPLETION_MAX_TOKENS)
 
+    @property
+    def context_tokens(self) -> int:
+        """Of prompt and answer together: the checkpoint's, or less when the fleet's memory holds less."""
+        model, own = self._core.fleet.model, self._tokenizer.context_tokens
+        return own if model is None else min(own, model.context_tokens)
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -93,9 +99,8 @@ class Intake:
 
     def _check_length(self, parts: Iterable[Sized], field: str) -> None:
         """Refuse what cannot fit before time is spent on it."""
-        longest = self._tokenizer.context_tokens * MAX_TOKEN_CHARS
-        if sum(len(part) for part in parts) > longest:
-            context = self._tokenizer.context_tokens
+        context = self.context_tokens
+        if sum(len(part) for part in parts) > context * MAX_TOKEN_CHARS:
             raise BadRequest(
                 f"{field} is far longer than the model's context of {context} tokens", field=field, code="context_length_exceeded"
             )
@@ -134,9 +139,7 @@ class Intake:
 
     def _max_new_tokens(self, prompt_tokens: int, fields: SamplingFields, prompt_field: str, default: int) -> int:
         """What the client asked for; or else the default, less if the context or the largest decode instance has less room."""
-        context = self._tokenizer.context_tokens
-        if self._core.fleet.model is not None:
-            context = min(context, self._core.fleet.model.context_tokens)
+        context = self.context_tokens
         code = "context_length_exceeded"
         if prompt_tokens >= context:
             message = f"{prompt_field} has {prompt_tokens} tokens, but the model's context of {context} must hold an answer too"

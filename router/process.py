@@ -54,7 +54,7 @@ async def serve(
             contextlib.closing(Gateway(core, mailbox, time.monotonic)) as gateway,
             contextlib.closing(Intake(core, tokenizer, name, config.default_max_tokens)) as intake,
         ):
-            api = Api(gateway, intake, metrics, name, tokenizer.context_tokens, parse_bytes(config.max_body))
+            api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body))
             app = build_app(api, metrics, config.max_requests)
             url = f"http://{config.host}:{listener.getsockname()[1]}"
             _log.info("%s is served at %s; instances register at %s", name, url, mailbox.address)

@@ -183,7 +183,7 @@ class Site:
         self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
         self.intake = Intake(self.core, CharTokenizer(), MODEL, config.default_max_tokens)
-        api = Api(self.gateway, self.intake, self.metrics, MODEL, CONTEXT, max_body_bytes)
+        api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes)
         self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
         fleet.gateway = self.gateway
 
