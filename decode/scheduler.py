@@ -19,9 +19,9 @@ from common.deadlines import DeadlineWheel
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
-from common.ids import DETOKENIZER, Incarnation, InstanceId, Int32Array, Key, unpack_ids
+from common.ids import DETOKENIZER, Incarnation, InstanceId, Int32Array, Key
 from common.instance.ports import Action, Decision, Send, TransferEvent
-from common.instance.prompts import PromptProgress, next_chunks
+from common.instance.prompts import PromptProgress, next_chunks, read_prompt
 from common.instance.rows import Rows
 from common.messages import (
     Cancel,
@@ -209,17 +209,12 @@ class DecodeScheduler:
         return []
 
     def _accept(self, key: Key, packed_prompt: bytes, sampling: SamplingParams, source: InstanceId | None) -> DecodeRequest:
-        try:
-            prompt = unpack_ids(packed_prompt)
-        except ValueError as error:
-            raise BadRequest(f"prompt is not a list of token ids: {error}", field="prompt") from error
+        model = self._engine.model
+        prompt = read_prompt(packed_prompt, model.vocab_size)
         sampling.validate()
         if source is not None and sampling.max_new_tokens < 2:
             raise BadRequest("an answer of one token needs no reservation", field="max_tokens")
         request = DecodeRequest(key, prompt, sampling, source)
-        model = self._engine.model
-        if len(prompt) == 0 or prompt.min() < 0 or prompt.max() >= model.vocab_size:
-            raise BadRequest(f"prompt must hold token ids between 0 and {model.vocab_size - 1}", field="prompt")
         tokens = len(prompt) + sampling.max_new_tokens
         pages = self._engine.layout.pages_for(_kv_tokens(request))
         if tokens > model.context_tokens or pages > self.pool.total_pages:

@@ -23,9 +23,9 @@ from common.deadlines import DeadlineWheel
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
-from common.ids import DETOKENIZER, Incarnation, InstanceId, Int32Array, Key, unpack_ids
+from common.ids import DETOKENIZER, Incarnation, InstanceId, Int32Array, Key
 from common.instance.ports import Action, Decision, LinkChanged, PushDone, Send, TransferEvent
-from common.instance.prompts import PromptProgress, next_chunks
+from common.instance.prompts import PromptProgress, next_chunks, read_prompt
 from common.instance.rows import Rows
 from common.messages import (
     Cancel,
@@ -234,14 +234,9 @@ class PrefillScheduler:
         return []
 
     def _accept(self, message: Generate) -> PrefillRequest:
-        try:
-            prompt = unpack_ids(message.prompt)
-        except ValueError as error:
-            raise BadRequest(f"prompt is not a list of token ids: {error}", field="prompt") from error
-        message.sampling.validate()
         model = self._engine.model
-        if len(prompt) == 0 or prompt.min() < 0 or prompt.max() >= model.vocab_size:
-            raise BadRequest(f"prompt must hold token ids between 0 and {model.vocab_size - 1}", field="prompt")
+        prompt = read_prompt(message.prompt, model.vocab_size)
+        message.sampling.validate()
         if len(prompt) > model.context_tokens or self._engine.layout.pages_for(len(prompt)) > self.pool.total_pages:
             raise BadRequest(f"a prompt of {len(prompt)} tokens is too long for {self._id}", field="prompt")
         if len(self._waiting) >= self._max_waiting:
