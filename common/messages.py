@@ -12,6 +12,7 @@ Owns the vocabulary of the wire. Knows no sockets; `common/wire.py` encodes thes
 Token and page ids travel as packed little-endian int32 (`common.ids.pack_ids`).
 """
 
+import re
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -21,6 +22,7 @@ from common.ids import Generation, Incarnation, InstanceId, Key, Role
 from common.pages.layout import KVLayout
 from common.sampling_params import SamplingParams
 
+_POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 WIRE_VERSION = 1
 """Raised when a message changes meaning. Neighbouring versions work together: new fields have defaults."""
 
@@ -90,6 +92,20 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     layout: KVLayout
     wire: bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.total_pages * self.layout.page_bytes
+
+    @property
+    def is_addressable(self) -> bool:
+        """Every byte of the pool has an address that fits an int64."""
+        return 0 <= self.address < 2**63 - self.pool_bytes
+
+    @property
+    def has_known_device(self) -> bool:
+        """It is "cpu" or "cuda:N"."""
+        return _POOL_DEVICE.fullmatch(self.device) is not None
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,16 +3,12 @@
 Owns the arithmetic between page ids and byte offsets. Knows layouts. Does not know transports, requests or devices.
 """
 
-import re
-
 import numpy as np
 
 from common.errors import TransferError
 from common.ids import Int32Array, Int64Array
 from common.messages import PoolDescriptor
 from common.pages.layout import KVLayout
-
-_DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 
 
 def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
@@ -31,10 +27,9 @@ def check_pages(pages: Int32Array, total_pages: int, whose: str) -> None:
 
 def check_pool(pool: PoolDescriptor) -> None:
     """Raises TransferError unless every byte of the pool has an address, on a device that can be."""
-    pool_bytes = pool.total_pages * pool.layout.page_bytes
-    if pool.total_pages < 1 or pool.address < 0 or pool.address + pool_bytes >= 2**63:
+    if pool.total_pages < 1 or not pool.is_addressable:
         raise TransferError(f"its pool of {pool.total_pages} pages at address {pool.address} cannot be")
-    if _DEVICE.fullmatch(pool.device) is None:
+    if not pool.has_known_device:
         raise TransferError(f"its device {pool.device!r} is neither cpu nor cuda:N")
 
 

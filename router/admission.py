@@ -4,18 +4,15 @@ Owns the rules and the reasons. Pure functions; does not know who is a member. W
 any value: nothing here may raise.
 """
 
-import re
-
 from common.errors import ConfigError
 from common.messages import WIRE_VERSION, InstanceInfo
 from common.names import INSTANCE_NAME, check_instance_id
 from common.wire import check_address
 
-INT32_END, INT64_END = 2**31, 2**63
-"""Page ids and sizes travel as int32, addresses are int64."""
+INT32_END = 2**31
+"""Page ids and sizes travel as int32."""
 MAX_POOL_WIRE_BYTES = 2**20
 """Of what a transport publishes. Every peer's goes into one Peers message, which must fit a frame."""
-_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,4}")
 
 
 def malformed(info: InstanceInfo) -> str | None:
@@ -50,10 +47,9 @@ def _malformed_numbers(info: InstanceInfo) -> str | None:
 
 def _malformed_pool(info: InstanceInfo) -> str | None:
     pool = info.pool
-    pool_bytes = pool.total_pages * pool.layout.page_bytes
-    if not 0 <= pool.address < INT64_END - pool_bytes:
-        return f"its pool of {pool_bytes} bytes at address {pool.address} is not within 64-bit addresses"
-    if _DEVICE.fullmatch(pool.device) is None:
+    if not pool.is_addressable:
+        return f"its pool of {pool.pool_bytes} bytes at address {pool.address} is not within 64-bit addresses"
+    if not pool.has_known_device:
         return f"its pool's device must be cpu or cuda:N, is {pool.device[:80]!r}"
     if len(pool.wire) > MAX_POOL_WIRE_BYTES:
         return f"its pool's transport descriptor has {len(pool.wire)} bytes, more than {MAX_POOL_WIRE_BYTES}"
