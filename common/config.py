@@ -14,6 +14,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 TransportName = Literal["nixl"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated"]
+Switch = Literal["off", "on"]
 DEMO_MODEL = "demo"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -88,6 +89,8 @@ class InstanceConfig:
     max_waiting: int = option(1024, "requests that may wait in this instance; more are refused")
     request_timeout_s: float = option(600.0, "longest life of a request in this instance, in seconds")
     startup_timeout_s: float = option(300.0, "deadline for loading and joining the fleet, in seconds")
+    drain_timeout_s: float = option(30.0, "a drained instance hands off after so many seconds what still runs there, and exits")
+    verify_pages: Switch = option("off", "on: compare a checksum of each KV page on both ends of a transfer")
 
     def __post_init__(self) -> None:
         _require(self.tp == 1, "tp", "1 (tensor parallelism is not built yet)", self.tp)
@@ -96,6 +99,7 @@ class InstanceConfig:
         _require(self.max_waiting >= 1, "max-waiting", "at least 1", self.max_waiting)
         _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
         _require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
+        _require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
         _require_choices(self)
 
 
@@ -111,7 +115,9 @@ class RouterConfig:
     max_body: str = option("16MiB", "largest HTTP request body")
     heartbeat_s: float = option(0.5, "how often instances report, in seconds")
     dead_after_s: float = option(3.0, "an instance that was not heard of for so long is dead, in seconds")
-    request_timeout_s: float = option(600.0, "longest life of a request, in seconds")
+    request_timeout_s: float = option(600.0, "life of a request that gives no timeout, and the longest it may give, in seconds")
+    max_attempts: int = option(16, "how often one request is tried in all, when instances fail or need its memory")
+    resume_wait_s: float = option(5.0, "how long a request that was begun waits for an instance when none is left, in seconds")
     dispatch: Dispatch = option("auto", "auto: through prefill and decode instances; colocated: decode instances do both")
 
     def __post_init__(self) -> None:
@@ -123,6 +129,8 @@ class RouterConfig:
         _require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)
         _require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
         _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
+        _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
+        _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
         _require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
         _require_choices(self)
 

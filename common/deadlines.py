@@ -27,6 +27,9 @@ class DeadlineWheel(Generic[K]):
     def __len__(self) -> int:
         return len(self._at)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._at
+
     def set(self, key: K, at_s: float) -> None:
         self._serial += 1
         self._at[key] = (at_s, self._serial)

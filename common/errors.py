@@ -50,6 +50,12 @@ class Unavailable(TandemError):
     retry_after_s = 2
 
 
+class Preempted(Unavailable):
+    """The instance needs the request's memory for an older one: it goes on elsewhere, or later."""
+
+    kind = "preempted_error"
+
+
 class DeadlinePassed(TandemError):
     """The request took longer than it may."""
 

@@ -5,6 +5,7 @@ Owns the vocabulary of the wire. Knows no sockets; `common/wire.py` encodes thes
 
     client ─HTTP─► router ─Generate─► prefill ─Reserve─────────────► decode
                      ▲                   │  ◄─Grant | Decline──────────┤
+                     │                   │  ─Renew─► ◄─Renewed─        │   every second while a handoff is open
                      │                   │  ══push chunk by chunk═════►│
                      │◄─TextBatch─ detok ◄─TokenBatch─┤ ─Handoff | Withdraw─►│
                      │◄─TextBatch─ detok ◄─TokenBatch──────────────────┤
@@ -23,7 +24,7 @@ from common.pages.layout import KVLayout
 from common.sampling_params import SamplingParams
 
 _POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
-WIRE_VERSION = 1
+WIRE_VERSION = 3
 """Raised when a message changes meaning. Neighbouring versions work together: new fields have defaults."""
 
 
@@ -44,15 +45,19 @@ class Finished(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The request could not be finished. `kind` and `status` are those of the error tree (`common.errors`)."""
+    """The request could not be finished. `kind`, `status` and `retryable` are those of the error tree (`common.errors`).
+
+    From an instance it is the end of an attempt: where it is retryable, the router resumes the request as the next attempt.
+    """
 
     message: str
     kind: str = "instance_error"
     status: int = 500
+    retryable: bool = False
 
     @classmethod
     def of(cls, error: TandemError) -> "Failed":
-        return cls(message=str(error), kind=error.kind, status=error.status)
+        return cls(message=str(error), kind=error.kind, status=error.status, retryable=error.retryable)
 
 
 Ending: TypeAlias = Finished | Failed
@@ -128,11 +133,15 @@ class Register(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """router → instance: you are a member. An answer to every Register, so a lost one costs only time."""
+    """router → instance: you are a member. The answer to every Register and every Heartbeat, and so the router's own heartbeat.
+
+    dead_after_s: a router that left the heartbeats of so long a time unanswered is dead.
+    """
 
     router: Incarnation
     detokenizer: str
     heartbeat_s: float
+    dead_after_s: float = 3.0
 
 
 class Refused(Message, frozen=True):
@@ -169,6 +178,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     reservations: int = 0
     pushes_in_flight: int = 0
     pages_quarantined: int = 0
+    """Held by transfers of which it is not proven that they have ended."""
+    oldest_step_s: float = 0.0
+    """Age of the oldest step in flight."""
+    oldest_transfer_s: float = 0.0
+    """How long the longest waiting transfer has made no progress; also the age of a turn of the transfer thread."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +198,9 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     pages_received: int = 0
     bytes_received: int = 0
     handoffs: int = 0
+    handoffs_lost: int = 0
+    pages_corrupt: int = 0
+    preemptions: int = 0
     pushes_failed: int = 0
     push_seconds: float = 0.0
     messages_stale: int = 0
@@ -209,16 +226,59 @@ class Goodbye(Message, frozen=True):
     incarnation: Incarnation
 
 
-# --- requests: router → instance -------------------------------------------------------------------------------------
+class Drain(Message, frozen=True):
+    """router → instance: take no more requests, end those that wait so that they are resumed elsewhere, finish what runs, exit."""
+
+
+# --- requests: router ⇄ instance -------------------------------------------------------------------------------------
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """When a request is to be served. Durations, not times: clocks differ between hosts.
+
+    priority: the lower, the earlier (as in vLLM). age_s: since the client's request arrived, when this was sent; among equals the
+    older is earlier. timeout_s: what is left of its time; None: the receiver's own limit alone.
+    """
+
+    priority: int = 0
+    age_s: float = 0.0
+    timeout_s: float | None = None
 
 
 class Generate(Message, frozen=True):
-    """Serve this request. `decode` is None when the receiving instance serves it alone (local prefill, or one token)."""
+    """Serve this request. `decode` is None when the receiving instance serves it alone (local prefill, or one token).
+
+    first: number of the first token to emit. When an answer is resumed it is above 0, and the last `first` ids of the prompt are
+    the answer's tokens so far; `sampling.max_new_tokens` counts from there.
+    """
 
     key: Key
     prompt: bytes
     sampling: SamplingParams
     decode: InstanceId | None = None
+    first: int = 0
+    terms: Terms = Terms()
+
+
+class Probe(Message, frozen=True):
+    """router → instance: nothing was heard of these requests for a while. What do you know of them?"""
+
+    keys: tuple[Key, ...]
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request stands on an instance. next_token: number of the token it emits next; None: it does not know the key."""
+
+    key: Key
+    next_token: int | None
+
+
+class Probed(Message, frozen=True):
+    """instance → router: one standing for each key of a Probe."""
+
+    id: InstanceId
+    incarnation: Incarnation
+    standings: tuple[Standing, ...]
 
 
 class Cancel(Message, frozen=True):
@@ -231,24 +291,33 @@ class Cancel(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """prefill → decode: lease pages for this prompt; its KV will be written into them."""
+    """prefill → decode: lease pages for this prompt; its KV will be written into them.
+
+    incarnation: the writer's. first, terms: as in Generate. sent_s: the writer's clock, which comes back in Grant.
+    """
 
     key: Key
-    source: InstanceId
+    incarnation: Incarnation
     prompt: bytes
     sampling: SamplingParams
+    sent_s: float
+    first: int = 0
+    terms: Terms = Terms()
 
 
 class Grant(Message, frozen=True):
     """decode → prefill: the reservation exists.
 
     pages: packed page ids for the prompt's KV in token order, `layout.pages_for(prompt)` of them, of which the first
-    `have_tokens // page_size` are already there and must not be written.
+    `have_tokens // page_size` are already there and must not be written. sent_s, lease_s: the writer may write until
+    sent_s + lease_s on its own clock; sent_s is the latest word of the writer (Reserve or Renew) that the reader has heard.
     """
 
     key: Key
     generation: Generation
     pages: bytes
+    sent_s: float
+    lease_s: float
     have_tokens: int = 0
 
 
@@ -259,14 +328,43 @@ class Decline(Message, frozen=True):
     failed: Failed
 
 
+class Claim(msgspec.Struct, frozen=True, array_like=True):
+    """A handoff that the writer holds open. generation: 0 while no grant has arrived."""
+
+    key: Key
+    generation: Generation
+
+
+class Renew(Message, frozen=True):
+    """prefill → decode, every second while a handoff is open: I am alive, these are open, and every other one is over.
+
+    So one message renews every lease of the pair, and heals what a lost Grant, Handoff, Withdraw or Decline left behind.
+    """
+
+    incarnation: Incarnation
+    sent_s: float
+    claims: tuple[Claim, ...]
+
+
+class Renewed(Message, frozen=True):
+    """decode → prefill: you may write until sent_s + lease_s on your clock, but not for the keys in `over`: drain and withdraw
+    them. (They were cancelled, or are unknown here.)"""
+
+    sent_s: float
+    lease_s: float
+    over: tuple[Key, ...] = ()
+
+
 class Handoff(Message, frozen=True):
-    """prefill → decode: every write has completed; decode from here. `first_token` is number 0 and on its way to the client."""
+    """prefill → decode: every write has completed; decode from here. `first_token` is number `first` of the answer and on its way
+    to the client. digests: with --verify-pages, one CRC-32 (little-endian uint32) for each pushed page, in token order."""
 
     key: Key
     generation: Generation
     first_token: int
     pushed_pages: int
     pushed_bytes: int
+    digests: bytes = b""
 
 
 class Withdraw(Message, frozen=True):
@@ -307,6 +405,8 @@ class Open(Message, frozen=True):
     context: bytes = b""
     text: str = ""
     skip_special_tokens: bool = True
+    life_s: float = 3600.0
+    """The answer is forgotten after this, whatever was lost on the way."""
 
 
 class Close(Message, frozen=True):
@@ -331,9 +431,17 @@ class TextBatch(Message, frozen=True):
     deltas: tuple[TextDelta, ...]
 
 
-RouterInbox: TypeAlias = Register | Heartbeat | Goodbye | TextBatch
-FromRouter: TypeAlias = Welcome | Refused | Peers | Generate | Cancel
-PrefillInbox: TypeAlias = FromRouter | Grant | Decline
-DecodeInbox: TypeAlias = FromRouter | Reserve | Handoff | Withdraw
+class DetokenizerHeartbeat(Message, frozen=True):
+    """detokenizer → router, every second. dropped: token deltas that were of no use, since it started."""
+
+    open_answers: int
+    early_answers: int
+    dropped: int
+
+
+RouterInbox: TypeAlias = Register | Heartbeat | Goodbye | Probed | TextBatch | DetokenizerHeartbeat
+FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe
+PrefillInbox: TypeAlias = FromRouter | Grant | Decline | Renewed
+DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
 DetokenizerInbox: TypeAlias = TokenBatch | Open | Close
 AnyMessage: TypeAlias = RouterInbox | PrefillInbox | DecodeInbox | DetokenizerInbox

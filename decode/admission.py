@@ -2,14 +2,14 @@
 
 Owns the order. Knows the page pool and the rows. Does not know why a request wants in (a reservation or a local prefill).
 
-First come, first served, but a request that fits may pass one that does not, until the one at the head has waited
-`patience_s`: from then on nobody passes it, so the head's wait is bounded.
+The most urgent first (`common.instance.line`), but a request that fits may pass one that does not, until the one at the head has
+waited `patience_s` there: from then on nobody passes it, so the head's wait is bounded.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from common.ids import Key
+from common.instance.line import Line, Rank
 from common.instance.rows import Rows
 from common.pages.pool import Lease, PagePool
 
@@ -25,6 +25,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
+    key: Key
     pages: int
     since_s: float
 
@@ -36,35 +37,39 @@ class AdmissionLine:
         self._pool = pool
         self._rows = rows
         self._patience_s = patience_s
-        self._line: OrderedDict[Key, _Waiting] = OrderedDict()
+        self._line: Line[_Waiting] = Line()
 
     def __len__(self) -> int:
         return len(self._line)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._line
-
-    def join(self, key: Key, pages: int, now: float) -> None:
-        self._line[key] = _Waiting(pages, now)
+    def join(self, key: Key, rank: Rank, pages: int, now: float) -> None:
+        self._line.join(key, rank, _Waiting(key, pages, now))
 
     def leave(self, key: Key) -> bool:
         """True when the key was waiting."""
-        return self._line.pop(key, None) is not None
+        return self._line.leave(key)
 
-    def admit(self, now: float) -> list[Admitted]:
-        """Everyone whose turn it is and who fits."""
+    def head(self) -> Key | None:
+        """Who is to be admitted next."""
+        head = self._line.head()
+        return None if head is None else head.key
+
+    def admit(self, now: float, running: int) -> list[Admitted]:
+        """Everyone whose turn it is and who fits. running: requests that may each want another page soon; so many pages are left
+        for them, lest whoever comes in is put out again at once."""
         admitted: list[Admitted] = []
-        if not self._line:
+        head = self._line.head()
+        if head is None:
             return admitted
-        head = next(iter(self._line.values()))
         may_pass = now - head.since_s < self._patience_s
-        for key, waiting in list(self._line.items()):
-            if self._rows.free_count == 0 or self._pool.free_pages == 0:
+        for waiting in self._line:
+            if self._rows.free_count == 0 or self._pool.free_pages <= running:
                 break
-            lease = self._pool.lease(waiting.pages)
+            lease = self._pool.lease(waiting.pages) if waiting.pages + running <= self._pool.free_pages else None
             if lease is not None:
-                del self._line[key]
-                admitted.append(Admitted(key, lease, self._rows.take()))
+                self._line.leave(waiting.key)
+                running += 1
+                admitted.append(Admitted(waiting.key, lease, self._rows.take()))
             elif not may_pass:
                 break
         return admitted

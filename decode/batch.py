@@ -1,4 +1,4 @@
-"""The running batch as arrays, one entry a row: what each row has sampled and how far it may go.
+"""The running batch as arrays, one entry a row: what each row has sampled, how far it may go, and how far its pages reach.
 
 Owns the counters of decoding rows. Knows plans' rows. Does not know requests, messages, pages or time. Host work per step is
 a few array operations, however large the batch.
@@ -13,10 +13,12 @@ from common.sampling_params import SamplingParams
 
 
 class Batch:
-    """A row's answer, counted in tokens:
+    """A row's answer, counted in tokens of this attempt:
 
     0 ──── sampled ──── planned ──── limit
            returned     in flight    to do
+
+    A step feeds the last sampled token at position prompt + planned - 1, which must be below `room`, the tokens its pages hold.
     """
 
     def __init__(self, rows: int, eos_token_ids: Sequence[int]) -> None:
@@ -28,18 +30,25 @@ class Batch:
         self.sampled = np.zeros(rows, dtype=np.int32)
         self._planned = np.zeros(rows, dtype=np.int32)
         self._limit = np.zeros(rows, dtype=np.int32)
+        self._prompt = np.zeros(rows, dtype=np.int32)
+        self._room = np.zeros(rows, dtype=np.int32)
         self._stop_ids: dict[int, frozenset[int]] = {}
 
-    def join(self, row: int, sampling: SamplingParams, sampled: int, decoding: bool) -> None:
-        """A request takes the row with `sampled` tokens of its answer known. decoding: False while prefilling."""
-        self._decoding[row] = decoding
+    def join(self, row: int, sampling: SamplingParams, prompt: int, room: int, *, sampled: int) -> None:
+        """A request takes the row; prompt and room in tokens. sampled: 1 when its first token is known, so that it decodes from
+        the next plan on; 0 when its prompt is to be computed here first."""
+        self._decoding[row] = sampled > 0
         self.live[row] = True
         self._heeds_eos[row] = not sampling.ignore_eos
         self.sampled[row] = self._planned[row] = sampled
         self._limit[row] = sampling.max_new_tokens
+        self._prompt[row], self._room[row] = prompt, room
         self._stop_ids.pop(row, None)
         if sampling.stop_token_ids:
             self._stop_ids[row] = frozenset(sampling.stop_token_ids)
+
+    def grew(self, row: int, room: int) -> None:
+        self._room[row] = room
 
     def prompt_planned(self, row: int) -> None:
         """The row's last chunk is in the plan being made: it samples token 0, and the row decodes from the next plan on."""
@@ -50,9 +59,13 @@ class Batch:
         """The row's request has ended: no plan names the row from now on."""
         self._decoding[row] = self.live[row] = False
 
+    def short_rows(self) -> Int32Array:
+        """The rows that cannot go on without another page. [rows] int32."""
+        return np.flatnonzero(self._wants_step() & ~self._has_room()).astype(np.int32)
+
     def next_rows(self) -> Int32Array:
-        """The rows that decode in the next plan; counts them as planned. [rows] int32."""
-        rows = np.flatnonzero(self._decoding & (self._planned < self._limit)).astype(np.int32)
+        """The rows that decode in the next plan; counts them as planned. Rows without room sit it out. [rows] int32."""
+        rows = np.flatnonzero(self._wants_step() & self._has_room()).astype(np.int32)
         self._planned[rows] += 1
         return rows
 
@@ -65,3 +78,11 @@ class Batch:
             named = [int(t) in self._stop_ids.get(int(r), ()) for r, t in zip(rows, tokens, strict=True)]
             stopped |= np.array(named, dtype=bool)
         return stopped, self.sampled[rows] >= self._limit[rows]
+
+    def _wants_step(self) -> np.ndarray:
+        wants: np.ndarray = self._decoding & (self._planned < self._limit)
+        return wants
+
+    def _has_room(self) -> np.ndarray:
+        has: np.ndarray = self._prompt + self._planned - 1 < self._room
+        return has

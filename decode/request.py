@@ -6,15 +6,18 @@ Owns the record. Decides nothing: `scheduler.py` does.
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.ids import InstanceId, Int32Array, Key
+from common.ids import Int32Array, Key
+from common.instance.line import Rank
 from common.instance.prompts import PromptProgress
+from common.messages import Failed, Generate, Reserve
 from common.pages.pool import Lease
 from common.sampling_params import SamplingParams
+from kv_transfer.handoff_target import Writer
 
 
 class Phase(Enum):
     """
-    WAITING ─► RESERVED ────────► DECODING ─► ENDED ─► (gone once no step in flight names its row)
+    WAITING ─► RESERVED ────────► DECODING ─► ENDED ─► (gone once no step in flight names its row, and no writer its pages)
        └─────► COMPUTING (local prefill) ─►┘
     """
 
@@ -27,20 +30,38 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """source: the prefill instance that sends the KV; None when this instance computes the prompt itself.
+    """asked: what came in: a Reserve, whose KV its writer sends, or a Generate, whose prompt is computed here.
 
-    row: its place in the batch from admission on. first: number of the first token that this instance emits.
+    row: its place in the batch from admission on. emitted: tokens of this attempt that the client has or is being sent.
+    untold: how it ended while its writer was to tell the client; if the writer has handed off instead, we must.
+    settles: its pages wait until what has arrived for them is in memory.
     """
 
-    key: Key
+    asked: Reserve | Generate
     prompt: Int32Array
-    sampling: SamplingParams
-    source: InstanceId | None
+    writer: Writer | None
+    rank: Rank
     phase: Phase = Phase.WAITING
     lease: Lease | None = None
     row: int | None = None
     progress: PromptProgress | None = None
+    emitted: int = 0
+    untold: Failed | None = None
+    settles: bool = False
 
     @property
-    def first(self) -> int:
-        return 0 if self.source is None else 1
+    def key(self) -> Key:
+        return self.asked.key
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.asked.sampling
+
+    @property
+    def next_token(self) -> int:
+        return self.asked.first + self.emitted
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV is ever written: the last token of the answer is never fed back."""
+        return len(self.prompt) + self.sampling.max_new_tokens - 1

@@ -1,27 +1,34 @@
 """The sending end of the handoff: which pages of a request are written into its reservation, and when it is over.
 
-Owns the state of each outgoing handoff and the tickets of its pushes. Knows messages and page ids. Does not know tokens (what
-they mean), models, sockets, libraries or time.
+Owns the state of each outgoing handoff, the tickets of its pushes, and the lease for each decode instance it writes to.
+Knows messages and page ids; the time is an argument. Does not know tokens (what they mean), models, sockets or libraries.
 
     open ──Reserve──►  RESERVING ──Grant──► PUSHING ──all pages written, first token known──► Handoff ─► closed
                            │                   │
-                        give_up             give_up, push failed, Decline
+                        give_up             give_up, push failed, Decline, over
                            ▼                   ▼
                         Withdraw ◄── drained (no push in flight) ── DRAINING ─► closed
+                                                                       └─ not proven drained ─► STUCK, claimed for ever
+
+Nothing is acknowledged one by one: while a handoff with an instance is open, and a little longer, Renew says every second which
+ones are. That keeps the lease (`kv_transfer/lease.py`), and brings to light on either side what a lost message left behind.
 
 The source pages are read by pushes until `SourceClosed`: only then may their lease be closed.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, assert_never
 
-from common.errors import Unavailable
+from common.deadlines import DeadlineWheel
+from common.errors import InstanceFailed, Unavailable
 from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Ticket, unpack_ids
-from common.instance.ports import Push, PushDone, PushFailed, Send
-from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
+from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
+from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
+from kv_transfer.digests import Digest
+from kv_transfer.lease import RENEW_S, RENEWALS_AFTER
 
-Phase = Literal["reserving", "pushing", "draining"]
+Phase = Literal["reserving", "pushing", "draining", "stuck"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,15 @@ class SourceClosed:
     quiescent: bool
 
 
-Output: TypeAlias = Send | Push | SourceClosed
+Output: TypeAlias = Send | Push | Allow | SourceClosed
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One life of a decode instance."""
+
+    id: InstanceId
+    incarnation: Incarnation
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +63,10 @@ class _Outgoing:
     """
 
     key: Key
-    peer: InstanceId
-    incarnation: Incarnation
+    peer: Peer
     source_pages: Int32Array
     page_size: int
+    reserved_s: float
     phase: Phase = "reserving"
     target_pages: Int32Array | None = None
     generation: Generation = Generation(0)
@@ -61,7 +76,7 @@ class _Outgoing:
     first_token: int | None = None
     failure: Failed | None = None
     quiescent: bool = True
-    pushed_pages: int = 0
+    have_pages: int = 0
     pushed_bytes: int = 0
 
     def accept(self, grant: Grant) -> None:
@@ -72,17 +87,32 @@ class _Outgoing:
         have, beyond = divmod(grant.have_tokens, self.page_size)
         if beyond or not 0 <= have <= pages:
             raise ValueError(f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}")
-        self.target_pages, self.generation, self.posted = target_pages, grant.generation, have
+        self.target_pages, self.generation, self.posted, self.have_pages = target_pages, grant.generation, have, have
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """The handoffs that are open with one decode instance. until_s: when the lease to write there ends."""
+
+    open: dict[Key, _Outgoing] = field(default_factory=dict)
+    until_s: float = float("-inf")
+    renewals_left: int = RENEWALS_AFTER
 
 
 class HandoffSource:
-    """All outgoing handoffs of one prefill instance. Every method returns what is to be done, in order."""
+    """All outgoing handoffs of one prefill instance. Every method returns what is to be done, in order.
 
-    def __init__(self, instance: InstanceId, page_size: int) -> None:
-        self._instance = instance
+    digest: with --verify-pages, what computes the digests that go with a handoff.
+    """
+
+    def __init__(self, incarnation: Incarnation, page_size: int, digest: Digest | None = None) -> None:
+        self._incarnation = incarnation
         self._page_size = page_size
+        self._digest = digest
         self._by_key: dict[Key, _Outgoing] = {}
         self._by_ticket: dict[Ticket, _Outgoing] = {}
+        self._sessions: dict[Peer, _Session] = {}
+        self._renewals: DeadlineWheel[Peer] = DeadlineWheel()
         self._tickets = 0
         self.stale = 0
         """Messages and events that belong to nothing we know: dropped and counted."""
@@ -94,11 +124,22 @@ class HandoffSource:
     def pushes_in_flight(self) -> int:
         return len(self._by_ticket)
 
-    def open(self, reserve: Reserve, peer: InstanceId, incarnation: Incarnation, source_pages: Int32Array) -> list[Output]:
+    def next_at(self) -> float | None:
+        return self._renewals.next_at()
+
+    # --- what the scheduler says -------------------------------------------------------------------------------------------
+
+    def open(self, reserve: Reserve, peer: Peer, source_pages: Int32Array) -> list[Output]:
         """Ask `peer` for a reservation. source_pages: [pages] int32, in token order; they stay leased until SourceClosed."""
         assert reserve.key not in self._by_key, f"{reserve.key} is handed off twice"
-        self._by_key[reserve.key] = _Outgoing(reserve.key, peer, incarnation, source_pages, self._page_size)
-        return [Send(peer, reserve)]
+        outgoing = _Outgoing(reserve.key, peer, source_pages, self._page_size, reserve.sent_s)
+        self._by_key[reserve.key] = outgoing
+        session = self._sessions.setdefault(peer, _Session())
+        session.open[reserve.key] = outgoing
+        session.renewals_left = RENEWALS_AFTER
+        if peer not in self._renewals:
+            self._renewals.set(peer, reserve.sent_s + RENEW_S)
+        return [Send(peer.id, reserve)]
 
     def computed(self, key: Key, tokens: int) -> list[Output]:
         """The KV of the first `tokens` tokens of the prompt is in the source pages: push the pages that are complete."""
@@ -124,21 +165,25 @@ class HandoffSource:
             return []
         return self._drain(outgoing, failure=None)
 
-    def receive(self, sender: InstanceId, message: Grant | Decline) -> list[Output]:
-        """A decode instance answered. An answer that is late, or from another instance than we asked, is dropped and counted."""
-        outgoing = self._by_key.get(message.key)
-        if outgoing is None or outgoing.peer != sender or outgoing.target_pages is not None:
+    # --- what decode instances and transfers say ---------------------------------------------------------------------------
+
+    def receive(self, sender: InstanceId, message: Grant | Decline | Renewed, now: float) -> list[Output]:
+        """A decode instance spoke. What is late, comes from another instance than we asked, or answers a word that we have not
+        said yet (but a former process of our name on a clock of its own), is dropped and counted."""
+        if not isinstance(message, Decline) and message.sent_s > now:
             self.stale += 1
             return []
-        if isinstance(message, Decline):
-            return self._close(outgoing, failure=message.failed, withdraw=False)
-        try:
-            outgoing.accept(message)
-        except ValueError as error:
-            return self._drain(outgoing, Failed(message=f"{outgoing.peer} granted what cannot be: {error}"))
-        if outgoing.phase == "reserving":
-            outgoing.phase = "pushing"
-        return self._advance(outgoing)
+        match message:
+            case Renewed():
+                return self._renewed(sender, message)
+            case Grant() | Decline():
+                outgoing = self._by_key.get(message.key)
+                if outgoing is None or outgoing.peer.id != sender or outgoing.phase == "stuck":
+                    self.stale += 1
+                    return []
+                return self._granted(outgoing, message) if isinstance(message, Grant) else self._declined(outgoing, message)
+            case _:
+                assert_never(message)
 
     def transfer_ended(self, event: PushDone | PushFailed) -> list[Output]:
         """A push of ours is terminal."""
@@ -153,44 +198,116 @@ class HandoffSource:
                 return self._advance(outgoing)
             case PushFailed():
                 outgoing.quiescent = outgoing.quiescent and event.quiescent
-                return self._drain(outgoing, _unavailable(f"pushing to {outgoing.peer} failed: {event.reason}"))
+                return self._drain(outgoing, _unavailable(f"pushing to {outgoing.peer.id} failed: {event.reason}"))
 
     def peers_gone(self, alive: Iterable[tuple[InstanceId, Incarnation]]) -> list[Output]:
-        """Only `alive` remain: handoffs to others cannot succeed. Their pushes end through their own events."""
-        known = set(alive)
-        gone = [out for out in self._by_key.values() if (out.peer, out.incarnation) not in known]
-        return [output for out in gone for output in self._drain(out, _unavailable(f"{out.peer} left the fleet"))]
+        """Only `alive` remain: handoffs to others cannot succeed. Their pushes end through their own events.
+
+        One that has a successor of its name is dead: it reuses no page, and hears nothing more.
+        """
+        incarnations = dict(alive)
+        outputs: list[Output] = []
+        for peer, session in list(self._sessions.items()):
+            if incarnations.get(peer.id) == peer.incarnation:
+                continue
+            session.until_s = float("-inf")  # its link is closed; a new one begins without a lease
+            is_dead = peer.id in incarnations
+            if is_dead:
+                self._renewals.clear(peer)  # its successor would take them for all that we hold open there
+            for outgoing in list(session.open.values()):
+                if outgoing.phase != "stuck":
+                    outputs += self._drain(outgoing, _unavailable(f"{peer.id} left the fleet"))
+                elif is_dead:
+                    self._forget(outgoing)
+            self._drop_silent(peer)
+        return outputs
+
+    def tick(self, now: float) -> list[Output]:
+        """Say which handoffs are open, to whom it is time to say so."""
+        outputs: list[Output] = []
+        for peer in self._renewals.expired(now):
+            session = self._sessions[peer]
+            session.renewals_left = RENEWALS_AFTER if session.open else session.renewals_left - 1
+            claims = tuple(Claim(outgoing.key, outgoing.generation) for outgoing in session.open.values())
+            outputs.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=claims)))
+            if session.renewals_left > 0:
+                self._renewals.set(peer, now + RENEW_S)
+            self._drop_silent(peer)
+        return outputs
+
+    # --- inside ------------------------------------------------------------------------------------------------------------
+
+    def _granted(self, outgoing: _Outgoing, grant: Grant) -> list[Output]:
+        if outgoing.target_pages is not None:
+            self.stale += 1
+            return []
+        try:
+            outgoing.accept(grant)
+        except ValueError as error:
+            return self._drain(outgoing, Failed(message=f"{outgoing.peer.id} granted what cannot be: {error}"))
+        if outgoing.phase == "reserving":
+            outgoing.phase = "pushing"
+        return [*self._extend(outgoing.peer, grant.sent_s + grant.lease_s), *self._advance(outgoing)]
+
+    def _declined(self, outgoing: _Outgoing, decline: Decline) -> list[Output]:
+        """There will be no grant; or the one that there was is taken back, and then the pages wait for our word."""
+        if outgoing.target_pages is None and outgoing.phase == "reserving":
+            return self._close(outgoing, failure=decline.failed, withdraw=False)
+        return self._drain(outgoing, decline.failed)
+
+    def _renewed(self, sender: InstanceId, renewed: Renewed) -> list[Output]:
+        outputs: list[Output] = []
+        for peer in [peer for peer in self._sessions if peer.id == sender]:
+            outputs += self._extend(peer, renewed.sent_s + renewed.lease_s)
+        for key in renewed.over:
+            outgoing = self._by_key.get(key)
+            # A Reserve that was sent just before may still be behind.
+            if outgoing is not None and outgoing.peer.id == sender and outgoing.reserved_s <= renewed.sent_s - RENEW_S / 2:
+                lost = InstanceFailed(f"{sender} does not hold the reservation of {key}")
+                outputs += self._drain(outgoing, Failed.of(lost)) if outgoing.phase != "stuck" else []
+        return outputs
+
+    def _extend(self, peer: Peer, until_s: float) -> list[Output]:
+        session = self._sessions.get(peer)
+        if session is None or until_s <= session.until_s:
+            return []
+        session.until_s = until_s
+        return [Allow(peer.id, peer.incarnation, until_s)]
 
     def _advance(self, outgoing: _Outgoing) -> list[Output]:
         if outgoing.phase == "draining":
             return self._close_if_drained(outgoing)
-        if outgoing.phase == "reserving" or outgoing.target_pages is None:
+        if outgoing.phase != "pushing" or outgoing.target_pages is None:
             return []
         outputs: list[Output] = []
         if outgoing.posted < outgoing.complete:
             outputs.append(self._post(outgoing, outgoing.target_pages))
         done = outgoing.posted >= len(outgoing.source_pages) and not outgoing.in_flight
         if done and outgoing.first_token is not None:
-            handoff = Handoff(
-                key=outgoing.key,
-                generation=outgoing.generation,
-                first_token=outgoing.first_token,
-                pushed_pages=outgoing.pushed_pages,
-                pushed_bytes=outgoing.pushed_bytes,
-            )
-            outputs.append(Send(outgoing.peer, handoff))
+            outputs.append(Send(outgoing.peer.id, self._handoff(outgoing, outgoing.first_token)))
             outputs += self._close(outgoing, failure=None, withdraw=False)
         return outputs
+
+    def _handoff(self, outgoing: _Outgoing, first_token: int) -> Handoff:
+        pushed = outgoing.source_pages[outgoing.have_pages :]
+        return Handoff(
+            key=outgoing.key,
+            generation=outgoing.generation,
+            first_token=first_token,
+            pushed_pages=len(pushed),
+            pushed_bytes=outgoing.pushed_bytes,
+            digests=b"" if self._digest is None else self._digest(pushed),
+        )
 
     def _post(self, outgoing: _Outgoing, target_pages: Int32Array) -> Push:
         self._tickets += 1
         ticket = Ticket(self._tickets)
         span = slice(outgoing.posted, outgoing.complete)
-        outgoing.pushed_pages += outgoing.complete - outgoing.posted
         outgoing.posted = outgoing.complete
         outgoing.in_flight.add(ticket)
         self._by_ticket[ticket] = outgoing
-        return Push(ticket, outgoing.peer, outgoing.incarnation, outgoing.source_pages[span], target_pages[span])
+        peer = outgoing.peer
+        return Push(ticket, peer.id, peer.incarnation, outgoing.source_pages[span], target_pages[span])
 
     def _drain(self, outgoing: _Outgoing, failure: Failed | None) -> list[Output]:
         if outgoing.phase != "draining":
@@ -201,13 +318,27 @@ class HandoffSource:
     def _close_if_drained(self, outgoing: _Outgoing) -> list[Output]:
         if outgoing.in_flight:
             return []
-        # Withdraw is the promise that nothing is under way: without proof it must not be given.
-        return self._close(outgoing, outgoing.failure, withdraw=outgoing.quiescent)
+        if outgoing.quiescent:
+            return self._close(outgoing, outgoing.failure, withdraw=True)
+        # Withdraw is the promise that nothing is under way. Without proof it is not given, and the claim stays.
+        outgoing.phase = "stuck"
+        return [SourceClosed(outgoing.key, outgoing.failure, quiescent=False)]
 
     def _close(self, outgoing: _Outgoing, failure: Failed | None, withdraw: bool) -> list[Output]:
+        self._forget(outgoing)
+        closed = SourceClosed(outgoing.key, failure, quiescent=True)
+        return [Send(outgoing.peer.id, Withdraw(key=outgoing.key)), closed] if withdraw else [closed]
+
+    def _forget(self, outgoing: _Outgoing) -> None:
         del self._by_key[outgoing.key]
-        closed = SourceClosed(outgoing.key, failure, outgoing.quiescent)
-        return [Send(outgoing.peer, Withdraw(key=outgoing.key)), closed] if withdraw else [closed]
+        del self._sessions[outgoing.peer].open[outgoing.key]
+        self._drop_silent(outgoing.peer)
+
+    def _drop_silent(self, peer: Peer) -> None:
+        """A session in which nothing is open and nothing more is said is over."""
+        session = self._sessions.get(peer)
+        if session is not None and not session.open and peer not in self._renewals:
+            del self._sessions[peer]
 
 
 def _unavailable(message: str) -> Failed:

@@ -1,34 +1,67 @@
 """The receiving end of the handoff: reservations, which are pages leased for KV that is on its way.
 
-Owns the leases and their generations. Knows messages and pages. Does not know tokens (what they mean), models, sockets or time.
+Owns the leases and their generations, and when each writer was last heard. Knows messages and pages; the time is an argument.
+Does not know tokens (what they mean), models, sockets or libraries.
 
     grant ──► RESERVED ──Handoff(generation)──► landed: the lease passes to the caller
-                 ├──────Withdraw──────────────► lease closed
-                 └──────cancel───► CANCELLED ── Handoff | Withdraw ──► lease closed
+                 ├──────Withdraw─────────────────────────► the caller closes the lease
+                 ├──────Renew that does not claim it ────► lost: its Handoff or Withdraw did not arrive; the same
+                 ├──────the writer is silent for too long ► fenced: the same (`kv_transfer/lease.py`)
+                 └──────cancel───► CANCELLED ── any of these ──► the same
 
-A cancelled reservation keeps its pages until the writer says that it has drained: a write may still be under way.
+A cancelled reservation keeps its pages until then: a write may still be under way.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.deadlines import DeadlineWheel
 from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, pack_ids
 from common.instance.ports import Send
-from common.messages import Grant, Handoff
+from common.messages import Grant, Handoff, Renew, Renewed
 from common.pages.pool import Lease
+from kv_transfer.lease import LEASE_S, MARGIN_S
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """One life of a prefill instance."""
+
+    id: InstanceId
+    incarnation: Incarnation
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """prompt_pages of the lease await KV; the rest is room for the answer. source, incarnation: the writer."""
+    """prompt_pages of the lease await KV; the rest is room for the answer. asked_s: on the writer's clock, of its Reserve.
+
+    cancelled_s: when it was cancelled, on ours; None while it is wanted.
+    """
 
     key: Key
-    source: InstanceId
-    incarnation: Incarnation
+    writer: Writer
     generation: Generation
     lease: Lease
     prompt_pages: int
+    asked_s: float
     have_tokens: int = 0
-    cancelled: bool = False
+    cancelled_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Heard:
+    """The latest word of a writer: when it said it on its clock, and when we heard it on ours."""
+
+    sent_s: float
+    heard_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """What a Renew brought: the answer, and the reservations of which the writer knows nothing (any more)."""
+
+    sends: list[Send]
+    lost: list[Reservation]
 
 
 class HandoffTarget:
@@ -36,6 +69,8 @@ class HandoffTarget:
 
     def __init__(self) -> None:
         self._by_key: dict[Key, Reservation] = {}
+        self._heard: dict[Writer, _Heard] = {}
+        self._silence: DeadlineWheel[Writer] = DeadlineWheel()
         self._generations = 0
         self.stale = 0
         """Messages that belong to no reservation: dropped and counted."""
@@ -46,20 +81,30 @@ class HandoffTarget:
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
 
-    def grant(self, key: Key, source: InstanceId, incarnation: Incarnation, lease: Lease, prompt_pages: int) -> Send:
-        """Open a reservation over `lease` and tell `source` where to write."""
+    def heard(self, writer: Writer, sent_s: float, now: float) -> None:
+        """A Reserve or Renew of this writer arrived; an older word than the latest changes nothing."""
+        known = self._heard.get(writer)
+        if known is None or sent_s > known.sent_s:
+            self._heard[writer] = _Heard(sent_s, now)
+            self._silence.set(writer, now + LEASE_S + MARGIN_S)
+
+    def hears(self, writer: Writer) -> bool:
+        """Whether the writer has spoken lately, so that it can be granted anything."""
+        return writer in self._heard
+
+    def grant(self, key: Key, writer: Writer, lease: Lease, prompt_pages: int, asked_s: float) -> Send:
+        """Open a reservation over `lease` and tell the writer where to write. It was heard before."""
         assert key not in self._by_key, f"{key} is reserved twice"
         assert prompt_pages <= len(lease)
         self._generations += 1
-        reservation = Reservation(key, source, incarnation, Generation(self._generations), lease, prompt_pages)
+        reservation = Reservation(key, writer, Generation(self._generations), lease, prompt_pages, asked_s)
         self._by_key[key] = reservation
-        pages: Int32Array = lease.pages[:prompt_pages]
-        return Send(source, Grant(key=key, generation=reservation.generation, pages=pack_ids(pages)))
+        return self._grant_of(reservation)
 
     def land(self, sender: InstanceId, handoff: Handoff) -> Reservation | None:
         """The writer is done: the reservation, whose lease is the caller's from now on; None when the handoff is stale."""
         reservation = self._by_key.get(handoff.key)
-        if reservation is None or reservation.source != sender or reservation.generation != handoff.generation:
+        if reservation is None or reservation.writer.id != sender or reservation.generation != handoff.generation:
             self.stale += 1
             return None
         return self._by_key.pop(handoff.key)
@@ -67,23 +112,67 @@ class HandoffTarget:
     def withdraw(self, sender: InstanceId, key: Key) -> Reservation | None:
         """The writer has drained and gives up: the reservation, whose lease the caller closes; None when it is unknown."""
         reservation = self._by_key.get(key)
-        if reservation is None or reservation.source != sender:
+        if reservation is None or reservation.writer.id != sender:
             self.stale += 1
             return None
         return self._by_key.pop(key)
 
-    def cancel(self, key: Key) -> bool:
-        """The request has ended. True when a reservation will now end by its writer's next word."""
+    def cancel(self, key: Key, now: float) -> None:
+        """The request has ended: the reservation, if there is one, ends by its writer's next word."""
+        reservation = self._by_key.get(key)
+        if reservation is not None and reservation.cancelled_s is None:
+            reservation.cancelled_s = now
+
+    def renew(self, sender: InstanceId, renew: Renew, now: float, waits: Callable[[Key], bool]) -> Renewal:
+        """A writer said which handoffs it holds open. waits: whether a key is in line for a reservation here."""
+        writer = Writer(sender, renew.incarnation)
+        self.heard(writer, renew.sent_s, now)
+        claims = {claim.key: claim.generation for claim in renew.claims}
+        sends: list[Send] = []
+        over: list[Key] = []
+        for key, generation in claims.items():
+            reservation = self._by_key.get(key)
+            if reservation is None or reservation.writer != writer:
+                over += [] if waits(key) else [key]
+            elif reservation.cancelled_s is not None:
+                over.append(key)
+            elif not generation:
+                sends.append(self._grant_of(reservation))  # the first one may have been lost; one that comes twice is dropped
+        lost = [r for r in self._by_key.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
+        for reservation in lost:
+            del self._by_key[reservation.key]
+        answer = Renewed(sent_s=renew.sent_s, lease_s=LEASE_S, over=tuple(over))
+        return Renewal([Send(sender, answer), *sends], lost)
+
+    def fenced(self, now: float) -> list[Reservation]:
+        """The reservations of writers that have been silent for so long that they write no more, by their own clock."""
+        fenced: list[Reservation] = []
+        for writer in self._silence.expired(now):
+            del self._heard[writer]
+            fenced += [reservation for reservation in self._by_key.values() if reservation.writer == writer]
+        for reservation in fenced:
+            del self._by_key[reservation.key]
+        return fenced
+
+    def next_at(self) -> float | None:
+        return self._silence.next_at()
+
+    def is_stuck(self, key: Key, now: float) -> bool:
+        """Whether the key's reservation waits longer than usual for a word of its writer: it was cancelled or the writer fell
+        silent, a lease ago."""
         reservation = self._by_key.get(key)
         if reservation is None:
             return False
-        reservation.cancelled = True
-        return True
+        cancelled = reservation.cancelled_s is not None and now - reservation.cancelled_s > LEASE_S
+        return cancelled or now - self._heard[reservation.writer].heard_s > LEASE_S
 
-    def of(self, source: InstanceId) -> list[Reservation]:
-        """The open reservations of one writer."""
-        return [reservation for reservation in self._by_key.values() if reservation.source == source]
-
-    def fence(self, key: Key) -> Reservation | None:
-        """The writer is proven unable to write (its process is gone, the margin has passed): the reservation, if open."""
-        return self._by_key.pop(key, None)
+    def _grant_of(self, reservation: Reservation) -> Send:
+        pages: Int32Array = reservation.lease.pages[: reservation.prompt_pages]
+        grant = Grant(
+            key=reservation.key,
+            generation=reservation.generation,
+            pages=pack_ids(pages),
+            sent_s=self._heard[reservation.writer].sent_s,
+            lease_s=LEASE_S,
+        )
+        return Send(reservation.writer.id, grant)

@@ -4,30 +4,49 @@ Owns links, tickets and their deadlines. Implements `common.instance.ports.Trans
 it runs on a thread of its own (`kv_transfer/transfer_thread.py`). Reads no clock but the one it was given. Knows no requests.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 from common.deadlines import DeadlineWheel
 from common.errors import TransferError
-from common.ids import InstanceId, Ticket
-from common.instance.ports import LinkChanged, Push, PushDone, PushFailed, TransferEvent
+from common.ids import InstanceId, Key, Ticket
+from common.instance.ports import (
+    Allow,
+    Connect,
+    Expect,
+    LinkChanged,
+    Push,
+    PushDone,
+    PushFailed,
+    Settle,
+    Settled,
+    TransferCommand,
+    TransferEvent,
+)
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
+from kv_transfer.lease import OVERRUN_S
 from kv_transfer.runs import check_pages, check_pool, mismatch, plan_runs
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
 
 STALL_S = 10.0
 SLOWEST_BYTES_PER_S = 10 * 2**20
 """A link on which no push completes for longer than STALL_S, and than what is in flight on it takes at this rate, is lost."""
+SETTLE_POLLS = 16
+"""After so many polls, what had arrived before is in memory: a receive buffer takes a few."""
 RETRY_S, RETRY_MOST_S = 5.0, 60.0
 """A lost link is tried again, after twice the time each time: a dead peer has left the fleet by then."""
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """bytes_in_flight, progress_s: of pushes since the link last came up, and when one of them last began or ended."""
+    """bytes_in_flight, progress_s: of pushes since the link last came up, and when one of them last began or ended.
+
+    until_s: when the lease ends under which its pushes are written.
+    """
 
     info: InstanceInfo
     state: LinkState
@@ -35,6 +54,7 @@ class _Link:
     bytes_in_flight: int = 0
     progress_s: float = 0.0
     retry_s: float = RETRY_S
+    until_s: float = -math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +64,8 @@ class _InFlight:
     began: float
 
 
-@dataclass(frozen=True, slots=True)
-class Connect:
-    peers: tuple[InstanceInfo, ...]
-
-
-Command: TypeAlias = Connect | Push
+class LeaseOverrun(TransferError):
+    """A write is in flight long after its lease ended: this process was stopped. It must end before the write goes on."""
 
 
 class TransferLoop:
@@ -76,25 +92,28 @@ class TransferLoop:
             layout=layout,
             wire=wire,
         )
-        self._commands: deque[Command] = deque()
+        self._commands: deque[TransferCommand] = deque()
         self._events: deque[TransferEvent] = deque()
         self._links: dict[InstanceId, _Link] = {}
         self._in_flight: dict[Ticket, _InFlight] = {}
         self._stalls: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._retries: DeadlineWheel[InstanceId] = DeadlineWheel()
+        self._leases: DeadlineWheel[_Link] = DeadlineWheel()
+        self._settling: deque[tuple[int, Key]] = deque()
+        """Keys, and the number of the poll after which each is settled."""
+        self._polls = 0
         self._expected = 0
         self._closed = False
+        self._progress_s = clock()
 
     # --- the port: may be called from another thread than `step`; a deque's ends are safe to share -----------------------------
 
-    def connect(self, peers: Sequence[InstanceInfo]) -> None:
-        self._commands.append(Connect(tuple(peers)))
+    def submit(self, command: TransferCommand) -> None:
+        self._commands.append(command)
 
-    def push(self, push: Push) -> None:
-        self._commands.append(push)
-
-    def expect(self, open_reservations: int) -> None:
-        self._expected = open_reservations
+    @property
+    def progress_s(self) -> float:
+        return self._progress_s
 
     def poll(self) -> list[TransferEvent]:
         events = []
@@ -115,33 +134,81 @@ class TransferLoop:
     @property
     def active(self) -> bool:
         """Whether progress must be driven often."""
-        return bool(self._commands or self._in_flight or self._expected)
+        return bool(self._commands or self._in_flight or self._expected or self._settling)
 
     @property
     def idle(self) -> bool:
         return not (self._commands or self._in_flight)
 
+    def next_at(self) -> float | None:
+        """When a deadline of a link passes; what is in flight or expected moves on before."""
+        wheels = (self._leases.next_at(), self._stalls.next_at(), self._retries.next_at())
+        return min((at for at in wheels if at is not None), default=None)
+
     def step(self) -> bool:
-        """Carry out commands, drive the transport, pass on what happened. True when there is news to poll."""
+        """Carry out commands, drive the transport, pass on what happened. True when there is news to poll.
+
+        Leases come first: nothing is posted or driven under one that has ended. Raises LeaseOverrun.
+        """
         while self._commands:
-            command = self._commands.popleft()
-            match command:
-                case Connect():
-                    self._reconcile(command.peers)
-                case Push():
-                    self._begin(command)
-                case _:
-                    assert_never(command)
+            self._check_leases()
+            self._carry_out(self._commands.popleft())
+        self._check_leases()  # a command may have taken its time
         self._drive()
         now = self._clock()
         for peer in self._stalls.expired(now):
             self._stalled(self._links[peer])
         for peer in self._retries.expired(now):
             self._open(self._links[peer])
+        self._progress_s = min((flight.link.progress_s for flight in self._in_flight.values()), default=now)
         return bool(self._events)
 
+    def _carry_out(self, command: TransferCommand) -> None:
+        match command:
+            case Connect():
+                self._reconcile(command.peers)
+            case Push():
+                self._begin(command)
+            case Allow():
+                self._allow(command)
+            case Settle():
+                self._settling.append((self._polls + SETTLE_POLLS, command.key))
+            case Expect():
+                self._expected = command.reservations
+            case _:
+                assert_never(command)
+
+    def _check_leases(self) -> None:
+        """A lease that has ended with pushes in flight closes its link, so that no further slice is posted.
+
+        So does the end of the link itself, but what is in flight by then is watched on.
+        """
+        now = self._clock()
+        for link in self._leases.expired(now):
+            if not any(flight.link is link for flight in self._in_flight.values()):
+                continue
+            if now >= link.until_s + OVERRUN_S:
+                late_s = now - link.until_s
+                raise LeaseOverrun(
+                    f"a push to {link.info.id} was in flight {late_s:.0f} s after its lease had ended: was this process stopped?"
+                )
+            if link.state == "ready":
+                self._transport.close(link.info.pool.agent)
+                self._lose(link, "the lease ended: it does not answer")
+            self._leases.set(link, link.until_s + OVERRUN_S)
+
+    def _allow(self, allow: Allow) -> None:
+        link = self._links.get(allow.peer)
+        if link is not None and link.info.incarnation == allow.incarnation and allow.until_s > link.until_s:
+            link.until_s = allow.until_s
+            self._leases.set(link, allow.until_s)
+
     def _drive(self) -> None:
-        for event in self._transport.poll():
+        events = self._transport.poll()
+        self._polls += 1
+        while self._settling and self._settling[0][0] <= self._polls:
+            self._events.append(Settled(self._settling.popleft()[1]))
+        for event in events:
             match event:
                 case RunsDone() | RunsFailed():
                     self._ended(event)
@@ -159,6 +226,7 @@ class TransferLoop:
                 self._stalls.clear(link.info.id)
                 self._retries.clear(link.info.id)
                 self._transport.close(link.info.pool.agent)
+                link.state = "lost"
         for peer in peers:
             if peer.id not in self._links:
                 self._links[peer.id] = _Link(peer, "connecting")
@@ -199,6 +267,8 @@ class TransferLoop:
         try:
             if link is None or link.info.incarnation != push.incarnation or link.state != "ready":
                 raise TransferError(f"there is no link to {push.peer}")
+            if self._clock() >= link.until_s:
+                raise TransferError(f"the lease to write to {push.peer} has ended")
             check_pages(push.source_pages, self.descriptor.total_pages, "our")
             check_pages(push.target_pages, link.info.pool.total_pages, f"{push.peer}'s")
             runs = plan_runs(push.source_pages, push.target_pages, self.descriptor.layout)
@@ -212,7 +282,7 @@ class TransferLoop:
 
     def _moved(self, link: _Link, push_bytes: int) -> None:
         """A push began (bytes above 0) or ended (below) on the link. A link that was lost since then is not watched."""
-        if link.state != "ready" or self._links.get(link.info.id) is not link:
+        if link.state != "ready":
             return
         if push_bytes < 0 or not link.bytes_in_flight:
             link.progress_s = self._clock()

@@ -5,11 +5,11 @@ Owns the thread and its pace. The loop itself is `kv_transfer/transfer_loop.py`.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from common.errors import TransferError
-from common.instance.ports import Push, TransferEvent
-from common.messages import InstanceInfo, PoolDescriptor
+from common.instance.ports import TransferCommand, TransferEvent
+from common.messages import PoolDescriptor
 from kv_transfer.transfer_loop import TransferLoop
 
 BUSY_S = 100e-6
@@ -38,18 +38,13 @@ class TransferThread:
             raise TransferError(f"the transport did not start within {timeout_s:g} s")
         return self._running().descriptor
 
-    def connect(self, peers: Sequence[InstanceInfo]) -> None:
-        self._running().connect(peers)
+    def submit(self, command: TransferCommand) -> None:
+        self._running().submit(command)
         self._kick.set()
 
-    def push(self, push: Push) -> None:
-        self._running().push(push)
-        self._kick.set()
-
-    def expect(self, open_reservations: int) -> None:
-        self._running().expect(open_reservations)
-        if open_reservations:
-            self._kick.set()
+    @property
+    def progress_s(self) -> float:
+        return self._running().progress_s
 
     def poll(self) -> list[TransferEvent]:
         return self._running().poll()

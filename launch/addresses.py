@@ -24,6 +24,11 @@ def reachable(address: str, host: str) -> str:
     return address.replace(f"//{ANY}:", f"//{host}:")
 
 
+def port_of(address: str) -> int:
+    """The port of an address that ends in it, whatever its scheme."""
+    return int(address.rsplit(":", 1)[1])
+
+
 def host_for_peers() -> str:
     """This host's address on the interface of its default route; the loopback address where there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

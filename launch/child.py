@@ -4,6 +4,9 @@ Owns the signals of the process and its ends of the two pipes. Does not know wha
 started in a terminal has no parent of ours: it prints what it would report.
 
 Ways to be told to stop: SIGTERM, SIGINT, and end of file on the order pipe, which also comes when the parent was killed.
+
+    first     stop in order, which may take long: an instance finishes what runs there, or hands it off
+    a signal after that, or ORPHAN_S without a parent     end at once: HURRY_S to say goodbye, then the process is gone
 """
 
 import contextlib
@@ -20,11 +23,13 @@ import msgspec
 from common.errors import ConfigError, TandemError
 from launch import signals
 from launch.reports import (
+    BAD_FLAG,
     MAX_LINE_BYTES,
     ORDER_FD,
     REPORT_FD,
     Broken,
     IntakeClosed,
+    News,
     Order,
     Progress,
     Ready,
@@ -35,16 +40,20 @@ from launch.reports import (
 
 ORPHAN_S = 15.0
 """How long an orderly stop may take when nobody is left who would kill this process."""
+HURRY_S = 1.0
+"""How long a process that was told to end at once has left."""
+RETRY_S = 0.2
+"""How soon a main thread that is starting is interrupted again: it may have been about to wait."""
 
 _log = logging.getLogger(__name__)
 
 
-RETRY_S = 0.2
-"""How soon a main thread that is starting is interrupted again: it may have been about to wait."""
-
-
 class StoppedWhileStarting(BaseException):
     """Told to stop before the process said how to stop it; raised in the main thread."""
+
+
+class StoppedAtOnce(TandemError):
+    """Told to end at once while it stopped in order."""
 
 
 class ChildProcess:
@@ -53,6 +62,7 @@ class ChildProcess:
     def __init__(self, name: str) -> None:
         self.name = name
         self._stop_asked = False
+        self._hurried: str | None = None
         self._ended = threading.Event()
         self._on_stop: Callable[[], object] | None = None
         self._on_order: Callable[[Order], object] | None = None
@@ -80,12 +90,34 @@ class ChildProcess:
         self.report(Progress(text=text))
 
     def on_stop(self, stop: Callable[[], object]) -> None:
-        """From now on `stop` is called, on another thread, instead of raising StoppedWhileStarting in the main thread."""
+        """From now on `stop` is called, on another thread, instead of raising StoppedWhileStarting in the main thread.
+
+        It is called once more when the process is told to end at once, so that the main thread comes to `check_hurry`.
+        """
         with self._lock:
             self._on_stop = stop
             asked = self._stop_asked
         if asked:
             stop()
+
+    def check_hurry(self) -> None:
+        """Raises StoppedAtOnce when there is no time left for an orderly stop."""
+        if self._hurried is not None:
+            raise StoppedAtOnce(self._hurried)
+
+    def end_within(self, timeout_s: float, reason: str) -> threading.Timer:
+        """End this process with status 1 and that reason after so long, unless the timer is cancelled or the process has ended:
+        for what may hang in a library that nothing can interrupt."""
+
+        def give_up() -> None:
+            _log.critical("%s", reason)
+            self.report(Broken(reason=reason))
+            os._exit(1)
+
+        timer = threading.Timer(timeout_s, give_up)
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def ended(self) -> None:
         """The main thread is done: nothing can stop it any more."""
@@ -100,13 +132,22 @@ class ChildProcess:
             act(order)
 
     def _ask_to_stop(self, number: int | None) -> None:
-        """A signal, or with None the parent's wish or end. The second Ctrl-C of a person ends the process at once."""
+        """A signal, or with None the parent's wish or end. A signal that follows another wish to stop is in a hurry."""
         with self._lock:
             again, self._stop_asked = self._stop_asked, True
         if not again:
             threading.Thread(target=self._stop, name="stop", daemon=True).start()
-        elif number == signal.SIGINT:
-            os._exit(128 + signal.SIGINT)
+        elif number is not None:
+            self._hurry(f"told again to stop, by {signal.Signals(number).name}")
+
+    def _hurry(self, reason: str) -> None:
+        """Only the main thread can say goodbye; it has HURRY_S to do so."""
+        self.end_within(HURRY_S, reason)
+        with self._lock:
+            self._hurried = reason
+            stop = self._on_stop
+        if stop is not None:
+            stop()
 
     def _stop(self) -> None:
         """Stop the main thread the way it said, or else interrupt it until it has noticed."""
@@ -132,7 +173,7 @@ class ChildProcess:
                     _log.error("an order that cannot be read was dropped: %s", error)
         self._ask_to_stop(None)
         threading.Event().wait(ORPHAN_S)
-        os._exit(1)
+        self._hurry(f"an orderly stop took longer than {ORPHAN_S:g} s, and the parent is gone")
 
     def _take_order(self, order: Order) -> None:
         with self._lock:
@@ -144,7 +185,7 @@ class ChildProcess:
 
 
 def run_child(name: str, body: Callable[[ChildProcess], None]) -> int:
-    """Run a process's body; the outermost door of the process. Returns its exit status: 0, 1, or 2 for a bad flag.
+    """Run a process's body; the outermost door of the process. Returns its exit status: 0, 1, or BAD_FLAG.
 
     Heavy imports belong in the body: a process that is told to stop while it imports stops.
     """
@@ -164,7 +205,7 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
     except TandemError as error:
         _log.error("%s", error)
         process.report(Broken(reason=str(error)))
-        return 2 if isinstance(error, ConfigError) else 1
+        return BAD_FLAG if isinstance(error, ConfigError) else 1
     except Exception as error:  # noqa: BLE001  whoever started this process must learn why it ended, whatever the reason
         _log.critical("%s failed", process.name, exc_info=error)
         process.report(Broken(reason=f"{type(error).__name__}: {error}"))
@@ -183,7 +224,7 @@ def _take_fd(variable: str) -> int | None:
 
 def _print(name: str, report: Report) -> None:
     match report:
-        case Progress():
+        case Progress() | News():
             print(f"{name}: {report.text}", file=sys.stderr, flush=True)
         case Ready():
             print(f"{name}: ready, " + ", ".join(f"{use} {address}" for use, address in report.addresses.items()), flush=True)

@@ -5,13 +5,16 @@ Owns the composition and the order of start and stop. Decides nothing.
     main thread      mailbox, scheduler, InstanceWorker: the loop
     engine thread    TorchExecutor: the model
     transfer thread  TransferThread: everything of the transport
+
+However the loop ends (drained, told to end at once, or because another thread failed), the router is told, everything is closed,
+and the process is gone within CLOSE_S.
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.engine.executor import EngineDescription, Executor
 from common.engine.torch_executor import TorchExecutor
 from common.ids import ROUTER, Incarnation, InstanceId, Role
+from common.instance.limits import InstanceLimits
 from common.instance.membership import Membership
 from common.instance.ports import Scheduler
 from common.instance.worker import InstanceWorker
@@ -33,18 +37,18 @@ from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 from launch.addresses import bind_address, host_for_peers, reachable
 from launch.child import ChildProcess
-from launch.reports import Broken, Ready
+from launch.reports import Ready
 from prefill.scheduler import PrefillScheduler
 
 TRANSPORT_START_S = 60.0
-
-_log = logging.getLogger(__name__)
+CLOSE_S = 8.0
+"""How long transfers and engine may take to close. Less than `launch local` waits for it; more than a push takes to end."""
 
 
 def serve(
     process: ChildProcess, role: Role, instance: InstanceConfig, model: ModelConfig, engine: EngineConfig, name: InstanceId
 ) -> None:
-    """Serve until told to stop."""
+    """Serve until told to stop, which drains the instance. Raises what the engine or the transport failed with."""
     check_address(instance.router)
     starts_until = time.monotonic() + instance.startup_timeout_s
     inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
@@ -63,22 +67,24 @@ def serve(
         now = time.monotonic()
         worker: InstanceWorker[Any] = InstanceWorker(
             Membership(info, max(0.0, starts_until - now), now),
-            _scheduler(role, name, instance, engine, executor.description),
+            _scheduler(info, instance, engine, executor),
             executor,
             transfers,
             mailbox,
             pushes=role == "prefill",
         )
         process.progress(f"joining the fleet at {instance.router}")
-        _turn_until_stopped(process, worker, mailbox, info)
+        with _close_deadline(process):
+            _turn_until_drained(process, worker, mailbox, info)
 
 
-def _turn_until_stopped(process: ChildProcess, worker: InstanceWorker[Any], mailbox: Mailbox[Any], info: InstanceInfo) -> None:
-    stopped = threading.Event()
+def _turn_until_drained(process: ChildProcess, worker: InstanceWorker[Any], mailbox: Mailbox[Any], info: InstanceInfo) -> None:
+    """Raises StoppedAtOnce."""
+    told = threading.Event()
     reported = False
 
-    def stop() -> None:
-        stopped.set()
+    def drain() -> None:
+        told.set()
         mailbox.wake()
 
     def wait(timeout_s: float) -> None:
@@ -86,10 +92,11 @@ def _turn_until_stopped(process: ChildProcess, worker: InstanceWorker[Any], mail
         if worker.joined and not reported:
             reported = True
             process.report(Ready(addresses={"inbox": info.inbox}))
+        process.check_hurry()
         mailbox.wait(timeout_s)
 
-    process.on_stop(stop)
-    run_worker(worker, wait, time.monotonic, stopped.is_set)
+    process.on_stop(drain)
+    run_worker(worker, wait, time.monotonic, told.is_set)
 
 
 def _transfers(instance: InstanceConfig, engine: EngineDescription, mailbox: Mailbox[Any]) -> TransferThread:
@@ -100,11 +107,16 @@ def _transfers(instance: InstanceConfig, engine: EngineDescription, mailbox: Mai
     return TransferThread(make_loop, mailbox.wake)
 
 
-def _scheduler(
-    role: Role, name: InstanceId, instance: InstanceConfig, engine: EngineConfig, description: EngineDescription
-) -> Scheduler[Any]:
-    scheduler = PrefillScheduler if role == "prefill" else DecodeScheduler
-    return scheduler(name, description, engine.chunk_tokens, instance.max_waiting, instance.request_timeout_s)
+def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfig, executor: Executor) -> Scheduler[Any]:
+    limits = InstanceLimits(
+        chunk_tokens=engine.chunk_tokens,
+        max_waiting=instance.max_waiting,
+        request_timeout_s=instance.request_timeout_s,
+        drain_timeout_s=instance.drain_timeout_s,
+    )
+    digest = executor.digest_pages if instance.verify_pages == "on" else None
+    scheduler = PrefillScheduler if info.role == "prefill" else DecodeScheduler
+    return scheduler(info.id, info.incarnation, executor.description, limits, digest)
 
 
 def _describe(
@@ -126,18 +138,18 @@ def _describe(
 
 @contextlib.contextmanager
 def _start_deadline(process: ChildProcess, timeout_s: float) -> Iterator[None]:
-    """End the process when what is inside takes longer: loading may hang in a library that nothing can interrupt."""
-
-    def give_up() -> None:
-        reason = f"loading took longer than --startup-timeout-s allows ({timeout_s:g} s)"
-        _log.critical(reason)
-        process.report(Broken(reason=reason))
-        os._exit(1)
-
-    timer = threading.Timer(timeout_s, give_up)
-    timer.daemon = True
-    timer.start()
+    """End the process when what is inside takes longer."""
+    timer = process.end_within(timeout_s, f"loading took longer than --startup-timeout-s allows ({timeout_s:g} s)")
     try:
         yield
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def _close_deadline(process: ChildProcess) -> Iterator[None]:
+    """When closing everything takes too long after what is inside, the process ends and says why it had to close."""
+    try:
+        yield
+    finally:
+        process.end_within(CLOSE_S, f"closing took longer than {CLOSE_S:g} s, after: {sys.exception() or 'a drain'}")

@@ -1,36 +1,40 @@
-"""`launch local`: a whole fleet on this machine, started together, watched, and stopped in order.
+"""`launch local`: a whole fleet on this machine, started together, kept alive, and stopped in order.
 
-Owns the order of start and stop, and the children. Does not know what a child does inside.
+Owns the order of start and stop, and the children. Does not know what a child does inside, nor when one is started again: the
+supervisor says so (`launch/supervisor.py`).
 
     start   router (with its detokenizer), then every instance at once, then wait until the router sees each of them and its links
+    watch   who ended is started again as it was started first, the router on the ports that it had
     stop    the router's HTTP intake, then prefill, then decode, then the router and its detokenizer
-
-The first child that dies takes the fleet down.
 """
 
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError, TandemError
 from launch import environment, logs, signals
-from launch.addresses import LOOPBACK, reachable
+from launch.addresses import LOOPBACK, port_of, reachable
 from launch.flags import to_flags
 from launch.fleet_page import FleetPage, curl_line
 from launch.processes import Child, ChildEvent, Exited, Reported, launch_command, stop_children
-from launch.reports import Broken, CloseIntake, IntakeClosed, Progress, Ready
+from launch.reports import Broken, CloseIntake, IntakeClosed, News, Progress, Ready
+from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
 INTAKE_S = 10.0
 """How long the router may take to end open answers: more than the grace it gives them itself."""
 STOP_S = 10.0
-"""How long the processes of one stage may take to stop before they are killed."""
+"""How long the processes of one stage may take to stop before they are killed; instances may drain before."""
 LOOK_EVERY_S = 0.05
 
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+"""In the order in which they are stopped."""
 Command = Callable[[str, Sequence[str]], list[str]]
 
 _log = logging.getLogger(__name__)
@@ -54,8 +58,13 @@ class LocalPlan:
         if self.decode < 1:
             raise ConfigError(f"--decode must be at least 1, is {self.decode}")
 
-    def names(self, role: Literal["prefill", "decode"]) -> list[str]:
+    def names(self, role: Role) -> list[str]:
         return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
+
+    def parts(self) -> list[Part]:
+        """What is to live."""
+        instances = [Part(name, role, drains=True) for role in ROLES for name in self.names(role)]
+        return [Part(ROUTER, ROUTER, drains=False), *instances]
 
     def engine_of_each(self) -> EngineConfig:
         """The engine's config of each instance: they share the cores."""
@@ -86,6 +95,8 @@ class LocalFleet:
         self._plan = plan
         self._command = command
         self._events: queue.SimpleQueue[ChildEvent | _Signal] = queue.SimpleQueue()
+        self._supervisor = Supervisor(plan.parts())
+        self._commands: dict[str, list[str]] = {}
         self._children: dict[str, Child] = {}
         self._signals = 0
         self._serving = False
@@ -107,21 +118,25 @@ class LocalFleet:
         """Returns the URL once a request could be served by every instance. Raises FleetFailed, _StopAsked."""
         plan = self._plan
         deadline = time.monotonic() + plan.instance.startup_timeout_s
-        self._spawn(ROUTER, ROUTER, to_flags(plan.router, plan.model, plan.log))
+        self._commands[ROUTER] = self._router_command(plan.router)
+        self._spawn(ROUTER)
         addresses = self._wait_until_ready([ROUTER], deadline)[ROUTER].addresses
         self._serving = True
+        self._commands[ROUTER] = self._router_command(_on_the_same_ports(plan.router, addresses))
         control = reachable(addresses["control"], LOOPBACK)
-        names = {role: plan.names(role) for role in ("prefill", "decode")}
-        for role, members in names.items():
-            for name in members:
+        for role in ROLES:
+            for name in plan.names(role):
                 config = replace(plan.instance, router=control, name=name)
-                self._spawn(name, role, to_flags(config, plan.model, plan.engine_of_each(), plan.log))
-        self._wait_until_ready([*names["prefill"], *names["decode"]], deadline)
-        self._wait_until_linked(reachable(addresses["http"], LOOPBACK), names["prefill"], names["decode"], deadline)
+                self._commands[name] = self._command(role, to_flags(config, plan.model, plan.engine_of_each(), plan.log))
+                self._spawn(name)
+        prefill, decode = plan.names("prefill"), plan.names("decode")
+        self._wait_until_ready([*prefill, *decode], deadline)
+        self._wait_until_linked(reachable(addresses["http"], LOOPBACK), prefill, decode, deadline)
+        self._supervisor.started()
         return addresses["http"]
 
     def watch(self) -> None:
-        """Return when a signal asks to stop. Raises FleetFailed when a child has died."""
+        """Keep the fleet alive; return when a signal asks to stop. Raises FleetFailed when it cannot go on."""
         try:
             while True:
                 self._next_event(None)
@@ -133,17 +148,25 @@ class LocalFleet:
         router = self._children.get(ROUTER)
         if router is not None and self._serving:
             self._close_intake(router)
-        instances = [child for name, child in self._children.items() if name != ROUTER]
-        prefill = [child for child in instances if child.name.startswith("prefill")]
-        decode = [child for child in instances if child not in prefill]
-        for stage in (prefill, decode, [router] if router is not None else []):
-            for name in stop_children(stage, STOP_S):
-                _log.warning("%s did not stop within %g s and was killed", name, STOP_S)
+        drained_s = self._plan.instance.drain_timeout_s + STOP_S
+        for role in ROLES:
+            self._stop_stage(self._plan.names(role), drained_s)
+        self._stop_stage([ROUTER], STOP_S)
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, name: str, role: str, flags: list[str]) -> None:
-        self._children[name] = Child(name, self._command(role, flags), self._events.put)
+    def _router_command(self, config: RouterConfig) -> list[str]:
+        return self._command(ROUTER, to_flags(config, self._plan.model, self._plan.log))
+
+    def _spawn(self, name: str) -> None:
+        child = self._children[name] = Child(name, self._commands[name], self._events.put)
+        if self.killed:  # the second signal may have come too early for this one
+            child.kill()
+
+    def _stop_stage(self, names: list[str], deadline_s: float) -> None:
+        children = [self._children[name] for name in names if name in self._children]
+        for name in stop_children(children, deadline_s):
+            _log.warning("%s did not stop within %g s and was killed", name, deadline_s)
 
     def _wait_until_ready(self, names: list[str], deadline: float) -> dict[str, Ready]:
         """What each of them reported when it was ready."""
@@ -153,7 +176,7 @@ class LocalFleet:
             if event is None:
                 accounts = "\n".join(f"{name} was not ready in time; {self._children[name].account()}" for name in missing)
                 raise FleetFailed(f"the start took longer than --startup-timeout-s allows\n{accounts}")
-            if isinstance(event.report, Ready):
+            if isinstance(event, Reported) and isinstance(event.report, Ready):
                 ready[event.child] = event.report
         return ready
 
@@ -164,26 +187,49 @@ class LocalFleet:
                 raise FleetFailed("the start took longer than --startup-timeout-s allows: " + "; ".join(missing))
             self._next_event(min(deadline, time.monotonic() + LOOK_EVERY_S))
 
-    def _next_event(self, deadline: float | None) -> Reported | None:
-        """The next report, or None at the deadline. Raises FleetFailed, _StopAsked."""
+    def _next_event(self, deadline: float | None) -> ChildEvent | None:
+        """The next event of a child, or None at the deadline or the supervisor's; what it calls for is done.
+
+        Raises FleetFailed, _StopAsked.
+        """
+        until = min((at for at in (deadline, self._supervisor.next_deadline()) if at is not None), default=None)
         try:
-            event = self._events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            event = self._events.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
         except queue.Empty:
-            return None
-        match event:
-            case Reported():
-                self._show(event)
-                return event
-            case Exited():
-                raise FleetFailed(f"{event.child} ended: {self._children[event.child].account()}")
-            case _Signal():
-                raise _StopAsked
-            case _:
-                assert_never(event)
+            event = None
+        if isinstance(event, _Signal):
+            raise _StopAsked
+        if isinstance(event, Reported):
+            self._show(event)
+        now = time.monotonic()
+        actions = [] if event is None else self._supervisor.receive(event, now)
+        self._act([*actions, *self._supervisor.tick(now)])
+        return event
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        """Raises FleetFailed."""
+        for action in actions:
+            match action:
+                case Start(name=name):
+                    self._start_again(name)
+                case Notice(name=name, text=text, account=account):
+                    print(f"{name:<12} {action.headline}", flush=True)
+                    _log.error("%s %s: %s", name, text, account)
+                case GiveUp(reason=reason):
+                    raise FleetFailed(reason)
+                case _:
+                    assert_never(action)
+
+    def _start_again(self, name: str) -> None:
+        """A process that cannot even be started has ended."""
+        try:
+            self._spawn(name)
+        except OSError as error:
+            self._events.put(Exited(name, 1, f"it cannot be started: {error}"))
 
     def _show(self, event: Reported) -> None:
         match event.report:
-            case Progress(text=text):
+            case Progress(text=text) | News(text=text):
                 print(f"{event.child:<12} {text}", flush=True)
             case Ready(addresses=addresses):
                 print(
@@ -204,6 +250,11 @@ class LocalFleet:
                 return
             if isinstance(event, Reported) and isinstance(event.report, IntakeClosed):
                 return
+
+
+def _on_the_same_ports(config: RouterConfig, addresses: Mapping[str, str]) -> RouterConfig:
+    """The router's config with the ports that it has chosen."""
+    return replace(config, port=port_of(addresses["http"]), control_port=port_of(addresses["control"]))
 
 
 def run(plan: LocalPlan, command: Command = launch_command) -> int:

@@ -16,13 +16,20 @@ from common.names import check_instance_id
 from launch import environment, logs
 from launch.child import ChildProcess, run_child
 from launch.flags import add_flags, read_config
+from launch.reports import BAD_FLAG
 
 if TYPE_CHECKING:
     from common.ids import Role  # its module imports numpy
 
-BAD_FLAG = 2
 DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
 """What `launch local` says to its instances itself."""
+INSTANCE_LIFE = (
+    "SIGTERM or Ctrl-C drains it: it finishes what runs there, or hands it off, and ends. A second one ends it at once."
+)
+LOCAL_LIFE = (
+    "A process that dies is started again, the router on the same ports; an instance that was drained, by the router or by "
+    "SIGTERM, is not. Ctrl-C stops all of them in order, a second one at once."
+)
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -32,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="launch", description="Starts Tandem: LLM serving with prefill and decode on separate machines.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    local = _add(commands, "local", "a router, prefill and decode instances on this machine", _local)
+    local = _add(commands, "local", "a router, prefill and decode instances on this machine", _local, LOCAL_LIFE)
     counts = local.add_argument_group("How many")
     counts.add_argument(
         "--prefill", type=int, default=1, metavar="N", help="prefill instances; 0: colocated serving (default: 1)"
@@ -44,8 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     router = _add(commands, "router", "the HTTP side, where instances register", _router)
     add_flags(router, RouterConfig, ModelConfig, LogConfig)
     instances = (
-        _add(commands, "prefill", "one prefill instance", _instance("prefill")),
-        _add(commands, "decode", "one decode instance", _instance("decode")),
+        _add(commands, "prefill", "one prefill instance", _instance("prefill"), INSTANCE_LIFE),
+        _add(commands, "decode", "one decode instance", _instance("decode"), INSTANCE_LIFE),
     )
     for instance in instances:
         add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig)
@@ -66,9 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_FLAG
 
 
-def _add(commands: Any, name: str, explanation: str, command: Command) -> argparse.ArgumentParser:
+def _add(commands: Any, name: str, explanation: str, command: Command, life: str = "") -> argparse.ArgumentParser:
+    """life: how it goes on after the start, and ends."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=explanation, description=f"Starts {explanation}.", allow_abbrev=False
+        name, help=explanation, description=f"Starts {explanation}. {life}".rstrip(), allow_abbrev=False
     )
     parser.set_defaults(command=command, prog=parser.prog)
     return parser

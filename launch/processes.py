@@ -41,10 +41,11 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """status: the exit status; −n when signal n ended the child."""
+    """status: the exit status; −n when signal n ended the child. account: what became of it, for people (`Child.account`)."""
 
     child: str
     status: int
+    account: str
 
 
 ChildEvent: TypeAlias = Reported | Exited
@@ -164,7 +165,7 @@ class Child:
             self.status = status
             os.close(self._order_fd)
         self._output.join(_OUTPUT_S)
-        self._on_event(Exited(self.name, status))
+        self._on_event(Exited(self.name, status, self.account()))
         self._gone.set()
 
 

@@ -1,4 +1,4 @@
-"""What a child process and its parent say to each other: JSON lines on two inherited pipes.
+"""What a child process and its parent say to each other: JSON lines on two inherited pipes, and the exit status.
 
 Owns the vocabulary and the two environment variables that name the pipes. Imports nothing heavy, opens nothing.
 
@@ -13,6 +13,8 @@ import msgspec
 REPORT_FD = "TANDEM_REPORT_FD"
 ORDER_FD = "TANDEM_ORDER_FD"
 MAX_LINE_BYTES = 65_536
+BAD_FLAG = 2
+"""Exit status of a process that can never run as it was started: it cannot honour a flag or file."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
@@ -35,6 +37,12 @@ class IntakeClosed(Line, frozen=True):
     """The router takes no more requests, and every answer that was open has ended."""
 
 
+class News(Line, frozen=True):
+    """Something that people should know, while the child goes on."""
+
+    text: str
+
+
 class Broken(Line, frozen=True):
     """The child ends because of this."""
 
@@ -51,7 +59,7 @@ class MeetRouter(Line, frozen=True):
     address: str
 
 
-Report: TypeAlias = Progress | Ready | IntakeClosed | Broken
+Report: TypeAlias = Progress | Ready | News | IntakeClosed | Broken
 Order: TypeAlias = CloseIntake | MeetRouter
 
 _encoder = msgspec.json.Encoder()

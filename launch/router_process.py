@@ -4,26 +4,41 @@ Owns the composition and the order of start and stop. Does not know requests: `r
 
     start   the detokenizer binds and reports its inbox ─► the router binds HTTP and control ─► the detokenizer learns the latter
     stop    HTTP intake closes, open answers end ─► (told to stop altogether) ─► the detokenizer stops
+
+A detokenizer that dies is started again (`launch/supervisor.py`), and the router learns where the new one is: it alone knows what
+the old one was told.
 """
 
 import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
 
 import uvloop
 
 from common.config import LogConfig, ModelConfig, RouterConfig
-from common.errors import TandemError
+from common.errors import ConfigError, TandemError
 from launch.addresses import LOOPBACK, host_for_peers, reachable
 from launch.child import ChildProcess
 from launch.flags import to_flags
-from launch.processes import Child, ChildEvent, Exited, launch_command, stop_children
-from launch.reports import CloseIntake, IntakeClosed, MeetRouter, Order, Progress, Ready
+from launch.processes import Child, ChildEvent, Exited, Reported, launch_command, stop_children
+from launch.reports import BAD_FLAG, CloseIntake, IntakeClosed, MeetRouter, News, Order, Progress, Ready, Report
+from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
+if TYPE_CHECKING:
+    from router.process import Serving  # its module imports what is heavy
+
+DETOKENIZER = "detokenizer"
 DETOKENIZER_START_S = 120.0
 DETOKENIZER_STOP_S = 5.0
 
+_log = logging.getLogger(__name__)
+
 
 class DetokenizerFailed(TandemError):
-    """The detokenizer did not start, or died: the router cannot go on without it."""
+    """The detokenizer did not start: the router cannot go on without it."""
 
 
 def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig) -> None:
@@ -33,70 +48,168 @@ def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: 
 
 
 async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig) -> None:
-    duties = _Duties(process, asyncio.get_running_loop())
-    detokenizer = Child("detokenizer", launch_command("detokenizer", to_flags(config, model, log)), duties.from_child)
+    duties = _Duties(process)
+    command = launch_command(DETOKENIZER, to_flags(config, model, log))
+    detokenizer = KeptDetokenizer(command, lambda text: process.report(News(text=text)), duties.end)
 
-    def ready(url: str, control: str) -> None:
-        detokenizer.order(MeetRouter(address=reachable(control, LOOPBACK)))
-        process.report(Ready(addresses={"http": url, "control": reachable(control, host_for_peers())}))
+    def ready(serving: "Serving") -> None:
+        detokenizer.meet(reachable(serving.control, LOOPBACK), serving.detokenizer_moved)
+        process.report(Ready(addresses={"http": serving.url, "control": reachable(serving.control, host_for_peers())}))
 
     try:
         process.progress("loading the tokenizer")
         from router.process import serve as serve_router  # while the detokenizer loads as well
 
-        inbox = await duties.detokenizer_inbox(detokenizer)
+        inbox = await detokenizer.first_inbox(duties.stop)
         if inbox is not None:
             await serve_router(config, model, inbox, ready, duties.intake_closes)
-        if duties.detokenizer_ended:
-            raise DetokenizerFailed(f"the detokenizer ended: {detokenizer.account()}")
+        detokenizer.check()
         process.report(IntakeClosed())
         await duties.stop.wait()
     finally:
         process.on_stop(lambda: None)
         process.on_order(lambda order: None)
-        await asyncio.to_thread(stop_children, [detokenizer], DETOKENIZER_STOP_S)
+        await detokenizer.stop()
 
 
 class _Duties:
     """What this process was told, as events of its loop. Made on the loop's thread."""
 
-    def __init__(self, process: ChildProcess, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, process: ChildProcess) -> None:
         self.intake_closes = asyncio.Event()
         self.stop = asyncio.Event()
-        self.detokenizer_ended = False
-        self._process = process
-        self._loop = loop
-        self._inbox: asyncio.Future[str | None] = loop.create_future()
-        process.on_stop(lambda: loop.call_soon_threadsafe(self._end))
+        loop = asyncio.get_running_loop()
+        process.on_stop(lambda: loop.call_soon_threadsafe(self.end))
         process.on_order(lambda order: loop.call_soon_threadsafe(self._obey, order))
 
-    def from_child(self, event: ChildEvent) -> None:
-        """News of the detokenizer; on a thread of the child."""
-        self._loop.call_soon_threadsafe(self._learn, event)
-
-    async def detokenizer_inbox(self, child: Child) -> str | None:
-        """The address it reported; None when it or this process ended before. Raises DetokenizerFailed at the deadline."""
-        try:
-            return await asyncio.wait_for(self._inbox, DETOKENIZER_START_S)
-        except TimeoutError:
-            reason = f"the detokenizer was not ready within {DETOKENIZER_START_S:g} s; {child.account()}"
-            raise DetokenizerFailed(reason) from None
-
-    def _learn(self, event: ChildEvent) -> None:
-        if isinstance(event, Exited):
-            self.detokenizer_ended = not self.stop.is_set()
-            self._end()
-        elif isinstance(event.report, Progress):
-            self._process.progress(f"detokenizer: {event.report.text}")
-        elif isinstance(event.report, Ready) and not self._inbox.done():
-            self._inbox.set_result(event.report.addresses["inbox"])
+    def end(self) -> None:
+        """Take no more requests, end those that are open, and stop."""
+        self.intake_closes.set()
+        self.stop.set()
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, CloseIntake):
             self.intake_closes.set()
 
-    def _end(self) -> None:
-        self.intake_closes.set()
-        self.stop.set()
-        if not self._inbox.done():
-            self._inbox.set_result(None)
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    control: str
+    moved: Callable[[str], object]
+
+
+class KeptDetokenizer:
+    """The detokenizer: kept alive, and brought together with the router. Made and used on the loop's thread.
+
+    say: tells people. give_up: called when it cannot go on; `check` then raises why.
+    """
+
+    def __init__(self, command: Sequence[str], say: Callable[[str], object], give_up: Callable[[], object]) -> None:
+        self._command = command
+        self._say = say
+        self._give_up = give_up
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = Supervisor([Part(DETOKENIZER, DETOKENIZER, drains=False)])
+        self._timer: asyncio.TimerHandle | None = None
+        self._failure: TandemError | None = None
+        self._stopping = False
+        self._ready = asyncio.Event()
+        self._inbox: str | None = None
+        """Of the present child, once it is ready."""
+        self._router: _Router | None = None
+        self._child = self._start()
+        self._router_knows = self._child
+        """Whose inbox the router was told."""
+
+    async def first_inbox(self, stop: asyncio.Event) -> str | None:
+        """Its address; None when `stop` was set before. Raises DetokenizerFailed at the deadline."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._ready, stop)]
+        done, late = await asyncio.wait(waits, timeout=DETOKENIZER_START_S, return_when=asyncio.FIRST_COMPLETED)
+        for wait in late:
+            wait.cancel()
+        if not done:
+            raise DetokenizerFailed(f"the detokenizer was not ready within {DETOKENIZER_START_S:g} s; {self._child.account()}")
+        self._router_knows = self._child
+        return self._inbox
+
+    def meet(self, control: str, moved: Callable[[str], object]) -> None:
+        """The router serves: from now on each of the two knows where the other is.
+
+        control: the router's address. moved: called with the inbox of every detokenizer but the first.
+        """
+        self._router = _Router(control, moved)
+        self._introduce()
+
+    def check(self) -> None:
+        """Raises DetokenizerFailed, or ConfigError when it will not run as it was started."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self) -> None:
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.to_thread(stop_children, [self._child], DETOKENIZER_STOP_S)
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> Child:
+        return Child(DETOKENIZER, self._command, lambda event: self._loop.call_soon_threadsafe(self._learn, event))
+
+    def _start_again(self) -> None:
+        """A process that cannot even be started has ended."""
+        try:
+            self._child, self._inbox = self._start(), None
+        except OSError as error:
+            self._loop.call_soon(self._learn, Exited(DETOKENIZER, 1, f"it cannot be started: {error}"))
+
+    def _learn(self, event: ChildEvent) -> None:
+        if self._stopping:
+            return
+        if isinstance(event, Reported):
+            self._read(event.report)
+        self._act(self._supervisor.receive(event, time.monotonic()))
+
+    def _read(self, report: Report) -> None:
+        if isinstance(report, Progress):
+            self._say(f"{DETOKENIZER}: {report.text}")
+        elif isinstance(report, Ready):
+            self._inbox = report.addresses["inbox"]
+            self._ready.set()
+            self._supervisor.started()
+            self._introduce()
+
+    def _introduce(self) -> None:
+        """A new detokenizer has heard of no request yet: the router tells it all that is open."""
+        if self._router is None or self._inbox is None:
+            return
+        self._child.order(MeetRouter(address=self._router.control))
+        if self._router_knows is not self._child:
+            self._router_knows = self._child
+            self._router.moved(self._inbox)
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start():
+                    self._start_again()
+                case Notice(text=text, account=account):
+                    self._say(f"{DETOKENIZER} {action.headline}")
+                    _log.error("the detokenizer %s: %s", text, account)
+                case GiveUp(reason=reason):
+                    self._failure = (ConfigError if self._child.status == BAD_FLAG else DetokenizerFailed)(reason)
+                    self._give_up()
+                case _:
+                    assert_never(action)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._supervisor.next_deadline()
+        if deadline is not None:
+            self._timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._act(self._supervisor.tick(time.monotonic()))

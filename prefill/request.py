@@ -6,10 +6,13 @@ Owns the record. Decides nothing: `scheduler.py` does.
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.ids import Incarnation, InstanceId, Int32Array, Key
+from common.ids import Int32Array, Key
+from common.instance.line import Rank
 from common.instance.prompts import PromptProgress
+from common.messages import Generate
 from common.pages.pool import Lease
 from common.sampling_params import SamplingParams
+from kv_transfer.handoff_source import Peer
 
 
 class Phase(Enum):
@@ -26,16 +29,28 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """decode: where the KV goes; None when the answer is one token. emitted: tokens sent to the client, 0 or 1."""
+    """asked: what the router sent. decode: where the KV goes; None when the answer is one token. emitted: tokens sent to the
+    client, 0 or 1. deadline_s: on this instance's clock."""
 
-    key: Key
+    asked: Generate
     prompt: Int32Array
-    packed_prompt: bytes
-    sampling: SamplingParams
-    decode: InstanceId | None
-    decode_incarnation: Incarnation
+    decode: Peer | None
+    rank: Rank
+    deadline_s: float = 0.0
     phase: Phase = Phase.WAITING
     lease: Lease | None = None
     progress: PromptProgress | None = None
     source_open: bool = False
     emitted: int = 0
+
+    @property
+    def key(self) -> Key:
+        return self.asked.key
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.asked.sampling
+
+    @property
+    def next_token(self) -> int:
+        return self.asked.first + self.emitted

@@ -16,11 +16,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Overloaded, TandemError
+from common.ids import InstanceId
 from router.answer import Answer
 from router.cluster import cluster_page
 from router.gateway import Gateway
 from router.intake import Accepted, Intake, unknown_model
-from router.metrics import FleetCollector, MailCollector, RouterMetrics
+from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics
 from router.openai_answers import AnswerShape, ChatShape, CompletionShape
 from router.openai_api import SamplingFields, read_chat, read_completion
 from router.openai_errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
@@ -51,6 +52,7 @@ class Api:
         self._max_body_bytes = max_body_bytes
         self._started = int(time.time())
         metrics.registry.register(FleetCollector(gateway.core))
+        metrics.registry.register(DetokenizerCollector(gateway.core))
         metrics.registry.register(MailCollector(gateway.mail))
 
     async def chat_completions(self, request: Request) -> Response:
@@ -76,8 +78,9 @@ class Api:
         return _json(self._model_card())
 
     async def health(self) -> Response:
-        """The router lives."""
-        return _json({"status": "ok"})
+        """The router lives, and so does the detokenizer, through which every token passes."""
+        reasons = self._gateway.core.unhealthy()
+        return _json({"status": "unhealthy" if reasons else "ok", "reasons": reasons}, 503 if reasons else 200)
 
     async def ready(self) -> Response:
         """A request could be served now, by instances that are whole."""
@@ -89,6 +92,11 @@ class Api:
 
     async def cluster(self) -> Response:
         return _json(cluster_page(self._gateway.core))
+
+    async def drain(self, instance: str) -> Response:
+        """The instance gets no more requests, serves what it has, and leaves."""
+        self._gateway.drain(InstanceId(instance))
+        return _json({"id": instance, "state": "draining"}, 202)
 
     def _respond(self, accepted: Accepted, sampling: SamplingFields, shape: AnswerShape, received_at: float) -> Response:
         asked = Asked(shape, len(accepted.specs), accepted.prompt_tokens, sampling.include_usage, sampling.return_token_ids)
@@ -173,6 +181,7 @@ def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
         ("GET", "/ready", api.ready),
         ("GET", "/metrics", api.metrics),
         ("GET", "/cluster", api.cluster),
+        ("POST", "/cluster/{instance}/drain", api.drain),
     )
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)

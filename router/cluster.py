@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from router.core import RouterCore
-from router.fleet import Member
+from router.members import Member
 from router.requests import Phase
 
 
@@ -21,9 +21,10 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
             "phases": {phase.value: phases[phase] for phase in Phase},
             "queue_depth": phases[Phase.AWAITING],
             "unread_chars": sum({id(record.outbox): record.outbox.unread_chars for record in core.requests.records()}.values()),
-            "messages_stale": core.requests.stale + core.fleet.stale,
+            "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
             "unready": core.unready(),
         },
+        "detokenizer": {"silent": core.detokenizer.silent, "last": core.detokenizer.last},
         "instances": [_instance(member) for member in core.fleet.members()],
         "departed": [
             {
@@ -39,12 +40,13 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
 
 
 def _instance(member: Member) -> dict[str, Any]:
-    info = member.info
+    info, trouble = member.info, member.trouble
     return {
         "id": info.id,
         "incarnation": info.incarnation,
         "role": info.role,
-        "state": "draining" if member.draining else "quarantined" if member.worn else "live",
+        "state": "live" if trouble is None else trouble.state,
+        "reason": None if trouble is None else trouble.reason,
         "inbox": info.inbox,
         "ranks": info.ranks,
         "model": info.model,

@@ -1,6 +1,6 @@
-"""The router's core: the fleet and the request book, fed with messages and time.
+"""The router's core: the fleet, the request book and the watch over the detokenizer, fed with messages and time.
 
-Owns nothing but the joining of the two. Opens no socket, reads no clock, so a whole fleet runs in one process under test. Does
+Owns nothing but their joining. Opens no socket, reads no clock, so a whole fleet runs in one process under test. Does
 not know HTTP.
 """
 
@@ -10,11 +10,13 @@ from typing import assert_never
 from common.config import RouterConfig
 from common.ids import Incarnation, InstanceId, RequestId
 from common.instance.ports import Send
-from common.messages import Goodbye, Heartbeat, Register, RouterInbox, TextBatch
+from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, Probed, Register, RouterInbox, TextBatch
+from router.detokenizer_watch import DetokenizerWatch
 from router.fleet import Change, Fleet
 from router.outbox import Outbox
 from router.policy import unready
-from router.requests import Observer, RequestBook, RequestSpec
+from router.request_book import Observer, RequestBook
+from router.requests import RequestSpec
 
 
 class RouterCore:
@@ -30,7 +32,8 @@ class RouterCore:
     ) -> None:
         self._config = config
         self.fleet = Fleet(incarnation, detokenizer_address, config.heartbeat_s, config.dead_after_s, vocab_size)
-        self.requests = RequestBook(self.fleet, observer, config.max_requests, config.request_timeout_s, dispatch=config.dispatch)
+        self.requests = RequestBook(self.fleet, observer, config)
+        self.detokenizer = DetokenizerWatch(config.dead_after_s)
 
     def receive(self, message: RouterInbox, now: float) -> list[Send]:
         match message:
@@ -42,23 +45,41 @@ class RouterCore:
                 return self._apply(self.fleet.register(message, now), now)
             case Goodbye():
                 return self._apply(self.fleet.goodbye(message), now)
+            case Probed():
+                return self.requests.probed(message, now)
+            case DetokenizerHeartbeat():
+                return self.requests.probe_all(now) if self.detokenizer.heard(message, now) else []
             case _:
                 assert_never(message)
 
-    def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_at: float) -> list[Send]:
-        """Dispatch every choice of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
-        return self.requests.submit(specs, outbox, received_at)
+    def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_at: float, now: float | None = None) -> list[Send]:
+        """Dispatch every choice of a client's request, or none. now: None when it was received just now.
+
+        Raises Overloaded, Unavailable, BadRequest.
+        """
+        return self.requests.submit(specs, outbox, received_at, received_at if now is None else now)
 
     def cancel(self, request_ids: Iterable[RequestId], now: float) -> list[Send]:
         """The client of these requests has gone; those that have ended are passed over."""
         return self.requests.cancel(request_ids, now)
 
+    def drain(self, instance: InstanceId) -> list[Send]:
+        """The instance gets no more requests, and leaves when it has served what it has. Raises UnknownInstance."""
+        return self.fleet.drain(instance)
+
+    def detokenizer_moved(self, address: str, now: float) -> list[Send]:
+        """Another detokenizer has taken the place of the former, at this address: members send there from now on."""
+        self.detokenizer = DetokenizerWatch(self._config.dead_after_s)
+        return self.fleet.detokenizer_moved(address) + self.requests.detokenizer_moved(now)
+
     def tick(self, now: float) -> list[Send]:
         """Act on every deadline that has passed."""
-        return self._apply(self.fleet.tick(now), now) + self.requests.tick(now)
+        self.detokenizer.tick(now)
+        sends = self._apply(self.fleet.tick(now), now)
+        return sends + self.requests.tick(now, text_flows=not self.detokenizer.silent)
 
     def next_deadline(self) -> float | None:
-        deadlines = (self.fleet.next_deadline(), self.requests.next_deadline())
+        deadlines = (self.fleet.next_deadline(), self.requests.next_deadline(), self.detokenizer.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
     def addresses(self) -> Mapping[InstanceId, str]:
@@ -71,13 +92,21 @@ class RouterCore:
 
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""
-        reasons = unready(self.fleet, self._config.dispatch)
+        reasons = self.unhealthy() + unready(self.fleet, self._config.dispatch)
         if len(self.requests) >= self._config.max_requests:
             reasons.append(f"all {self._config.max_requests} places for requests are taken")
         return reasons
+
+    def unhealthy(self) -> list[str]:
+        """What is wrong with the router itself."""
+        if not self.detokenizer.silent:
+            return []
+        return [f"the detokenizer has not been heard of for {self.detokenizer.dead_after_s:g} s"]
 
     def _apply(self, change: Change, now: float) -> list[Send]:
         sends = list(change.sends)
         for member in change.lost:
             sends += self.requests.member_lost(member, now)
+        if change.more_can_serve:
+            sends += self.requests.retry_parked(now)
         return sends

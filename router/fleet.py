@@ -1,12 +1,12 @@
 """The fleet: which instances are members, how they are, and who must know of whom.
 
 Owns membership, the last report of each member and the deadlines after which a silent one is lost. Opens no socket, reads no
-clock. Does not know requests: a member only carries the tokens that the request book has assigned to it. Who may be a member is
-said by `admission`.
+clock. Does not know requests. Who may be a member is said by `admission`, who of them takes requests by `members`.
 
     Register ─► Welcome + Peers      (again and again: each answer is whole, so a lost one costs only time)
              └► Refused(reason)      a mismatch, a former incarnation, an absurd description: named, and on the /cluster page
-    Heartbeat ─► load, counters, links, draining
+    Heartbeat ─► Welcome             the router's own heartbeat; who is no member gets none, and registers in time
+              └► Drain               while it was told to leave and does not say that it does
     Goodbye, silence of `dead_after_s`, or a newer incarnation ─► the member is lost, the other role gets new Peers
 """
 
@@ -14,16 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from common.deadlines import DeadlineWheel
-from common.errors import ConfigError
+from common.errors import BadRequest, ConfigError
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ports import Send
 from common.messages import (
-    Counters,
+    Drain,
     Goodbye,
     Heartbeat,
     InstanceInfo,
-    LinkInfo,
     Load,
     ModelIdentity,
     Peers,
@@ -33,6 +34,7 @@ from common.messages import (
 )
 from common.wire import check_address
 from router.admission import difference, malformed
+from router.members import Life, Member
 
 REMEMBERED = 32
 """Members that left and instances that were refused, with their addresses, that are remembered, each."""
@@ -40,62 +42,28 @@ REPLACED_REMEMBERED = 1024
 """Incarnations that were replaced: more, for one may sleep while a whole fleet is restarted."""
 NAME_SHOWN, REASON_SHOWN = 64, 500
 """Characters that are kept of what strangers say: it may be of any length."""
-QUARANTINE_DIVISOR = 4
-"""An instance takes no requests while more than one in so many of its pages is quarantined."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-@dataclass(slots=True, eq=False)
-class Member:
-    """One incarnation of an instance in the fleet.
+class UnknownInstance(BadRequest):
+    """The request names an instance that is no member."""
 
-    assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
-    chosen: number of the last choice that fell on it; among equals the one that waited longest is next.
-    """
-
-    info: InstanceInfo
-    load: Load
-    counters: Counters = field(default_factory=Counters)
-    links: dict[InstanceId, LinkInfo] = field(default_factory=dict)
-    draining: bool = False
-    assigned_tokens: int = 0
-    chosen: int = 0
-
-    @property
-    def worn(self) -> bool:
-        """Too many of its pages are quarantined: transfers fail there, and little memory is left for others."""
-        return self.load.pages_quarantined * QUARANTINE_DIVISOR > self.info.pool.total_pages
-
-    @property
-    def takes_requests(self) -> bool:
-        return not self.draining and not self.worn
-
-    @property
-    def load_tokens(self) -> int:
-        """Tokens it has to do: what it reported, or what was assigned to it since, whichever is more."""
-        return max(self.load.waiting_tokens + self.load.running_tokens, self.assigned_tokens)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens whose KV fits its memory when it is empty."""
-        return self.info.pool.total_pages * self.info.pool.layout.page_size
-
-    def linked(self, peer: "Member") -> bool:
-        """Whether it reports a ready link to this incarnation of the peer."""
-        link = self.links.get(peer.info.id)
-        return link is not None and link.incarnation == peer.info.incarnation and link.state == "ready"
+    status = 404
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A member that left, and why."""
+    """A member that left, and why. silent: it may only have been unreachable; if it is heard of again, it is a member again."""
 
-    info: InstanceInfo
+    member: Member
     reason: str
     silent: bool
-    """It may only have been unreachable: if it is heard of again, it is a member again."""
+
+    @property
+    def info(self) -> InstanceInfo:
+        return self.member.info
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +76,15 @@ class Refusal:
 
 @dataclass(slots=True)
 class Change:
-    """What a message or a deadline brought: messages to send, and members whose requests can no longer be served."""
+    """What a message or a deadline brought.
+
+    lost: members that left or are stuck: their requests can no longer be served there. more_can_serve: somebody takes requests,
+    or is linked, who was not before.
+    """
 
     sends: list[Send] = field(default_factory=list)
     lost: list[Member] = field(default_factory=list)
+    more_can_serve: bool = False
 
 
 class Fleet:
@@ -125,12 +98,14 @@ class Fleet:
         dead_after_s: float,
         vocab_size: int | None = None,
     ) -> None:
-        self._welcome = Welcome(router=incarnation, detokenizer=detokenizer_address, heartbeat_s=heartbeat_s)
+        self._welcome = Welcome(
+            router=incarnation, detokenizer=detokenizer_address, heartbeat_s=heartbeat_s, dead_after_s=dead_after_s
+        )
         self._dead_after_s = dead_after_s
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self._departed: dict[InstanceId, Departure] = {}
-        self._replaced: dict[tuple[InstanceId, Incarnation], None] = {}
+        self._replaced: dict[Life, None] = {}
         self._refused: dict[InstanceId, Refusal] = {}
         self._silence: DeadlineWheel[InstanceId] = DeadlineWheel()
         self.stale = 0
@@ -178,22 +153,34 @@ class Fleet:
             return Change(self._refuse(info, reason))
         change = self._remove(known, "replaced by a newer incarnation", silent=False) if known is not None else Change()
         change.sends += self._join(info, now)
+        change.more_can_serve = True
         return change
 
     def heartbeat(self, message: Heartbeat, now: float) -> Change:
-        departed = self._departed.get(message.id)
-        if departed is not None and departed.silent and departed.info.incarnation == message.incarnation:
-            change = self.register(Register(instance=departed.info), now)
-        else:
-            change = Change()
+        back = self._departed.get(message.id)
+        if back is not None and not (back.silent and back.info.incarnation == message.incarnation):
+            back = None
+        change = Change() if back is None else self.register(Register(instance=back.info), now)
         member = self._members.get(message.id)
         if member is None or member.info.incarnation != message.incarnation:
             self.stale += 1
             return change
         self._silence.set(message.id, now + self._dead_after_s)
-        member.load, member.counters, member.draining = message.load, message.counters, message.draining
-        member.links = {link.peer: link for link in message.links}
+        if back is None:  # who is back was greeted
+            change.sends.append(Send(message.id, self._welcome))
+        self._take_report(member, message, change)
         return change
+
+    def _take_report(self, member: Member, report: Heartbeat, change: Change) -> None:
+        took_requests, was_stuck, links = member.takes_requests, member.stuck, member.ready_links()
+        member.load, member.counters, member.reports_draining = report.load, report.counters, report.draining
+        member.links = {link.peer: link for link in report.links}
+        if member.told_to_drain and not member.reports_draining:
+            change.sends.append(Send(member.info.id, Drain()))
+        if member.stuck and not was_stuck:
+            change.lost.append(member)
+        if (member.takes_requests and not took_requests) or member.ready_links() - links:
+            change.more_can_serve = True
 
     def goodbye(self, message: Goodbye) -> Change:
         member = self._members.get(message.id)
@@ -201,6 +188,19 @@ class Fleet:
             self.stale += 1
             return Change()
         return self._remove(member, "left", silent=False)
+
+    def drain(self, instance: InstanceId) -> list[Send]:
+        """The member gets no more requests, and is told to leave until it says that it does. Raises UnknownInstance."""
+        member = self._members.get(instance)
+        if member is None:
+            raise UnknownInstance(f"no instance {instance[:NAME_SHOWN]!r} is a member of the fleet: see /cluster")
+        member.told_to_drain = True
+        return [Send(instance, Drain())]
+
+    def detokenizer_moved(self, address: str) -> list[Send]:
+        """Tell every member where tokens go from now on."""
+        self._welcome = replace(self._welcome, detokenizer=address)
+        return [Send(member, self._welcome) for member in self._members]
 
     def tick(self, now: float) -> Change:
         change = Change()
@@ -219,8 +219,10 @@ class Fleet:
         total_pages = info.pool.total_pages
         member = Member(info, Load(pages_free=total_pages, pages_total=total_pages))
         former = self._departed.pop(info.id, None)
-        if former is not None and former.info.incarnation != info.incarnation:
-            _remember(self._replaced, (info.id, former.info.incarnation), None, REPLACED_REMEMBERED)
+        if former is not None and former.info.incarnation == info.incarnation:
+            member.told_to_drain = former.member.told_to_drain
+        elif former is not None:
+            _remember(self._replaced, former.member.life, None, REPLACED_REMEMBERED)
         for other in self._members.values():
             other.links.pop(info.id, None)  # of before it joined: they are about to hear of it, and to link to it anew
         self._members[info.id] = member
@@ -232,7 +234,7 @@ class Fleet:
         info = member.info
         del self._members[info.id]
         self._silence.clear(info.id)
-        _remember(self._departed, info.id, Departure(info, reason, silent), REMEMBERED)
+        _remember(self._departed, info.id, Departure(member, reason, silent), REMEMBERED)
         self.addresses_version += 1
         return Change(self._tell_others(info.role), [member])
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
@@ -53,20 +54,21 @@ class Accepted:
 
 
 class Intake:
-    """Turns requests of the API into specs. model: the name that clients must use. default_max_tokens: of chat requests."""
+    """Turns requests of the API into specs. model: the name that clients must use."""
 
-    def __init__(self, core: RouterCore, tokenizer: Tokenizer, model: str, default_max_tokens: int) -> None:
+    def __init__(self, core: RouterCore, tokenizer: Tokenizer, model: str, config: RouterConfig) -> None:
         self._core = core
         self._tokenizer = tokenizer
         self._model = model
-        self._default_max_tokens = default_max_tokens
+        self._default_max_tokens = config.default_max_tokens
+        self._longest_timeout_s = config.request_timeout_s
         # Several, so that one very long prompt does not hold up the others.
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
         self._encoding = 0
 
     async def chat(self, request: ChatRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
-        self._check_model(request.sampling.model)
+        self._check(request.sampling)
         encode_chat, messages = self._tokenizer.encode_chat, request.messages
         self._check_length((message["content"] for message in messages), "messages")
         prompts = await self._encode(lambda: [encode_chat(messages)], choices=request.sampling.n)
@@ -74,7 +76,7 @@ class Intake:
 
     async def completion(self, request: CompletionRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
-        self._check_model(request.sampling.model)
+        self._check(request.sampling)
         encode, prompts_sent = self._tokenizer.encode, request.prompts
         for prompt in prompts_sent:
             self._check_length((prompt,), "prompt")
@@ -93,9 +95,14 @@ class Intake:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _check_model(self, model: str) -> None:
-        if model != self._model:
-            raise unknown_model(model, self._model)
+    def _check(self, fields: SamplingFields) -> None:
+        """What depends on what is served here and how. Raises BadRequest, UnknownModel."""
+        if fields.model != self._model:
+            raise unknown_model(fields.model, self._model)
+        longest_s = self._longest_timeout_s
+        if fields.timeout_s is not None and not 0 < fields.timeout_s <= longest_s:
+            rule = f"above 0 and at most {longest_s:g} seconds (--request-timeout-s)"
+            raise BadRequest(f"timeout must be {rule}, is {fields.timeout_s:g}", field="timeout")
 
     def _check_length(self, parts: Iterable[Sized], field: str) -> None:
         """Refuse what cannot fit before time is spent on it."""
@@ -127,7 +134,10 @@ class Intake:
             for copy in range(fields.n):
                 sampling = _sampling_params(fields, max_new_tokens, seed, copy)
                 request_id = RequestId(f"{answer_id}-{len(specs)}")
-                specs.append(RequestSpec(request_id, len(specs), packed, sampling, fields.stop))
+                spec = RequestSpec(
+                    request_id, len(specs), packed, sampling, fields.stop, priority=fields.priority, timeout_s=fields.timeout_s
+                )
+                specs.append(spec)
         return Accepted(answer_id, tuple(specs), sum(len(prompt) for prompt in prompts))
 
     def _check_ids(self, prompt: Sequence[int], prompt_field: str) -> None:

@@ -1,7 +1,7 @@
 """Metrics in the Prometheus text format: what the router measures, and what its instances report.
 
 Owns the names (prefix `tandem_`) and a registry of its own, so two routers can live in one process. Implements
-`requests.Observer`. Does not know HTTP routes or how the numbers come about.
+`request_book.Observer`. Does not know HTTP routes or how the numbers come about.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,14 @@ from prometheus_client.registry import Collector
 
 from common.instance.ports import Mail
 from common.messages import Counters, Ending, Failed, Load, RouterInbox
+from router.attempts import ResumeReason
 from router.core import RouterCore
-from router.fleet import Member
+from router.members import Member
 from router.requests import Phase
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 INSTANCE_LABELS = ("instance", "role")
 
 
@@ -47,6 +49,16 @@ class RouterMetrics:
             registry=registry,
         )
         self._endings = Counter("tandem_requests_ended", "Requests by how they ended.", ("ending",), registry=registry)
+        self._resumes = Counter("tandem_resumes", "Attempts that another one followed.", ("reason",), registry=registry)
+        for reason in ResumeReason:
+            self._resumes.labels(reason.value)
+        self._resume_gap = Histogram(
+            "tandem_resume_gap_seconds",
+            "From the last token before a resume (from the resume, if there was none) to the next token.",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._attempts = Histogram("tandem_attempts", "Attempts of a request.", buckets=ATTEMPT_BUCKETS, registry=registry)
         self._responses = Counter("tandem_http_responses", "HTTP responses.", ("path", "status"), registry=registry)
 
     def first_token(self, seconds: float) -> None:
@@ -55,9 +67,16 @@ class RouterMetrics:
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self._inter_token.observe(seconds / tokens)
 
-    def ended(self, ending: Ending, seconds: float) -> None:
+    def resumed(self, reason: ResumeReason) -> None:
+        self._resumes.labels(reason.value).inc()
+
+    def resume_gap(self, seconds: float) -> None:
+        self._resume_gap.observe(seconds)
+
+    def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
         self._endings.labels(ending.kind if isinstance(ending, Failed) else ending.reason).inc()
         self._request.observe(seconds)
+        self._attempts.observe(attempts)
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
@@ -81,19 +100,38 @@ class FleetCollector(Collector):
         yield phases
         stale = CounterMetricFamily("tandem_router_messages_stale", "Late messages that were dropped.", labels=("kind",))
         stale.add_metric(("text",), core.requests.stale)
+        stale.add_metric(("probe",), core.requests.stale_standings)
         stale.add_metric(("membership",), core.fleet.stale)
         yield stale
         yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", core.fleet.refusals)
         members = list(core.fleet.members())
         up = GaugeMetricFamily(
             "tandem_instance_up",
-            "1 for a member that takes requests, 0 for one that drains or has too many pages quarantined.",
+            "1 for a member that takes requests, 0 for one that drains, is stuck or has too many pages quarantined.",
             labels=INSTANCE_LABELS,
         )
         for member in members:
             up.add_metric(_labels(member), float(member.takes_requests))
         yield up
         yield from _reported(members)
+
+
+class DetokenizerCollector(Collector):
+    """What the detokenizer said of itself last."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        watch = self._core.detokenizer
+        if watch.last is None:
+            return
+        yield GaugeMetricFamily("tandem_detokenizer_up", "1 while it is heard of.", float(not watch.silent))
+        yield GaugeMetricFamily("tandem_detokenizer_open_answers", "Answers that expect tokens.", watch.last.open_answers)
+        early = "Answers whose tokens came before they were opened."
+        yield GaugeMetricFamily("tandem_detokenizer_early_answers", early, watch.last.early_answers)
+        dropped = "Token deltas that were of no use, since it started."
+        yield CounterMetricFamily("tandem_detokenizer_dropped", dropped, watch.last.dropped)
 
 
 class MailCollector(Collector):

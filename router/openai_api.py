@@ -25,6 +25,7 @@ MAX_CHOICES_PER_PROMPT = 16
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_PRIORITY = 1000
 
 S = TypeVar("S", bound="_Sampled")
 
@@ -47,7 +48,10 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Sampled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take. user, metadata, safety_identifier and prompt_cache_key label a request and change nothing."""
+    """What both endpoints take. user, metadata, safety_identifier and prompt_cache_key label a request and change nothing.
+
+    timeout: seconds. priority: the lower, the earlier, as in vLLM.
+    """
 
     model: str
     stream: bool = False
@@ -62,6 +66,8 @@ class _Sampled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stop: str | list[str] = []
     ignore_eos: bool = False
     return_token_ids: bool = False
+    timeout: float | None = None
+    priority: int = 0
     user: str = ""
     metadata: dict[str, str] = {}
     safety_identifier: str = ""
@@ -82,9 +88,9 @@ Prompt: TypeAlias = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFields:
-    """How to answer, as both endpoints say it. max_tokens and seed: None when the client left the choice to us.
+    """How to answer, as both endpoints say it. max_tokens, seed and timeout_s: None when the client left the choice to us.
 
-    max_tokens_field: what the client calls it.
+    max_tokens_field: what the client calls it. priority: the lower, the earlier.
     """
 
     model: str
@@ -101,6 +107,8 @@ class SamplingFields:
     stop: tuple[str, ...]
     ignore_eos: bool
     return_token_ids: bool
+    timeout_s: float | None
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +175,8 @@ def _prompts(prompt: str | list[str | int]) -> tuple[Prompt, ...]:
 def _sampling(fields: _Sampled, max_tokens: int | None, max_tokens_field: str) -> SamplingFields:
     if not 1 <= fields.n <= MAX_CHOICES_PER_PROMPT:
         raise BadRequest(f"n must be between 1 and {MAX_CHOICES_PER_PROMPT}, is {fields.n}", field="n")
+    if abs(fields.priority) > MAX_PRIORITY:
+        raise BadRequest(f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {fields.priority}", field="priority")
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options is for streams only: leave it out or send stream=true", field="stream_options")
     return SamplingFields(
@@ -184,6 +194,8 @@ def _sampling(fields: _Sampled, max_tokens: int | None, max_tokens_field: str) -
         n=fields.n,
         stop=_stops(fields.stop),
         ignore_eos=fields.ignore_eos,
+        timeout_s=fields.timeout,
+        priority=fields.priority,
     )
 
 

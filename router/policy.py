@@ -3,13 +3,16 @@
 Owns the choice. Does not know requests beyond their sizes, nor messages, nor time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
 from common.ids import Role
-from router.fleet import QUARANTINE_DIVISOR, Fleet, Member
+from router.fleet import Fleet
+from router.members import Life, Member
+
+NO_LINK = "no prefill instance has a ready link to a decode instance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +23,23 @@ class Choice:
     decode: Member | None
 
 
-def choose(fleet: Fleet, dispatch: Dispatch, prompt_tokens: int, max_new_tokens: int) -> Choice:
+def choose(fleet: Fleet, dispatch: Dispatch, prompt_tokens: int, max_new_tokens: int, avoid: Set[Life] = frozenset()) -> Choice:
     """Who serves a request of this size: the least loaded, in tokens, of those that can.
 
     auto: prefill and then decode over a ready link; prefill alone for an answer of one token; a decode instance alone when no
-    prefill instance can take the prompt. colocated: a decode instance alone, always.
+    prefill instance can take the prompt, or has a link. colocated: a decode instance alone, always.
+    avoid: where the request has failed before; they are passed over when somebody else can serve, a decode instance alone too.
     Raises Unavailable when nobody can serve now, BadRequest when nobody's memory could ever hold it.
     """
-    prefills = [member for member in fleet.members("prefill") if member.takes_requests]
+    prefills = [] if dispatch == "colocated" else [member for member in fleet.members("prefill") if member.takes_requests]
+    able = [member for member in prefills if member.capacity_tokens >= prompt_tokens]
+    fresh = [member for member in able if member.life not in avoid]
     decodes = [member for member in fleet.members("decode") if member.takes_requests]
     holders = [member for member in decodes if member.capacity_tokens >= prompt_tokens + max_new_tokens - 1]
-    able = [] if dispatch == "colocated" else [member for member in prefills if member.capacity_tokens >= prompt_tokens]
-    if able and max_new_tokens == 1:
-        return Choice(_least_loaded(able), None)
+    if max_new_tokens == 1 and (fresh or (able and not holders)):
+        return Choice(_least_loaded(fresh or able), None)
     if not decodes:
-        raise Unavailable(_all_worn(fleet, "decode") or ("no decode instance is live" if prefills else "no instance is live"))
+        raise Unavailable(_none_takes(fleet, "decode") or ("no decode instance is live" if prefills else "no instance is live"))
     if not holders:
         largest = max(member.capacity_tokens for member in decodes)
         raise BadRequest(
@@ -42,11 +47,10 @@ def choose(fleet: Fleet, dispatch: Dispatch, prompt_tokens: int, max_new_tokens:
             f"holds {largest}: shorten the prompt or lower max_tokens",
             field="max_tokens",
         )
-    if not able:
-        return Choice(_least_loaded(holders), None)
-    linked = [member for member in able if any(_paired(member, decode) for decode in holders)]
+    holders = [member for member in holders if member.life not in avoid] or holders
+    linked = [member for member in fresh if any(_paired(member, decode) for decode in holders)]
     if not linked:
-        raise Unavailable("no prefill instance has a ready link to a decode instance yet")
+        return Choice(_least_loaded(holders), None)
     first = _least_loaded(linked)
     return Choice(first, _least_loaded(decode for decode in holders if _paired(first, decode)))
 
@@ -55,21 +59,24 @@ def unready(fleet: Fleet, dispatch: Dispatch) -> list[str]:
     """Why no request could be served now, or only by instances that make do without the others; empty when all is well."""
     reasons: list[str] = []
     try:
-        choose(fleet, dispatch, prompt_tokens=1, max_new_tokens=2)
+        choice = choose(fleet, dispatch, prompt_tokens=1, max_new_tokens=2)
     except (Unavailable, BadRequest) as error:
         reasons.append(str(error))
-    worn = None if dispatch == "colocated" else _all_worn(fleet, "prefill")
-    return reasons if worn is None else [*reasons, worn]
+    else:
+        if dispatch == "auto" and choice.decode is None and any(member.takes_requests for member in fleet.members("prefill")):
+            reasons.append(NO_LINK)
+    wanted = dispatch == "auto" and any(not member.draining for member in fleet.members("prefill"))
+    none_takes = _none_takes(fleet, "prefill") if wanted else None
+    return reasons if none_takes is None else [*reasons, none_takes]
 
 
-def _all_worn(fleet: Fleet, role: Role) -> str | None:
-    """That quarantine is why no instance of this role takes requests, if it is."""
-    members = list(fleet.members(role))
-    worn = [member for member in members if member.worn and not member.draining]
-    if not worn or any(member.takes_requests for member in members):
+def _none_takes(fleet: Fleet, role: Role) -> str | None:
+    """Why no instance of this role takes requests, when there are some and none does."""
+    troubles = [(member.info.id, member.trouble) for member in fleet.members(role)]
+    reasons = [f"{name} is {trouble.state}: {trouble.reason}" for name, trouble in troubles if trouble is not None]
+    if not reasons or len(reasons) < len(troubles):
         return None
-    pages = ", ".join(f"{m.info.id}: {m.load.pages_quarantined} of {m.info.pool.total_pages}" for m in worn)
-    return f"no {role} instance is whole: more than 1/{QUARANTINE_DIVISOR} of its pages are quarantined ({pages})"
+    return f"no {role} instance takes requests ({'; '.join(reasons)})"
 
 
 def _paired(prefill: Member, decode: Member) -> bool:

@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from common.config import ModelConfig, RouterConfig, parse_bytes
 from common.errors import ConfigError
@@ -28,16 +29,28 @@ from router.metrics import RouterMetrics
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A router that serves. url: of its HTTP side; control: where instances register; both with the ports that were chosen.
+
+    detokenizer_moved: to be called, on the router's loop, with the address of a detokenizer that takes the place of the former.
+    """
+
+    url: str
+    control: str
+    detokenizer_moved: Callable[[str], None]
+
+
 async def serve(
     config: RouterConfig,
     model: ModelConfig,
     detokenizer_address: str,
-    ready: Callable[[str, str], None],
+    ready: Callable[[Serving], None],
     stop: asyncio.Event,
 ) -> None:
     """Serve until `stop` is set, then let open answers end for a few seconds.
 
-    ready: called once with the HTTP URL and the control address, ports chosen, when both are listening.
+    ready: called once, when both addresses are listening.
     Raises ConfigError when an address cannot be listened on or the tokenizer cannot be loaded.
     """
     tokenizer = TokenizerManager(model.model)
@@ -52,14 +65,15 @@ async def serve(
         core = RouterCore(Incarnation(secrets.token_hex(8)), detokenizer_address, config, metrics, tokenizer.vocab_size)
         with (
             contextlib.closing(Gateway(core, mailbox, time.monotonic)) as gateway,
-            contextlib.closing(Intake(core, tokenizer, name, config.default_max_tokens)) as intake,
+            contextlib.closing(Intake(core, tokenizer, name, config)) as intake,
         ):
             api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body))
             app = build_app(api, metrics, config.max_requests)
             url = f"http://{config.host}:{listener.getsockname()[1]}"
             _log.info("%s is served at %s; instances register at %s", name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump)
-            await serve_app(app, listener, lambda: ready(url, mailbox.address), stop)
+            serving = Serving(url, mailbox.address, gateway.detokenizer_moved)
+            await serve_app(app, listener, lambda: ready(serving), stop)
 
 
 def _resolve(host: str) -> str:

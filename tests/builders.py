@@ -1,4 +1,4 @@
-"""Builders of small engine descriptions, samplings and instances for tests. Knows no scheduler."""
+"""Builders of small engine descriptions, limits, samplings and instances for tests. Knows no scheduler."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ import numpy as np
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.ids import Incarnation, InstanceId, Key, RequestId, Role
+from common.instance.limits import InstanceLimits
 from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import SamplingParams
@@ -27,6 +28,17 @@ def engine(total_pages: int = 64, max_rows: int = 4, context_tokens: int = 128) 
         memory=MemoryRegion(address=0, region_bytes=total_pages * LAYOUT.page_bytes, device="cpu"),
         eos_token_ids=(EOS,),
         device="cpu",
+    )
+
+
+def limits(
+    chunk_tokens: int = 8, max_waiting: int = 16, request_timeout_s: float = 60.0, drain_timeout_s: float = 30.0
+) -> InstanceLimits:
+    return InstanceLimits(
+        chunk_tokens=chunk_tokens,
+        max_waiting=max_waiting,
+        request_timeout_s=request_timeout_s,
+        drain_timeout_s=drain_timeout_s,
     )
 
 

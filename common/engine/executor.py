@@ -9,6 +9,7 @@ from typing import Protocol
 
 from common.engine.plan import Plan, StepResult
 from common.errors import TandemError
+from common.ids import Int32Array
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout, MemoryRegion
 
@@ -49,6 +50,10 @@ class Executor(Protocol):
     def description(self) -> EngineDescription: ...
 
     def launch(self, plan: Plan) -> StepHandle: ...
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        """The CRC-32 of each page's bytes, little-endian uint32. [pages] int32. Blocks; for --verify-pages and tests. No step in
+        flight may be writing the pages."""
 
     def close(self) -> None:
         """Stop after the steps in flight. Idempotent."""

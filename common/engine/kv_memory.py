@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.ids import Int32Array
+from common.pages.digest import digest
 from common.pages.layout import ITEM_BYTES, KVLayout, MemoryRegion
 
 
@@ -38,6 +40,11 @@ class KVMemory:
         offset = layer * layer_stride + int(value) * kind_stride
         size = (self.total_pages, layout.kv_heads, layout.page_size, layout.head_dim)
         return self.pool.as_strided(size, (self.pool.stride(0), head, token, dim), offset)
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        """As `Executor.digest_pages`. Copies no page that lies in host memory, and one after the other from a device."""
+        memory = self.pool.view(torch.uint8)
+        return digest(memory[page].cpu().numpy() for page in pages.tolist())
 
 
 def _dtype_of(layout: KVLayout) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The model runner: one step on one device, over persistent batch tensors.
 
 Owns the model, the KV memory and one entry per row: page table, length, last token and sampling parameters. A plan changes only
-the rows that start; everything else stays on the device. Knows no threads, requests or messages.
+the rows that start or grow; everything else stays on the device. Knows no threads, requests or messages.
 """
 
 import time
@@ -74,10 +74,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
-        """One forward: rows that start, then chunks and decode rows together."""
+        """One forward: rows that start, rows that grow, then chunks and decode rows together."""
         began = time.perf_counter()
         for start in plan.starts:
             self._start(start)
+        self._grow(plan.grown_rows, plan.grown_pages)
         rows = torch.as_tensor(plan.sampled_rows.astype(np.int64), device=self._device)
         token_ids, positions, at_rows, last = self._inputs(plan)
         attention = self._attention(plan, positions, at_rows)
@@ -88,6 +89,10 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the result says that the KV is in the pages, also when nothing was sampled
         return StepResult(plan, tokens, time.perf_counter() - began)
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        """As `Executor.digest_pages`; from any thread."""
+        return self._memory.digest_pages(pages)
 
     # --- loading -----------------------------------------------------------------------------------------------------------
 
@@ -136,6 +141,15 @@ class ModelRunner:
             self._last_token[row] = start.last_token
         self._temperature[row], self._top_p[row], self._min_p[row] = sampling.temperature, sampling.top_p, sampling.min_p
         self._top_k[row], self._seed[row] = sampling.top_k, sampling.seed
+
+    def _grow(self, rows: Int32Array, pages: Int32Array) -> None:
+        """One more page for each of the rows, which are distinct: one copy to the device and one operation there, whose end
+        nothing waits for."""
+        held = self._leased[rows]
+        assert (held < self._page_table.shape[1]).all(), "a row would hold more pages than its context has"
+        grown = torch.from_numpy(np.stack([rows, held.astype(np.int32), pages])).to(self._device, non_blocking=True)
+        self._page_table.index_put_((grown[0], grown[1]), grown[2])
+        self._leased[rows] += 1
 
     # --- one step ----------------------------------------------------------------------------------------------------------
 

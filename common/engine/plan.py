@@ -20,7 +20,7 @@ from common.sampling_params import SamplingParams
 class RowStart:
     """Put a request into a row.
 
-    pages: [pages] int32, page ids in token order, for every token that the row may ever hold.
+    pages: [pages] int32, page ids in token order, that the row holds so far; `Plan.grown_pages` adds to them.
     length: tokens whose KV is in those pages already. last_token: the token to feed at position `length` when the row decodes at
     once (its KV is not in the pages yet); None when chunks come first.
     """
@@ -51,9 +51,10 @@ def _no_rows() -> Int32Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One forward. Applied in this order: starts, then chunks and decode rows in one forward.
+    """One forward. Applied in this order: starts, growth, then chunks and decode rows in one forward.
 
-    decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and samples the next.
+    grown_rows, grown_pages: [grown] int32; row grown_rows[i] holds page grown_pages[i] after those that it holds already. A row
+    occurs at most once. decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and samples the next.
     A plan may name rows whose last token is still being computed by the plan before: executors run plans in order.
     """
 
@@ -61,12 +62,20 @@ class Plan:
     starts: tuple[RowStart, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decode_rows: Int32Array = field(default_factory=_no_rows)
+    grown_rows: Int32Array = field(default_factory=_no_rows)
+    grown_pages: Int32Array = field(default_factory=_no_rows)
 
     @property
     def sampled_rows(self) -> Int32Array:
         """Rows that sample a token, in the order of `StepResult.tokens`: last chunks first, then decode rows. [rows] int32."""
         last = np.array([chunk.row for chunk in self.chunks if chunk.last], dtype=np.int32)
         return np.concatenate([last, self.decode_rows])
+
+    @property
+    def rows(self) -> Int32Array:
+        """Rows that the forward computes, each once. [rows] int32."""
+        chunks = np.array([chunk.row for chunk in self.chunks], dtype=np.int32)
+        return np.concatenate([chunks, self.decode_rows])
 
     @property
     def chunk_tokens(self) -> int:

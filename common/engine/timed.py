@@ -10,6 +10,7 @@ import numpy as np
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
+from common.ids import Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,20 @@ class StepCost:
 
     def seconds(self, plan: Plan) -> float:
         return self.step_s + self.chunk_token_s * plan.chunk_tokens + self.decode_row_s * len(plan.decode_rows)
+
+
+class Timeline:
+    """When steps end: one after the other, as on a device. cost: of each. clock: returns seconds."""
+
+    def __init__(self, cost: StepCost, clock: Callable[[], float]) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._busy_until_s = 0.0
+
+    def add(self, plan: Plan) -> float:
+        """When the plan's step ends, on the clock. It begins now, or when the last one ends."""
+        self._busy_until_s = max(self._clock(), self._busy_until_s) + self._cost.seconds(plan)
+        return self._busy_until_s
 
 
 @dataclass(slots=True, eq=False)
@@ -43,19 +58,21 @@ class TimedExecutor:
         self._description = description
         self._cost = cost
         self._clock = clock
+        self._timeline = Timeline(cost, clock)
         self._token = token
-        self._busy_until_s = 0.0
 
     @property
     def description(self) -> EngineDescription:
         return self._description
 
     def launch(self, plan: Plan) -> TimedStep:
-        """One step after the other, as on a device: this one begins when the last one ends."""
-        seconds = self._cost.seconds(plan)
-        self._busy_until_s = max(self._clock(), self._busy_until_s) + seconds
         tokens = np.full(len(plan.sampled_rows), self._token, dtype=np.int32)
-        return TimedStep(StepResult(plan, tokens, seconds), self._busy_until_s, self._clock)
+        result = StepResult(plan, tokens, self._cost.seconds(plan))
+        return TimedStep(result, self._timeline.add(plan), self._clock)
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        """Zeros, as the CRC-32 of no bytes is 0: nothing is ever computed into a page, so every two of them are the same."""
+        return bytes(4 * len(pages))
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -13,6 +13,7 @@ from common.config import EngineConfig, ModelConfig
 from common.engine.executor import EngineDescription, ExecutorFailed
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Plan, StepResult
+from common.ids import Int32Array
 
 STEPS_QUEUED = 8
 STOP_S = 30.0
@@ -57,6 +58,9 @@ class TorchExecutor:
         step = _Step(plan)
         self._steps.put_nowait(step)
         return step
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        return self._runner.digest_pages(pages)
 
     def close(self) -> None:
         if self._thread.is_alive():

@@ -1,10 +1,12 @@
 """The toy executor: the next token depends on every byte of the row's KV, so a misplaced page changes the answer.
 
-Owns its memory and the steps in flight. Computes no model: the KV of a slot is a hash of token, position and place, and the next
-token is a digest over the slots of the row, in order. numpy only. For tests and simulation: when a step completes is the caller's
-to say.
+Owns its memory, the rows and the steps in flight. Computes no model: the KV of a slot is a hash of token, position and place, and
+the next token is a digest over the slots of the row, in order, as they are in memory at that moment. numpy only. For tests and
+simulation: when a step completes is the caller's to say, or a clock's.
 """
 
+import struct
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -14,33 +16,44 @@ from numpy.typing import NDArray
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
-from common.ids import Int32Array
+from common.engine.timed import StepCost, Timeline
+from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity
+from common.pages.digest import digest
 from common.pages.layout import KVLayout, MemoryRegion
+from common.sampling_params import SamplingParams
 
 TOY_VOCAB = 1000
 FIRST_TOKEN = 10
 """Sampled tokens are FIRST_TOKEN or more: smaller ones are free for ends of sequence."""
 
+_PLACES = 2 * 2 * 2
+"""(layer, key or value, head): in each of these a slot has four bytes, which is one word."""
+_SLOT_BYTES = 4 * _PLACES
+_TOKEN, _POSITION = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
+_PLACE = (2 * np.arange(_PLACES, dtype=np.uint32) + 1) * np.uint32(0xC2B2AE3D)
+"""Odd factors: what differs in token or position then differs in every place."""
+
 
 class ToyStep:
-    """A step in flight: its forward runs when it completes, not before."""
+    """A step in flight: its forward runs when it completes, not before. catch_up: completes the steps whose time has come."""
 
-    ends_s: float | None = None
-
-    def __init__(self, run: Callable[[], StepResult]) -> None:
-        self._run = run
-        self._result: StepResult | None = None
-
-    def complete(self) -> None:
-        self._result = self._run()
+    def __init__(self, plan: Plan, ends_s: float | None, catch_up: Callable[[], None]) -> None:
+        self.plan = plan
+        self.ends_s = ends_s
+        self.result: StepResult | None = None
+        self._catch_up = catch_up
 
     def poll(self) -> StepResult | None:
-        return self._result
+        self._catch_up()
+        return self.result
 
 
 class ToyExecutor:
-    """Implements `common.engine.executor.Executor`. manual: steps complete only by `complete`, else at launch."""
+    """Implements `common.engine.executor.Executor`. Steps complete at launch.
+
+    manual: only by `complete`. cost: each takes so long, on `clock` (seconds), and completes when it is polled after that.
+    """
 
     def __init__(
         self,
@@ -50,16 +63,24 @@ class ToyExecutor:
         context_tokens: int = 256,
         eos_token_ids: tuple[int, ...] = (),
         manual: bool = False,
+        cost: StepCost | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        layout = KVLayout(layers=2, kv_heads=2, head_dim=4, page_size=page_size, dtype="uint8")
+        self._layout = KVLayout(layers=2, kv_heads=2, head_dim=4, page_size=page_size, dtype="uint8")
         self.pages: NDArray[np.uint8] = np.zeros((total_pages, 2, 2, 2, page_size, 4), dtype=np.uint8)
         """[pages, layer, key or value, head, token, dim]"""
-        self._manual = manual
-        self._rows: dict[int, RowStart] = {}
+        self._slots = self.pages.view(np.uint32).reshape(total_pages, _PLACES, page_size).swapaxes(1, 2)
+        """The same memory: [pages, token, place], a word for the four dims."""
+        self._page_table = np.zeros((max_rows, self._layout.pages_for(context_tokens)), dtype=np.int32)
+        self._held = np.zeros(max_rows, dtype=np.int64)
         self._length = np.zeros(max_rows, dtype=np.int64)
         self._last = np.zeros(max_rows, dtype=np.int32)
+        self._sampling: dict[int, SamplingParams] = {}
+        self._manual = manual
+        self._cost = cost
+        self._clock = clock
+        self._timeline = None if cost is None else Timeline(cost, clock)
         self._in_flight: deque[ToyStep] = deque()
-        address = self.pages.ctypes.data
         self._description = EngineDescription(
             model=ModelIdentity(
                 name="toy",
@@ -69,10 +90,10 @@ class ToyExecutor:
                 vocab_size=TOY_VOCAB,
                 context_tokens=context_tokens,
             ),
-            layout=layout,
+            layout=self._layout,
             total_pages=total_pages,
             max_rows=max_rows,
-            memory=MemoryRegion(address=address, region_bytes=self.pages.nbytes, device="cpu"),
+            memory=MemoryRegion(address=self.pages.ctypes.data, region_bytes=self.pages.nbytes, device="cpu"),
             eos_token_ids=eos_token_ids,
             device="cpu",
         )
@@ -82,53 +103,76 @@ class ToyExecutor:
         return self._description
 
     def launch(self, plan: Plan) -> ToyStep:
-        step = ToyStep(lambda: self._forward(plan))
-        if self._manual:
-            self._in_flight.append(step)
-        else:
-            step.complete()
+        step = ToyStep(plan, None if self._timeline is None else self._timeline.add(plan), self._catch_up)
+        self._in_flight.append(step)
+        if self._timeline is None and not self._manual:
+            self.complete()
         return step
 
     def complete(self, steps: int = 1) -> None:
         """Let the oldest steps in flight complete, in the order of their launch."""
         for _ in range(min(steps, len(self._in_flight))):
-            self._in_flight.popleft().complete()
+            step = self._in_flight.popleft()
+            seconds = 0.0 if self._cost is None else self._cost.seconds(step.plan)
+            step.result = StepResult(step.plan, self._forward(step.plan), seconds)
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        return digest(self.pages[page] for page in pages.tolist())
 
     def close(self) -> None:
         self._in_flight.clear()
 
-    def _forward(self, plan: Plan) -> StepResult:
+    def _catch_up(self) -> None:
+        while self._in_flight and (ends_s := self._in_flight[0].ends_s) is not None and self._clock() >= ends_s:
+            self.complete()
+
+    # --- one step ----------------------------------------------------------------------------------------------------------
+
+    def _forward(self, plan: Plan) -> Int32Array:
+        """The tokens of the plan's `sampled_rows`."""
         for start in plan.starts:
-            self._rows[start.row] = start
-            self._length[start.row] = start.length
-            self._last[start.row] = -1 if start.last_token is None else start.last_token
-        sampled: list[int] = []
+            self._start(start)
+        grown, decode = plan.grown_rows, plan.decode_rows
+        self._page_table[grown, self._held[grown]] = plan.grown_pages
+        self._held[grown] += 1
         for chunk in plan.chunks:
             assert self._length[chunk.row] == chunk.start, "chunks of a prompt come in order"
-            self._write(chunk.row, chunk.token_ids)
-            if chunk.last:
-                sampled.append(self._sample(chunk.row))
-        for row in plan.decode_rows.tolist():
-            self._write(row, self._last[row : row + 1])
-            sampled.append(self._sample(row))
-        return StepResult(plan, np.array(sampled, dtype=np.int32), 0.0)
+            self._length[chunk.row] += len(chunk.token_ids)
+            self._write(chunk.row, chunk.token_ids, np.arange(chunk.start, self._length[chunk.row]))
+        self._write(decode, self._last[decode], self._length[decode])
+        self._length[decode] += 1
+        return self._sample(plan.sampled_rows)
 
-    def _write(self, row: int, tokens: Int32Array) -> None:
-        """The KV of `tokens` at the row's next positions."""
-        positions = np.arange(self._length[row], self._length[row] + len(tokens))
-        pages = self._rows[row].pages
-        page_size = self._description.layout.page_size
-        assert positions[-1] < len(pages) * page_size, f"row {row} outgrows its pages"
-        place = np.arange(2 * 2 * 2 * 4).reshape(2, 2, 2, 4)
-        values = tokens.astype(np.int64)[:, None, None, None, None] * 31 + positions[:, None, None, None, None] * 17
-        kv = ((values + 1) * (place + 7) % 251).astype(np.uint8)
-        self.pages[pages[positions // page_size], :, :, :, positions % page_size, :] = kv
-        self._length[row] += len(tokens)
+    def _start(self, start: RowStart) -> None:
+        row = start.row
+        self._held[row] = len(start.pages)
+        self._page_table[row, : len(start.pages)] = start.pages
+        self._length[row] = start.length
+        self._sampling[row] = start.sampling
+        if start.last_token is not None:
+            self._last[row] = start.last_token
 
-    def _sample(self, row: int) -> int:
-        positions = np.arange(self._length[row])
-        page_size = self._description.layout.page_size
-        kv = self.pages[self._rows[row].pages[positions // page_size], :, :, :, positions % page_size, :]
-        token = FIRST_TOKEN + zlib.crc32(np.ascontiguousarray(kv).tobytes()) % (TOY_VOCAB - FIRST_TOKEN)
-        self._last[row] = token
-        return token
+    def _write(self, rows: int | Int32Array, tokens: Int32Array, positions: Int64Array) -> None:
+        """The KV of tokens at positions of one row, or of a row each."""
+        page_size = self._layout.page_size
+        assert (positions < self._held[rows] * page_size).all(), "a row would write beyond its pages"
+        words = tokens.astype(np.uint32) * _TOKEN + positions.astype(np.uint32) * _POSITION + np.uint32(1)
+        self._slots[self._page_table[rows, positions // page_size], positions % page_size] = words[:, None] * _PLACE
+
+    def _sample(self, rows: Int32Array) -> Int32Array:
+        """The next token of each row: a digest of all that lies in its slots."""
+        lengths = self._length[rows]
+        width = self._layout.pages_for(int(lengths.max(initial=0)))
+        memory = memoryview(self._slots[self._page_table[rows, :width]].tobytes())
+        row_bytes = width * self._layout.page_size * _SLOT_BYTES
+        tokens = np.empty(len(rows), dtype=np.int32)
+        for n, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            kv = memory[n * row_bytes : n * row_bytes + length * _SLOT_BYTES]
+            tokens[n] = FIRST_TOKEN + zlib.crc32(kv, self._noise(row, length)) % (TOY_VOCAB - FIRST_TOKEN)
+        self._last[rows] = tokens
+        return tokens
+
+    def _noise(self, row: int, position: int) -> int:
+        """That of a sampled token: a function of (seed, position) alone. A greedy one has none."""
+        sampling = self._sampling[row]
+        return zlib.crc32(struct.pack("<qq", sampling.seed, position)) if sampling.temperature > 0 else 0

@@ -1,7 +1,7 @@
 """An instance's membership of its fleet: it registers until it is welcome, then reports.
 
-Owns the times of registration and heartbeats. Opens no socket, reads no clock. Registration is repeated now and then for ever, so
-that a restarted router learns of its instances without their help.
+Owns the times of registration and heartbeats, both ways. Opens no socket, reads no clock. Every heartbeat is answered: an
+instance whose router falls silent registers again, until a router (the same, or its successor) welcomes it.
 """
 
 from common.errors import PeerRefused
@@ -14,40 +14,63 @@ HEARTBEATS_PER_REGISTER = 10
 
 
 class Membership:
-    """The instance's half of joining and staying."""
+    """The instance's half of joining and staying. detokenizer: its address, once it is known."""
 
     def __init__(self, info: InstanceInfo, startup_timeout_s: float, now: float) -> None:
         self.info = info
-        self._give_up_s = now + startup_timeout_s
+        self.detokenizer: str | None = None
+        self._give_up_s: float | None = now + startup_timeout_s
         self._next_s = now
-        self._heartbeat_s: float | None = None
+        self._welcome: Welcome | None = None
         self._beats = 0
+        self._beat_s: float | None = None
+        self._unanswered_s = 0.0
 
     @property
     def joined(self) -> bool:
-        return self._heartbeat_s is not None
+        return self._welcome is not None
 
     @property
     def next_at(self) -> float:
         return self._next_s
 
-    def receive(self, message: Welcome | Refused) -> str | None:
-        """Returns the detokenizer's address when it is news. Raises PeerRefused."""
+    def receive(self, message: Welcome | Refused) -> bool:
+        """Whether a former router's requests are to be abandoned: this one does not know them. Raises PeerRefused."""
         if isinstance(message, Refused):
             raise PeerRefused(f"the router refused {self.info.id}: {message.reason}")
-        self._heartbeat_s = message.heartbeat_s
-        return message.detokenizer
+        is_other = self._welcome is not None and self._welcome.router != message.router
+        self._welcome, self.detokenizer = message, message.detokenizer
+        self._give_up_s, self._unanswered_s = None, 0.0
+        return is_other
 
-    def due(self, now: float, load: Load, counters: Counters, links: tuple[LinkInfo, ...]) -> list[Send]:
+    def router_lost(self) -> bool:
+        """Whether the router has left our heartbeats unanswered for so long that it is dead, or takes us for dead; then we
+        register anew. Between two heartbeats no more counts than `heartbeat_s`: a process that was stopped has sent none."""
+        if self._welcome is None or self._unanswered_s <= self._welcome.dead_after_s:
+            return False
+        self._welcome, self._beat_s, self._unanswered_s = None, None, 0.0
+        return True
+
+    def due(self, now: float, load: Load, counters: Counters, links: tuple[LinkInfo, ...], draining: bool) -> list[Send]:
         """What is sent at `next_at`, which moves on. Raises PeerRefused at the start-up deadline."""
-        if self._heartbeat_s is None:
-            if now >= self._give_up_s:
+        if self._welcome is None:
+            if self._give_up_s is not None and now >= self._give_up_s:
                 raise PeerRefused("the router did not answer the registration in time: is --router right, and is it running?")
             self._next_s = now + REGISTER_EVERY_S
             return [Send(ROUTER, Register(instance=self.info))]
-        self._next_s = now + self._heartbeat_s
+        self._next_s = now + self._welcome.heartbeat_s
         self._beats += 1
-        beat = Heartbeat(id=self.info.id, incarnation=self.info.incarnation, load=load, counters=counters, links=links)
+        if self._beat_s is not None:
+            self._unanswered_s += min(now - self._beat_s, self._welcome.heartbeat_s)
+        self._beat_s = now
+        beat = Heartbeat(
+            id=self.info.id,
+            incarnation=self.info.incarnation,
+            load=load,
+            counters=counters,
+            links=links,
+            draining=draining,
+        )
         if self._beats % HEARTBEATS_PER_REGISTER == 0:
             return [Send(ROUTER, beat), Send(ROUTER, Register(instance=self.info))]
         return [Send(ROUTER, beat)]

@@ -4,18 +4,25 @@ Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, lib
 `Transfers`, `common.wire` implements `Mail`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from common.engine.plan import Plan, StepResult
-from common.ids import Incarnation, InstanceId, Int32Array, Ticket
+from common.ids import Incarnation, InstanceId, Int32Array, Key, Ticket
 from common.messages import AnyMessage, Counters, InstanceInfo, LinkInfo, Load
 
 M = TypeVar("M")
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """The whole set of peers: links to new ones are made in the background, links to missing ones are closed."""
+
+    peers: tuple[InstanceInfo, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +37,32 @@ class Push:
     incarnation: Incarnation
     source_pages: Int32Array
     target_pages: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class Allow:
+    """Pushes to the peer may be written until then, on our clock. Without it nothing is written; it never moves back."""
+
+    peer: InstanceId
+    incarnation: Incarnation
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Take in what peers wrote to us that is still in our receive buffers, then say Settled."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """How many reservations await writes from peers: while there are any, progress is driven often."""
+
+    reservations: int
+
+
+TransferCommand: TypeAlias = Connect | Push | Allow | Settle | Expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +90,26 @@ class LinkChanged:
     link: LinkInfo
 
 
-TransferEvent: TypeAlias = PushDone | PushFailed | LinkChanged
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What had arrived for the key's reservation before Settle is in its pages."""
+
+    key: Key
+
+
+TransferEvent: TypeAlias = PushDone | PushFailed | LinkChanged | Settled
 
 
 class Transfers(Protocol):
     """Pushes pages on a thread of its own; never blocks the caller. Every push ends in exactly one PushDone or PushFailed."""
 
-    def connect(self, peers: Sequence[InstanceInfo]) -> None:
-        """The whole set of peers: links to new ones are made in the background, links to missing ones are closed."""
-
-    def push(self, push: Push) -> None: ...
-
-    def expect(self, open_reservations: int) -> None:
-        """How many reservations await writes from peers: while there are any, progress is driven often."""
+    def submit(self, command: TransferCommand) -> None: ...
 
     def poll(self) -> list[TransferEvent]: ...
+
+    @property
+    def progress_s(self) -> float:
+        """Since when nothing has moved: when its loop last turned, or before that when a push in flight last made progress."""
 
     def close(self) -> None:
         """End every push (done or failed), close the links and free the transport. Bounded in time; idempotent."""
@@ -110,7 +148,7 @@ class Send:
     message: AnyMessage
 
 
-Action: TypeAlias = Send | Push
+Action: TypeAlias = Send | Push | Allow | Settle
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +174,16 @@ class Scheduler(Protocol[M_contra]):
 
     def tick(self, now: float) -> list[Action]:
         """Act on every deadline that has passed."""
+
+    def drain(self, now: float) -> list[Action]:
+        """Take in no more, end what waits so that it is resumed elsewhere, and after a while what still runs. Idempotent."""
+
+    @property
+    def drained(self) -> bool:
+        """Draining, and nothing is left (or what is left will never end)."""
+
+    def abandon(self, now: float) -> list[Action]:
+        """The router that sent the requests is gone: end them all, telling no client."""
 
     def decide(self, now: float) -> Decision:
         """Admit what fits and plan the next forward. The caller launches the plan."""

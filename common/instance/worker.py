@@ -6,7 +6,7 @@ the same code runs as a process and on a hand-turned clock.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, assert_never
 
 import msgspec
 
@@ -14,8 +14,20 @@ from common.deadlines import DeadlineWheel
 from common.engine.executor import Executor, StepHandle
 from common.ids import DETOKENIZER, InstanceId
 from common.instance.membership import Membership
-from common.instance.ports import Action, LinkChanged, Mail, Push, Scheduler, Send, Transfers
-from common.messages import Counters, LinkInfo, LinkState, Peers, Refused, Welcome
+from common.instance.ports import (
+    Action,
+    Allow,
+    Connect,
+    Expect,
+    LinkChanged,
+    Mail,
+    Push,
+    Scheduler,
+    Send,
+    Settle,
+    Transfers,
+)
+from common.messages import Counters, Drain, LinkInfo, LinkState, Peers, Refused, Welcome
 
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
@@ -27,7 +39,7 @@ M = TypeVar("M")
 
 
 class InstanceWorker(Generic[M]):
-    """One instance. M is the union of messages that its scheduler takes; Welcome and Refused are the membership's.
+    """One instance. M is the union of messages that its scheduler takes; Welcome, Refused and Drain are the worker's.
 
     pushes: whether this instance writes into its peers' pages (and so needs links to them).
     """
@@ -38,7 +50,7 @@ class InstanceWorker(Generic[M]):
         scheduler: Scheduler[M],
         executor: Executor,
         transfers: Transfers,
-        mail: Mail[M | Welcome | Refused],
+        mail: Mail[M | Welcome | Refused | Drain],
         pushes: bool,
     ) -> None:
         self._membership = membership
@@ -47,40 +59,58 @@ class InstanceWorker(Generic[M]):
         self._transfers = transfers
         self._mail = mail
         self._pushes = pushes
-        self._in_flight: deque[StepHandle] = deque()
+        self._in_flight: deque[tuple[StepHandle, float]] = deque()
+        """Steps, and when each was launched."""
         self._links: dict[InstanceId, LinkInfo] = {}
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
-        self._detokenizer = ""
+        self._detokenizer: str | None = None
+        self._draining = False
+        self._expected = 0
 
     def turn(self, now: float) -> None:
         """Take in everything that happened, act on it, and keep the executor busy."""
         scheduler = self._scheduler
         for sender, message in self._mail.receive():
-            if isinstance(message, Welcome | Refused):
-                self._learn_detokenizer(self._membership.receive(message))
-                continue
-            if isinstance(message, Peers):
-                self._meet(message, now)
-            self._act(scheduler.receive(sender, message, now))
+            match message:
+                case Welcome() | Refused():
+                    self._welcomed(message, now)
+                case Drain():
+                    self.drain(now)
+                case _:
+                    if isinstance(message, Peers):
+                        self._meet(message, now)
+                    self._act(scheduler.receive(sender, message, now))
         for event in self._transfers.poll():
             if isinstance(event, LinkChanged):
-                self._links[event.link.peer] = event.link
-                self._membership.hurry(now)
+                self._link_changed(event.link, now)
             self._act(scheduler.transfer_event(event, now))
-        while self._in_flight and (result := self._in_flight[0].poll()) is not None:
+        while self._in_flight and (result := self._in_flight[0][0].poll()) is not None:
             self._in_flight.popleft()
             self._act(scheduler.step_done(result, now))
         for gone in self._former.expired(now):
             self._mail.route(gone, None)
         self._act(scheduler.tick(now))
         self._launch(now)
-        self._transfers.expect(scheduler.open_reservations)
+        if scheduler.open_reservations != self._expected:
+            self._expected = scheduler.open_reservations
+            self._transfers.submit(Expect(self._expected))
         if now >= self._membership.next_at:
-            self._act(self._membership.due(now, scheduler.load(), self._counters(), tuple(self._links.values())))
+            self._report(now)
+
+    def drain(self, now: float) -> None:
+        """Leave in order: nothing new is taken in, what runs is finished or handed off. Idempotent."""
+        if not self._draining:
+            self._draining = True
+            self._act(self._scheduler.drain(now))
+            self._membership.hurry(now)
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and not self._in_flight and self._scheduler.drained
 
     def next_at(self) -> float:
         """When the next turn is due even if nothing happens before."""
-        step_ends = self._in_flight[0].ends_s if self._in_flight else None
+        step_ends = self._in_flight[0][0].ends_s if self._in_flight else None
         known = (self._scheduler.next_deadline(), self._former.next_at(), step_ends, self._membership.next_at)
         return min(at for at in known if at is not None)
 
@@ -103,24 +133,45 @@ class InstanceWorker(Generic[M]):
             self._act(decision.actions)
             if decision.plan is None:
                 return
-            self._in_flight.append(self._executor.launch(decision.plan))
+            self._in_flight.append((self._executor.launch(decision.plan), now))
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
                 case Send():
                     self._mail.send(action.to, action.message)
-                case Push():
-                    self._transfers.push(action)
+                case Push() | Allow() | Settle():
+                    self._transfers.submit(action)
+                case _:
+                    assert_never(action)
+
+    def _report(self, now: float) -> None:
+        """Tell the router how we are; a router that does not answer any more has lost its requests."""
+        if self._membership.router_lost():
+            self._act(self._scheduler.abandon(now))
+        step_s = now - self._in_flight[0][1] if self._in_flight else 0.0
+        transfer_s = max(0.0, now - self._transfers.progress_s)
+        load = msgspec.structs.replace(self._scheduler.load(), oldest_step_s=step_s, oldest_transfer_s=transfer_s)
+        self._act(self._membership.due(now, load, self._counters(), tuple(self._links.values()), self._draining))
 
     def _counters(self) -> Counters:
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
         return msgspec.structs.replace(self._scheduler.counters(), frames_refused=refused, messages_lost=lost)
 
-    def _learn_detokenizer(self, address: str | None) -> None:
-        if address is not None and address != self._detokenizer:
+    def _welcomed(self, message: Welcome | Refused, now: float) -> None:
+        if self._membership.receive(message):
+            self._act(self._scheduler.abandon(now))
+        address = self._membership.detokenizer
+        if address != self._detokenizer:
             self._detokenizer = address
             self._mail.route(DETOKENIZER, address)
+
+    def _link_changed(self, link: LinkInfo, now: float) -> None:
+        """Report it, unless the peer has left or come back as another since."""
+        known = self._links.get(link.peer)
+        if known is not None and known.incarnation == link.incarnation:
+            self._links[link.peer] = link
+            self._membership.hurry(now)
 
     def _meet(self, peers: Peers, now: float) -> None:
         """The set of peers is new: learn their addresses, and link to them if we write to them.
@@ -139,7 +190,7 @@ class InstanceWorker(Generic[M]):
                 state: LinkState = "connecting" if self._pushes else "ready"
                 self._links[peer.id] = LinkInfo(peer=peer.id, incarnation=peer.incarnation, state=state)
         if self._pushes:
-            self._transfers.connect(peers.instances)
+            self._transfers.submit(Connect(peers.instances))
         self._membership.hurry(now)
 
 
@@ -147,14 +198,17 @@ Clock = Callable[[], float]
 Wait = Callable[[float], None]
 
 
-def run(worker: InstanceWorker[M], wait: Wait, clock: Clock, should_stop: Callable[[], bool]) -> None:
-    """Turn the worker until told to stop. wait: blocks for at most so many seconds, less when something is ready.
+def run(worker: InstanceWorker[M], wait: Wait, clock: Clock, should_drain: Callable[[], bool]) -> None:
+    """Turn the worker until it is told to drain and has drained. wait: blocks for at most so many seconds, less when something
+    is ready.
 
     However it ends, the router is told, so that nobody waits for a heartbeat that will not come.
     """
     try:
-        while not should_stop():
+        while not worker.drained:
+            if should_drain():
+                worker.drain(clock())
             worker.turn(clock())
-            wait(max(0.0, worker.next_at() - clock()))
+            wait(0.0 if worker.drained else max(0.0, worker.next_at() - clock()))
     finally:
         worker.leave()

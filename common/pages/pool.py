@@ -19,17 +19,27 @@ class Lease:
 
     @property
     def pages(self) -> Int32Array:
-        """Page ids in token order. [pages], int32. Raises RuntimeError once the lease is closed."""
+        """Page ids in token order, as of now: `extend` makes a new array. [pages], int32. Raises RuntimeError once the lease is
+        closed."""
         if not self._open:
             raise RuntimeError("the lease is closed: its pages may belong to another request")
         return self._pages
 
-    @property
-    def is_open(self) -> bool:
-        return self._open
-
     def __len__(self) -> int:
         return len(self._pages)
+
+    def extend(self, page_count: int) -> Int32Array | None:
+        """Take `page_count` more pages (0 or more, or ValueError) from the pool, after those that are here already.
+
+        Returns their ids, [page_count] int32; None when fewer are free, and then nothing has changed. Raises RuntimeError once
+        the lease is closed.
+        """
+        if not self._open:
+            raise RuntimeError("a closed lease takes no pages: nothing would give them back")
+        more = self._pool._take(page_count)
+        if more is not None:
+            self._pages = np.concatenate([self._pages, more])
+        return more
 
     def close(self) -> None:
         """Give the pages back. A second close is a bug in the caller and raises RuntimeError."""
@@ -53,6 +63,10 @@ class PagePool:
 
     def lease(self, page_count: int) -> Lease | None:
         """A lease of `page_count` pages (0 or more, or ValueError), or None when fewer are free."""
+        pages = self._take(page_count)
+        return None if pages is None else Lease(self, pages)
+
+    def _take(self, page_count: int) -> Int32Array | None:
         if page_count < 0:
             raise ValueError(f"a lease of {page_count} pages")
         if page_count > self._free_count:
@@ -60,7 +74,7 @@ class PagePool:
         rest = self._free_count - page_count
         pages = self._free[rest : self._free_count][::-1].copy()
         self._free_count = rest
-        return Lease(self, pages)
+        return pages
 
     def _take_back(self, pages: Int32Array) -> None:
         end = self._free_count + len(pages)

@@ -5,7 +5,10 @@ a delta. The first token comes from a prefill instance, later ones from a decode
 socket of its own, so any of them may overtake any other.
 
     (tokens come before Open) ─► waits ─Open─► open ─► its ending went out │ Close ─► forgotten, remembered by key a while
-          deadline: dropped                    deadline while tokens are missing: Failed
+          deadline: dropped                    deadline while tokens are missing, end of its life: Failed
+
+What an answer holds back (half a character, the beginning of a stop string) goes out with its ending, but not with a failure
+after which the request is resumed: the next attempt's answer begins with it.
 """
 
 from collections import Counter
@@ -16,7 +19,7 @@ from typing import assert_never
 from tokenizers import Tokenizer
 
 from common.deadlines import DeadlineWheel
-from common.errors import InstanceFailed, Overloaded, TandemError
+from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError
 from common.ids import Key, unpack_ids
 from common.messages import Close, DetokenizerInbox, Ending, Failed, Finished, Open, TextBatch, TextDelta, TokenBatch, TokenDelta
 from common.text.incremental import IncrementalDecoder, Vocabulary
@@ -38,9 +41,9 @@ class DetokenizerLimits:
 
 
 class _Answer:
-    """One open answer. Raises ValueError when the Open contradicts itself."""
+    """One open answer. dies_s: when it is forgotten. Raises ValueError when the Open contradicts itself."""
 
-    def __init__(self, vocabulary: Vocabulary, opened: Open) -> None:
+    def __init__(self, vocabulary: Vocabulary, opened: Open, dies_s: float) -> None:
         context = [int(id) for id in unpack_ids(opened.context)]
         if not 0 <= opened.first <= len(context):
             raise ValueError(f"the context holds {len(context)} tokens, but {opened.first} of the answer are to precede")
@@ -53,8 +56,9 @@ class _Answer:
             raise ValueError("the text that was delivered is not that of the answer's tokens so far")
         self._ahead = text[len(opened.text) :]
         """Text of tokens before the first one expected that was not delivered with them."""
+        self.dies_s = dies_s
         self.waits = False
-        """Whether a deadline runs because tokens are missing."""
+        """Whether its deadline is that of tokens that are missing, and not the end of its life."""
 
     def advance(self, key: Key, broken_off: Ending | None = None) -> TextDelta | None:
         """Text of the tokens whose turn has come; with the ending when it has, or with `broken_off` although tokens lack."""
@@ -64,12 +68,13 @@ class _Answer:
         if not token_ids and ending is None and self._stops.matched is None:
             return None
         used, text = self._render(token_ids[:-1] if _is_last_silent(token_ids, ending) else token_ids)
-        if self._stops.matched is None and ending is not None:
+        is_last_word = ending is not None and not (isinstance(ending, Failed) and ending.retryable)
+        if self._stops.matched is None and is_last_word:
             text += self._stops.push(self._decoder.flush())
         if self._stops.matched is not None:
             token_ids = token_ids[:used]
             ending = Finished("stop", self._stops.matched)
-        elif ending is not None:
+        elif is_last_word:
             text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
         return TextDelta(key, first, tuple(token_ids), text, ending)
@@ -98,7 +103,7 @@ class Detokenizer:
         self._open: dict[Key, _Answer] = {}
         self._early: dict[Key, list[TokenDelta]] = {}
         self._over: dict[Key, None] = {}
-        self._patience: DeadlineWheel[Key] = DeadlineWheel()
+        self._deadlines: DeadlineWheel[Key] = DeadlineWheel()
         self.dropped: Counter[str] = Counter()
 
     @property
@@ -111,7 +116,7 @@ class Detokenizer:
         return len(self._early)
 
     def next_deadline(self) -> float | None:
-        return self._patience.next_at()
+        return self._deadlines.next_at()
 
     def receive(self, message: DetokenizerInbox, now: float) -> list[TextBatch]:
         """Take a message in; returns at most one batch, with at most one delta per key."""
@@ -127,16 +132,18 @@ class Detokenizer:
                 assert_never(message)
 
     def tick(self, now: float) -> list[TextBatch]:
-        """Act on the deadlines that have passed: what never got its Open is dropped, an answer that lacks tokens fails."""
+        """Act on the deadlines that have passed: what never got its Open is dropped, and an answer fails that lacks tokens, or
+        that was neither ended nor closed in its life."""
         texts: list[TextDelta | None] = []
-        for key in self._patience.expired(now):
+        for key in self._deadlines.expired(now):
             answer = self._open.get(key)
             if answer is None:
                 del self._early[key]
                 self.dropped["never opened"] += 1
                 continue
             announced = answer.order.announced_ending
-            texts.append(self._break_off(key, answer, announced if isinstance(announced, Failed) else _failed(_missing(answer))))
+            ending = announced if isinstance(announced, Failed) else Failed.of(_missing(answer) if answer.waits else _late())
+            texts.append(self._break_off(key, answer, ending))
         return _batch(texts)
 
     # --- inside --------------------------------------------------------------------------------------------------------
@@ -163,7 +170,7 @@ class Detokenizer:
                 self.dropped["no room before its Open"] += 1
                 return
             waiting = self._early[delta.key] = []
-            self._patience.set(delta.key, now + self._limits.patience_s)
+            self._deadlines.set(delta.key, now + self._limits.patience_s)
         if sum(1 + len(known.token_ids) for known in waiting) + len(delta.token_ids) >= self._limits.waiting_tokens:
             self.dropped["no room before its Open"] += 1
             return
@@ -177,11 +184,11 @@ class Detokenizer:
         if len(self._open) >= self._limits.open_answers:
             return [self._refuse(opened, Overloaded("the detokenizer has as many open answers as it may"))]
         try:
-            answer = _Answer(self._vocabulary, opened)
+            answer = _Answer(self._vocabulary, opened, now + opened.life_s)
         except ValueError as error:
             return [self._refuse(opened, TandemError(f"the answer cannot be opened: {error}"))]
         self._open[key] = answer
-        self._patience.clear(key)
+        self._deadlines.set(key, answer.dies_s)
         for delta in self._early.pop(key, ()):
             self._put(answer, delta)
         return [self._advance(key, answer, now)]
@@ -193,16 +200,16 @@ class Detokenizer:
 
     def _advance(self, key: Key, answer: _Answer, now: float) -> TextDelta | None:
         if answer.order.waiting_tokens > self._limits.waiting_tokens:
-            return self._break_off(key, answer, _failed(_missing(answer)))
+            return self._break_off(key, answer, Failed.of(_missing(answer)))
         text = answer.advance(key)
         if text is not None and text.ending is not None:
             self._end(key)
-        elif not answer.order.has_gap:
-            answer.waits = False
-            self._patience.clear(key)
-        elif text is not None or not answer.waits:
+        elif answer.order.has_gap and (text is not None or not answer.waits):
             answer.waits = True
-            self._patience.set(key, now + self._limits.patience_s)
+            self._deadlines.set(key, min(now + self._limits.patience_s, answer.dies_s))
+        elif answer.waits and not answer.order.has_gap:
+            answer.waits = False
+            self._deadlines.set(key, answer.dies_s)
         return text
 
     def _break_off(self, key: Key, answer: _Answer, ending: Ending) -> TextDelta | None:
@@ -211,13 +218,13 @@ class Detokenizer:
 
     def _refuse(self, opened: Open, error: TandemError) -> TextDelta:
         self._end(opened.key)
-        return TextDelta(opened.key, opened.first, (), "", _failed(error))
+        return TextDelta(opened.key, opened.first, (), "", Failed.of(error))
 
     def _end(self, key: Key) -> None:
         """Forget an answer, and remember that it is over, so that what still comes is dropped."""
         self._open.pop(key, None)
         self._early.pop(key, None)
-        self._patience.clear(key)
+        self._deadlines.clear(key)
         self._over[key] = None
         if len(self._over) > self._limits.remembered:
             del self._over[next(iter(self._over))]
@@ -232,5 +239,5 @@ def _missing(answer: _Answer) -> InstanceFailed:
     return InstanceFailed(f"tokens of the answer from number {answer.order.next} on did not arrive")
 
 
-def _failed(error: TandemError) -> Failed:
-    return Failed.of(error)
+def _late() -> DeadlinePassed:
+    return DeadlinePassed("the answer was neither ended nor closed in the time that it was given")

@@ -1,6 +1,7 @@
 """The detokenizer's process: its mailbox, its loop, and the core between them.
 
-Owns the mailbox and the turns. Decides nothing: `common.text.detokenizer` does. Signals, flags and reports are the starter's.
+Owns the mailbox, the turns and the heartbeat. Decides nothing: `common.text.detokenizer` does. Signals, flags and reports are
+the starter's.
 """
 
 import logging
@@ -8,13 +9,13 @@ import threading
 import time
 
 from common.ids import DETOKENIZER, ROUTER
-from common.messages import DetokenizerInbox, TextBatch, TextDelta
+from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextBatch, TextDelta
 from common.text.detokenizer import Detokenizer
 from common.text.tokenizer_manager import TokenizerManager
 from common.wire import Mailbox
 
-IDLE_S = 60.0
-"""Longest wait without a deadline."""
+HEARTBEAT_S = 1.0
+"""How often the router hears of this process, whatever else it has to say."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class DetokenizerManager:
         self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, bind)
         self._stopping = threading.Event()
         self._router_address: str | None = None
+        self._next_beat_s = time.monotonic()
         self.address = self._mailbox.address
 
     def meet_router(self, address: str) -> None:
@@ -58,15 +60,29 @@ class DetokenizerManager:
         self._mailbox.close()
 
     def _turn(self) -> None:
-        """Wait for mail or a deadline, and send the text that everything together brought as one batch."""
+        """Wait for mail, a deadline or the time to beat, and send the text that everything together brought as one batch."""
         deadline = self._detokenizer.next_deadline()
-        self._mailbox.wait(IDLE_S if deadline is None else min(IDLE_S, deadline - time.monotonic()))
+        wake_s = self._next_beat_s if deadline is None else min(deadline, self._next_beat_s)
+        self._mailbox.wait(wake_s - time.monotonic())
         self._mailbox.route(ROUTER, self._router_address)
         texts: list[TextDelta] = []
         for _, message in self._mailbox.receive():
             for batch in self._detokenizer.receive(message, time.monotonic()):
                 texts += batch.deltas
-        for batch in self._detokenizer.tick(time.monotonic()):
+        now = time.monotonic()
+        for batch in self._detokenizer.tick(now):
             texts += batch.deltas
         if texts:
             self._mailbox.send(ROUTER, TextBatch(deltas=tuple(texts)))
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + HEARTBEAT_S
+            self._beat()
+
+    def _beat(self) -> None:
+        """Say that this process lives, to a router that is known."""
+        if self._router_address is None:
+            return
+        core = self._detokenizer
+        dropped = sum(core.dropped.values())
+        beat = DetokenizerHeartbeat(open_answers=core.open_answers, early_answers=core.early_answers, dropped=dropped)
+        self._mailbox.send(ROUTER, beat)

@@ -1,77 +1,17 @@
-"""The transfer loop over the in-process transport, on a clock that is turned by hand."""
+"""The transfer loop over the in-process transport, on a clock that is turned by hand: links, pushes, stalls and retries."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from common.ids import Incarnation, InstanceId, Ticket
-from common.instance.ports import LinkChanged, Push, PushDone, PushFailed, TransferEvent
-from common.messages import InstanceInfo, LinkInfo
-from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.memory import MemoryNetwork, MemoryTransport
-from kv_transfer.transfer_loop import RETRY_MOST_S, RETRY_S, SLOWEST_BYTES_PER_S, STALL_S, TransferLoop
-from tests.builders import LAYOUT, instance
-
-PEER = InstanceId("d")
-LIFE = Incarnation("1")
-PAGES = 8
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-@dataclass(slots=True, eq=False)
-class Clock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass(slots=True, eq=False)
-class Side:
-    """One instance's transfers: [pages, page_bytes] of memory and the loop over them."""
-
-    memory: Bytes
-    transport: MemoryTransport
-    loop: TransferLoop
-
-    def info(self, incarnation: str = "1") -> InstanceInfo:
-        return msgspec.structs.replace(instance(PEER, "decode", incarnation), pool=self.loop.descriptor)
-
-    def events(self) -> list[TransferEvent]:
-        """Turn once: what came of it."""
-        news = self.loop.step()
-        events = self.loop.poll()
-        assert news == bool(events), "news are announced when there are any"
-        return events
-
-
-class Two:
-    """A source, and a target that it may connect to."""
-
-    def __init__(self, make_transport: type[MemoryTransport] = MemoryTransport) -> None:
-        self.clock = Clock()
-        self.network = MemoryNetwork()
-        self.make_transport = make_transport
-        self.source = self.side(seed=1)
-        self.target = self.side(seed=2)
-
-    def side(self, seed: int, layout: KVLayout = LAYOUT) -> Side:
-        memory = np.random.default_rng(seed).integers(0, 256, (PAGES, layout.page_bytes), dtype=np.uint8)
-        transport = self.make_transport(self.network)
-        region = MemoryRegion(address=memory.ctypes.data, region_bytes=memory.nbytes, device="cpu")
-        return Side(memory, transport, TransferLoop(transport, "memory", region, layout, PAGES, self.clock))
-
-    def connect(self) -> None:
-        """The link from source to target is up."""
-        self.source.loop.connect([self.target.info()])
-        assert self.source.events() == [linked("ready", "memmove")]
-
-    def push(self, ticket: int, source_pages: list[int], target_pages: list[int], incarnation: Incarnation = LIFE) -> None:
-        pages = (np.array(side, dtype=np.int32) for side in (source_pages, target_pages))
-        self.source.loop.push(Push(Ticket(ticket), PEER, incarnation, *pages))
+from common.ids import Incarnation, Ticket
+from common.instance.ports import Connect, Expect, LinkChanged, PushDone, Settle, Settled
+from kv_transfer.memory import MemoryTransport
+from kv_transfer.transfer_loop import RETRY_MOST_S, RETRY_S, SETTLE_POLLS, SLOWEST_BYTES_PER_S, STALL_S
+from tests.builders import LAYOUT, key
+from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked
 
 
 @pytest.fixture
@@ -92,25 +32,17 @@ def held(connected: Two) -> Two:
     return connected
 
 
-def linked(state: Any, detail: str, incarnation: str = "1") -> LinkChanged:
-    return LinkChanged(LinkInfo(peer=PEER, incarnation=Incarnation(incarnation), state=state, detail=detail))
-
-
-def failed(ticket: int, reason: str, quiescent: bool) -> PushFailed:
-    return PushFailed(Ticket(ticket), reason, quiescent)
-
-
 # --- links -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_link_comes_up_once_and_is_reported(two: Two) -> None:
     two.connect()
-    two.source.loop.connect([two.target.info()])
+    two.source.loop.submit(Connect((two.target.info(),)))
     assert two.source.events() == []
 
 
 def test_nothing_happens_before_the_loop_turns(two: Two) -> None:
-    two.source.loop.connect([two.target.info()])
+    two.source.loop.submit(Connect((two.target.info(),)))
     assert two.source.loop.poll() == [] and two.source.loop.active
     assert two.source.events() == [linked("ready", "memmove")]
     assert not two.source.loop.active
@@ -118,7 +50,7 @@ def test_nothing_happens_before_the_loop_turns(two: Two) -> None:
 
 def test_a_peer_with_another_layout_is_refused_by_the_field_that_differs(two: Two) -> None:
     two.target = two.side(seed=2, layout=msgspec.structs.replace(LAYOUT, page_size=16))
-    two.source.loop.connect([two.target.info()])
+    two.source.loop.submit(Connect((two.target.info(),)))
     assert two.source.events() == [linked("lost", "its KV layout differs: page_size is 16 there and 4 here")]
     two.push(1, [0], [0])
     assert two.source.events() == [failed(1, "there is no link to d", quiescent=True)]
@@ -126,7 +58,7 @@ def test_a_peer_with_another_layout_is_refused_by_the_field_that_differs(two: Tw
 
 def test_a_peer_with_another_backend_is_refused_by_both_names(two: Two) -> None:
     other = two.target.info()
-    two.source.loop.connect([msgspec.structs.replace(other, pool=msgspec.structs.replace(other.pool, backend="pigeons"))])
+    two.source.loop.submit(Connect((msgspec.structs.replace(other, pool=msgspec.structs.replace(other.pool, backend="pigeons")),)))
     assert two.source.events() == [linked("lost", "it uses pigeons and we use memory")]
 
 
@@ -142,30 +74,31 @@ def test_a_peer_with_another_backend_is_refused_by_both_names(two: Two) -> None:
 )
 def test_a_pool_that_cannot_be_is_refused(two: Two, change: dict[str, Any], reason: str) -> None:
     peer = two.target.info()
-    two.source.loop.connect([msgspec.structs.replace(peer, pool=msgspec.structs.replace(peer.pool, **change))])
+    two.source.loop.submit(Connect((msgspec.structs.replace(peer, pool=msgspec.structs.replace(peer.pool, **change)),)))
     (lost,) = two.source.events()
     assert isinstance(lost, LinkChanged) and lost.link.state == "lost" and lost.link.detail.startswith(reason)
 
 
 def test_a_peer_that_the_transport_cannot_reach_is_reported_with_its_reason(two: Two) -> None:
     two.target.loop.close()
-    two.source.loop.connect([two.target.info()])
+    two.source.loop.submit(Connect((two.target.info(),)))
     assert two.source.events() == [linked("lost", f"agent {two.target.loop.descriptor.agent} is not in this process")]
 
 
 def test_a_peer_that_came_back_with_another_incarnation_gets_a_new_link(connected: Two) -> None:
     connected.target.loop.close()
     connected.target = connected.side(seed=3)
-    connected.source.loop.connect([connected.target.info("2")])
+    connected.source.loop.submit(Connect((connected.target.info("2"),)))
     assert connected.source.events() == [linked("ready", "memmove", "2")]
     connected.push(1, [0], [0], incarnation=LIFE)
     assert connected.source.events() == [failed(1, "there is no link to d", quiescent=True)]
+    connected.allow(incarnation=Incarnation("2"))
     connected.push(2, [0], [0], incarnation=Incarnation("2"))
     assert connected.source.events() == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
 
 
 def test_a_peer_that_left_has_no_link(connected: Two) -> None:
-    connected.source.loop.connect([])
+    connected.source.loop.submit(Connect(()))
     connected.push(1, [0], [0])
     assert connected.source.events() == [failed(1, "there is no link to d", quiescent=True)]
 
@@ -173,7 +106,7 @@ def test_a_peer_that_left_has_no_link(connected: Two) -> None:
 def test_what_is_in_flight_to_a_peer_that_left_ends(held: Two) -> None:
     held.push(1, [0], [0])
     assert held.source.events() == []
-    held.source.loop.connect([])
+    held.source.loop.submit(Connect(()))
     assert held.source.events() == [failed(1, "the link was closed", quiescent=True)]
 
 
@@ -205,7 +138,8 @@ def test_a_push_without_a_link_fails_and_is_quiescent(two: Two) -> None:
 
 
 def test_commands_are_carried_out_in_their_order(two: Two) -> None:
-    two.source.loop.connect([two.target.info()])
+    two.source.loop.submit(Connect((two.target.info(),)))
+    two.allow()
     two.push(1, [0], [0])
     assert two.source.events() == [linked("ready", "memmove"), PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
 
@@ -285,14 +219,6 @@ def test_an_idle_link_never_stalls(connected: Two) -> None:
     assert connected.source.events() == []
 
 
-class SlowTransport(MemoryTransport):
-    """Ends what it holds long after its link was closed, as a backend may that cannot abort."""
-
-    def close(self, agent: str | None = None) -> None:
-        if agent is None:
-            super().close()
-
-
 def test_a_push_that_outlives_its_link_ends_when_the_transport_says_so() -> None:
     two = Two(SlowTransport)
     two.connect()
@@ -356,7 +282,7 @@ def test_a_lost_link_is_tried_again_and_serves_again(held: Two) -> None:
 def test_a_link_that_stays_lost_is_tried_ever_more_rarely(two: Two) -> None:
     descriptor = two.target.loop.descriptor
     region = two.network.regions.pop(descriptor.agent)
-    two.source.loop.connect([two.target.info()])
+    two.source.loop.submit(Connect((two.target.info(),)))
     lost = linked("lost", f"agent {descriptor.agent} is not in this process")
     assert two.source.events() == [lost]
     wait_s = RETRY_S
@@ -379,7 +305,7 @@ def test_a_link_that_stays_lost_is_tried_ever_more_rarely(two: Two) -> None:
 def test_a_peer_that_left_is_not_tried_again(connected: Two) -> None:
     del connected.network.regions[connected.target.loop.descriptor.agent]
     assert connected.source.events() == [linked("lost", "the agent died")]
-    connected.source.loop.connect([])
+    connected.source.loop.submit(Connect(()))
     connected.clock.now += 10 * RETRY_MOST_S
     assert connected.source.events() == []
 
@@ -399,7 +325,62 @@ def test_closing_ends_what_is_in_flight_without_proof(held: Two) -> None:
 
 
 def test_expected_writes_keep_the_loop_active(two: Two) -> None:
-    two.target.loop.expect(1)
+    two.target.loop.submit(Expect(1))
+    two.target.events()
     assert two.target.loop.active and two.target.loop.idle
-    two.target.loop.expect(0)
+    two.target.loop.submit(Expect(0))
+    two.target.events()
     assert not two.target.loop.active
+
+
+# --- what landed -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_arrived_is_settled_after_as_many_polls_as_a_receive_buffer_takes(two: Two) -> None:
+    two.target.loop.submit(Settle(key("a")))
+    for _ in range(SETTLE_POLLS - 1):
+        assert two.target.events() == []
+        assert two.target.loop.active, "progress is driven until then"
+    two.target.loop.submit(Settle(key("b")))
+    assert two.target.events() == [Settled(key("a"))]
+    for _ in range(SETTLE_POLLS - 2):
+        assert two.target.events() == []
+    assert two.target.events() == [Settled(key("b"))]
+    assert not two.target.loop.active
+
+
+# --- since when nothing moves ----------------------------------------------------------------------------------------------
+
+
+def test_an_idle_loop_progresses_with_every_turn(connected: Two) -> None:
+    for _ in range(3):
+        connected.clock.now += 1.0
+        connected.source.events()
+        assert connected.source.loop.progress_s == connected.clock.now
+
+
+def test_pushes_that_stand_still_are_seen_since_the_last_completion_on_their_link(held: Two) -> None:
+    began_s = held.clock.now
+    held.push(1, [0], [0])
+    held.source.events()
+    held.clock.now += 2.0
+    held.source.events()
+    assert held.source.loop.progress_s == began_s, "since the first of them began"
+    held.source.transport.release()
+    held.push(2, [1], [1])
+    held.source.events()
+    held.clock.now += 1.0
+    held.push(3, [2], [2])
+    held.source.events()
+    assert held.source.loop.progress_s == began_s + 2.0, "push 1 has ended; that push 3 began is no progress"
+
+
+def test_pushes_that_have_ended_hold_nothing_up_although_their_link_stays_lost(held: Two) -> None:
+    held.push(1, [0], [0])
+    held.source.events()
+    del held.network.regions[held.target.loop.descriptor.agent]
+    held.source.transport.fail("the agent died", quiescent=True)
+    assert failed(1, "the agent died", quiescent=True) in held.source.events()
+    held.clock.now += 60.0
+    held.source.events()
+    assert held.source.loop.progress_s == held.clock.now

@@ -11,12 +11,12 @@ import pytest
 
 from common.errors import TransferError
 from common.ids import Incarnation, InstanceId, Int64Array, Ticket
-from common.instance.ports import LinkChanged, Push, PushDone, PushFailed, TransferEvent
+from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled, TransferEvent
 from common.pages.layout import MemoryRegion
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
-from kv_transfer.transfer_loop import TransferLoop
+from kv_transfer.transfer_loop import LeaseOverrun, TransferLoop
 from kv_transfer.transfer_thread import TransferThread
-from tests.builders import LAYOUT, instance
+from tests.builders import LAYOUT, instance, key
 
 PEER = InstanceId("d")
 WAIT_S = 10.0
@@ -40,14 +40,15 @@ class Home:
     memory: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
     seen: list[TransferEvent] = field(default_factory=list)
 
-    def connect(self) -> None:
+    def connect(self, lease_s: float = 1000.0) -> None:
         descriptor = self.thread.start(WAIT_S)
-        self.thread.connect([msgspec.structs.replace(instance(PEER, "decode"), pool=descriptor)])
+        self.thread.submit(Connect((msgspec.structs.replace(instance(PEER, "decode"), pool=descriptor),)))
+        self.thread.submit(Allow(PEER, Incarnation("1"), time.monotonic() + lease_s))
         assert isinstance(self.next_event(), LinkChanged)
 
     def push(self, ticket: int) -> None:
         zero, one = np.array([0], dtype=np.int32), np.array([1], dtype=np.int32)
-        self.thread.push(Push(Ticket(ticket), PEER, Incarnation("1"), zero, one))
+        self.thread.submit(Push(Ticket(ticket), PEER, Incarnation("1"), zero, one))
 
     def next_event(self) -> TransferEvent:
         """Wait to be woken until there is an event."""
@@ -129,6 +130,37 @@ def test_a_bug_on_the_thread_wakes_and_is_raised_by_the_next_call() -> None:
     with pytest.raises(TransferError, match="the transfer thread failed: a bug") as raised:
         one.next_event()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    one.thread.close()
+
+
+def test_a_write_that_outlives_its_lease_ends_the_thread_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.transfer_loop.OVERRUN_S", 0.0)
+    one = home()
+    one.network.hold = True
+    one.connect(lease_s=0.5)
+    one.push(1)
+    with pytest.raises(TransferError, match="its lease had ended: was this process stopped") as raised:
+        one.next_event()
+    assert isinstance(raised.value.__cause__, LeaseOverrun)
+    assert (one.memory[1] == 255).all(), "nothing was written"
+    one.thread.close()
+
+
+def test_the_thread_says_since_when_nothing_moves() -> None:
+    one = home()
+    one.network.hold = True
+    one.connect()
+    began_s = time.monotonic()
+    one.push(1)
+    one.thread.submit(Settle(key()))
+    assert one.next_event() == Settled(key())
+    assert began_s <= one.thread.progress_s <= time.monotonic()
+    since_s = one.thread.progress_s
+    one.thread.submit(Settle(key()))
+    assert one.next_event() == Settled(key())
+    assert one.thread.progress_s == since_s, "the push stands still"
+    one.network.hold = False
+    assert isinstance(one.next_event(), PushDone)
     one.thread.close()
 
 

@@ -5,12 +5,18 @@ $STUB_<NAME> tells the stub of that name how to misbehave:
 
     slow        never gets ready
     broken      complains and ends before it is ready
-    mortal      ends on its own soon after it was ready
-    stubborn    does not stop when asked to
+    mortal      ends on its own, in order, soon after it was ready
+    unfit       can never run again after its first life
+    stubborn    does not stop when asked to, nor when asked again
+    busy        does not stop when asked to, but says goodbye when there is no time left
+    leisurely   takes a second and a half to stop
     parent      leaves a process in its group behind
     babbler     reports a line that is none
+
+$STUB_ORPHAN_S and $STUB_STOP_S replace the product's patience with an orphan, and of `launch local`.
 """
 
+import contextlib
 import http.server
 import json
 import logging
@@ -18,9 +24,14 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.errors import ConfigError
+from launch import child as child_half
+from launch import local
 from launch.child import ChildProcess, run_child
 from launch.local import LocalPlan, run
 from launch.processes import Child
@@ -67,16 +78,17 @@ class Page(http.server.BaseHTTPRequestHandler):
         return
 
 
-def child(name: str, process: ChildProcess) -> None:
+def child(name: str, flags: Sequence[str], process: ChildProcess) -> None:
     """The life of a stub."""
     how = os.environ.get(f"STUB_{name.upper().replace('-', '_')}", "")
-    stop = threading.Event()
     process.progress("warming up")
     if how == "slow":
-        stop.wait(FOREVER_S)
+        threading.Event().wait(FOREVER_S)
     if how == "broken":
         sys.stderr.write(f"{name} has no water\n")
         raise SystemExit(3)
+    if how == "unfit" and f"{name} runs as " in Path(os.environ["STUB_LOG"]).read_text():
+        raise ConfigError(f"--water: {name} cannot boil it")
     if how == "parent":
         left = subprocess.Popen(["sleep", str(int(FOREVER_S))])
         note(f"{name} left {left.pid}")
@@ -89,16 +101,47 @@ def child(name: str, process: ChildProcess) -> None:
             process.report(IntakeClosed())
 
     process.on_order(obey)
-    process.on_stop((lambda: note(f"{name} will not stop")) if how == "stubborn" else stop.set)
-    addresses = {"inbox": "tcp://127.0.0.1:1"}
-    if name == "router":
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        addresses = {"http": f"http://127.0.0.1:{server.server_port}", "control": "tcp://127.0.0.1:2"}
-    note(f"{name} runs as {os.getpid()}")
-    process.report(Ready(addresses=addresses))
-    stop.wait(0.2 if how == "mortal" else FOREVER_S)
+    with serving(name, flags) as addresses:
+        note(f"{name} runs as {os.getpid()} with {' '.join(flags)}")
+        live(name, how, process, Ready(addresses=addresses))
     note(f"{name} stopped")
+
+
+def live(name: str, how: str, process: ChildProcess, ready: Ready) -> None:
+    """Be ready, until told to stop and a little longer."""
+    told = threading.Semaphore(0)
+
+    def stop() -> None:
+        if how == "stubborn":
+            note(f"{name} will not stop")
+        else:
+            told.release()
+
+    process.on_stop(stop)
+    process.report(ready)
+    told.acquire(timeout=0.2 if how == "mortal" else FOREVER_S)
+    if how == "leisurely":
+        time.sleep(1.5)
+    if how == "busy":
+        note(f"{name} has work to finish")
+        told.acquire(timeout=FOREVER_S)
+        try:
+            process.check_hurry()
+        finally:
+            note(f"{name} says goodbye")
+
+
+@contextlib.contextmanager
+def serving(name: str, flags: Sequence[str]) -> Iterator[dict[str, str]]:
+    """What listens in the stub, by its addresses: the router's pages on the port that it was told."""
+    if name != "router":
+        yield {"inbox": f"tcp://127.0.0.1:{os.getpid() if name == 'detokenizer' else 1}"}  # another one in each life
+        return
+    (port,) = (int(flag.removeprefix("--port=")) for flag in flags if flag.startswith("--port="))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {"http": f"http://127.0.0.1:{server.server_port}", "control": "tcp://127.0.0.1:2"}
+        server.shutdown()
 
 
 def fleet(prefill: int, decode: int, startup_timeout_s: float) -> int:
@@ -106,13 +149,14 @@ def fleet(prefill: int, decode: int, startup_timeout_s: float) -> int:
     plan = LocalPlan(
         prefill=prefill,
         decode=decode,
-        router=RouterConfig(),
-        instance=InstanceConfig(startup_timeout_s=startup_timeout_s),
+        router=RouterConfig(port=0, control_port=0),
+        instance=InstanceConfig(startup_timeout_s=startup_timeout_s, drain_timeout_s=5.0),
         model=ModelConfig(),
         engine=EngineConfig(),
         log=LogConfig(),
     )
     os.environ |= {"STUB_PREFILLS": str(prefill), "STUB_DECODES": str(decode)}
+    local.STOP_S = float(os.environ.get("STUB_STOP_S", local.STOP_S))
     return run(plan, stub_command)
 
 
@@ -124,13 +168,14 @@ def parent() -> int:
 
 def main(role: str, flags: Sequence[str]) -> int:
     logging.basicConfig(stream=sys.stderr)
+    child_half.ORPHAN_S = float(os.environ.get("STUB_ORPHAN_S", child_half.ORPHAN_S))
     if role == "fleet":
         return fleet(int(flags[0]), int(flags[1]), float(flags[2]))
     if role == "parent":
         return parent()
     names = [flag.removeprefix("--name=") for flag in flags if flag.startswith("--name=")]
     name = names[0] if names else role
-    return run_child(name, lambda process: child(name, process))
+    return run_child(name, lambda process: child(name, flags, process))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""`launch local` with stub children: what it starts, what it says, and the order in which it stops."""
+"""`launch local` with stub children: what it starts, and starts again, what it says, and the order in which it stops."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from launch.fleet_page import FleetPage
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 
 
@@ -39,6 +43,11 @@ class Fleet:
     def wait(self) -> int:
         return self.process.wait(PATIENCE_S)
 
+    def end(self) -> None:
+        """Its children follow."""
+        self.process.kill()
+        self.wait()
+
 
 Start = Callable[..., Fleet]
 
@@ -47,14 +56,34 @@ Start = Callable[..., Fleet]
 def start(tmp_path: Path, log: Path, request: pytest.FixtureRequest) -> Start:
     def start_fleet(prefill: int = 1, decode: int = 1, startup_timeout_s: float = PATIENCE_S) -> Fleet:
         fleet = Fleet(tmp_path, prefill, decode, startup_timeout_s)
-        request.addfinalizer(fleet.process.kill)  # its children follow
+        request.addfinalizer(fleet.end)
         return fleet
 
     return start_fleet
 
 
+@dataclass(frozen=True)
+class Life:
+    """One life of a stub."""
+
+    name: str
+    pid: int
+    flags: list[str]
+
+
+def lives(log: Path, name: str | None = None) -> list[Life]:
+    """In the order in which they began."""
+    found = re.findall(r"^(\S+) runs as (\d+) with (.*)$", log.read_text(), re.MULTILINE)
+    return [Life(who, int(pid), flags.split()) for who, pid, flags in found if name in (None, who)]
+
+
+def wait_for_life(log: Path, name: str, number: int) -> None:
+    """Until it has begun the life of that number, from 1."""
+    wait_for(lambda: len(lives(log, name)) >= number, f"{name} begins life {number}")
+
+
 def pids(log: Path) -> list[int]:
-    return [int(pid) for pid in re.findall(r"runs as (\d+)", log.read_text())]
+    return [life.pid for life in lives(log)]
 
 
 def stops(log: Path) -> list[str]:
@@ -112,12 +141,110 @@ def test_a_child_that_fails_at_start_is_shown_with_its_words_and_the_others_stop
 
 
 @pytest.mark.parametrize("name", ["router", "decode-0"])
-def test_a_child_that_dies_takes_the_fleet_down(start: Start, log: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(f"STUB_{name.upper().replace('-', '_')}", "mortal")
+def test_a_child_that_was_killed_is_started_again_as_it_was(start: Start, log: Path, name: str) -> None:
+    fleet = start(1, 2)
+    fleet.wait_until_ready()
+    (first,) = lives(log, name)
+    os.kill(first.pid, signal.SIGKILL)
+    wait_for_life(log, name, 2)
+    _, second = lives(log, name)
+    assert second.pid != first.pid and is_alive(second.pid)
+    if name != "router":
+        assert second.flags == first.flags and f"--name={name}" in first.flags
+    said = "ended, and is started again in 0.5 s: killed by SIGKILL"
+    assert re.search(rf"^{name} +{said}$", fleet.out, re.MULTILINE) and f"{name} {said}" in fleet.err
+    wait_for(lambda: len(re.findall(rf"^{name} +ready", fleet.out, re.MULTILINE)) == 2, f"{name} is ready again")
+    assert fleet.process.poll() is None
+    fleet.signal(signal.SIGINT)
+    assert fleet.wait() == 0, fleet.err
+    assert stops(log)[0] == "intake" and stops(log)[-1] == "router"
+    assert not [pid for pid in pids(log) if is_alive(pid)]
+
+
+def test_a_router_that_was_killed_comes_back_on_the_ports_that_it_had_chosen(start: Start, log: Path) -> None:
+    fleet = start()
+    fleet.wait_until_ready()
+    (first,) = lives(log, "router")
+    assert first.flags == ["--port=0", "--control-port=0"]
+    (port,) = re.findall(r"curl http://127\.0\.0\.1:(\d+)/", fleet.out)
+    os.kill(first.pid, signal.SIGKILL)
+    page = FleetPage(f"http://127.0.0.1:{port}")
+    wait_for(lambda: len(lives(log, "router")) == 2 and page.get("/v1/models") is not None, "the router answers again")
+    assert lives(log, "router")[1].flags == [f"--port={port}", "--control-port=2"], "2 is what the stub calls its port"
+    assert len(lives(log, "decode-0")) == 1
+
+
+def test_a_child_that_dies_again_and_again_is_given_more_time_each_time(start: Start, log: Path) -> None:
+    fleet = start()
+    fleet.wait_until_ready()
+    began = time.monotonic()
+    for life in (1, 2, 3):
+        wait_for_life(log, "decode-0", life)
+        os.kill(lives(log, "decode-0")[-1].pid, signal.SIGKILL)
+    wait_for(lambda: "decode-0     ended, and is started again in 2 s" in fleet.out, "the third end was noticed")
+    assert time.monotonic() - began >= 0.5 + 1.0
+    assert re.findall(r"started again in (\S+) s", fleet.out) == ["0.5", "1", "2"]
+
+
+def test_an_instance_that_ended_in_order_is_not_started_again(start: Start, log: Path) -> None:
+    fleet = start(1, 2)
+    fleet.wait_until_ready()
+    os.kill(lives(log, "decode-0")[0].pid, signal.SIGTERM)
+    wait_for(lambda: "decode-0     has left as it was told, and is not started again" in fleet.out, "its end was noticed")
+    os.kill(lives(log, "decode-1")[0].pid, signal.SIGKILL)
+    wait_for_life(log, "decode-1", 2)  # the fleet goes on, for longer than a back-off
+    assert len(lives(log, "decode-0")) == 1
+    fleet.signal(signal.SIGINT)
+    assert fleet.wait() == 0
+
+
+def test_an_instance_that_can_never_run_again_is_left_alone_while_another_does_its_work(
+    start: Start, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_DECODE_0", "unfit")
+    fleet = start(1, 2)
+    fleet.wait_until_ready()
+    os.kill(lives(log, "decode-0")[0].pid, signal.SIGKILL)
+    said = "decode-0     CANNOT RUN as it was started, and is not started again: --water: decode-0 cannot boil it"
+    wait_for(lambda: said in fleet.out, "its end was noticed")
+    assert fleet.process.poll() is None and len(re.findall("decode-0 .*started again in", fleet.out)) == 1
+    fleet.signal(signal.SIGTERM)
+    assert fleet.wait() == 0
+
+
+def test_the_fleet_ends_with_the_last_of_a_role_that_can_never_run_again(
+    start: Start, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_DECODE_0", "unfit")
+    fleet = start()
+    fleet.wait_until_ready()
+    os.kill(lives(log, "decode-0")[0].pid, signal.SIGKILL)
+    assert fleet.wait() == 1
+    assert "no decode is left" in fleet.err and "decode-0 cannot boil it" in fleet.err
+    assert not [pid for pid in pids(log) if is_alive(pid)]
+
+
+def test_a_child_that_ends_before_the_fleet_is_complete_takes_it_down(
+    start: Start, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_PREFILL_0", "mortal")
+    monkeypatch.setenv("STUB_DECODE_0", "slow")
     fleet = start()
     assert fleet.wait() == 1
-    assert f"{name} ended: exit status 0" in fleet.err
+    assert "prefill-0 ended: exit status 0" in fleet.err
     assert not [pid for pid in pids(log) if is_alive(pid)]
+
+
+def test_a_fleet_that_stops_gives_its_instances_the_time_to_drain(
+    start: Start, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_STOP_S", "0.5")
+    monkeypatch.setenv("STUB_PREFILL_0", "leisurely")
+    fleet = start()
+    fleet.wait_until_ready()
+    fleet.signal(signal.SIGTERM)
+    assert fleet.wait() == 0
+    assert stops(log) == ["intake", "prefill-0", "decode-0", "router"] and "was killed" not in fleet.err
 
 
 def test_a_second_ctrl_c_kills_at_once(start: Start, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.child import HURRY_S
 from launch.processes import Child, ChildEvent, Exited, Reported, stop_children
 from launch.reports import Broken, MeetRouter, Progress, Ready
 from tests.launch.stub import stub_command
@@ -53,7 +54,7 @@ def test_a_child_reports_stops_when_asked_and_its_exit_is_the_last_event(nursery
     assert nursery.next_event() == Reported("decode-0", Progress(text="warming up"))
     assert nursery.next_event() == Reported("decode-0", Ready(addresses={"inbox": "tcp://127.0.0.1:1"}))
     assert stop_children([child], PATIENCE_S) == []
-    assert nursery.next_event() == Exited("decode-0", 0)
+    assert nursery.next_event() == Exited("decode-0", 0, "exit status 0")
     assert child.status == 0 and log.read_text().endswith("decode-0 stopped\n")
 
 
@@ -78,7 +79,7 @@ def test_an_error_of_the_body_is_reported_as_the_reason(nursery: Nursery) -> Non
     events = [nursery.next_event(), nursery.next_event(), nursery.next_event()]
     assert isinstance(events[1], Reported) and isinstance(events[1].report, Broken)
     assert "/nowhere/at/all" in events[1].report.reason
-    assert events[2] == Exited("decode-0", 1)
+    assert events[2] == Exited("decode-0", 1, child.account())
     assert child.account().startswith("FileNotFoundError")
 
 
@@ -87,6 +88,27 @@ def test_a_child_told_to_stop_while_it_starts_ends_without_error(nursery: Nurser
     nursery.next_event()
     child.terminate()
     assert child.wait(PATIENCE_S) and child.status == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_child_at_once_and_it_says_goodbye(nursery: Nursery, log: Path, number: signal.Signals) -> None:
+    child = nursery.start_ready(STUB_DECODE_0="busy")
+    child.terminate()
+    wait_for(lambda: "decode-0 has work to finish" in log.read_text(), "the first signal was heard")
+    assert not child.wait(0.3), "the first signal leaves it all the time it needs"
+    os.kill(child.pid, number)
+    assert child.wait(HURRY_S), "the second does not"
+    assert child.status == 1 and child.account() == f"told again to stop, by {number.name}"
+    assert log.read_text().endswith("decode-0 says goodbye\n")
+
+
+def test_a_child_that_cannot_even_say_goodbye_is_gone_soon_after_the_second_signal(nursery: Nursery, log: Path) -> None:
+    child = nursery.start_ready(STUB_DECODE_0="stubborn")
+    child.terminate()
+    wait_for(lambda: "will not stop" in log.read_text(), "the first signal was heard")
+    child.terminate()
+    assert child.wait(2 * HURRY_S + 1.0) and child.status == 1
+    assert child.account() == "told again to stop, by SIGTERM"
 
 
 def test_a_child_that_does_not_stop_is_killed_at_the_deadline(nursery: Nursery) -> None:
@@ -135,3 +157,15 @@ def test_a_child_whose_parent_was_killed_stops_in_order(log: Path) -> None:
         parent.kill()
     wait_for(lambda: not is_alive(child), "the child is gone")
     assert log.read_text().endswith("decode-0 stopped\n")
+
+
+def test_a_child_whose_parent_was_killed_has_limited_time_to_finish_its_work(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_DECODE_0", "busy")
+    monkeypatch.setenv("STUB_ORPHAN_S", "0.5")
+    command = [sys.executable, "-m", "tests.launch.stub", "parent"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
+        wait_for(lambda: "decode-0 runs as " in log.read_text(), "the child runs")
+        child = int(log.read_text().split("decode-0 runs as ")[1].split()[0])
+        parent.kill()
+    wait_for(lambda: not is_alive(child), "the child is gone")
+    assert log.read_text().endswith("decode-0 has work to finish\ndecode-0 says goodbye\n")

@@ -1,219 +1,44 @@
-"""A whole fleet in one process on a hand-turned clock: the real router core, schedulers, workers, handoff and detokenizer.
+"""A whole fleet in one process on simulated time: the real router core, schedulers, workers, handoff and detokenizer.
 
-Owns the clock and the network between them. Replaced are only the rims: mail is a list of encoded messages that arrive a moment
-later, the model is the toy whose tokens depend on every byte of its KV (or, with a cost, steps that only take time), and pages
-move by memmove.
+Owns who is there. Replaced are only the rims: mail is a heap of encoded messages that arrive a moment later, the model is the toy
+whose tokens depend on every byte of its KV, and pages move by memmove.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-
-import msgspec
-import numpy as np
-from tokenizers import Tokenizer, models
 
 from common.config import RouterConfig
-from common.engine.plan import Chunk, Plan, RowStart
-from common.engine.timed import StepCost, TimedExecutor
-from common.engine.toy import TOY_VOCAB, ToyExecutor
-from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, RequestId, Role, pack_ids
-from common.instance.membership import Membership
-from common.instance.ports import Mail, Send
-from common.instance.worker import InstanceWorker
-from common.messages import (
-    AnyMessage,
-    DecodeInbox,
-    DetokenizerInbox,
-    Ending,
-    InstanceInfo,
-    PrefillInbox,
-    RankInfo,
-    RouterInbox,
-)
-from common.pages.pool import PagePool
+from common.engine.timed import StepCost
+from common.ids import InstanceId, RequestId, Role, pack_ids
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
-from decode.scheduler import DecodeScheduler
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
-from kv_transfer.transfer_loop import TransferLoop
-from prefill.scheduler import PrefillScheduler
 from router.core import RouterCore
-from router.outbox import Outbox
 from router.requests import RequestSpec
+from tests.life.client import Client, Observer
+from tests.life.clock import Clock
+from tests.life.instance import Instance, Name, Size
+from tests.life.network import Calm, Network, Weather
+from tests.life.processes import DetokenizerProcess, RouterProcess
 
-M = TypeVar("M")
-TURN_S = 0.001
-DELAY_S = 0.001
-
-
-@dataclass(slots=True, eq=False)
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+FIRST_PORT = 1000
+JOIN_S = 5.0
 
 
-@dataclass(slots=True, eq=False)
-class Letter:
-    """A message on its way, as bytes. kind: its class name, for people and for `log`."""
+@dataclass(frozen=True, slots=True)
+class World:
+    """What is outside of the processes: time, the weather on the network, and what moves memory."""
 
-    arrives_s: float
-    sender: InstanceId
-    to: InstanceId
-    kind: str
-    body: bytes
-
-
-class Network:
-    """Everything that was sent, in order; delivered after DELAY_S. log: (sender, kind, receiver), without membership."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._on_the_way: deque[Letter] = deque()
-        self.log: list[tuple[str, str, str]] = []
-
-    def post(self, sender: InstanceId, to: InstanceId, message: AnyMessage) -> None:
-        kind = type(message).__name__
-        self._on_the_way.append(Letter(self._clock() + DELAY_S, sender, to, kind, msgspec.msgpack.encode(message)))
-        if kind not in ("Heartbeat", "Register", "Welcome", "Peers"):
-            self.log.append((sender, kind, to))
-
-    def take(self, to: InstanceId) -> list[Letter]:
-        arrived = [letter for letter in self._on_the_way if letter.to == to and letter.arrives_s <= self._clock()]
-        for letter in arrived:
-            self._on_the_way.remove(letter)
-        return arrived
-
-
-class Post(Generic[M]):
-    """Implements `common.instance.ports.Mail` over the network. routes: who can be written to; what goes to others is lost."""
-
-    def __init__(self, me: InstanceId, inbox: Any, network: Network, *routes: InstanceId) -> None:
-        self._me = me
-        self._network = network
-        self._routes = set(routes)
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
-        self.messages_lost: dict[str, int] = {"no route": 0}
-        self.frames_refused: dict[str, int] = {}
-
-    def send(self, to: InstanceId, message: AnyMessage) -> None:
-        if to in self._routes:
-            self._network.post(self._me, to, message)
-        else:
-            self.messages_lost["no route"] += 1
-
-    def receive(self) -> list[tuple[InstanceId, M]]:
-        return [(letter.sender, self._decoder.decode(letter.body)) for letter in self._network.take(self._me)]
-
-    def route(self, to: InstanceId, address: str | None) -> None:
-        if address is None:
-            self._routes.discard(to)
-        else:
-            self._routes.add(to)
-
-
-class Observer:
-    """The router's measurements, kept for the test. seconds_between: of tokens of one answer, all answers together."""
-
-    def __init__(self) -> None:
-        self.endings: list[Ending] = []
-        self.seconds_to_first: list[float] = []
-        self.seconds_between: list[float] = []
-
-    def first_token(self, seconds: float) -> None:
-        self.seconds_to_first.append(seconds)
-
-    def next_tokens(self, seconds: float, tokens: int) -> None:
-        self.seconds_between.append(seconds)
-
-    def ended(self, ending: Ending, seconds: float) -> None:
-        self.endings.append(ending)
-
-
-class Instance:
-    """One instance: its real scheduler and worker over a toy engine and an in-process transport.
-
-    cost: steps take this long and compute nothing; None: they compute the toy and end at the next turn.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        role: Role,
-        clock: Clock,
-        network: Network,
-        memory: MemoryNetwork,
-        pages: int,
-        rows: int,
-        cost: StepCost | None,
-    ) -> None:
-        self.id = InstanceId(name)
-        self._toy = ToyExecutor(pages, rows, eos_token_ids=(), manual=True)
-        engine = self._toy.description
-        executor = self._toy if cost is None else TimedExecutor(engine, cost, clock)
-        self.transport = MemoryTransport(memory)
-        self.transfers = TransferLoop(self.transport, "memory", engine.memory, engine.layout, pages, clock)
-        info = InstanceInfo(
-            id=self.id,
-            incarnation=Incarnation(f"{name}-1"),
-            role=role,
-            inbox="tcp://127.0.0.1:1",
-            ranks=(RankInfo(rank=0, pid=1, host="here", device="cpu"),),
-            model=engine.model,
-            pool=self.transfers.descriptor,
-            max_running=rows,
-        )
-        kind = PrefillScheduler if role == "prefill" else DecodeScheduler
-        self.scheduler = kind(self.id, engine, chunk_tokens=8, max_waiting=64, request_timeout_s=60.0)
-        inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
-        mail: Mail[Any] = Post(self.id, inbox, network, ROUTER)
-        self.worker: InstanceWorker[Any] = InstanceWorker(
-            Membership(info, startup_timeout_s=5.0, now=0.0),
-            self.scheduler,
-            executor,
-            self.transfers,
-            mail,
-            pushes=role == "prefill",
-        )
-
-    @property
-    def pool(self) -> PagePool:
-        return self.scheduler.pool
-
-    def turn(self, now: float) -> None:
-        self.transfers.step()
-        self._toy.complete()
-        self.worker.turn(now)
-
-
-@dataclass(slots=True, eq=False)
-class Client:
-    """What one client asked for and has got."""
-
-    outbox: Outbox
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    endings: list[Ending] = field(default_factory=list)
-
-    @property
-    def ended(self) -> bool:
-        """Reads what there is first."""
-        self.read()
-        return bool(self.endings)
-
-    def read(self) -> None:
-        for delta in self.outbox.take():
-            self.token_ids += delta.token_ids
-            self.text += delta.text
-            if delta.ending is not None:
-                self.endings.append(delta.ending)
+    clock: Clock = field(default_factory=Clock)
+    weather: Weather = field(default_factory=Calm)
+    memory: MemoryNetwork = field(default_factory=MemoryNetwork)
 
 
 class Fleet:
-    """Router, detokenizer and instances. `turn` moves the clock and lets each of them act once."""
+    """Router, detokenizer and instances. `turn` moves the clock to whatever happens next, and those to whom it happens act.
+
+    size: what each instance is made of; pages, rows and cost say the most of it in short.
+    """
 
     def __init__(
         self,
@@ -222,64 +47,103 @@ class Fleet:
         pages: int = 64,
         rows: int = 4,
         config: RouterConfig | None = None,
-        cost: StepCost | None = None,
+        cost: StepCost = Size.cost,
+        size: Size | None = None,
+        world: World | None = None,
     ) -> None:
-        self.clock = Clock()
-        self.network = Network(self.clock)
-        self.memory = MemoryNetwork()
+        world = world or World()
+        self.clock = world.clock
+        self.network = Network(world.clock, world.weather)
+        self.memory = world.memory
         self.observer = Observer()
-        self.router = RouterCore(Incarnation("router-1"), "tcp://127.0.0.1:2", config or RouterConfig(), self.observer)
-        self.detokenizer = Detokenizer(words_tokenizer())
-        self._detokenizer_mail: Post[DetokenizerInbox] = Post(DETOKENIZER, DetokenizerInbox, self.network, ROUTER)
-        names: list[tuple[str, Role]] = [(f"prefill-{n}", "prefill") for n in range(prefill)]
-        names += [(f"decode-{n}", "decode") for n in range(decode)]
-        self._router_mail: Post[RouterInbox] = Post(
-            ROUTER, RouterInbox, self.network, DETOKENIZER, *(InstanceId(name) for name, _ in names)
-        )
-        self.instances = {
-            name: Instance(name, role, self.clock, self.network, self.memory, pages, rows, cost) for name, role in names
-        }
-        self.turn_until(lambda: not self.router.unready())
+        self.size = size or Size(pages=pages, rows=rows, cost=cost)
+        self.router_process = RouterProcess(self.clock, self.network, config or RouterConfig(), self.observer)
+        self.detokenizer_process = DetokenizerProcess(self.clock, self.network)
+        self.instances: dict[str, Instance] = {}
+        """Those whose processes live."""
+        self.lives: list[Instance] = []
+        """Every incarnation that there was."""
+        self.ends: list[tuple[str, str]] = []
+        """(name, reason) of instances that ended by themselves."""
+        for number in range(prefill):
+            self.start(f"prefill-{number}", "prefill")
+        for number in range(decode):
+            self.start(f"decode-{number}", "decode")
+        self.turn_until(lambda: not self.router.unready(), JOIN_S)
+
+    @property
+    def router(self) -> RouterCore:
+        return self.router_process.core
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        return self.detokenizer_process.core
+
+    # --- who is there ------------------------------------------------------------------------------------------------------
+
+    def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
+        """An instance starts, or starts again. address: that of a former incarnation, whose mail it gets. began_s: see `Name`."""
+        life = len(self.lives)
+        full_name = Name(InstanceId(name), role, life, address or f"tcp://127.0.0.1:{FIRST_PORT + life}", began_s)
+        instance = Instance(full_name, self.size, self.clock, self.network, self.make_transport(), self.instance_ended)
+        self.instances[name] = instance
+        self.lives.append(instance)
+        return instance
+
+    def kill(self, name: str) -> Instance:
+        """The process is gone, and its memory with it."""
+        instance = self.instances.pop(name)
+        instance.kill()
+        self.memory.regions.pop(instance.info.pool.agent)
+        return instance
+
+    def make_transport(self) -> MemoryTransport:
+        return MemoryTransport(self.memory)
+
+    def instance_ended(self, instance: Instance, reason: str) -> None:
+        self.ends.append((instance.name.id, reason))
+        del self.instances[instance.name.id]
+
+    # --- what clients do ---------------------------------------------------------------------------------------------------
 
     def submit(self, name: str, prompt: Sequence[int], max_tokens: int) -> Client:
         """A client asks for a greedy answer."""
-        client = Client(Outbox(lambda: None))
         sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0)
-        spec = RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling)
-        self._send(self.router.submit([spec], client.outbox, self.clock.now))
+        return self.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling))
+
+    def ask(self, *choices: RequestSpec) -> Client:
+        """A client asks for some choices. Raises what the router raises."""
+        client = Client(*(choice.request_id for choice in choices))
+        self.router_process.submit(choices, client)
         return client
 
-    def leave(self, name: str) -> None:
-        """The client of a request hangs up."""
-        self._send(self.router.cancel([RequestId(name)], self.clock.now))
+    def leave(self, *names: str) -> None:
+        """The client of these requests hangs up."""
+        self.router_process.cancel([RequestId(name) for name in names])
 
     def pause(self, name: str, seconds: float) -> None:
         """The instance does nothing for so long, as a stopped process; what is sent to it waits."""
-        paused = self.instances.pop(name)
-        ends = self.clock.now + seconds
-        while self.clock.now < ends:
-            self.turn()
-        self.instances[name] = paused
+        self.instances[name].stop_until(self.clock.now + seconds)
+        self.run_for(seconds)
+
+    # --- time --------------------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        self.clock.now += TURN_S
-        now = self.clock.now
-        for _, message in self._router_mail.receive():
-            self._send(self.router.receive(message, now))
-        self._send(self.router.tick(now))
-        for _, text in self._detokenizer_mail.receive():
-            for batch in self.detokenizer.receive(text, now):
-                self._detokenizer_mail.send(ROUTER, batch)
-        for instance in self.instances.values():
-            instance.turn(now)
+        """Let the next thing happen."""
+        self.clock.turn()
 
-    def turn_until(self, done: Callable[[], bool], turns: int = 5000) -> None:
-        """Turn until the condition holds. Raises AssertionError when it does not within so many turns."""
-        for _ in range(turns):
-            if done():
-                return
-            self.turn()
-        raise AssertionError(f"not within {turns} turns; last messages: {self.network.log[-10:]}")
+    def run_for(self, seconds: float) -> None:
+        ends_s = self.clock.now + seconds
+        while self.clock.next_at() < ends_s:
+            self.clock.turn()
+        self.clock.now = ends_s
+
+    def turn_until(self, done: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Turn until the condition holds. Raises AssertionError when it does not within so many seconds of simulated time."""
+        ends_s = self.clock.now + seconds
+        while not done():
+            assert self.clock.next_at() <= ends_s, f"not within {seconds:g} s; last messages: {self.network.log[-10:]}"
+            self.clock.turn()
 
     def run(self, *clients: Client) -> None:
         """Turn until every client has its ending, and then until everything has come home."""
@@ -292,23 +156,3 @@ class Fleet:
         pages = all(load.pages_free == load.pages_total for load in loads)
         idle = all(load.waiting_requests + load.running_requests + load.reservations == 0 for load in loads)
         return pages and idle and len(self.router.requests) == 0
-
-    def _send(self, sends: Sequence[Send]) -> None:
-        for send in sends:
-            self._router_mail.send(send.to, send.message)
-
-
-def words_tokenizer() -> Tokenizer:
-    """Token n is the word "n"."""
-    return Tokenizer(models.WordLevel({str(n): n for n in range(TOY_VOCAB)}, unk_token="0"))
-
-
-def undisturbed(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """The toy's answer with all KV in one place: what any fleet must answer."""
-    executor = ToyExecutor(64, 1)
-    ids = np.array(prompt, dtype=np.int32)
-    start = RowStart(0, np.arange(64, dtype=np.int32), SamplingParams(max_new_tokens=max_tokens))
-    plans = [Plan(1, starts=(start,), chunks=(Chunk(0, 0, ids, last=True),))]
-    plans += [Plan(2 + n, decode_rows=np.zeros(1, dtype=np.int32)) for n in range(max_tokens - 1)]
-    results = [executor.launch(plan).poll() for plan in plans]
-    return [int(result.tokens[0]) for result in results if result is not None]

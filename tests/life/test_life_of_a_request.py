@@ -6,7 +6,8 @@ so one byte in the wrong place changes the answer.
 """
 
 from common.messages import Finished
-from tests.life.fleet import Fleet, undisturbed
+from tests.life.expected import undisturbed
+from tests.life.fleet import Fleet
 
 PROMPT = [100 + n for n in range(19)]  # with pages of 4 tokens: 4 full pages and one of 3; with chunks of 8: 8 + 8 + 3
 

@@ -5,7 +5,8 @@ from random import Random
 import pytest
 
 from common.messages import Failed
-from tests.life.fleet import Fleet, undisturbed
+from tests.life.expected import undisturbed
+from tests.life.fleet import Fleet
 
 
 @pytest.mark.parametrize("seed", range(12))

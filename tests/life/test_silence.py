@@ -3,7 +3,8 @@
 import pytest
 
 from common.messages import Failed
-from tests.life.fleet import Fleet, undisturbed
+from tests.life.expected import undisturbed
+from tests.life.fleet import Fleet
 
 PROMPT = [100 + n for n in range(19)]
 
@@ -40,7 +41,7 @@ def test_a_link_on_which_nothing_moves_is_given_up_and_made_again() -> None:
     fleet = Fleet()
     fleet.memory.hold = True
     client = fleet.submit("r", PROMPT, 5)
-    fleet.turn_until(lambda: client.ended, turns=20_000)
+    fleet.turn_until(lambda: client.ended, seconds=20.0)
     (ending,) = client.endings
     assert isinstance(ending, Failed) and ending.status == 503 and "no push completed" in ending.message
     fleet.memory.hold = False
@@ -48,7 +49,7 @@ def test_a_link_on_which_nothing_moves_is_given_up_and_made_again() -> None:
 
 
 def assert_serves_again(fleet: Fleet) -> None:
-    fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready(), turns=20_000)
+    fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready(), seconds=20.0)
     again = fleet.submit("again", PROMPT, 5)
     fleet.run(again)
     assert again.token_ids == undisturbed(PROMPT, 5)

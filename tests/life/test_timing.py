@@ -3,7 +3,9 @@
 import pytest
 
 from common.engine.timed import StepCost
-from tests.life.fleet import DELAY_S, TURN_S, Fleet
+from tests.life.clock import TURN_S
+from tests.life.fleet import Fleet
+from tests.life.network import DELAY_S
 
 COST = StepCost(step_s=0.002, chunk_token_s=0.010, decode_row_s=0.001)
 CHUNK_S = 0.002 + 8 * 0.010

@@ -36,6 +36,7 @@ from common.messages import (
     TextDelta,
 )
 from router.app import Api, build_app
+from router.attempts import ResumeReason
 from router.core import RouterCore
 from router.gateway import Gateway
 from router.http_server import listen, serve_app
@@ -48,12 +49,15 @@ CONTEXT = engine().model.context_tokens
 
 
 class Unobserved:
-    """Implements `router.requests.Observer`; keeps what it was told."""
+    """Implements `router.request_book.Observer`; keeps what it was told."""
 
     def __init__(self) -> None:
         self.first_tokens: list[float] = []
         self.gaps: list[tuple[float, int]] = []
+        self.resumes: list[ResumeReason] = []
+        self.resume_gaps: list[float] = []
         self.endings: list[Ending] = []
+        self.attempts: list[int] = []
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens.append(seconds)
@@ -61,8 +65,15 @@ class Unobserved:
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.gaps.append((seconds, tokens))
 
-    def ended(self, ending: Ending, seconds: float) -> None:
+    def resumed(self, reason: ResumeReason) -> None:
+        self.resumes.append(reason)
+
+    def resume_gap(self, seconds: float) -> None:
+        self.resume_gaps.append(seconds)
+
+    def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
         self.endings.append(ending)
+        self.attempts.append(attempts)
 
 
 class CharTokenizer:
@@ -94,11 +105,17 @@ def beat(of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, drain
 class EchoFleet:
     """Implements `Mail[RouterInbox]`: a prefill and a decode instance and a detokenizer, which answer when the loop turns.
 
-    fail_at: number of the token in whose place a failure comes. stall_at: number of the token before which it falls silent.
+    fail_at: number of the token in whose place a failure comes, in so many attempts as `failing` says (None: in all).
+    stall_at: number of the token before which it falls silent.
     """
 
     def __init__(
-        self, fail_at: int | None = None, stall_at: int | None = None, failed: Failed | None = None, joins: bool = True
+        self,
+        fail_at: int | None = None,
+        stall_at: int | None = None,
+        failed: Failed | None = None,
+        joins: bool = True,
+        failing: int | None = None,
     ) -> None:
         self.joins = joins
         self.prefill, self.decode = instance("p0", "prefill"), instance("d0", "decode")
@@ -107,7 +124,7 @@ class EchoFleet:
         self.frames_refused: dict[str, int] = {}
         self.messages_lost: dict[str, int] = {}
         self.gateway: Gateway | None = None
-        self._fail_at, self._stall_at = fail_at, stall_at
+        self._fail_at, self._stall_at, self._failing = fail_at, stall_at, failing
         self._failed = failed or Failed(message="the step failed")
         self._stops: dict[Key, tuple[str, ...]] = {}
         self._arrived: deque[RouterInbox] = deque()
@@ -154,18 +171,20 @@ class EchoFleet:
         return cancels & {message.key for message in self.sent if isinstance(message, Close)}
 
     def _answer(self, message: Generate) -> list[TextDelta]:
-        key, prompt = message.key, unpack_ids(message.prompt).tolist()
+        key, ids = message.key, unpack_ids(message.prompt).tolist()
+        prompt = ids[: len(ids) - message.first]
         deltas: list[TextDelta] = []
-        text = ""
-        for number in range(message.sampling.max_new_tokens):
+        text = "".join(map(chr, ids[len(prompt) :]))
+        end = message.first + message.sampling.max_new_tokens
+        for number in range(message.first, end):
             if number == self._stall_at:
                 return deltas
-            if number == self._fail_at:
+            if number == self._fail_at and (self._failing is None or key.attempt < self._failing):
                 return [*deltas, TextDelta(key, number, (), "", self._failed)]
             token = prompt[number % len(prompt)]
             text += chr(token)
             stop = next((stop for stop in self._stops[key] if text.endswith(stop)), None)
-            last = number == message.sampling.max_new_tokens - 1
+            last = number == end - 1
             ending = Finished(reason="stop", matched=stop) if stop else Finished(reason="length") if last else None
             deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending))
             if ending is not None:
@@ -182,7 +201,7 @@ class Site:
         self.metrics = RouterMetrics()
         self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
-        self.intake = Intake(self.core, CharTokenizer(), MODEL, config.default_max_tokens)
+        self.intake = Intake(self.core, CharTokenizer(), MODEL, config)
         api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes)
         self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
         fleet.gateway = self.gateway

@@ -4,84 +4,15 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
-from common.ids import DETOKENIZER, Incarnation, InstanceId, Key, RequestId, pack_ids
+from common.ids import DETOKENIZER, RequestId, pack_ids
 from common.instance.ports import Send
-from common.messages import (
-    Cancel,
-    Close,
-    Ending,
-    Failed,
-    Finished,
-    Generate,
-    Goodbye,
-    InstanceInfo,
-    Open,
-    Register,
-    TextBatch,
-    TextDelta,
-)
+from common.messages import Failed, Finished, Generate, Open, Terms
 from common.sampling_params import SamplingParams
-from router.core import RouterCore
-from router.outbox import ChoiceDelta, Outbox
+from router.outbox import ChoiceDelta
 from router.requests import RequestSpec
-from tests.builders import instance
-from tests.router.fakes import Unobserved, beat
+from tests.router.bench import D0, D1, P0, P1, PROMPT, Bench, cancels, close, generates, key, spec
 
-P0, D0, P1, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("p1", "prefill"), instance("d1", "decode")
-PROMPT = pack_ids(range(100, 120))
-
-
-class Bench:
-    """A core with linked instances, an outbox, and a clock turned by hand."""
-
-    def __init__(self, *members: InstanceInfo, config: RouterConfig | None = None, limit_chars: int = 10_000) -> None:
-        self.observer = Unobserved()
-        self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config or RouterConfig(), self.observer)
-        self.outbox = Outbox(lambda: None, limit_chars)
-        self.members = members
-        for member in members:
-            self.core.receive(Register(instance=member), 0.0)
-        self.beat(0.0)
-
-    def beat(self, now: float, *without: InstanceInfo) -> None:
-        for member in self.members:
-            if member not in without:
-                self.core.receive(beat(member, *(other for other in self.members if other.role != member.role)), now)
-
-    def submit(self, *specs: RequestSpec, at: float = 0.0) -> list[Send]:
-        return self.core.submit(specs, self.outbox, at)
-
-    def text(
-        self, first: int, text: str, ending: Ending | None = None, now: float = 1.0, name: str = "r", attempt: int = 0
-    ) -> list[Send]:
-        """The detokenizer says: these characters, one token each."""
-        delta = TextDelta(key(name, attempt), first, tuple(ord(char) for char in text), text, ending)
-        return self.core.receive(TextBatch(deltas=(delta,)), now)
-
-    def read(self) -> str:
-        return "".join(delta.text for delta in self.outbox.take())
-
-    def endings(self) -> list[Ending]:
-        return [delta.ending for delta in self.outbox.take() if delta.ending is not None]
-
-    def assigned(self) -> dict[str, int]:
-        return {member.info.id: member.assigned_tokens for member in self.core.fleet.members()}
-
-
-def key(name: str = "r", attempt: int = 0) -> Key:
-    return Key(RequestId(name), attempt)
-
-
-def spec(name: str = "r", index: int = 0, max_new_tokens: int = 8, stop: tuple[str, ...] = ()) -> RequestSpec:
-    return RequestSpec(RequestId(name), index, PROMPT, SamplingParams(max_new_tokens=max_new_tokens), stop)
-
-
-def cancels(*to: InstanceInfo, name: str = "r") -> list[Send]:
-    return [Send(one.id, Cancel(key=key(name))) for one in to]
-
-
-def close(name: str = "r") -> Send:
-    return Send(DETOKENIZER, Close(key=key(name)))
+TERMS = Terms(timeout_s=600.0)
 
 
 # --- in ----------------------------------------------------------------------------------------------------------------
@@ -91,8 +22,8 @@ def test_a_request_is_opened_at_the_detokenizer_and_sent_to_the_prefill_instance
     bench = Bench(P0, D0)
     sent = bench.submit(spec(stop=("end",)))
     assert sent == [
-        Send(DETOKENIZER, Open(key=key(), stop=("end",), context=pack_ids(range(112, 120)))),
-        Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decode=D0.id)),
+        Send(DETOKENIZER, Open(key=key(), stop=("end",), context=pack_ids(range(112, 120)), life_s=660.0)),
+        Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decode=D0.id, terms=TERMS)),
     ]
     assert bench.assigned() == {"p0": 20, "d0": 20}
 
@@ -105,15 +36,28 @@ def test_an_answer_of_one_token_names_no_decode_instance() -> None:
 def test_colocated_dispatch_sends_the_request_to_the_decode_instance() -> None:
     bench = Bench(P0, D0, config=RouterConfig(dispatch="colocated"))
     sent = bench.submit(spec())
-    assert sent[1] == Send(D0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decode=None))
+    assert sent[1] == Send(D0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), terms=TERMS))
+
+
+def test_a_request_carries_its_priority_its_age_and_what_is_left_of_its_time() -> None:
+    bench = Bench(P0, D0)
+    asked = RequestSpec(RequestId("r"), 0, PROMPT, SamplingParams(max_new_tokens=8), priority=-3, timeout_s=20.0)
+    sent = bench.core.submit([asked], bench.outbox, received_at=1.0, now=1.5)
+    ((_, generate),) = generates(sent)
+    assert generate.terms == Terms(priority=-3, age_s=0.5, timeout_s=19.5)
+    assert isinstance(sent[0].message, Open) and sent[0].message.life_s == 79.5
+    bench.beat(20.0)
+    assert bench.core.tick(20.9)[-1:] != [close()]
+    assert bench.core.tick(21.0) == [*cancels(P0, D0), close()]
+    (ending,) = bench.endings()
+    assert isinstance(ending, Failed) and ending.status == 504 and "20 s" in ending.message
 
 
 def test_the_choices_of_one_request_are_spread_over_the_fleet() -> None:
     bench = Bench(P0, D0, P1, D1)
     sent = bench.submit(spec("a", 0), spec("b", 1))
-    generates = [(send.to, send.message.decode) for send in sent if isinstance(send.message, Generate)]
-    assert {first for first, _ in generates} == {P0.id, P1.id}
-    assert {decode for _, decode in generates} == {D0.id, D1.id}
+    assert {first for first, _ in generates(sent)} == {P0.id, P1.id}
+    assert {message.decode for _, message in generates(sent)} == {D0.id, D1.id}
 
 
 def test_beyond_max_requests_the_router_is_overloaded_and_nothing_is_dispatched() -> None:
@@ -188,15 +132,6 @@ def test_tokens_that_came_already_are_dropped_and_counted() -> None:
     assert (bench.read(), bench.core.requests.stale) == ("abc", 1)
 
 
-def test_a_gap_in_the_tokens_fails_the_request_rather_than_skipping_text() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
-    bench.text(0, "a")
-    assert bench.text(3, "d") == [*cancels(P0, D0), close()]
-    (ending,) = bench.endings()
-    assert isinstance(ending, Failed) and "tokens 1 to 2" in ending.message
-
-
 def test_text_of_another_attempt_is_dropped_and_counted() -> None:
     bench = Bench(P0, D0)
     bench.submit(spec())
@@ -259,6 +194,7 @@ def test_a_request_that_outlives_its_deadline_fails_everywhere() -> None:
     assert bench.core.requests.next_deadline() == 3.0
     assert bench.core.tick(2.9) == []
     assert bench.core.tick(3.0) == [*cancels(P0, D0), close()]
+    assert bench.core.requests.next_deadline() is None
     (ending,) = bench.endings()
     assert isinstance(ending, Failed) and ending.status == 504
 
@@ -268,49 +204,3 @@ def test_an_ended_request_leaves_no_deadline() -> None:
     bench.submit(spec())
     bench.text(0, "a", Finished(reason="length"))
     assert bench.core.requests.next_deadline() is None
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_a_dead_decode_instance_ends_its_requests(tokens: int) -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
-    bench.text(0, "x" * tokens)
-    bench.beat(2.0, D0)
-    sent = bench.core.tick(3.0)
-    assert sent[-3:] == [*cancels(P0, D0), close()]
-    (ending,) = bench.endings()
-    assert isinstance(ending, Failed) and ending.status == 503 and "d0" in ending.message
-
-
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_a_dead_prefill_instance_ends_requests_that_were_not_handed_off(tokens: int) -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
-    bench.text(0, "x" * tokens)
-    assert bench.core.receive(Goodbye(id=P0.id, incarnation=P0.incarnation), 2.0)[-3:] == [*cancels(P0, D0), close()]
-    assert [type(ending) for ending in bench.endings()] == [Failed]
-
-
-def test_a_dead_prefill_instance_is_not_missed_after_the_handoff() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
-    bench.text(0, "ab")
-    bench.core.receive(Goodbye(id=P0.id, incarnation=P0.incarnation), 2.0)
-    bench.text(2, "c", Finished(reason="length"))
-    assert bench.outbox.take()[-1].ending == Finished(reason="length")
-
-
-def test_an_instance_that_comes_back_under_its_id_does_not_inherit_requests() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
-    bench.core.receive(Register(instance=instance("d0", "decode", incarnation="2")), 1.0)
-    assert [type(ending) for ending in bench.endings()] == [Failed]
-    assert bench.assigned() == {"p0": 0, "d0": 0}
-
-
-def test_only_the_requests_of_the_dead_instance_end() -> None:
-    bench = Bench(P0, D0, D1)
-    bench.submit(spec("a", 0), spec("b", 1))
-    by_decode = {record.decode.info.id: record.spec.request_id for record in bench.core.requests.records() if record.decode}
-    bench.core.receive(Goodbye(id=D0.id, incarnation=D0.incarnation), 1.0)
-    assert [record.spec.request_id for record in bench.core.requests.records()] == [by_decode[InstanceId("d1")]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
 from common.engine import model_runner
@@ -16,32 +16,15 @@ from common.engine.plan import Chunk, Plan, RowStart
 from common.errors import ConfigError
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
+from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
+from tests.common.engine.driver import Driver
 
-VOCAB = 500
 NEW_TOKENS = 12
+GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
-
-
-def llama(**changes: object) -> PreTrainedModel:
-    fields: dict[str, object] = {
-        "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False,
-    }  # fmt: skip
-    torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
-
-
-def qwen3(**changes: object) -> PreTrainedModel:
-    fields: dict[str, object] = {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    torch.manual_seed(2)
-    return Qwen3ForCausalLM(Qwen3Config(**(fields | changes))).eval()
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -51,14 +34,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3, tied": qwen3,
     "qwen3, untied, one kv head": lambda: qwen3(tie_word_embeddings=False, num_key_value_heads=1),
 }
-
-
-def saved(model: PreTrainedModel, path: Path) -> Path:
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)  # norms and biases that matter
-    model.save_pretrained(path)
-    return path
 
 
 def runner(path: Path, page_size: int = 8) -> ModelRunner:
@@ -82,30 +57,7 @@ def expected(model: PreTrainedModel, prompt: Int32Array) -> list[int]:
 
 
 def generated(made: ModelRunner, prompts: list[Int32Array], chunk_tokens: int) -> list[list[int]]:
-    """Every prompt in a row of its own on scattered pages, chunks of some beside decode steps of others."""
-    shuffled = np.random.default_rng(5).permutation(made.description.total_pages).astype(np.int32)
-    answers: list[list[int]] = [[] for _ in prompts]
-    done = [0] * len(prompts)
-    step, taken = 0, 0
-    while any(len(answer) < NEW_TOKENS for answer in answers):
-        starts, chunks, decode = [], [], []
-        for row, prompt in enumerate(prompts):
-            if done[row] == 0:
-                pages = made.description.layout.pages_for(len(prompt) + NEW_TOKENS)
-                starts.append(RowStart(row, shuffled[taken : taken + pages], SamplingParams(max_new_tokens=99, temperature=0.0)))
-                taken += pages
-            if done[row] < len(prompt):
-                tokens = prompt[done[row] : done[row] + chunk_tokens]
-                chunks.append(Chunk(row, done[row], tokens, last=done[row] + len(tokens) == len(prompt)))
-                done[row] += len(tokens)
-            elif len(answers[row]) < NEW_TOKENS:
-                decode.append(row)
-        step += 1
-        plan = Plan(step, starts=tuple(starts), chunks=tuple(chunks), decode_rows=np.array(decode, dtype=np.int32))
-        result = made.run(plan)
-        for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
-            answers[row].append(token)
-    return answers
+    return Driver(made.run, made.description).answers(prompts, NEW_TOKENS, GREEDY, chunk_tokens)
 
 
 @pytest.mark.parametrize("name", MODELS)

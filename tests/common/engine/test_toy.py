@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from common.engine.plan import Chunk, Plan, RowStart
-from common.engine.toy import ToyExecutor
+from common.engine.timed import StepCost
+from common.engine.toy import TOY_VOCAB, ToyExecutor
 from common.sampling_params import SamplingParams
 
 PROMPT = np.arange(100, 119, dtype=np.int32)  # 19 tokens: 4 full pages of 4 and one with 3
+DECODE = Plan(9, decode_rows=np.zeros(1, dtype=np.int32))
 PAGES = np.array([9, 2, 17, 5, 11, 20], dtype=np.int32)
 
 
@@ -96,5 +98,114 @@ def test_the_chunks_of_a_prompt_change_nothing(chunks: tuple[int, ...]) -> None:
 def test_a_row_never_writes_beyond_its_pages() -> None:
     executor = ToyExecutor(24, 2)
     start = RowStart(0, PAGES[:5], SamplingParams(max_new_tokens=4), length=20, last_token=1)
-    with pytest.raises(AssertionError, match="outgrows"):
+    with pytest.raises(AssertionError, match="beyond its pages"):
         executor.launch(Plan(1, starts=(start,), decode_rows=np.zeros(1, dtype=np.int32)))
+
+
+def test_every_single_byte_of_the_row_matters_and_no_other_does() -> None:
+    """Two tokens, as one of them may be the same by chance."""
+    executor = ToyExecutor(24, 1)
+    first_token = prefilled(executor)
+    prompt = executor.pages.copy()
+
+    def two_tokens() -> tuple[int, int]:
+        token = handed_off(executor, first_token)
+        result = executor.launch(DECODE).poll()
+        assert result is not None
+        return token, int(result.tokens[0])
+
+    undamaged = two_tokens()
+    for place in np.ndindex(prompt.shape):
+        page, slot = place[0], place[4]
+        if page in PAGES[:5] and not (page == PAGES[4] and slot == 3):  # there the decode step writes before it reads
+            executor.pages[:] = prompt
+            executor.pages[place] ^= 0x10
+            assert two_tokens() != undamaged, place
+    executor.pages[:] = 255
+    executor.pages[PAGES[:5]] = prompt[PAGES[:5]]
+    assert two_tokens() == undamaged
+
+
+def test_what_differs_in_token_or_position_differs_in_every_place() -> None:
+    tokens = [np.full(250, 77), np.arange(0, TOY_VOCAB, 4), np.arange(TOY_VOCAB - 250, TOY_VOCAB)]
+    executor = ToyExecutor(200, 3)
+    pages = np.arange(189, dtype=np.int32).reshape(3, 63)
+    starts = tuple(RowStart(row, pages[row], SamplingParams(max_new_tokens=1)) for row in range(3))
+    chunks = tuple(Chunk(row, 0, ids.astype(np.int32), last=True) for row, ids in enumerate(tokens))
+    executor.launch(Plan(1, starts=starts, chunks=chunks))
+    slots = executor.pages[pages].transpose(0, 1, 5, 6, 2, 3, 4).reshape(3, 252, 4, 8)[:, :250]
+    places = np.moveaxis(slots, -1, 0).reshape(8, 750, 4)
+    written = {(int(token), position) for ids in tokens for position, token in enumerate(ids)}
+    for place in places:
+        assert len(np.unique(place, axis=0)) == len(written)
+        assert place.any(axis=1).all(), "and from memory that was never written"
+
+
+class TestWithTime:
+    """Steps that take a second each, on a clock that is turned by hand."""
+
+    def setup_method(self) -> None:
+        self.now_s = 10.0
+        self.executor = ToyExecutor(24, 1, cost=StepCost(1.0, 0.0, 0.0), clock=lambda: self.now_s)
+
+    def prompt(self) -> Plan:
+        start = RowStart(0, PAGES, SamplingParams(max_new_tokens=4, temperature=0.0))
+        return Plan(1, starts=(start,), chunks=(Chunk(0, 0, PROMPT, last=True),))
+
+    def test_a_step_ends_when_its_cost_is_spent_after_the_one_before(self) -> None:
+        first, second = self.executor.launch(self.prompt()), self.executor.launch(DECODE)
+        assert (first.ends_s, second.ends_s) == (11.0, 12.0)
+        self.now_s = 10.9
+        assert first.poll() is None
+        assert not self.executor.pages.any(), "nothing is computed before"
+        self.now_s = 11.0
+        result = first.poll()
+        assert result is not None
+        assert result.seconds == 1.0
+        assert second.poll() is None
+        self.now_s = 50.0
+        assert second.poll() is not None
+        assert self.executor.launch(DECODE).ends_s == 51.0
+
+    def test_the_steps_are_computed_in_the_order_of_their_launch_whichever_is_polled_first(self) -> None:
+        first, second = self.executor.launch(self.prompt()), self.executor.launch(DECODE)
+        self.now_s = 12.0
+        polled = [step.poll() for step in (second, first)]
+        at_once = ToyExecutor(24, 1)
+        expected = [at_once.launch(plan).poll() for plan in (self.prompt(), DECODE)]
+        tokens = [[result.tokens.tolist() for result in results if result is not None] for results in (polled[::-1], expected)]
+        assert tokens[0] == tokens[1]
+        assert len(tokens[0]) == 2
+
+    def test_a_step_reads_what_is_in_memory_when_it_completes(self) -> None:
+        """As a write that lands in the wrong page while the step is in flight would be seen."""
+
+        def token(damaged: bool) -> int:
+            self.setup_method()
+            self.executor.launch(self.prompt())
+            self.now_s = 11.0
+            step = self.executor.launch(DECODE)
+            self.executor.pages[PAGES[1], 0, 0, 0, 0, 0] ^= damaged
+            self.now_s = 12.0
+            result = step.poll()
+            assert result is not None
+            return int(result.tokens[0])
+
+        assert token(damaged=True) != token(damaged=False)
+
+    def test_after_closing_no_step_completes(self) -> None:
+        step = self.executor.launch(self.prompt())
+        self.executor.close()
+        self.now_s = 99.0
+        assert step.poll() is None
+
+
+def test_a_manual_executor_completes_steps_when_it_is_told_to() -> None:
+    executor = ToyExecutor(24, 1, manual=True)
+    start = RowStart(0, PAGES, SamplingParams(max_new_tokens=4))
+    steps = [executor.launch(Plan(1, starts=(start,), chunks=(Chunk(0, 0, PROMPT, last=True),))), executor.launch(DECODE)]
+    assert [step.poll() for step in steps] == [None, None]
+    executor.complete()
+    assert [step.poll() is None for step in steps] == [False, True]
+    executor.complete(5)
+    assert [step.poll() is None for step in steps] == [False, False]

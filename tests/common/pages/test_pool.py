@@ -26,13 +26,24 @@ class PoolLaws(RuleBasedStateMachine):
             self.leases.append(lease)
 
     @precondition(lambda self: self.leases)
+    @rule(data=st.data(), page_count=st.integers(0, TOTAL + 2))
+    def extend(self, data: st.DataObject, page_count: int) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        free, before = self.pool.free_pages, lease.pages.tolist()
+        more = lease.extend(page_count)
+        assert (more is None) == (page_count > free)
+        assert lease.pages.tolist() == before + ([] if more is None else more.tolist())
+        assert len(lease) == len(before) + (0 if more is None else page_count)
+
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         lease.close()
-        assert not lease.is_open
         with pytest.raises(RuntimeError, match="closed once"):
             lease.close()
+        with pytest.raises(RuntimeError, match="takes no pages"):
+            lease.extend(1)
         with pytest.raises(RuntimeError, match="may belong to another"):
             _ = lease.pages
 
@@ -88,11 +99,32 @@ def test_the_pages_of_a_lease_are_its_own_copy() -> None:
     assert sorted(second.pages.tolist()) == [0, 1, 2, 3]
 
 
+def test_a_lease_that_grew_brings_everything_home() -> None:
+    pool = PagePool(8)
+    lease, other = pool.lease(2), pool.lease(1)
+    assert lease is not None
+    assert other is not None
+    before = lease.pages
+    more = lease.extend(3)
+    assert more is not None
+    assert more.dtype == lease.pages.dtype == "int32"
+    assert lease.pages.tolist() == [0, 1, 3, 4, 5]
+    assert before.tolist() == [0, 1], "what was read before stays as it was"
+    assert lease.extend(3) is None
+    assert (len(lease), pool.free_pages) == (5, 2)
+    lease.close()
+    assert pool.free_pages == 7
+
+
 def test_fewer_pages_than_none_are_refused() -> None:
     pool = PagePool(4)
     with pytest.raises(ValueError, match="-1 pages"):
         pool.lease(-1)
-    assert pool.free_pages == 4
+    lease = pool.lease(1)
+    assert lease is not None
+    with pytest.raises(ValueError, match="-1 pages"):
+        lease.extend(-1)
+    assert pool.free_pages == 3
 
 
 def test_an_empty_pool_leases_nothing_but_nothing() -> None:

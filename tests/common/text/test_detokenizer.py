@@ -188,7 +188,7 @@ def test_tokens_that_are_missing_for_too_long_fail_the_answer(detokenizer: Detok
     assert detokenizer.tick(deadline - 0.1) == []
     (batch,) = detokenizer.tick(deadline)
     ending = only(batch.deltas).ending
-    assert isinstance(ending, Failed)
+    assert isinstance(ending, Failed) and ending.retryable, "the next attempt may bring them"
     assert "from number 0 on" in ending.message
     assert detokenizer.open_answers == 0
     assert detokenizer.next_deadline() is None
@@ -206,7 +206,25 @@ def test_progress_gives_the_rest_of_a_gap_its_full_time(detokenizer: Detokenizer
     received(detokenizer, [tokens(TokenDelta(key(), 0, ids[:2]))], now=9.0)
     assert detokenizer.next_deadline() == 19.0
     received(detokenizer, [tokens(TokenDelta(key(), 3, ids[3:4]))], now=12.0)
-    assert detokenizer.next_deadline() is None
+    assert detokenizer.next_deadline() == Open(key=key()).life_s, "nothing is missing: what is left is the end of its life"
+
+
+def test_an_answer_whose_close_is_lost_fails_at_the_end_of_its_life(detokenizer: Detokenizer) -> None:
+    received(detokenizer, [Open(key=key(), life_s=30.0)], now=5.0)
+    received(detokenizer, [tokens(TokenDelta(key(), 0, ids_of("hello")))], now=20.0)
+    assert detokenizer.tick(34.9) == []
+    (batch,) = detokenizer.tick(35.0)
+    ending = only(batch.deltas).ending
+    assert isinstance(ending, Failed) and (ending.status, ending.retryable) == (504, False)
+    assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
+
+
+def test_tokens_are_not_awaited_beyond_the_end_of_the_answers_life(detokenizer: Detokenizer) -> None:
+    received(detokenizer, [Open(key=key(), life_s=3.0), tokens(TokenDelta(key(), 2, (5,)))])
+    assert detokenizer.next_deadline() == 3.0
+    (batch,) = detokenizer.tick(3.0)
+    assert isinstance(only(batch.deltas).ending, Failed)
+    assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
 
 
 def test_tokens_whose_open_never_comes_are_dropped(detokenizer: Detokenizer) -> None:
@@ -240,7 +258,7 @@ def test_more_answers_than_may_be_open_are_refused() -> None:
     got = only(received(detokenizer, [Open(key=key("a")), Open(key=key("b"))]))
     assert got.key == key("b")
     assert isinstance(got.ending, Failed)
-    assert got.ending.status == 429
+    assert (got.ending.status, got.ending.retryable) == (429, True)
 
 
 def test_close_forgets_and_what_still_comes_is_dropped(detokenizer: Detokenizer) -> None:
@@ -281,6 +299,21 @@ def test_an_answer_resumed_at_any_token_goes_on_as_if_it_had_not_been_interrupte
     after = received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))])
     assert text + "".join(delta.text for delta in after) == whole.text
     assert after[-1].ending == whole.ending
+
+
+@given(st.integers(0, len(ids_of(TEXT))), st.sampled_from([(), ("STOP",), ("🙂 ST",)]))
+def test_an_answer_whose_attempt_fails_at_any_token_goes_on_in_the_next_attempt(cut: int, stop: tuple[str, ...]) -> None:
+    ids = ids_of(TEXT)
+    detokenizer = Detokenizer(tiny_tokenizer())
+    whole = only(received(detokenizer, [Open(key=key("whole"), stop=stop), tokens(answer(TEXT, of=key("whole")))]))
+    lost = Failed("the instance was lost", retryable=True)
+    before = only(received(detokenizer, [Open(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut], lost))]))
+    if isinstance(before.ending, Finished):
+        return
+    assert before.ending == lost
+    resumed = Open(key=key(attempt=1), stop=stop, first=cut, context=pack_ids(ids[:cut]), text=before.text)
+    after = only(received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))]))
+    assert (before.text + after.text, after.ending) == (whole.text, whole.ending)
 
 
 @pytest.mark.parametrize(

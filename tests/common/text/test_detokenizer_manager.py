@@ -7,7 +7,17 @@ import pytest
 
 from common.errors import ConfigError
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, RequestId
-from common.messages import DetokenizerInbox, Finished, Open, RouterInbox, TextBatch, TextDelta, TokenBatch, TokenDelta
+from common.messages import (
+    DetokenizerHeartbeat,
+    DetokenizerInbox,
+    Finished,
+    Open,
+    RouterInbox,
+    TextBatch,
+    TextDelta,
+    TokenBatch,
+    TokenDelta,
+)
 from common.text.detokenizer_manager import DetokenizerManager
 from common.wire import Mailbox
 from tests.common.text.tiny import tiny_tokenizer, write_checkpoint
@@ -34,15 +44,13 @@ def manager(model: str) -> Iterator[DetokenizerManager]:
     assert not thread.is_alive()
 
 
-def texts(router: Mailbox[RouterInbox]) -> list[TextDelta]:
-    """The next text that arrives at the router."""
+def arrived(router: Mailbox[RouterInbox]) -> list[RouterInbox]:
+    """What arrives next at the router."""
     router.wait(WAIT_S)
-    deltas: list[TextDelta] = []
-    for sender, message in router.receive():
-        assert sender == DETOKENIZER
-        assert isinstance(message, TextBatch)
-        deltas += message.deltas
-    return deltas
+    mail = router.receive()
+    assert mail, "nothing came in time"
+    assert {sender for sender, _ in mail} == {DETOKENIZER}
+    return [message for _, message in mail]
 
 
 def test_tokens_of_two_instances_become_one_answer_at_the_router(manager: DetokenizerManager) -> None:
@@ -59,14 +67,31 @@ def test_tokens_of_two_instances_become_one_answer_at_the_router(manager: Detoke
         prefill.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(KEY, 0, ids[:1]),)))
         got: list[TextDelta] = []
         while not got or got[-1].ending is None:
-            arrived = texts(router)
-            assert arrived, "nothing came in time"
-            got += arrived
+            got += [delta for message in arrived(router) if isinstance(message, TextBatch) for delta in message.deltas]
         assert "".join(delta.text for delta in got) == "日本 🙂"
         assert got[-1].ending == LENGTH
     finally:
         for mailbox in (router, prefill, decode):
             mailbox.close()
+
+
+def test_the_router_hears_of_it_again_and_again_from_when_they_have_met(manager: DetokenizerManager) -> None:
+    router: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, LOOPBACK)
+    stranger: Mailbox[DetokenizerInbox] = Mailbox(InstanceId("prefill-1"), DetokenizerInbox, LOOPBACK)
+    try:
+        for mailbox in (router, stranger):
+            mailbox.route(DETOKENIZER, manager.address)
+        router.send(DETOKENIZER, Open(key=KEY))
+        stranger.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(Key(RequestId("unknown"), 0), 0, (5,)),)))
+        manager.meet_router(router.address)
+        beats: list[DetokenizerHeartbeat] = []
+        while len(beats) < 2 or beats[-1].open_answers == 0:
+            beats += [message for message in arrived(router) if isinstance(message, DetokenizerHeartbeat)]
+            assert len(beats) < 9
+        assert beats[-1] == DetokenizerHeartbeat(open_answers=1, early_answers=1, dropped=0)
+    finally:
+        router.close()
+        stranger.close()
 
 
 def test_stop_before_run_and_after_the_end_is_heard(model: str) -> None:

@@ -1,0 +1,60 @@
+"""The line: who waits, the most urgent first.
+
+Owns the order: by priority, then by age; among equals first come, first served. Knows nothing of pages, rows or time. A request
+that is resumed keeps its age, so it stands before everyone who came after it, wherever it goes.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+from common.ids import Key
+
+T = TypeVar("T")
+
+
+class Rank(NamedTuple):
+    """The lower, the earlier. arrived_s: on the instance's clock, when the client's request arrived at the router."""
+
+    priority: int
+    arrived_s: float
+
+
+class _Place(NamedTuple):
+    rank: Rank
+    serial: int
+    key: Key
+
+
+class Line(Generic[T]):
+    """Items by key, in the order of their ranks. Joining and leaving cost O(n) moves of pointers, n being bounded and small."""
+
+    def __init__(self) -> None:
+        self._places: list[_Place] = []
+        self._items: dict[Key, tuple[_Place, T]] = {}
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        """In order; a snapshot, so the line may change meanwhile."""
+        return iter([self._items[place.key][1] for place in self._places])
+
+    def join(self, key: Key, rank: Rank, item: T) -> None:
+        assert key not in self._items, f"{key} is in the line already"
+        self._serial += 1
+        place = _Place(rank, self._serial, key)
+        insort(self._places, place)
+        self._items[key] = (place, item)
+
+    def leave(self, key: Key) -> bool:
+        """True when the key was in the line."""
+        known = self._items.pop(key, None)
+        if known is None:
+            return False
+        del self._places[bisect_left(self._places, known[0])]
+        return True
+
+    def head(self) -> T | None:
+        return self._items[self._places[0].key][1] if self._places else None

@@ -1,0 +1,38 @@
+"""Small random-weight checkpoints of the supported architectures, made by transformers.
+
+Owns their sizes. What they answer is peaked, so that rounding decides nothing.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 500
+
+
+def llama(**changes: object) -> PreTrainedModel:
+    fields: dict[str, object] = {
+        "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
+
+
+def qwen3(**changes: object) -> PreTrainedModel:
+    fields: dict[str, object] = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    torch.manual_seed(2)
+    return Qwen3ForCausalLM(Qwen3Config(**(fields | changes))).eval()
+
+
+def saved(model: PreTrainedModel, path: Path) -> Path:
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)  # norms and biases that matter
+    model.save_pretrained(path)
+    return path

@@ -1,0 +1,83 @@
+"""Drives an engine as schedulers do: prompts in chunks, answers token by token, chunks of some beside decode steps of others.
+
+Owns which pages a row gets, and when. Knows no executor: it is given a function that runs a plan.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from common.engine.executor import EngineDescription
+from common.engine.plan import Chunk, Plan, RowStart, StepResult
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
+
+Run = Callable[[Plan], StepResult]
+
+
+class Driver:
+    """Every prompt in a row of its own, on scattered pages.
+
+    growing: a row starts without the last page of its prompt, which it gets in the same plan, and gets each further page in the
+    plan that first writes there; else it starts with all of them.
+    """
+
+    def __init__(self, run: Run, engine: EngineDescription, growing: bool = False) -> None:
+        self._run = run
+        self._layout = engine.layout
+        self._growing = growing
+        self._pages = iter(np.random.default_rng(5).permutation(engine.total_pages).tolist())
+        self._held: list[int] = []
+        self._grown: dict[int, int] = {}
+        self._starts: list[RowStart] = []
+
+    def answers(
+        self, prompts: Sequence[Int32Array], tokens: int, sampling: SamplingParams, chunk_tokens: int = 1000
+    ) -> list[list[int]]:
+        """So many tokens for each prompt."""
+        answers: list[list[int]] = [[] for _ in prompts]
+        done = [0] * len(prompts)
+        step = 0
+        while any(len(answer) < tokens for answer in answers):
+            chunks, decode = [], []
+            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                if done[row] == 0:
+                    self._start(row, len(prompt), tokens, sampling)
+                if done[row] < len(prompt):
+                    part = prompt[done[row] : done[row] + chunk_tokens]
+                    chunks.append(Chunk(row, done[row], part, last=done[row] + len(part) == len(prompt)))
+                    done[row] += len(part)
+                elif len(answer) < tokens:
+                    decode.append(row)
+                    self._reach(row, len(prompt) + len(answer))
+            step += 1
+            plan = self._plan(step, chunks, decode)
+            result = self._run(plan)
+            for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
+                answers[row].append(token)
+        return answers
+
+    def _start(self, row: int, prompt: int, tokens: int, sampling: SamplingParams) -> None:
+        pages = self._layout.pages_for(prompt) - 1 if self._growing else self._layout.pages_for(prompt + tokens - 1)
+        taken = np.array([next(self._pages) for _ in range(pages)], dtype=np.int32)
+        self._starts.append(RowStart(row, taken, sampling))
+        self._held.append(pages)
+        self._reach(row, prompt)
+
+    def _reach(self, row: int, tokens: int) -> None:
+        """The row needs pages for so many tokens: at most one more than it holds."""
+        if self._layout.pages_for(tokens) > self._held[row]:
+            self._grown[row] = next(self._pages)
+            self._held[row] += 1
+
+    def _plan(self, step: int, chunks: list[Chunk], decode: list[int]) -> Plan:
+        plan = Plan(
+            step,
+            starts=tuple(self._starts),
+            chunks=tuple(chunks),
+            decode_rows=np.array(decode, dtype=np.int32),
+            grown_rows=np.array(list(self._grown), dtype=np.int32),
+            grown_pages=np.array(list(self._grown.values()), dtype=np.int32),
+        )
+        self._starts, self._grown = [], {}
+        return plan

@@ -1,0 +1,209 @@
+"""Processes of a running fleet die or are told to leave: what dies comes back, what leaves stays away, and streams go on.
+
+Real signals to real processes. What happens to one request in every phase is proven in `tests/life`.
+"""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from launch.fleet_page import FleetPage
+from tests.e2e.local_fleet import LocalFleet, local_fleet
+
+PATIENCE_S = 60.0
+ANSWER_TOKENS = 400
+PROMPTS = [f"Count from {number} to 90." for number in range(3, 7)]
+PREFILL, DECODE = ["prefill-0"], ["decode-0", "decode-1"]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Stream:
+    """What a client has read of a streamed answer so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Streams:
+    """Several greedy answers, streamed at once."""
+
+    def __init__(self, fleet: LocalFleet) -> None:
+        self._fleet = fleet
+        self._pool = ThreadPoolExecutor(len(PROMPTS))
+        self._model = fleet.model
+        self.open = [Stream() for _ in PROMPTS]
+        self._ends: list[Future[None]] = []
+
+    def begin(self) -> None:
+        """Returns when every one of them has brought a few tokens."""
+        self._ends = [self._pool.submit(self._read, *pair) for pair in zip(PROMPTS, self.open, strict=True)]
+        until(lambda: all(len(stream.token_ids) > 5 for stream in self.open), "every stream has begun")
+        assert not any(end.done() for end in self._ends), "they are long enough for something to happen meanwhile"
+
+    def end(self) -> list[list[int]]:
+        """The tokens of each answer, when all have ended as they should."""
+        for end in self._ends:
+            end.result(PATIENCE_S)
+        self._pool.shutdown()
+        assert [stream.finish_reason for stream in self.open] == ["length"] * len(PROMPTS)
+        return [stream.token_ids for stream in self.open]
+
+    def _read(self, prompt: str, stream: Stream) -> None:
+        body = {
+            "model": self._model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+            "stream": True, "return_token_ids": True,
+        }  # fmt: skip
+        with (
+            httpx.Client(base_url=self._fleet.url, timeout=PATIENCE_S) as client,
+            client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line and line != "data: [DONE]":
+                    chunk = json.loads(line.removeprefix("data: "))
+                    assert "error" not in chunk, chunk
+                    (choice,) = chunk["choices"]
+                    stream.token_ids += choice.get("token_ids") or []
+                    stream.finish_reason = choice["finish_reason"] or stream.finish_reason
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.02)
+
+
+def until_whole(fleet: LocalFleet, decode: list[str]) -> None:
+    """Every member is there and linked, and the router would take requests."""
+    page = FleetPage(fleet.url)
+    until(lambda: not page.missing(PREFILL, decode) and fleet.client.get("/ready").status_code == 200, "the fleet is whole")
+
+
+def pid_of(fleet: LocalFleet, role: str, name: str = "") -> int:
+    """The process of the fleet that runs this role, and has this name."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_text().split("\0")
+            ancestors = {int(folder.name), *parents(int(folder.name))}
+        except OSError:
+            continue  # it has just ended
+        if "launch.main" in words and role in words and (not name or f"--name={name}" in words):
+            found += [int(folder.name)] if fleet.process.pid in ancestors else []
+    (pid,) = found
+    return pid
+
+
+def parents(pid: int) -> Iterator[int]:
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        yield pid
+
+
+def instance_pids(fleet: LocalFleet) -> dict[str, int]:
+    return {instance["id"]: instance["ranks"][0]["pid"] for instance in fleet.cluster()["instances"]}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    before = set(os.listdir(SHARED_MEMORY))
+    with local_fleet(tmp_path_factory.mktemp("fleet"), "--dtype", "float32", "--decode", "2") as running:
+        yield running
+        running.wait_until_home()
+    assert set(os.listdir(SHARED_MEMORY)) <= before
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: LocalFleet) -> list[list[int]]:
+    streams = Streams(fleet)
+    streams.begin()
+    answers = streams.end()
+    assert [len(answer) for answer in answers] == [ANSWER_TOKENS] * len(PROMPTS)
+    return answers
+
+
+def test_a_decode_instance_that_was_killed_comes_back_and_its_streams_go_on_elsewhere(
+    fleet: LocalFleet, undisturbed: list[list[int]]
+) -> None:
+    streams, before = Streams(fleet), instance_pids(fleet)
+    streams.begin()
+    os.kill(pid_of(fleet, "decode", "decode-0"), signal.SIGKILL)
+    assert streams.end() == undisturbed
+    until_whole(fleet, DECODE)
+    after = instance_pids(fleet)
+    assert {name for name in before if before[name] != after[name]} == {"decode-0"}
+    assert re.search(r"^decode-0 +ended, and is started again in \S+ s: killed by SIGKILL$", fleet.output, re.MULTILINE)
+
+
+def test_a_prefill_instance_that_was_killed_comes_back_too(fleet: LocalFleet, undisturbed: list[list[int]]) -> None:
+    streams, before = Streams(fleet), instance_pids(fleet)
+    streams.begin()
+    os.kill(pid_of(fleet, "prefill", "prefill-0"), signal.SIGKILL)
+    assert streams.end() == undisturbed
+    until_whole(fleet, DECODE)
+    assert instance_pids(fleet)["prefill-0"] != before["prefill-0"]
+
+
+def test_a_detokenizer_that_was_killed_comes_back_and_no_stream_notices(fleet: LocalFleet, undisturbed: list[list[int]]) -> None:
+    streams, router, first = Streams(fleet), pid_of(fleet, "router"), pid_of(fleet, "detokenizer")
+    streams.begin()
+    os.kill(first, signal.SIGKILL)
+    assert streams.end() == undisturbed
+    assert pid_of(fleet, "router") == router and pid_of(fleet, "detokenizer") != first
+    until_whole(fleet, DECODE)
+
+
+def test_a_router_that_was_killed_comes_back_on_its_ports_and_the_instances_find_it(
+    fleet: LocalFleet, undisturbed: list[list[int]]
+) -> None:
+    before, first = instance_pids(fleet), pid_of(fleet, "router")
+    os.kill(first, signal.SIGKILL)
+    until_whole(fleet, DECODE)
+    assert pid_of(fleet, "router") != first and instance_pids(fleet) == before
+    streams = Streams(fleet)
+    streams.begin()
+    assert streams.end() == undisturbed
+
+
+def test_an_instance_that_is_told_twice_to_stop_ends_at_once_and_comes_back(
+    fleet: LocalFleet, undisturbed: list[list[int]]
+) -> None:
+    streams, victim = Streams(fleet), pid_of(fleet, "decode", "decode-1")
+    streams.begin()
+    os.kill(victim, signal.SIGTERM)
+    until(lambda: state(fleet, "decode-1") == "draining", "it drains")
+    os.kill(victim, signal.SIGTERM)
+    until(lambda: not Path(f"/proc/{victim}").exists(), "it is gone")
+    assert streams.end() == undisturbed
+    until_whole(fleet, DECODE)
+    assert re.search(r"^decode-1 +ended, and is started again in \S+ s: told again to stop", fleet.output, re.MULTILINE)
+
+
+def test_an_instance_that_is_told_to_stop_finishes_its_streams_and_stays_away(
+    tmp_path: Path, undisturbed: list[list[int]]
+) -> None:
+    with local_fleet(tmp_path, "--dtype", "float32", "--decode", "2") as fleet:
+        streams = Streams(fleet)
+        streams.begin()
+        os.kill(pid_of(fleet, "decode", "decode-0"), signal.SIGTERM)
+        assert streams.end() == undisturbed
+        until(lambda: "decode-0     has left as it was told, and is not started again" in fleet.output, "it has left")
+        until_whole(fleet, ["decode-1"])
+        assert sorted(instance_pids(fleet)) == ["decode-1", "prefill-0"]
+        assert fleet.complete(PROMPTS[0], 5)["usage"]["completion_tokens"] == 5
+
+
+def state(fleet: LocalFleet, name: str) -> str | None:
+    states = {instance["id"]: instance["state"] for instance in fleet.cluster()["instances"]}
+    return states.get(name)

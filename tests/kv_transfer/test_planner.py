@@ -1,0 +1,142 @@
+"""The planner against a copy head by head: the same bytes, for equal and unequal tensor parallelism, in both in-page orders."""
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import TransferError
+from common.pages.layout import ITEM_BYTES, KVLayout
+from kv_transfer.planner import PageSlice, heads_of, plan_runs, writers
+
+POOL_PAGES = 12
+Order = Literal["layer", "head"]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+SMALL = st.integers(1, 3)
+ORDERS: st.SearchStrategy[Order] = st.sampled_from(("layer", "head"))
+RANKS = {8: (1, 2, 8, 16), 4: (2, 16), 2: (1, 6), 1: (1, 4)}
+"""Ranks that can share so many KV heads."""
+SPLITS = [(heads, source, target) for heads, ranks in RANKS.items() for source in ranks for target in ranks]
+
+
+def make_layout(order: Order, heads: int, layers: int = 2) -> KVLayout:
+    return KVLayout(layers=layers, kv_heads=heads, head_dim=2, page_size=3, dtype="float16", order=order)
+
+
+def blocks(pool: Bytes, layout: KVLayout) -> Bytes:
+    """The pool as [pages, layer, key or value, head, bytes of a block]: a view, whatever the order."""
+    block_bytes = layout.page_size * layout.slot_bytes
+    if layout.order == "layer":
+        return pool.reshape(-1, layout.layers, 2, layout.kv_heads, block_bytes)
+    return pool.reshape(-1, layout.kv_heads, layout.layers, 2, block_bytes).transpose(0, 2, 3, 1, 4)
+
+
+def run_copy(runs: np.ndarray[Any, np.dtype[np.int64]], source: Bytes, target: Bytes) -> None:
+    for source_offset, target_offset, run_bytes in runs.tolist():
+        target[target_offset : target_offset + run_bytes] = source[source_offset : source_offset + run_bytes]
+
+
+@given(st.data())
+def test_what_both_hold_arrives_and_nothing_else_changes(data: st.DataObject) -> None:
+    shape = {"layers": data.draw(SMALL), "head_dim": data.draw(SMALL), "page_size": data.draw(SMALL)}
+    dtype = data.draw(st.sampled_from(sorted(ITEM_BYTES)))
+    held = [
+        PageSlice(
+            KVLayout(**shape, kv_heads=data.draw(SMALL), dtype=dtype, order=data.draw(ORDERS)), data.draw(st.integers(0, 3))
+        )
+        for _ in range(2)
+    ]
+    (ours, theirs) = held
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    count = data.draw(st.integers(0, 6))
+    source_pages, target_pages = (random.permutation(POOL_PAGES)[:count].astype(np.int32) for _ in range(2))
+    layers = range(*sorted((data.draw(st.integers(0, shape["layers"])), data.draw(st.integers(0, shape["layers"])))))
+    source, target = (random.integers(0, 256, POOL_PAGES * page_slice.layout.page_bytes, dtype=np.uint8) for page_slice in held)
+    expected = target.copy()
+    for source_page, target_page in zip(source_pages, target_pages, strict=True):
+        for head in range(max(ours.first_head, theirs.first_head), min(ours.end_head, theirs.end_head)):
+            for layer in layers:
+                moved = blocks(source, ours.layout)[source_page, layer, :, head - ours.first_head]
+                blocks(expected, theirs.layout)[target_page, layer, :, head - theirs.first_head] = moved
+    runs = plan_runs(source_pages, target_pages, ours, theirs, layers)
+    run_copy(runs, source, target)
+    np.testing.assert_array_equal(target, expected)
+
+
+@pytest.mark.parametrize("order", ["layer", "head"])
+def test_pages_that_follow_each_other_on_both_sides_are_one_run(order: Order) -> None:
+    whole = PageSlice(make_layout(order, 4))
+    pages = np.arange(5, dtype=np.int32)
+    page_bytes = whole.layout.page_bytes
+    assert plan_runs(pages + 1, pages + 3, whole, whole).tolist() == [[page_bytes, 3 * page_bytes, 5 * page_bytes]]
+
+
+def test_a_slice_of_heads_is_one_run_when_heads_come_first_and_one_for_each_layer_and_part_otherwise() -> None:
+    page = np.zeros(1, dtype=np.int32)
+    for order, count in (("head", 1), ("layer", 2 * 3)):
+        layout = make_layout("head" if order == "head" else "layer", 4, layers=3)
+        narrow = PageSlice(msgspec.structs.replace(layout, kv_heads=2), first_head=2)
+        assert len(plan_runs(page, page, PageSlice(layout), narrow)) == count
+
+
+def test_one_layer_is_one_run_when_layers_come_first() -> None:
+    whole = PageSlice(make_layout("layer", 4, layers=3))
+    (run,) = plan_runs(np.array([2], dtype=np.int32), np.array([5], dtype=np.int32), whole, whole, range(1, 2)).tolist()
+    third = whole.layout.page_bytes // 3
+    assert run == [2 * whole.layout.page_bytes + third, 5 * whole.layout.page_bytes + third, third]
+
+
+@pytest.mark.parametrize(("kv_heads", "source_ranks", "target_ranks"), SPLITS)
+@pytest.mark.parametrize("source_order", ["layer", "head"])
+@pytest.mark.parametrize("target_order", ["layer", "head"])
+def test_every_rank_of_the_target_gets_every_head_it_holds_exactly_once(
+    kv_heads: int, source_ranks: int, target_ranks: int, source_order: Order, target_order: Order
+) -> None:
+    random = np.random.default_rng(0)
+    whole = make_layout("layer", kv_heads)
+    truth = random.integers(1, 256, POOL_PAGES * whole.page_bytes, dtype=np.uint8)
+    pages = random.permutation(POOL_PAGES).astype(np.int32)
+    written = {target: np.zeros(0, dtype=np.uint8) for target in range(target_ranks)}
+    times = dict(written)
+    for target in range(target_ranks):
+        layout = make_layout(target_order, len(heads_of(target, target_ranks, kv_heads)))
+        written[target] = np.zeros(POOL_PAGES * layout.page_bytes, dtype=np.uint8)
+        times[target] = np.zeros_like(written[target])
+    for part in writers(source_ranks, target_ranks, kv_heads):
+        held, wanted = heads_of(part.source, source_ranks, kv_heads), heads_of(part.target, target_ranks, kv_heads)
+        ours = PageSlice(make_layout(source_order, len(held)), held.start)
+        theirs = PageSlice(make_layout(target_order, len(wanted)), wanted.start)
+        assert set(range(part.first, part.end)) <= set(held) & set(wanted)
+        pool = np.zeros(POOL_PAGES * ours.layout.page_bytes, dtype=np.uint8)
+        blocks(pool, ours.layout)[:] = blocks(truth, whole)[:, :, :, held.start : held.stop]
+        runs = plan_runs(pages, pages, ours, theirs)
+        run_copy(runs, pool, written[part.target])
+        run_copy(runs, np.ones_like(pool), ones := np.zeros_like(times[part.target]))
+        times[part.target] += ones
+    for target in range(target_ranks):
+        wanted = heads_of(target, target_ranks, kv_heads)
+        layout = make_layout(target_order, len(wanted))
+        expected = blocks(truth, whole)[:, :, :, wanted.start : wanted.stop]
+        np.testing.assert_array_equal(blocks(written[target], layout), expected)
+        assert (times[target] == 1).all(), "each byte is written once"
+
+
+def test_replicas_share_the_work() -> None:
+    assert {part.source for part in writers(8, 8, 2)} == set(range(8))
+
+
+def test_heads_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(TransferError, match="8 KV heads cannot be divided among 3 ranks"):
+        heads_of(0, 3, 8)
+
+
+@pytest.mark.parametrize("change", [{"page_size": 4}, {"layers": 3}, {"head_dim": 4}, {"dtype": "uint8"}])
+def test_layouts_that_differ_in_more_than_heads_are_refused(change: dict[str, object]) -> None:
+    layout = make_layout("layer", 2)
+    other = msgspec.convert(msgspec.to_builtins(layout) | change, KVLayout)
+    page = np.zeros(1, dtype=np.int32)
+    with pytest.raises(TransferError, match=next(iter(change))):
+        plan_runs(page, page, PageSlice(layout), PageSlice(other))

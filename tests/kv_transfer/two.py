@@ -1,0 +1,98 @@
+"""Two transfer loops over the in-process transport, on a clock that is turned by hand.
+
+Owns the pools of a source and a target, and the words in which they are commanded. Knows no test.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from common.ids import Incarnation, InstanceId, Ticket
+from common.instance.ports import Allow, Connect, LinkChanged, Push, PushFailed, TransferEvent
+from common.messages import InstanceInfo, LinkInfo, LinkState
+from common.pages.layout import KVLayout, MemoryRegion
+from kv_transfer.memory import MemoryNetwork, MemoryTransport
+from kv_transfer.transfer_loop import TransferLoop
+from tests.builders import LAYOUT, instance
+
+PEER = InstanceId("d")
+LIFE = Incarnation("1")
+PAGES = 8
+LONG_S = 10_000.0
+"""A lease that ends in no test that is not about leases."""
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(slots=True, eq=False)
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True, eq=False)
+class Side:
+    """One instance's transfers: [pages, page_bytes] of memory and the loop over them."""
+
+    memory: Bytes
+    transport: MemoryTransport
+    loop: TransferLoop
+
+    def info(self, incarnation: str = "1") -> InstanceInfo:
+        return msgspec.structs.replace(instance(PEER, "decode", incarnation), pool=self.loop.descriptor)
+
+    def events(self) -> list[TransferEvent]:
+        """Turn once: what came of it."""
+        news = self.loop.step()
+        events = self.loop.poll()
+        assert news == bool(events), "news are announced when there are any"
+        return events
+
+
+class SlowTransport(MemoryTransport):
+    """Ends what it holds long after its link was closed, as a backend may that cannot abort."""
+
+    def close(self, agent: str | None = None) -> None:
+        if agent is None:
+            super().close()
+
+
+class Two:
+    """A source, and a target that it may connect to."""
+
+    def __init__(self, make_transport: type[MemoryTransport] = MemoryTransport) -> None:
+        self.clock = Clock()
+        self.network = MemoryNetwork()
+        self.make_transport = make_transport
+        self.source = self.side(seed=1)
+        self.target = self.side(seed=2)
+
+    def side(self, seed: int, layout: KVLayout = LAYOUT) -> Side:
+        memory = np.random.default_rng(seed).integers(0, 256, (PAGES, layout.page_bytes), dtype=np.uint8)
+        transport = self.make_transport(self.network)
+        region = MemoryRegion(address=memory.ctypes.data, region_bytes=memory.nbytes, device="cpu")
+        return Side(memory, transport, TransferLoop(transport, "memory", region, layout, PAGES, self.clock))
+
+    def connect(self, lease_s: float = LONG_S) -> None:
+        """The link from source to target is up, and may be written over for so long."""
+        self.source.loop.submit(Connect((self.target.info(),)))
+        assert self.source.events() == [linked("ready", "memmove")]
+        self.allow(lease_s)
+
+    def allow(self, lease_s: float = LONG_S, incarnation: Incarnation = LIFE) -> None:
+        self.source.loop.submit(Allow(PEER, incarnation, self.clock.now + lease_s))
+
+    def push(self, ticket: int, source_pages: list[int], target_pages: list[int], incarnation: Incarnation = LIFE) -> None:
+        pages = (np.array(side, dtype=np.int32) for side in (source_pages, target_pages))
+        self.source.loop.submit(Push(Ticket(ticket), PEER, incarnation, *pages))
+
+
+def linked(state: LinkState, detail: str, incarnation: str = "1") -> LinkChanged:
+    return LinkChanged(LinkInfo(peer=PEER, incarnation=Incarnation(incarnation), state=state, detail=detail))
+
+
+def failed(ticket: int, reason: str, quiescent: bool) -> PushFailed:
+    return PushFailed(Ticket(ticket), reason, quiescent)

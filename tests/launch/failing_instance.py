@@ -1,0 +1,69 @@
+"""A real instance in which one thread fails at its first step, for tests of how an instance ends.
+
+Owns the failure. The rest is the product: `python -m tests.launch.failing_instance WHICH ROUTER` runs a decode instance that
+joins the router at that address. WHICH says what fails:
+
+    engine      the model, on the engine thread
+    transfer    the transfer loop, on the transfer thread, when the engine has begun its first step
+    stuck       as transfer, and the engine never ends that step
+    nothing     nothing: it ends when it is told to
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig
+from launch import environment, logs
+from launch.child import ChildProcess, run_child
+
+NAME = "decode-0"
+FOREVER_S = 60.0
+
+
+def main(which: str, router: str) -> int:
+    environment.prepare(1)
+    logs.configure(LogConfig(), NAME)
+
+    def body(process: ChildProcess) -> None:
+        from common.ids import InstanceId
+        from launch import instance_process
+
+        break_threads(which)
+        engine = EngineConfig(dtype="float32", kv_memory="8MiB", threads=1)
+        instance_process.serve(process, "decode", InstanceConfig(router=router), ModelConfig(), engine, InstanceId(NAME))
+
+    return run_child(NAME, body)
+
+
+def break_threads(which: str) -> None:
+    from common.engine.model_runner import ModelRunner
+    from kv_transfer.transfer_loop import TransferLoop
+
+    stepped = threading.Event()
+    run, step = ModelRunner.run, TransferLoop.step
+
+    def failing_run(self: ModelRunner, plan: Any) -> Any:
+        stepped.set()
+        if which == "engine":
+            raise RuntimeError("the device fell off the bus")
+        if which == "stuck":
+            threading.Event().wait(FOREVER_S)
+        return run(self, plan)
+
+    def failing_step(self: TransferLoop) -> bool:
+        if which in ("transfer", "stuck") and stepped.is_set():
+            raise RuntimeError("the network card fell off the bus")
+        return step(self)
+
+    owners: tuple[tuple[type, str, Callable[..., Any]], ...] = (
+        (ModelRunner, "run", failing_run),
+        (TransferLoop, "step", failing_step),
+    )
+    for owner, name, replacement in owners:
+        setattr(owner, name, replacement)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

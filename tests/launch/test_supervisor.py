@@ -1,0 +1,160 @@
+"""The supervisor on a hand-turned clock: what is started again and when, what is not, and when all is over."""
+
+import signal
+
+import pytest
+
+from launch.processes import ChildEvent, Exited, Reported
+from launch.reports import BAD_FLAG, Broken, Progress, Ready
+from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
+
+PARTS = (
+    Part("router", "router", drains=False),
+    Part("prefill-0", "prefill", drains=True),
+    Part("decode-0", "decode", drains=True),
+    Part("decode-1", "decode", drains=True),
+)
+
+
+class Watched:
+    """A supervisor, its clock, and what it asked for, in plain words: (time, what, name)."""
+
+    def __init__(self) -> None:
+        self.supervisor = Supervisor(PARTS)
+        self.now = 1_000.0
+        self.notices: list[Notice] = []
+        self.log: list[tuple[float, str, str]] = []
+
+    def complete(self) -> None:
+        for part in PARTS:
+            self.ready(part.name)
+        self.supervisor.started()
+
+    def ready(self, name: str) -> None:
+        self._take(self.supervisor.receive(Reported(name, Ready(addresses={})), self.now))
+
+    def ends(self, name: str, status: int = -signal.SIGKILL) -> None:
+        self._take(self.supervisor.receive(Exited(name, status, f"status {status}\n  last lines"), self.now))
+
+    def backoff_s(self, name: str, status: int = -signal.SIGKILL) -> float:
+        """It ends now; the time goes on until it is started again."""
+        self.ends(name, status)
+        ended = self.now
+        self.wait_for_start(name)
+        return self.now - ended
+
+    def wait_for_start(self, name: str) -> None:
+        at = self.supervisor.next_deadline()
+        assert at is not None
+        assert self.supervisor.tick(at - 0.001) == [], "not before its time"
+        self.now = at
+        assert self.supervisor.tick(at) == [Start(name)]
+        assert self.supervisor.tick(at) == [], "once"
+
+    def _take(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Notice():
+                    self.notices.append(action)
+                case GiveUp():
+                    self.log.append((self.now, "give up", action.reason))
+                case Start():
+                    self.log.append((self.now, "start", action.name))
+
+
+@pytest.fixture
+def watched() -> Watched:
+    made = Watched()
+    made.complete()
+    return made
+
+
+def test_the_back_off_doubles_from_half_a_second_to_thirty(watched: Watched) -> None:
+    waits = [watched.backoff_s("decode-0") for _ in range(9)]
+    assert waits == pytest.approx([0.5, 1, 2, 4, 8, 16, 30, 30, 30])
+
+
+def test_a_part_that_was_ready_for_a_minute_begins_anew(watched: Watched) -> None:
+    assert [watched.backoff_s("decode-0") for _ in range(3)] == pytest.approx([0.5, 1, 2])
+    watched.ready("decode-0")
+    watched.now += 59.9
+    assert watched.backoff_s("decode-0") == pytest.approx(4)
+    watched.ready("decode-0")
+    watched.now += 60.0
+    assert watched.backoff_s("decode-0") == pytest.approx(0.5)
+    assert watched.backoff_s("decode-0") == pytest.approx(1)
+
+
+def test_a_minute_that_was_spent_starting_does_not_count(watched: Watched) -> None:
+    assert watched.backoff_s("decode-0") == pytest.approx(0.5)
+    watched.supervisor.receive(Reported("decode-0", Progress(text="loading")), watched.now)
+    watched.now += 600
+    assert watched.backoff_s("decode-0") == pytest.approx(1)
+
+
+def test_the_back_offs_of_two_parts_have_nothing_to_do_with_each_other(watched: Watched) -> None:
+    assert [watched.backoff_s("decode-0") for _ in range(2)] == pytest.approx([0.5, 1])
+    watched.ends("decode-0")  # again in 2 s
+    watched.ends("router")  # again in 0.5 s
+    watched.wait_for_start("router")
+    watched.wait_for_start("decode-0")
+    assert watched.supervisor.next_deadline() is None
+
+
+@pytest.mark.parametrize(("name", "status"), [("decode-0", 1), ("decode-0", -signal.SIGSEGV), ("router", 0), ("router", 1)])
+def test_whatever_else_ends_is_started_again_and_it_is_said_why_and_when(watched: Watched, name: str, status: int) -> None:
+    assert watched.backoff_s(name, status) == pytest.approx(0.5)
+    (notice,) = watched.notices
+    assert notice.name == name and notice.account == f"status {status}\n  last lines"
+    assert "started again in 0.5 s" in notice.headline and notice.headline.endswith(f": status {status}")
+    assert not watched.log
+
+
+def test_an_instance_that_ended_in_order_is_not_started_again_and_nothing_else_happens(watched: Watched) -> None:
+    for name in ("decode-0", "decode-1", "prefill-0"):
+        watched.ends(name, 0)
+    assert watched.supervisor.next_deadline() is None and not watched.log
+    assert [notice.name for notice in watched.notices] == ["decode-0", "decode-1", "prefill-0"]
+    assert all("not started again" in notice.text for notice in watched.notices)
+
+
+def test_a_part_that_can_never_run_is_given_up_while_others_of_its_role_live(watched: Watched) -> None:
+    watched.ends("decode-0", BAD_FLAG)
+    assert watched.supervisor.next_deadline() is None and not watched.log
+    assert "CANNOT RUN" in watched.notices[0].text and watched.notices[0].account.startswith("status 2")
+
+
+def test_one_that_waits_to_be_started_again_is_alive(watched: Watched) -> None:
+    watched.ends("decode-1")
+    watched.ends("decode-0", BAD_FLAG)
+    assert not watched.log
+    watched.wait_for_start("decode-1")
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "router"])
+def test_the_last_of_a_role_that_can_never_run_is_the_end_of_all(watched: Watched, name: str) -> None:
+    watched.ends(name, BAD_FLAG)
+    ((_, what, reason),) = watched.log
+    assert what == "give up" and name in reason and "status 2" in reason
+
+
+def test_one_that_was_drained_does_not_count_as_alive(watched: Watched) -> None:
+    watched.ends("decode-1", 0)
+    assert not watched.log
+    watched.ends("decode-0", BAD_FLAG)
+    assert [what for _, what, _ in watched.log] == ["give up"]
+
+
+@pytest.mark.parametrize("status", [0, 1, BAD_FLAG, -signal.SIGKILL])
+def test_during_the_first_start_any_end_is_the_end_of_all(status: int) -> None:
+    watched = Watched()
+    watched.ready("decode-0")
+    watched.ends("decode-0", status)
+    ((_, what, reason),) = watched.log
+    assert what == "give up" and reason == f"decode-0 ended: status {status}\n  last lines"
+    assert watched.supervisor.next_deadline() is None
+
+
+@pytest.mark.parametrize("event", [Reported("decode-0", Progress(text="x")), Reported("decode-0", Broken(reason="x"))])
+def test_what_a_child_says_before_it_ends_calls_for_nothing(watched: Watched, event: ChildEvent) -> None:
+    assert watched.supervisor.receive(event, watched.now) == []

@@ -1,0 +1,105 @@
+"""What must hold when a schedule is over: every answer as it must be, and everything at home.
+
+Owns the verdicts. Changes nothing.
+"""
+
+from collections.abc import Iterator
+
+from common.messages import Failed, Finished
+from tests.life.client import Answer
+from tests.life.expected import Expected
+from tests.life.instance import Instance
+from tests.life.trial import Asked, Trial
+
+
+def unsettled(trial: Trial) -> Iterator[str]:
+    """What has not come to its end yet, or is not at home."""
+    for asked in trial.asked:
+        if not asked.over:
+            yield f"{asked.ask.choices[0].request_id} has no ending"
+    if len(trial.router.requests):
+        yield f"the router has {len(trial.router.requests)} requests open"
+    detokenizer = trial.detokenizer
+    if detokenizer.open_answers or detokenizer.early_answers:
+        yield f"the detokenizer has {detokenizer.open_answers} answers open and {detokenizer.early_answers} early"
+    for member in trial.router.fleet.members():
+        if member.assigned_tokens:
+            yield f"the router has {member.assigned_tokens} tokens assigned to {member.info.id}"
+    for name in trial.names:
+        if name not in trial.instances:
+            yield f"{name} is away"
+    for instance in trial.instances.values():
+        yield from _not_home(trial, instance)
+
+
+def _not_home(trial: Trial, instance: Instance) -> Iterator[str]:
+    name, load = instance.name.id, instance.scheduler.load()
+    stuck = stuck_pages(trial, instance)
+    leased = trial.ledger_of(instance).leased_pages
+    if leased != stuck:
+        yield f"{name} has {leased} pages away, and {stuck} are stuck"
+    if load.waiting_requests or load.pushes_in_flight:
+        yield f"{name} has {load.waiting_requests} requests waiting and {load.pushes_in_flight} pushes in flight"
+    if not stuck and (load.running_requests or load.reservations):
+        yield f"{name} has {load.running_requests} requests running and {load.reservations} reservations"
+    if load.pages_quarantined != stuck:
+        yield f"{name} reports {load.pages_quarantined} pages in quarantine, and {stuck} are stuck"
+
+
+def stuck_pages(trial: Trial, instance: Instance) -> int:
+    """Pages of the leases that a write held which failed without proof, and that have not come home since: as long as writer
+    and reader live they cannot, unless the reader has not heard the writer for longer than a write can take."""
+    agent, ledger = instance.info.pool.agent, trial.ledger_of(instance)
+    leases: set[int] = set()
+    pages = 0
+    for write in trial.fabric.unproven:
+        page, tenancy = (
+            (write.source_page, write.tenancies[0]) if write.writer == agent else (write.target_page, write.tenancies[1])
+        )
+        if agent in (write.writer, write.reader) and ledger.tenancy(page) == tenancy:
+            lease = ledger.lease_of(page)
+            if id(lease) not in leases:
+                leases.add(id(lease))
+                pages += len(lease)
+    return pages
+
+
+def misanswered(trial: Trial) -> Iterator[str]:
+    """Answers that are not as they must be."""
+    for asked in trial.asked:
+        if asked.given_up and not trial.unserved:
+            yield f"{asked.ask.choices[0].request_id} was refused though an instance could have served it"
+        if asked.client is None:
+            continue
+        for answer, expected in zip(asked.client.answers, asked.expected, strict=True):
+            verdict = _verdict(trial, asked, answer, expected)
+            if verdict is not None:
+                yield f"{answer.request_id} {verdict}: tokens {answer.token_ids}, of {list(expected.token_ids)}"
+
+
+def _verdict(trial: Trial, asked: Asked, answer: Answer, expected: Expected) -> str | None:
+    """What is wrong with an answer."""
+    if len(answer.endings) != 1:
+        return f"ended {len(answer.endings)} times: {answer.endings}"
+    (ending,) = answer.endings
+    tokens = tuple(answer.token_ids)
+    if tokens != expected.token_ids[: len(tokens)]:
+        return "has wrong tokens"
+    if not expected.text.startswith(answer.text):
+        return f"has the wrong text {answer.text!r}, not {expected.text!r}"
+    if isinstance(ending, Finished) and ending.reason != "cancelled":
+        if tokens != expected.token_ids or ending != expected.ending or answer.text != expected.text:
+            return f"ended as {ending} with {answer.text!r}, not as {expected.ending} with {expected.text!r}"
+        return None
+    if isinstance(ending, Finished):
+        return None if asked.left else "was cancelled by nobody"
+    return _excuse(trial, asked, ending)
+
+
+def _excuse(trial: Trial, asked: Asked, failed: Failed) -> str | None:
+    """What is wrong with a failure; None where it may be."""
+    if failed.kind == "timeout_error" and asked.ask.timeout_s is not None:
+        return None
+    if failed.retryable and any(at >= asked.began_s for at in trial.unserved):
+        return None
+    return f"failed though an instance could have served it: {failed}"

@@ -1,0 +1,83 @@
+"""Clients of a simulated fleet, and what the router measures of them.
+
+Owns what each client has been told. Knows no instances.
+"""
+
+from dataclasses import dataclass, field
+
+from common.ids import RequestId
+from common.messages import Ending
+from router.attempts import ResumeReason
+from router.outbox import Outbox
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """What a client has got of one choice."""
+
+    request_id: RequestId
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    endings: list[Ending] = field(default_factory=list)
+
+
+class Client:
+    """One HTTP request: its choices share one outbox. What it has got is read when it is looked at."""
+
+    def __init__(self, *request_ids: RequestId) -> None:
+        self.outbox = Outbox(lambda: None)
+        self._answers = [Answer(request_id) for request_id in request_ids]
+
+    @property
+    def answers(self) -> list[Answer]:
+        """One for each choice."""
+        for delta in self.outbox.take():
+            answer = self._answers[delta.index]
+            answer.token_ids += delta.token_ids
+            answer.text += delta.text
+            if delta.ending is not None:
+                answer.endings.append(delta.ending)
+        return self._answers
+
+    @property
+    def ended(self) -> bool:
+        """Every choice has its ending."""
+        return all(answer.endings for answer in self.answers)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first choice, as is what follows."""
+        return self.answers[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.answers[0].text
+
+    @property
+    def endings(self) -> list[Ending]:
+        return self.answers[0].endings
+
+
+class Observer:
+    """The router's measurements. seconds_between: of tokens of one answer, all answers together. resumes: why there were any."""
+
+    def __init__(self) -> None:
+        self.endings: list[Ending] = []
+        self.resumes: list[ResumeReason] = []
+        self.seconds_to_first: list[float] = []
+        self.seconds_between: list[float] = []
+
+    def first_token(self, seconds: float) -> None:
+        self.seconds_to_first.append(seconds)
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        self.seconds_between.append(seconds)
+
+    def resumed(self, reason: ResumeReason) -> None:
+        self.resumes.append(reason)
+
+    def resume_gap(self, seconds: float) -> None:
+        """Not looked at."""
+
+    def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
+        self.endings.append(ending)

@@ -1,0 +1,223 @@
+"""The fabric of a simulation: one-sided writes that take time, fail, stall, and land late.
+
+Owns every write that is under way, and holds each against the ledgers: a write must find its source and target page in the
+hands in which they were when it was posted. Knows no messages.
+
+    posted ──► at the target's host ──► in its memory          (at once, or when the target's transport polls)
+       └─ the transport gives up: failed, proven (no more comes) or not (it may come until GIVE_UP_S after it was posted)
+"""
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from common.engine.toy import ToyExecutor
+from common.ids import InstanceId
+from common.pages.layout import MemoryRegion
+from kv_transfer.memory import MemoryNetwork, MemoryTransport, Write
+from kv_transfer.transport import TransportEvent
+from tests.life.clock import NEVER, Clock
+from tests.life.ledger import Ledger
+
+PAGE_BYTES = ToyExecutor(1, 1).description.layout.page_bytes
+GIVE_UP_S = 10.0
+"""A transport gives up a write that makes no progress for so long; whatever is under way has landed by then, or never will."""
+POLLS_TO_DRAIN = 4
+"""Each poll of a target takes in this part of its receive buffer: the whole is in memory after a few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """What becomes of a write. seconds: until its bytes are at the target's host, or until it fails. failure: why it does.
+    proven: whether a failure proves that nothing (more) will land. by_hand: it moves only when its writer polls."""
+
+    seconds: float
+    failure: str | None = None
+    proven: bool = True
+    by_hand: bool = False
+
+
+class Sea(Protocol):
+    """Who says what becomes of writes."""
+
+    def fate(self, now: float) -> Fate: ...
+
+    def passes_s(self, one: InstanceId, other: InstanceId, now: float) -> float:
+        """When a write between two instances passes that could arrive now."""
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """An agent's place in the fabric. died_s: when its process ended. buffer: what came for it and waits for its polls."""
+
+    id: InstanceId
+    ledger: Ledger
+    died_s: float = NEVER
+    buffer: deque[Callable[[], None]] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A write of one page under way. tenancies: of its source and target page when it was posted."""
+
+    write: Write
+    fate: Fate
+    writer: Host
+    reader: Host
+    posted_s: float
+    source_page: int
+    target_page: int
+    tenancies: tuple[int, int]
+    has_moved: bool = False
+
+    @property
+    def due_s(self) -> float:
+        return self.posted_s + self.fate.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """A write that failed without proof that it has ended. tenancies: of its source and target page when it was posted."""
+
+    writer: str
+    reader: str
+    source_page: int
+    target_page: int
+    tenancies: tuple[int, int]
+
+
+class Fabric(MemoryNetwork):
+    """A slice is a page. buffered: what arrives at a host is in its memory only when its transport polls, as over TCP.
+
+    problems: writes that read or wrote a page which had changed hands. unproven: see there.
+    """
+
+    def __init__(self, clock: Clock, sea: Sea, random: Random, buffered: bool) -> None:
+        super().__init__(slice_bytes=PAGE_BYTES)
+        self._clock = clock
+        self._sea = sea
+        self._random = random
+        self._buffered = buffered
+        self._flights: dict[str, list[_Flight]] = {}
+        self.hosts: dict[str, Host] = {}
+        self.problems: list[str] = []
+        self.unproven: list[Unproven] = []
+
+    def carry(self, write: Write) -> None:
+        writer, reader = self.hosts[write.writer], self.hosts[write.reader]
+        (run,) = write.runs.tolist()
+        source_page, target_page = run[0] // PAGE_BYTES, run[1] // PAGE_BYTES
+        tenancies = writer.ledger.tenancy(source_page), reader.ledger.tenancy(target_page)
+        flight = _Flight(
+            write, self._sea.fate(self._clock.now), writer, reader, self._clock.now, source_page, target_page, tenancies
+        )
+        self._flights.setdefault(write.writer, []).append(flight)
+        if not flight.fate.by_hand:
+            self._clock.at(flight.due_s, lambda: self._move(flight))
+            self._clock.at(flight.posted_s + GIVE_UP_S, lambda: self._give_up(flight))
+
+    def poll(self, agent: str) -> None:
+        """The transport of this agent drives progress: of its own writes, and of what came for it."""
+        if agent in self._flights:
+            self._flights[agent] = [flight for flight in self._flights[agent] if not flight.write.ended]
+            for flight in self._flights[agent]:
+                self._drive(flight)
+        buffer = self.hosts[agent].buffer
+        for _ in range(-(-len(buffer) // POLLS_TO_DRAIN)):
+            buffer.popleft()()
+
+    def died(self, agent: str, noticed_after_s: float) -> None:
+        """The process of this agent is gone: what is under way to it fails when that is noticed, and nothing lands."""
+        self.hosts[agent].died_s = self._clock.now
+        self._clock.at(self._clock.now + noticed_after_s, lambda: self._notice(agent))
+
+    # --- inside ------------------------------------------------------------------------------------------------------------
+
+    def _drive(self, flight: _Flight) -> None:
+        """By hand: it moves now at the earliest, however long its process was stopped, unless something else is in its way."""
+        now = self._clock.now
+        if flight.fate.by_hand and flight.due_s <= now:
+            self._move(flight)
+            if flight.posted_s + GIVE_UP_S <= now:
+                self._give_up(flight)
+
+    def _move(self, flight: _Flight) -> None:
+        """Bring the write to its target's host, or let it fail there, if nothing is in its way."""
+        now = self._clock.now
+        if flight.write.ended or flight.has_moved or flight.reader.died_s <= now:
+            return
+        passes_s = self._sea.passes_s(flight.writer.id, flight.reader.id, now)
+        if passes_s > now:
+            if not flight.fate.by_hand:
+                self._clock.at(passes_s, lambda: self._move(flight))
+            return
+        flight.has_moved = True
+        if flight.fate.failure is None:
+            self._deliver(flight)
+            return
+        self._fail(flight, flight.fate.failure)
+        if not flight.fate.proven:
+            late_s = self._random.uniform(now, max(now, flight.posted_s + GIVE_UP_S))
+            self._clock.at(late_s, lambda: self._deliver(flight))
+
+    def _deliver(self, flight: _Flight) -> None:
+        """The bytes are read now, and written when the reader takes them in; then the write is done, if it has not failed."""
+        write = flight.write
+        ((source, target, run_bytes),) = write.runs.tolist()
+        if flight.writer.died_s == NEVER:
+            self._check("read", flight.writer, flight.source_page, flight.tenancies[0])
+        payload = ctypes.string_at(write.source.address + source, run_bytes)
+
+        def take_in() -> None:
+            if flight.reader.died_s <= self._clock.now:
+                return
+            self._check("wrote", flight.reader, flight.target_page, flight.tenancies[1])
+            ctypes.memmove(write.target.address + target, payload, run_bytes)
+            write.ended = True
+
+        if self._buffered:
+            flight.reader.buffer.append(take_in)
+        else:
+            take_in()
+
+    def _check(self, did: str, host: Host, page: int, tenancy: int) -> None:
+        present = host.ledger.tenancy(page)
+        if present != tenancy:
+            self.problems.append(f"{self._clock.now:.3f}: a write {did} page {page} of {host.id}, which had changed hands")
+
+    def _give_up(self, flight: _Flight) -> None:
+        if not flight.write.ended:
+            self._fail(flight, "it makes no progress")
+
+    def _notice(self, agent: str) -> None:
+        self.regions.pop(agent, None)
+        for flights in self._flights.values():
+            for flight in flights:
+                if flight.write.reader == agent and not flight.write.ended:
+                    flight.write.fail("the agent died", quiescent=True)
+
+    def _fail(self, flight: _Flight, reason: str) -> None:
+        flight.write.fail(reason, flight.fate.proven)
+        if not flight.fate.proven:
+            write = flight.write
+            self.unproven.append(Unproven(write.writer, write.reader, flight.source_page, flight.target_page, flight.tenancies))
+
+
+class FabricTransport(MemoryTransport):
+    """A transport over the fabric: its polls drive it."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__(fabric)
+        self._fabric = fabric
+        self._agent = ""
+
+    def register(self, region: MemoryRegion) -> tuple[str, bytes]:
+        self._agent, wire = super().register(region)
+        return self._agent, wire
+
+    def poll(self) -> list[TransportEvent]:
+        self._fabric.poll(self._agent)
+        return super().poll()

@@ -1,0 +1,178 @@
+"""One life of a simulated instance: its real scheduler, worker and transfer loop over a toy engine and in-process memory.
+
+Owns the two loops of the process, the worker's and the transfers'. Whoever made it is told when it ends by itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.engine.timed import StepCost
+from common.engine.toy import ToyExecutor
+from common.errors import TandemError
+from common.ids import ROUTER, Incarnation, InstanceId, Role
+from common.instance.limits import InstanceLimits
+from common.instance.membership import Membership
+from common.instance.worker import InstanceWorker
+from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo
+from common.pages.pool import PagePool
+from decode.scheduler import DecodeScheduler
+from kv_transfer.memory import MemoryTransport
+from kv_transfer.transfer_loop import TransferLoop
+from prefill.scheduler import PrefillScheduler
+from tests.life.clock import NEVER, Clock, LocalClock, Loop
+from tests.life.network import Network, Post
+
+ROUTER_ADDRESS = "tcp://127.0.0.1:1"
+LOOK_S = 0.010
+"""How often a transfer loop looks what has become of its pushes."""
+STARTUP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What an instance is made of. pages: of 4 tokens each. rows: requests that run at once. chunk_tokens: of one step."""
+
+    pages: int = 64
+    rows: int = 4
+    chunk_tokens: int = 8
+    max_waiting: int = 64
+    request_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    cost: StepCost = StepCost(step_s=0.001, chunk_token_s=0.0, decode_row_s=0.0)
+    verify_pages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Who an instance is. life: the number of its incarnation. address: of its inbox. began_s: what its clock showed when the
+    simulated one showed 0."""
+
+    id: InstanceId
+    role: Role
+    life: int
+    address: str
+    began_s: float = 0.0
+
+
+class Instance:
+    """A process. ended: called with the reason when it has drained or something in it raised a TandemError."""
+
+    def __init__(
+        self,
+        name: Name,
+        size: Size,
+        clock: Clock,
+        network: Network,
+        transport: MemoryTransport,
+        ended: Callable[["Instance", str], None],
+    ) -> None:
+        self.name = name
+        self._ended = ended
+        self.should_drain = False
+        self.stopped_until_s = 0.0
+        self._clock = LocalClock(clock, name.began_s)
+        self.engine = ToyExecutor(size.pages, size.rows, cost=size.cost, clock=self._clock)
+        self.transport = transport
+        engine = self.engine.description
+        self.transfers = TransferLoop(transport, "memory", engine.memory, engine.layout, size.pages, self._clock)
+        self.info = InstanceInfo(
+            id=name.id,
+            incarnation=Incarnation(f"{name.id}-{name.life}"),
+            role=name.role,
+            inbox=name.address,
+            ranks=(RankInfo(rank=0, pid=1, host="here", device="cpu"),),
+            model=engine.model,
+            pool=self.transfers.descriptor,
+            max_running=size.rows,
+        )
+        limits = InstanceLimits(
+            chunk_tokens=size.chunk_tokens,
+            max_waiting=size.max_waiting,
+            request_timeout_s=size.request_timeout_s,
+            drain_timeout_s=size.drain_timeout_s,
+        )
+        is_prefill = name.role == "prefill"
+        kind = PrefillScheduler if is_prefill else DecodeScheduler
+        digest = self.engine.digest_pages if size.verify_pages else None
+        self.scheduler = kind(name.id, self.info.incarnation, engine, limits, digest)
+        self._loop = Loop(clock, self)
+        self._transfer_thread = Loop(clock, _TransferThread(self, self._clock))
+        inbox: Any = PrefillInbox if is_prefill else DecodeInbox
+        mailbox = network.open(name.address, self._loop.wake)
+        self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {ROUTER: ROUTER_ADDRESS})
+        membership = Membership(self.info, STARTUP_TIMEOUT_S, self._clock())
+        self.worker: InstanceWorker[Any] = InstanceWorker(
+            membership, self.scheduler, self.engine, self.transfers, self._mail, pushes=is_prefill
+        )
+        self._loop.wake(clock.now)
+
+    @property
+    def pool(self) -> PagePool:
+        return self.scheduler.pool
+
+    def act(self) -> None:
+        """One turn of the worker, as in `common.instance.worker.run`."""
+        now = self._clock()
+        try:
+            if self.should_drain:
+                self.worker.drain(now)
+            self.worker.turn(now)
+        except TandemError as error:
+            self.leave(f"{type(error).__name__}: {error}")
+            return
+        if self.worker.drained:
+            self.leave("drained")
+        else:
+            self._transfer_thread.wake(0.0)
+
+    def next_at(self) -> float:
+        return min(self._clock.simulated(self.worker.next_at()), self._mail.next_at())
+
+    def wake(self) -> None:
+        """Something has happened: act as soon as may be."""
+        self._loop.wake(0.0)
+
+    def drain(self) -> None:
+        """As SIGTERM does."""
+        self.should_drain = True
+        self.wake()
+
+    def stop_until(self, until_s: float) -> None:
+        """As SIGSTOP does, and SIGCONT then."""
+        self.stopped_until_s = max(self.stopped_until_s, until_s)
+        self._loop.stop_until(until_s)
+        self._transfer_thread.stop_until(until_s)
+
+    def leave(self, reason: str) -> None:
+        """The process ends by itself, and says so."""
+        self.worker.leave()
+        self.transfers.close()
+        self.kill()
+        self._ended(self, reason)
+
+    def kill(self) -> None:
+        """As SIGKILL does: it never acts again. What is under way from and to its memory is not its own to end."""
+        self._loop.end()
+        self._transfer_thread.end()
+
+
+class _TransferThread:
+    """The thread of an instance that drives its transfers."""
+
+    def __init__(self, instance: Instance, clock: LocalClock) -> None:
+        self._instance = instance
+        self._clock = clock
+
+    def act(self) -> None:
+        try:
+            if self._instance.transfers.step():
+                self._instance.wake()
+        except TandemError as error:
+            self._instance.leave(f"{type(error).__name__}: {error}")
+
+    def next_at(self) -> float:
+        transfers = self._instance.transfers
+        deadline = transfers.next_at()
+        next_s = NEVER if deadline is None else deadline
+        return self._clock.simulated(min(next_s, self._clock() + LOOK_S) if transfers.active else next_s)

@@ -1,0 +1,58 @@
+"""The ledger of a simulated instance's pages: who writes into a page that has changed hands is found out.
+
+Owns a number for each page, its tenancy, which changes when the page comes home, and the poison that is left in it then. Knows no
+requests.
+"""
+
+from common.engine.toy import ToyExecutor
+from common.ids import Int32Array
+from common.pages.pool import Lease, PagePool
+
+POISON = 0xA5
+
+
+class Ledger:
+    """Keeps watch over one pool and its memory from the moment of its making."""
+
+    def __init__(self, pool: PagePool, engine: ToyExecutor) -> None:
+        self._pool = pool
+        self._memory = engine.pages
+        self._tenancies = [0] * pool.total_pages
+        self._leases: list[Lease] = []
+        self._lease, self._take_back = pool.lease, pool._take_back
+        self._memory[:] = POISON
+        pool.lease, pool._take_back = self._goes_out, self._comes_home  # type: ignore[method-assign]
+
+    @property
+    def leased_pages(self) -> int:
+        return self._pool.total_pages - self._pool.free_pages
+
+    def tenancy(self, page: int) -> int:
+        """The number of the page's present tenancy; -1 when it is free."""
+        return -1 if page in self._free() else self._tenancies[page]
+
+    def lease_of(self, page: int) -> Lease:
+        """The lease that holds the page, which is not free."""
+        return next(lease for lease in self._leases if page in lease.pages)
+
+    def spoiled(self) -> list[int]:
+        """Free pages that somebody has written to."""
+        free = self._free()
+        clean = (self._memory[free].reshape(len(free), -1) == POISON).all(axis=1)
+        return [int(page) for page in free[~clean]]
+
+    def _free(self) -> Int32Array:
+        return self._pool._free[: self._pool.free_pages]
+
+    def _goes_out(self, page_count: int) -> Lease | None:
+        lease = self._lease(page_count)
+        if lease is not None:
+            self._leases.append(lease)
+        return lease
+
+    def _comes_home(self, pages: Int32Array) -> None:
+        for page in pages.tolist():
+            self._tenancies[page] += 1
+        self._memory[pages] = POISON
+        self._leases = [lease for lease in self._leases if lease._open]
+        self._take_back(pages)

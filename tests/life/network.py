@@ -1,0 +1,133 @@
+"""The network of a simulated fleet: letters on their way, and how each fares.
+
+Owns the letters and the mailboxes. Opens no socket. What becomes of a letter is the weather's to say. Knows no roles.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from common.ids import InstanceId
+from common.messages import AnyMessage
+from tests.life.clock import NEVER, Clock
+
+M = TypeVar("M")
+DELAY_S = 0.001
+MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "DetokenizerHeartbeat"})
+"""Kinds of letters that are sent all the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message on its way, as bytes. kind: its class name, for people and for `log`."""
+
+    sender: InstanceId
+    to: InstanceId
+    kind: str
+    body: bytes
+
+
+class Weather(Protocol):
+    """Who says what becomes of letters."""
+
+    def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
+        """After how many seconds a letter arrives, once for each time that it does; none: it is lost."""
+
+
+class Calm:
+    """Every letter arrives, once, soon."""
+
+    def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
+        return (DELAY_S,)
+
+
+@dataclass(slots=True, eq=False)
+class Mailbox:
+    """What has been sent to one address. wake: called with the time at which a letter arrives."""
+
+    wake: Callable[[float], None]
+    letters: list[tuple[float, int, Letter]] = field(default_factory=list)
+
+    def next_at(self) -> float:
+        return self.letters[0][0] if self.letters else NEVER
+
+    def take(self, now: float) -> list[Letter]:
+        """What has arrived, in the order of arrival."""
+        taken = []
+        while self.letters and self.letters[0][0] <= now:
+            taken.append(heapq.heappop(self.letters)[2])
+        return taken
+
+
+class Network:
+    """Every mailbox by its address. log: (sender, kind, receiver), without membership. taps: told of every letter that is sent,
+    with its message and its delays."""
+
+    def __init__(self, clock: Clock, weather: Weather) -> None:
+        self.clock = clock
+        self.weather = weather
+        self.log: list[tuple[str, str, str]] = []
+        self.taps: list[Callable[[Letter, AnyMessage, tuple[float, ...]], None]] = []
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._encode = msgspec.msgpack.Encoder().encode
+        self.letters = 0
+        """Sent so far, each copy counted."""
+
+    def open(self, address: str, wake: Callable[[float], None]) -> Mailbox:
+        """The mailbox at this address, whose letters go to whoever opened it last."""
+        mailbox = self._mailboxes.setdefault(address, Mailbox(wake))
+        mailbox.wake = wake
+        return mailbox
+
+    def post(self, sender: InstanceId, to: InstanceId, address: str, message: AnyMessage) -> None:
+        """What is sent to an address at which nobody ever was is lost."""
+        letter = Letter(sender, to, type(message).__name__, self._encode(message))
+        delays = self.weather.delays(sender, to, self.clock.now)
+        if letter.kind not in MEMBERSHIP:
+            self.log.append((sender, letter.kind, to))
+        for tap in self.taps:
+            tap(letter, message, delays)
+        mailbox = self._mailboxes.get(address)
+        if mailbox is None:
+            return
+        for delay_s in delays:
+            arrives_s = self.clock.now + delay_s
+            self.letters += 1
+            heapq.heappush(mailbox.letters, (arrives_s, self.letters, letter))
+            mailbox.wake(arrives_s)
+
+
+class Post(Generic[M]):
+    """Implements `common.instance.ports.Mail` over the network. What goes to somebody whose address is not known is lost."""
+
+    def __init__(self, me: InstanceId, inbox: Any, network: Network, mailbox: Mailbox, routes: Mapping[InstanceId, str]) -> None:
+        self._me = me
+        self._network = network
+        self._mailbox = mailbox
+        self._routes = dict(routes)
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
+        self.messages_lost: dict[str, int] = {"no route": 0}
+        self.frames_refused: dict[str, int] = {}
+
+    def send(self, to: InstanceId, message: AnyMessage) -> None:
+        address = self._routes.get(to)
+        if address is None:
+            self.messages_lost["no route"] += 1
+        else:
+            self._network.post(self._me, to, address, message)
+
+    def receive(self) -> list[tuple[InstanceId, M]]:
+        return [(letter.sender, self._decoder.decode(letter.body)) for letter in self._mailbox.take(self._network.clock.now)]
+
+    def route(self, to: InstanceId, address: str | None) -> None:
+        if address is None:
+            self._routes.pop(to, None)
+        else:
+            self._routes[to] = address
+
+    def next_at(self) -> float:
+        """When the next letter arrives."""
+        return self._mailbox.next_at()

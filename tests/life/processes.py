@@ -1,0 +1,118 @@
+"""The router and the detokenizer of a simulated fleet: the real cores, joined to their mail as their processes join them.
+
+Owns their loops. Opens no socket and decides nothing.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+from tokenizers import Tokenizer, models
+
+from common.config import RouterConfig
+from common.engine.toy import TOY_VOCAB
+from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, RequestId
+from common.instance.ports import Send
+from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextBatch, TextDelta
+from common.text.detokenizer import Detokenizer
+from router.core import RouterCore
+from router.requests import RequestSpec
+from tests.life.client import Client, Observer
+from tests.life.clock import NEVER, Clock, Loop
+from tests.life.instance import ROUTER_ADDRESS
+from tests.life.network import Network, Post
+
+DETOKENIZER_ADDRESS = "tcp://127.0.0.1:2"
+HEARTBEAT_S = 1.0
+"""Of the detokenizer."""
+
+
+class RouterProcess:
+    """The router: its core and its mail, as `router.gateway` joins them."""
+
+    def __init__(self, clock: Clock, network: Network, config: RouterConfig, observer: Observer) -> None:
+        self._clock = clock
+        self._loop = Loop(clock, self)
+        self.core = RouterCore(Incarnation("router-1"), DETOKENIZER_ADDRESS, config, observer)
+        mailbox = network.open(ROUTER_ADDRESS, self._loop.wake)
+        self._mail: Post[RouterInbox] = Post(ROUTER, RouterInbox, network, mailbox, {DETOKENIZER: DETOKENIZER_ADDRESS})
+        self._routes_version = 0
+        self._routes: dict[InstanceId, str] = {}
+
+    def act(self) -> None:
+        now = self._clock.now
+        for _, message in self._mail.receive():
+            self._deliver(self.core.receive(message, now))
+        self._deliver(self.core.tick(now))
+
+    def next_at(self) -> float:
+        deadline = self.core.next_deadline()
+        return min(NEVER if deadline is None else deadline, self._mail.next_at())
+
+    def submit(self, specs: Sequence[RequestSpec], client: Client) -> None:
+        """Raises what the core raises."""
+        self._deliver(self.core.submit(specs, client.outbox, self._clock.now))
+        self._loop.wake(self.next_at())
+
+    def cancel(self, names: Sequence[RequestId]) -> None:
+        self._deliver(self.core.cancel(names, self._clock.now))
+
+    def drain(self, instance: InstanceId) -> None:
+        """As POST /cluster/{instance}/drain does."""
+        self._deliver(self.core.drain(instance))
+
+    def _deliver(self, sends: Sequence[Send]) -> None:
+        if self.core.addresses_version != self._routes_version:
+            self._learn_routes()
+        for send in sends:
+            self._mail.send(send.to, send.message)
+
+    def _learn_routes(self) -> None:
+        self._routes_version = self.core.addresses_version
+        addresses = dict(self.core.addresses())
+        for name in self._routes:
+            if name not in addresses:
+                self._mail.route(name, None)
+        for name, address in addresses.items():
+            self._mail.route(name, address)
+        self._routes = addresses
+
+
+class DetokenizerProcess:
+    """The detokenizer: its core and its mail, as `common.text.detokenizer_manager` joins them."""
+
+    def __init__(self, clock: Clock, network: Network) -> None:
+        self._clock = clock
+        self._loop = Loop(clock, self)
+        self.core = Detokenizer(words_tokenizer())
+        mailbox = network.open(DETOKENIZER_ADDRESS, self._loop.wake)
+        self._mail: Post[DetokenizerInbox] = Post(DETOKENIZER, DetokenizerInbox, network, mailbox, {ROUTER: ROUTER_ADDRESS})
+        self._beats_s = 0.0
+        self._loop.wake(0.0)
+
+    def act(self) -> None:
+        now = self._clock.now
+        texts: list[TextDelta] = []
+        for _, message in self._mail.receive():
+            for batch in self.core.receive(message, now):
+                texts += batch.deltas
+        for batch in self.core.tick(now):
+            texts += batch.deltas
+        if texts:
+            self._mail.send(ROUTER, TextBatch(deltas=tuple(texts)))
+        if now >= self._beats_s:
+            self._beats_s = now + HEARTBEAT_S
+            dropped = sum(self.core.dropped.values())
+            beat = DetokenizerHeartbeat(
+                open_answers=self.core.open_answers, early_answers=self.core.early_answers, dropped=dropped
+            )
+            self._mail.send(ROUTER, beat)
+
+    def next_at(self) -> float:
+        deadline = self.core.next_deadline()
+        return min(self._beats_s, NEVER if deadline is None else deadline, self._mail.next_at())
+
+
+@cache
+def words_tokenizer() -> Tokenizer:
+    """Token n is the word "n"."""
+    return Tokenizer(models.WordLevel({str(n): n for n in range(TOY_VOCAB)}, unk_token="0"))

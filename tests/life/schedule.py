@@ -1,0 +1,228 @@
+"""A schedule of a simulation: the fleet, what clients ask for, what fails and when, all drawn from one seed.
+
+Owns the draw and its ranges. Pure data: the same seed is the same schedule. Knows no fleet.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal, TypeAlias
+
+from common.engine.timed import StepCost
+from common.ids import RequestId
+from tests.life.instance import Size
+from tests.life.weather import Chances
+
+WINDOW_S = 12.0
+"""Faults begin within it; the weather is bad during it."""
+LONGEST_PROMPT, LONGEST_ANSWER = 44, 30
+FEWEST_PAGES = 19
+"""Hold the longest prompt with the longest answer."""
+TRIGGERS = ("Generate", "Reserve", "Grant", "Handoff", "TokenBatch", "Renew", "Withdraw", "Decline", "Renewed", "Cancel", "Probe")
+"""Kinds of letters upon which a fault may strike, so that it strikes within the protocol."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One answer that a client wants. stop_after: ends it at the text of its token of that number, if it is so long."""
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    stop_after: int | None = None
+    stop_by: Literal["text", "token"] = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a client does. leaves_s: when it hangs up, if it does. timeout_s: what it gives the request, or None."""
+
+    at_s: float
+    choices: tuple[Choice, ...]
+    priority: int = 0
+    timeout_s: float | None = None
+    leaves_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """The process is gone, memory and all. noticed_s: how long its peers' transports take to see it. back_s: until a successor
+    starts. inherits: the successor has its address, and so its mail."""
+
+    name: str
+    noticed_s: float
+    back_s: float
+    inherits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """The process is stopped, and goes on after so many seconds."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """The instance is drained, by the router or by a signal, and started again when it has left."""
+
+    name: str
+    by_signal: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Nothing passes between two of them for so many seconds; letters are lost, or queued until then."""
+
+    one: str
+    other: str
+    seconds: float
+    queued: bool
+
+
+Deed: TypeAlias = Kill | Hang | Leave | Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """At a time; with a trigger, upon the first letter of that kind from then on."""
+
+    at_s: float
+    trigger: str | None
+    deed: Deed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rough:
+    """Chances for writes. by_hand: they move only when their writer polls. buffered: they are taken in when their reader does."""
+
+    slow: float
+    fails: float
+    unproven: float
+    by_hand: float
+    buffered: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """heartbeat_s: of the instances. survivor: a decode instance that nothing befalls but the weather, if there is one."""
+
+    seed: int
+    prefill: int
+    decode: int
+    size: Size
+    heartbeat_s: float
+    chances: Chances
+    rough: Rough
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+    survivor: str | None
+
+
+def draw_schedule(seed: int) -> Schedule:
+    random = Random(seed)
+    prefill, decode = random.randint(2, 4), random.randint(2, 4)
+    survivor = "decode-0" if random.random() < 0.8 else None
+    names = [f"prefill-{n}" for n in range(prefill)] + [f"decode-{n}" for n in range(decode)]
+    victims = [name for name in names if name != survivor]
+    return Schedule(
+        seed=seed,
+        prefill=prefill,
+        decode=decode,
+        size=_size(random),
+        heartbeat_s=random.choice((0.5, 1.0)),
+        chances=_chances(random),
+        rough=_rough(random),
+        asks=tuple(_ask(random, number) for number in range(random.randint(3, 8))),
+        faults=tuple(_fault(random, names, victims, survivor) for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4)))),
+        survivor=survivor,
+    )
+
+
+def _size(random: Random) -> Size:
+    return Size(
+        pages=random.randint(FEWEST_PAGES, 2 * FEWEST_PAGES),
+        rows=random.randint(2, 5),
+        chunk_tokens=random.choice((4, 8, 16)),
+        max_waiting=random.choice((2, 64)),
+        request_timeout_s=90.0,
+        drain_timeout_s=random.choice((0.0, 2.0, 30.0)),
+        cost=StepCost(step_s=random.choice((0.01, 0.03, 0.1)), chunk_token_s=0.001, decode_row_s=0.001),
+    )
+
+
+def _chances(random: Random) -> Chances:
+    if random.random() < 0.2:
+        return Chances(lost=0.0, twice=0.0, slow=0.0, overtaking=False)
+    return Chances(
+        lost=random.choice((0.0, 0.01, 0.03)),
+        twice=random.choice((0.0, 0.02)),
+        slow=random.choice((0.0, 0.05, 0.2)),
+        overtaking=random.random() < 0.5,
+    )
+
+
+def _rough(random: Random) -> Rough:
+    if random.random() < 0.3:
+        return Rough(slow=0.0, fails=0.0, unproven=0.0, by_hand=0.0, buffered=False)
+    return Rough(
+        slow=random.choice((0.0, 0.1)),
+        fails=random.choice((0.0, 0.02)),
+        unproven=random.choice((0.0, 0.3)),
+        by_hand=random.choice((0.0, 0.5, 1.0)),
+        buffered=random.random() < 0.5,
+    )
+
+
+def _ask(random: Random, number: int) -> Ask:
+    at_s = random.uniform(0.0, 0.8 * WINDOW_S)
+    prompt = tuple(random.randrange(10, 1000) for _ in range(random.choice((random.randint(1, 10), random.randint(1, 44)))))
+    both = 2 if random.random() < 0.15 else 1
+    max_tokens = 1 if random.random() < 0.1 else random.randint(1, LONGEST_ANSWER)
+    is_sampled = random.random() < 0.3
+    choices = tuple(
+        Choice(
+            request_id=RequestId(f"r{number}.{index}"),
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=1.0 if is_sampled else 0.0,
+            seed=random.randrange(1000) if is_sampled else 0,
+            stop_after=random.randrange(LONGEST_ANSWER) if random.random() < 0.3 else None,
+            stop_by=random.choice(("text", "token")),
+        )
+        for index in range(both)
+    )
+    return Ask(
+        at_s=at_s,
+        choices=choices,
+        priority=random.choice((0, 0, 0, -1, 5)),
+        timeout_s=random.uniform(0.5, 4.0) if random.random() < 0.05 else None,
+        leaves_s=at_s + random.uniform(0.0, 5.0) if random.random() < 0.15 else None,
+    )
+
+
+def _fault(random: Random, names: list[str], victims: list[str], survivor: str | None) -> Fault:
+    return Fault(
+        at_s=random.uniform(0.1, WINDOW_S),
+        trigger=random.choice(TRIGGERS) if random.random() < 0.6 else None,
+        deed=_deed(random, names, victims, survivor),
+    )
+
+
+def _deed(random: Random, names: list[str], victims: list[str], survivor: str | None) -> Deed:
+    name = random.choice(victims)
+    match random.choice(("kill", "kill", "hang", "hang", "leave", "part")):
+        case "kill":
+            noticed_s = random.choice((0.01, random.uniform(0.1, 9.0)))
+            return Kill(name=name, noticed_s=noticed_s, back_s=random.uniform(0.3, 6.0), inherits=random.random() < 0.5)
+        case "hang":
+            return Hang(name=name, seconds=random.choice((random.uniform(0.5, 3.0), random.uniform(3.0, 12.0))))
+        case "leave":
+            return Leave(name=name, by_signal=random.random() < 0.5)
+        case _:
+            one, other = random.choice(victims), random.choice(["router", "detokenizer", *names])
+            if other == one or (other in ("router", "detokenizer") and one == survivor):
+                other = "router"
+            return Part(one=one, other=other, seconds=random.uniform(0.5, 8.0), queued=random.random() < 0.5)

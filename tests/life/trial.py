@@ -1,0 +1,242 @@
+"""A fleet under a schedule: clients ask and leave, instances die, hang and leave, letters and writes fare as they may.
+
+Owns the carrying out of a schedule, and when nobody could have served. Judges nothing: `checks` does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import assert_never
+
+from common.config import RouterConfig
+from common.errors import Overloaded, Unavailable
+from common.ids import DETOKENIZER, ROUTER, InstanceId, Role
+from common.messages import AnyMessage
+from kv_transfer.memory import MemoryTransport
+from tests.life.client import Client
+from tests.life.clock import Clock
+from tests.life.expected import Expected, expect, spec_of
+from tests.life.fabric import Fabric, FabricTransport, Fate, Host
+from tests.life.fleet import Fleet, World
+from tests.life.instance import Instance
+from tests.life.ledger import Ledger
+from tests.life.network import Letter
+from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Rough, Schedule
+from tests.life.weather import Cut, Storm
+
+LOOK_S = 0.25
+"""How often it is looked who could serve."""
+ASK_AGAIN_S = 1.0
+PATIENCE_S = 40.0
+"""How long a client asks again that is told to come back later."""
+LEFT_S = 0.5
+"""After which an instance that left is started again."""
+REQUEST_TIMEOUT_S = 60.0
+CALM_WRITE_S = 0.002
+
+
+class Tides:
+    """Implements `tests.life.fabric.Sea`: writes fare well from `Storm.ends_s` on."""
+
+    def __init__(self, random: Random, rough: Rough, storm: Storm) -> None:
+        self._random = random
+        self._rough = rough
+        self._storm = storm
+
+    def fate(self, now: float) -> Fate:
+        draw, rough = self._random.random, self._rough
+        by_hand = draw() < rough.by_hand
+        if now >= self._storm.ends_s:
+            return Fate(seconds=CALM_WRITE_S, by_hand=by_hand)
+        seconds = 12.0 * draw() ** 2 if draw() < rough.slow else CALM_WRITE_S * (0.2 + 4.0 * draw())
+        failure = "cable" if draw() < rough.fails else None
+        return Fate(seconds=seconds, failure=failure, proven=draw() >= rough.unproven, by_hand=by_hand)
+
+    def passes_s(self, one: InstanceId, other: InstanceId, now: float) -> float:
+        return self._storm.cut_until(one, other, now)
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """What a client asked for, and what became of it. client: None until the router has taken it in."""
+
+    ask: Ask
+    expected: tuple[Expected, ...]
+    client: Client | None = None
+    began_s: float = 0.0
+    left: bool = False
+    given_up: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.given_up or (self.client.ended if self.client is not None else self.left)
+
+
+class Trial(Fleet):
+    """The fleet is ready when it has been made; `run_window` begins the schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._random = Random(f"trial {schedule.seed}")
+        clock = Clock()
+        self.storm = Storm(Random(f"storm {schedule.seed}"), schedule.chances, ends_s=0.0)
+        tides = Tides(Random(f"tides {schedule.seed}"), schedule.rough, self.storm)
+        self.fabric = Fabric(clock, tides, Random(f"fabric {schedule.seed}"), schedule.rough.buffered)
+        self.ledgers: dict[str, Ledger] = {}
+        """By agent."""
+        self.on_event: Callable[[str], None] = lambda _: None
+        self.unserved: list[float] = []
+        """Times at which no instance could have served."""
+        self.asked = [Asked(ask, tuple(expect(choice) for choice in ask.choices)) for ask in schedule.asks]
+        self._armed: dict[str, list[Deed]] = {}
+        self._leaving: set[Instance] = set()
+        config = RouterConfig(heartbeat_s=schedule.heartbeat_s, request_timeout_s=REQUEST_TIMEOUT_S)
+        super().__init__(
+            schedule.prefill,
+            schedule.decode,
+            config=config,
+            size=schedule.size,
+            world=World(clock, self.storm, self.fabric),
+        )
+        self.network.taps.append(self._on_letter)
+
+    def run_window(self) -> None:
+        """Everything of the schedule happens; at the end of it the weather turns fine, though some of it lasts."""
+        begins_s = self.clock.now
+        self.storm.ends_s = begins_s + WINDOW_S
+        for asked in self.asked:
+            self._plan_ask(asked, begins_s)
+        for fault in self.schedule.faults:
+            self._plan_fault(fault, begins_s)
+        self._look()
+        self.run_for(WINDOW_S)
+        self._armed.clear()
+
+    # --- who is there ------------------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Of every instance that there should be."""
+        return sorted({life.name.id for life in self.lives})
+
+    def ledger_of(self, instance: Instance) -> Ledger:
+        return self.ledgers[instance.info.pool.agent]
+
+    def make_transport(self) -> MemoryTransport:
+        return FabricTransport(self.fabric)
+
+    def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
+        instance = super().start(name, role, address, began_s or self._random.uniform(1.0, 1000.0))
+        ledger = self.ledgers[instance.info.pool.agent] = Ledger(instance.pool, instance.engine)
+        self.fabric.hosts[instance.info.pool.agent] = Host(instance.name.id, ledger)
+        self._note(f"{name} starts, life {instance.name.life}")
+        return instance
+
+    def kill(self, name: str, noticed_s: float = 0.0) -> Instance:
+        instance = self.instances.pop(name)
+        instance.kill()
+        self.fabric.died(instance.info.pool.agent, noticed_s)
+        return instance
+
+    def instance_ended(self, instance: Instance, reason: str) -> None:
+        super().instance_ended(instance, reason)
+        self._note(f"{instance.name.id} ended by itself: {reason}")
+        self.fabric.died(instance.info.pool.agent, 0.0)
+        self.clock.at(self.clock.now + LEFT_S, lambda: self._start_again(instance, inherits=False))
+
+    def _start_again(self, former: Instance, inherits: bool) -> None:
+        self.start(former.name.id, former.name.role, former.name.address if inherits else None)
+
+    # --- clients -----------------------------------------------------------------------------------------------------------
+
+    def _plan_ask(self, asked: Asked, begins_s: float) -> None:
+        ask = asked.ask
+        self.clock.at(begins_s + ask.at_s, lambda: self._ask(asked))
+        if ask.leaves_s is not None:
+            self.clock.at(begins_s + ask.leaves_s, lambda: self._leave(asked))
+
+    def _ask(self, asked: Asked) -> None:
+        """A client that is told to come back later does, for a while."""
+        if asked.left:
+            return
+        asked.began_s = asked.began_s or self.clock.now
+        choices = zip(asked.ask.choices, asked.expected, strict=True)
+        specs = [spec_of(choice, expected, asked.ask, index) for index, (choice, expected) in enumerate(choices)]
+        try:
+            asked.client = self.ask(*specs)
+        except (Unavailable, Overloaded) as error:
+            self._note(f"{asked.ask.choices[0].request_id} is told to come back later: {error}")
+            if self.clock.now > asked.began_s + PATIENCE_S:
+                asked.given_up = True
+            else:
+                self.clock.at(self.clock.now + ASK_AGAIN_S, lambda: self._ask(asked))
+
+    def _leave(self, asked: Asked) -> None:
+        asked.left = True
+        if asked.client is not None and not asked.client.ended:
+            self._note(f"the client of {asked.ask.choices[0].request_id} leaves")
+            self.leave(*(choice.request_id for choice in asked.ask.choices))
+
+    # --- faults ------------------------------------------------------------------------------------------------------------
+
+    def _plan_fault(self, fault: Fault, begins_s: float) -> None:
+        trigger, deed = fault.trigger, fault.deed
+        if trigger is None:
+            self.clock.at(begins_s + fault.at_s, lambda: self._do(deed))
+        else:
+            self.clock.at(begins_s + fault.at_s, lambda: self._armed.setdefault(trigger, []).append(deed))
+
+    def _on_letter(self, letter: Letter, message: AnyMessage, delays: Sequence[float]) -> None:
+        for deed in self._armed.pop(letter.kind, ()):
+            after_s = self._random.choice((0.0, 0.001, 0.02))
+            self.clock.at(self.clock.now + after_s, lambda deed=deed: self._do(deed))  # type: ignore[misc]
+
+    def _do(self, deed: Deed) -> None:
+        now = self.clock.now
+        self._note(str(deed))
+        match deed:
+            case Kill():
+                if deed.name in self.instances:
+                    killed = self.kill(deed.name, deed.noticed_s)
+                    self.clock.at(now + deed.back_s, lambda: self._start_again(killed, deed.inherits))
+            case Hang():
+                if deed.name in self.instances:
+                    self.instances[deed.name].stop_until(now + deed.seconds)
+            case Leave():
+                self._drain(deed)
+            case Part():
+                self.storm.cut(_correspondent(deed.one), _correspondent(deed.other), Cut(now + deed.seconds, deed.queued))
+            case _:
+                assert_never(deed)
+
+    def _drain(self, deed: Leave) -> None:
+        instance = self.instances.get(deed.name)
+        if instance is None:
+            return
+        self._leaving.add(instance)
+        if deed.by_signal:
+            instance.drain()
+        else:
+            self.router_process.drain(instance.name.id)
+
+    # --- who could serve ---------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if not any(self._could_serve(instance) for instance in self.instances.values()):
+            self.unserved.append(self.clock.now)
+        if not all(asked.over for asked in self.asked):
+            self.clock.at(self.clock.now + LOOK_S, self._look)
+
+    def _could_serve(self, instance: Instance) -> bool:
+        """A decode instance serves alone, if need be."""
+        now = self.clock.now
+        reachable = self.storm.cut_until(instance.name.id, ROUTER, now) <= now
+        runs = now >= instance.stopped_until_s and instance not in self._leaving
+        return instance.name.role == "decode" and runs and reachable
+
+    def _note(self, event: str) -> None:
+        self.on_event(f"{self.clock.now:9.4f}  == {event}")
+
+
+def _correspondent(name: str) -> InstanceId:
+    return {"router": ROUTER, "detokenizer": DETOKENIZER}.get(name, InstanceId(name))

@@ -1,0 +1,122 @@
+"""A router core with linked instances, an outbox and a clock turned by hand: for tests that are lists of messages."""
+
+from collections.abc import Iterable
+
+from common.config import RouterConfig
+from common.ids import DETOKENIZER, Incarnation, Key, RequestId, pack_ids
+from common.instance.ports import Send
+from common.messages import (
+    AnyMessage,
+    Cancel,
+    Close,
+    Ending,
+    Generate,
+    InstanceInfo,
+    Load,
+    Open,
+    Probe,
+    Probed,
+    Register,
+    Standing,
+    TextBatch,
+    TextDelta,
+)
+from common.sampling_params import SamplingParams
+from router.core import RouterCore
+from router.outbox import Outbox
+from router.requests import RequestSpec
+from tests.builders import instance
+from tests.router.fakes import Unobserved, beat
+
+P0, D0, P1, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("p1", "prefill"), instance("d1", "decode")
+PROMPT = pack_ids(range(100, 120))
+
+
+class Bench:
+    """The members are linked, each with all of the other role."""
+
+    def __init__(self, *members: InstanceInfo, config: RouterConfig | None = None, limit_chars: int = 10_000) -> None:
+        self.observer = Unobserved()
+        self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config or RouterConfig(), self.observer)
+        self.outbox = Outbox(lambda: None, limit_chars)
+        self.members = list(members)
+        for member in members:
+            self.core.receive(Register(instance=member), 0.0)
+        self.beat(0.0)
+
+    def beat(self, now: float, *without: InstanceInfo) -> list[Send]:
+        """All but these say that they live."""
+        return [send for member in self.members if member not in without for send in self.report(member, now)]
+
+    def report(self, member: InstanceInfo, now: float, load: Load | None = None, draining: bool = False) -> list[Send]:
+        """One says that it lives, and how it is."""
+        others = (other for other in self.members if other.role != member.role)
+        return self.core.receive(beat(member, *others, load=load, draining=draining), now)
+
+    def join(self, member: InstanceInfo, now: float) -> list[Send]:
+        """A newcomer, which is linked at once."""
+        self.members.append(member)
+        return [*self.core.receive(Register(instance=member), now), *self.beat(now)]
+
+    def submit(self, *specs: RequestSpec, at: float = 0.0) -> list[Send]:
+        return self.core.submit(specs, self.outbox, at)
+
+    def text(
+        self, first: int, text: str, ending: Ending | None = None, now: float = 1.0, name: str = "r", attempt: int = 0
+    ) -> list[Send]:
+        """The detokenizer says: these characters, one token each."""
+        delta = TextDelta(key(name, attempt), first, tuple(ord(char) for char in text), text, ending)
+        return self.core.receive(TextBatch(deltas=(delta,)), now)
+
+    def probed(self, of: InstanceInfo, next_token: int | None, now: float, name: str = "r", attempt: int = 0) -> list[Send]:
+        """The instance says what it knows of an attempt."""
+        standing = Standing(key(name, attempt), next_token)
+        return self.core.receive(Probed(id=of.id, incarnation=of.incarnation, standings=(standing,)), now)
+
+    def read(self) -> str:
+        return "".join(delta.text for delta in self.outbox.take())
+
+    def endings(self) -> list[Ending]:
+        return [delta.ending for delta in self.outbox.take() if delta.ending is not None]
+
+    def assigned(self) -> dict[str, int]:
+        return {member.info.id: member.assigned_tokens for member in self.core.fleet.members()}
+
+
+def key(name: str = "r", attempt: int = 0) -> Key:
+    return Key(RequestId(name), attempt)
+
+
+def spec(name: str = "r", index: int = 0, max_new_tokens: int = 8, stop: tuple[str, ...] = ()) -> RequestSpec:
+    return RequestSpec(RequestId(name), index, PROMPT, SamplingParams(max_new_tokens=max_new_tokens), stop)
+
+
+def cancels(*to: InstanceInfo, name: str = "r", attempt: int = 0) -> list[Send]:
+    return [Send(one.id, Cancel(key=key(name, attempt))) for one in to]
+
+
+def close(name: str = "r", attempt: int = 0) -> Send:
+    return Send(DETOKENIZER, Close(key=key(name, attempt)))
+
+
+def about_requests(sends: Iterable[Send]) -> list[Send]:
+    """What is left without membership."""
+    return [send for send in sends if isinstance(send.message, Open | Generate | Cancel | Close | Probe)]
+
+
+def generates(sends: Iterable[Send]) -> list[tuple[str, Generate]]:
+    return [(send.to, send.message) for send in sends if isinstance(send.message, Generate)]
+
+
+def opened(sends: Iterable[Send]) -> list[Open]:
+    return [send.message for send in sends if isinstance(send.message, Open)]
+
+
+def route(sends: Iterable[Send]) -> tuple[str, str | None]:
+    """Where the one request that begins is served: first, and then."""
+    ((to, message),) = generates(sends)
+    return to, message.decode
+
+
+def messages(sends: Iterable[Send], to: InstanceInfo) -> list[AnyMessage]:
+    return [send.message for send in sends if send.to == to.id]
