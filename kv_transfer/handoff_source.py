@@ -161,7 +161,7 @@ class HandoffSource:
     def give_up(self, key: Key) -> list[Output]:
         """The request has ended on this side: post nothing more, drain, then withdraw. Unknown keys are over already."""
         outgoing = self._by_key.get(key)
-        if outgoing is None:
+        if outgoing is None or outgoing.phase == "stuck":
             return []
         return self._drain(outgoing, failure=None)
 

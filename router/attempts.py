@@ -85,7 +85,7 @@ class Attempt:
     def withdraw(self) -> list[Send]:
         """It is over, though others believe it to be open. Also to a member that was lost: it may only be silent, and then the
         message waits for it."""
-        return [*self.cancels(), Send(DETOKENIZER, Close(key=self.key))]
+        return [*self.cancels()]
 
     def cancels(self) -> list[Send]:
         return [Send(member.info.id, Cancel(key=self.key)) for member in self.members]
@@ -122,8 +122,13 @@ class Attempt:
         return self._suspected and self._is_suspect()
 
     def _is_suspect(self) -> bool:
-        """Whether nobody knows of it, or tokens were sent that did not come."""
-        known = [next_token for next_token in self._standings.values() if next_token is not None]
-        if known:
-            return max(known) > self.next_token
-        return len(self._standings) == len(self.needed)
+        """Whether tokens were sent that did not come, or nobody is about to send the next one: whoever knows of it at all is a
+        decode instance that waits for a handoff of which its writer knows nothing."""
+        if any(next_token is not None and next_token > self.next_token for next_token in self._standings.values()):
+            return True
+        if len(self._standings) < len(self.needed):
+            return False
+        return all(
+            next_token is None or (member is self.decode and next_token == self._first_token)
+            for member, next_token in self._standings.items()
+        )

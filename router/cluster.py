@@ -1,5 +1,5 @@
-"""The /cluster page: every instance as it reported itself last, those that left or were refused, and what is open at
-the router.
+"""The /cluster page: every instance and the detokenizer as they reported themselves last, those that left or were refused, and
+what is open at the router.
 
 Owns the shape of the page. Does not know HTTP.
 """
@@ -7,7 +7,10 @@ Owns the shape of the page. Does not know HTTP.
 from collections import Counter
 from typing import Any
 
+from msgspec.structs import asdict
+
 from router.core import RouterCore
+from router.detokenizer_watch import DetokenizerWatch
 from router.members import Member
 from router.requests import Phase
 
@@ -24,7 +27,7 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
             "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
             "unready": core.unready(),
         },
-        "detokenizer": {"silent": core.detokenizer.silent, "last": core.detokenizer.last},
+        "detokenizer": _detokenizer(core.detokenizer),
         "instances": [_instance(member) for member in core.fleet.members()],
         "departed": [
             {
@@ -37,6 +40,10 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
         ],
         "refused": [{"id": name, "reason": refusal.reason} for name, refusal in core.fleet.refused.items()],
     }
+
+
+def _detokenizer(watch: DetokenizerWatch) -> dict[str, Any]:
+    return {"silent": watch.silent} | ({} if watch.last is None else asdict(watch.last))
 
 
 def _instance(member: Member) -> dict[str, Any]:

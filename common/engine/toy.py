@@ -30,7 +30,7 @@ FIRST_TOKEN = 10
 _PLACES = 2 * 2 * 2
 """(layer, key or value, head): in each of these a slot has four bytes, which is one word."""
 _SLOT_BYTES = 4 * _PLACES
-_TOKEN, _POSITION = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
+_TOKEN, _POSITION = np.int64(0x9E3779B1), np.int64(0x85EBCA77)
 _PLACE = (2 * np.arange(_PLACES, dtype=np.uint32) + 1) * np.uint32(0xC2B2AE3D)
 """Odd factors: what differs in token or position then differs in every place."""
 
@@ -154,10 +154,10 @@ class ToyExecutor:
 
     def _write(self, rows: int | Int32Array, tokens: Int32Array, positions: Int64Array) -> None:
         """The KV of tokens at positions of one row, or of a row each."""
-        page_size = self._layout.page_size
-        assert (positions < self._held[rows] * page_size).all(), "a row would write beyond its pages"
-        words = tokens.astype(np.uint32) * _TOKEN + positions.astype(np.uint32) * _POSITION + np.uint32(1)
-        self._slots[self._page_table[rows, positions // page_size], positions % page_size] = words[:, None] * _PLACE
+        nth, slots = np.divmod(positions, self._layout.page_size)
+        assert (nth < self._held[rows]).all(), "a row would write beyond its pages"
+        words = (tokens * _TOKEN + positions * _POSITION + 1).astype(np.uint32)
+        self._slots[self._page_table[rows, nth], slots] = words[:, None] * _PLACE
 
     def _sample(self, rows: Int32Array) -> Int32Array:
         """The next token of each row: a digest of all that lies in its slots."""

@@ -1,34 +1,52 @@
 """The sending end of the handoff, as messages in and actions out."""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
 
 from common.ids import Generation, Incarnation, InstanceId, Ticket, pack_ids
-from common.instance.ports import Push, PushDone, PushFailed, Send
+from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
-from kv_transfer.handoff_source import HandoffSource, Output, SourceClosed
+from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed
+from kv_transfer.lease import LEASE_S
 from tests.builders import key, sampling
 
-ME, PEER, OTHER = InstanceId("p"), InstanceId("d"), InstanceId("other")
-LIFE = Incarnation("1")
+ME, LIFE = Incarnation("writer"), Incarnation("1")
+D, OTHER = InstanceId("d"), InstanceId("other")
+PEER = Peer(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
 PAGE_SIZE = 4
+BEGAN_S = 100.0
+CLOSED = SourceClosed(key(), None, quiescent=True)
+WITHDRAWN = [Send(D, Withdraw(key=key())), CLOSED]
+
+
+def reserve(name: str = "r", sent_s: float = BEGAN_S) -> Reserve:
+    return Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(10)), sampling=sampling(), sent_s=sent_s)
 
 
 def opened() -> HandoffSource:
     source = HandoffSource(ME, PAGE_SIZE)
-    reserve = Reserve(key=key(), source=ME, prompt=pack_ids(range(10)), sampling=sampling())
-    assert source.open(reserve, PEER, LIFE, SOURCE_PAGES) == [Send(PEER, reserve)]
+    assert source.open(reserve(), PEER, SOURCE_PAGES) == [Send(D, reserve())]
+    return source
+
+
+def granted() -> HandoffSource:
+    source = opened()
+    assert source.receive(D, grant(), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + LEASE_S)]
     return source
 
 
 def unavailable(message: str) -> Failed:
-    return Failed(message=message, kind="unavailable_error", status=503)
+    return Failed(message=message, kind="unavailable_error", status=503, retryable=True)
 
 
-def grant(pages: tuple[int, ...] = (20, 21, 22), have_tokens: int = 0) -> Grant:
-    return Grant(key=key(), generation=Generation(5), pages=pack_ids(pages), have_tokens=have_tokens)
+def grant(pages: tuple[int, ...] = (20, 21, 22), have_tokens: int = 0, sent_s: float = BEGAN_S) -> Grant:
+    return Grant(
+        key=key(), generation=Generation(5), pages=pack_ids(pages), sent_s=sent_s, lease_s=LEASE_S, have_tokens=have_tokens
+    )
 
 
 def pushes(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
@@ -39,118 +57,200 @@ def done(ticket: int, pushed_bytes: int = 100) -> PushDone:
     return PushDone(Ticket(ticket), pushed_bytes, 0.1)
 
 
+# --- the way of a handoff --------------------------------------------------------------------------------------------------
+
+
 def test_complete_pages_are_pushed_chunk_by_chunk_and_the_last_page_with_the_first_token() -> None:
-    source = opened()
-    assert source.receive(PEER, grant()) == []
+    source = granted()
     assert pushes(source.computed(key(), 6)) == [([10], [20])]
     assert pushes(source.computed(key(), 7)) == []
     assert pushes(source.sampled(key(), 99)) == [([11, 12], [21, 22])]
     assert source.transfer_ended(done(1)) == []
     handoff = Handoff(key=key(), generation=Generation(5), first_token=99, pushed_pages=3, pushed_bytes=200)
-    assert source.transfer_ended(done(2)) == [Send(PEER, handoff), SourceClosed(key(), None, True)]
-    assert len(source) == 0
+    assert source.transfer_ended(done(2)) == [Send(D, handoff), CLOSED]
+    assert len(source) == 0 and source.pushes_in_flight == 0
 
 
-def test_pages_wait_for_a_late_grant_and_then_go_at_once() -> None:
+def test_a_push_names_the_life_of_the_peer_that_was_asked() -> None:
+    (push,) = granted().computed(key(), 4)
+    assert isinstance(push, Push) and (push.peer, push.incarnation) == (D, LIFE)
+
+
+def test_pages_wait_for_a_late_grant_and_then_go_at_once_under_its_lease() -> None:
     source = opened()
     assert source.computed(key(), 8) == []
     assert source.sampled(key(), 99) == []
-    assert pushes(source.receive(PEER, grant())) == [([10, 11, 12], [20, 21, 22])]
+    outputs = source.receive(D, grant(), BEGAN_S + 0.1)
+    assert outputs[0] == Allow(D, LIFE, BEGAN_S + LEASE_S), "the lease comes first"
+    assert pushes(outputs) == [([10, 11, 12], [20, 21, 22])]
 
 
 def test_pages_that_the_decode_instance_holds_already_are_not_sent() -> None:
     source = opened()
-    source.receive(PEER, grant(have_tokens=8))
+    source.receive(D, grant(have_tokens=8), BEGAN_S)
     assert pushes(source.computed(key(), 8)) == []
     assert pushes(source.sampled(key(), 99)) == [([12], [22])]
+    handoff, _ = source.transfer_ended(done(1))
+    assert isinstance(handoff, Send) and isinstance(handoff.message, Handoff) and handoff.message.pushed_pages == 1
 
 
 def test_a_handoff_without_any_push_follows_the_first_token_at_once() -> None:
     source = opened()
-    source.receive(PEER, grant(have_tokens=12))
+    source.receive(D, grant(have_tokens=12), BEGAN_S)
     outputs = source.sampled(key(), 99)
     assert [type(o) for o in outputs] == [Send, SourceClosed]
 
 
+def test_a_handoff_carries_the_digests_of_the_pages_that_were_pushed() -> None:
+    source = HandoffSource(ME, PAGE_SIZE, digest=lambda pages: b"".join(bytes([page] * 4) for page in pages.tolist()))
+    source.open(reserve(), PEER, SOURCE_PAGES)
+    source.receive(D, grant(have_tokens=4), BEGAN_S)
+    source.sampled(key(), 99)
+    handoff, _ = source.transfer_ended(done(1))
+    assert isinstance(handoff, Send) and isinstance(handoff.message, Handoff)
+    assert handoff.message.digests == bytes([11] * 4 + [12] * 4)
+
+
+# --- giving up -------------------------------------------------------------------------------------------------------------
+
+
 def test_giving_up_waits_for_the_push_in_flight_before_it_withdraws() -> None:
-    source = opened()
-    source.receive(PEER, grant())
+    source = granted()
     source.computed(key(), 4)
     assert source.give_up(key()) == []
-    assert source.computed(key(), 8) == []
-    assert source.transfer_ended(done(1)) == [Send(PEER, Withdraw(key=key())), SourceClosed(key(), None, True)]
+    assert source.computed(key(), 8) == [] and source.sampled(key(), 1) == []
+    assert source.transfer_ended(done(1)) == WITHDRAWN
 
 
 def test_giving_up_before_the_grant_withdraws_at_once_and_the_late_grant_is_stale() -> None:
     source = opened()
-    assert source.give_up(key()) == [Send(PEER, Withdraw(key=key())), SourceClosed(key(), None, True)]
-    assert source.receive(PEER, grant()) == []
+    assert source.give_up(key()) == WITHDRAWN
+    assert source.receive(D, grant(), BEGAN_S) == []
     assert source.stale == 1
 
 
-def test_a_failed_push_that_is_drained_withdraws_and_reports_the_reason() -> None:
+def test_giving_up_what_is_over_changes_nothing() -> None:
     source = opened()
-    source.receive(PEER, grant())
+    source.give_up(key())
+    assert source.give_up(key()) == [] and source.computed(key(), 4) == [] and source.sampled(key(), 1) == []
+
+
+def test_a_failed_push_that_is_drained_withdraws_and_reports_the_reason() -> None:
+    source = granted()
     source.computed(key(), 4)
     source.computed(key(), 8)
     assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=True)) == []
     outputs = source.transfer_ended(done(2))
-    assert outputs == [Send(PEER, Withdraw(key=key())), SourceClosed(key(), unavailable("pushing to d failed: cable"), True)]
+    assert outputs == [Send(D, Withdraw(key=key())), SourceClosed(key(), unavailable("pushing to d failed: cable"), True)]
+
+
+def test_the_first_reason_to_drain_is_the_one_that_is_told() -> None:
+    source = granted()
+    source.computed(key(), 4)
+    source.computed(key(), 8)
+    source.give_up(key())
+    source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=True))
+    assert source.transfer_ended(done(2)) == WITHDRAWN
 
 
 def test_a_failed_push_that_may_still_write_never_withdraws() -> None:
-    source = opened()
-    source.receive(PEER, grant())
+    source = granted()
     source.computed(key(), 4)
-    outputs = source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False))
-    assert outputs == [SourceClosed(key(), unavailable("pushing to d failed: cable"), quiescent=False)]
+    source.computed(key(), 8)
+    assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False)) == []
+    assert source.transfer_ended(done(2)) == [SourceClosed(key(), unavailable("pushing to d failed: cable"), quiescent=False)]
+
+
+@pytest.mark.parametrize("event", [done(7), PushFailed(Ticket(7), "cable", quiescent=True)])
+def test_the_end_of_a_push_that_is_not_ours_is_counted(event: PushDone | PushFailed) -> None:
+    source = granted()
+    assert source.transfer_ended(event) == [] and source.stale == 1
+
+
+# --- what decode instances say ---------------------------------------------------------------------------------------------
+
+
+FULL = Failed(message="full", kind="overloaded_error", status=429, retryable=True)
 
 
 def test_a_decline_closes_with_its_reason() -> None:
-    source = opened()
-    full = Failed(message="full", kind="overloaded_error", status=429)
-    assert source.receive(PEER, Decline(key=key(), failed=full)) == [SourceClosed(key(), full, True)]
+    assert opened().receive(D, Decline(key=key(), failed=FULL), BEGAN_S) == [SourceClosed(key(), FULL, True)]
+
+
+def test_a_decline_after_the_grant_takes_it_back_and_is_answered_when_the_pushes_have_ended() -> None:
+    source = granted()
+    source.computed(key(), 4)
+    assert source.receive(D, Decline(key=key(), failed=FULL), BEGAN_S + 1.0) == []
+    assert source.transfer_ended(done(1)) == [Send(D, Withdraw(key=key())), SourceClosed(key(), FULL, True)]
+
+
+def test_a_decline_after_the_grant_is_answered_at_once_when_nothing_is_in_flight() -> None:
+    outputs = granted().receive(D, Decline(key=key(), failed=FULL), BEGAN_S + 1.0)
+    assert outputs == [Send(D, Withdraw(key=key())), SourceClosed(key(), FULL, True)]
 
 
 @pytest.mark.parametrize("have_tokens", [-4, -12, 3, 16])
 def test_a_grant_of_pages_that_cannot_be_there_is_refused(have_tokens: int) -> None:
     source = opened()
     source.computed(key(), 8)
-    withdraw, closed = source.receive(PEER, msgspec.structs.replace(grant(), have_tokens=have_tokens))
-    assert withdraw == Send(PEER, Withdraw(key=key()))
+    withdraw, closed = source.receive(D, grant(have_tokens=have_tokens), BEGAN_S)
+    assert withdraw == Send(D, Withdraw(key=key()))
     assert isinstance(closed, SourceClosed) and "have_tokens" in str(closed.failure)
 
 
-def test_pages_that_the_peer_has_are_not_pushed() -> None:
-    source = opened()
-    source.receive(PEER, msgspec.structs.replace(grant(), have_tokens=8))
-    assert pushes(source.computed(key(), 8)) == []
-    assert pushes(source.sampled(key(), 5)) == [([12], [22])]
-
-
-@pytest.mark.parametrize("pages", [(20, 21), (20, 21, 22, 23)])
-def test_a_grant_of_the_wrong_size_is_refused(pages: tuple[int, ...]) -> None:
-    source = opened()
-    outputs = source.receive(PEER, grant(pages))
+@pytest.mark.parametrize("pages", [pack_ids((20, 21)), pack_ids((20, 21, 22, 23)), b"", b"abc"])
+def test_a_grant_of_the_wrong_size_is_refused(pages: bytes) -> None:
+    outputs = opened().receive(D, msgspec.structs.replace(grant(), pages=pages), BEGAN_S)
     assert isinstance(outputs[-1], SourceClosed) and "granted" in str(outputs[-1].failure)
 
 
-def test_an_answer_of_another_instance_is_dropped_and_counted() -> None:
+@pytest.mark.parametrize("answer", [grant(), Decline(key=key(), failed=FULL)])
+def test_an_answer_of_another_instance_is_dropped_and_counted(answer: Grant | Decline) -> None:
     source = opened()
-    assert source.receive(OTHER, grant()) == []
-    assert source.stale == 1
+    assert source.receive(OTHER, answer, BEGAN_S) == []
+    assert source.stale == 1 and len(source) == 1
     assert pushes(source.computed(key(), 8)) == []
 
 
 def test_a_second_grant_is_dropped() -> None:
-    source = opened()
-    source.receive(PEER, grant())
-    assert source.receive(PEER, grant((30, 31, 32))) == []
+    source = granted()
+    assert source.receive(D, grant((30, 31, 32)), BEGAN_S) == []
+    assert source.stale == 1
     assert pushes(source.computed(key(), 4)) == [([10], [20])]
+
+
+def test_a_grant_that_answers_what_was_not_said_yet_is_dropped_and_counted() -> None:
+    """A former process of our name may have said it, on another clock."""
+    source = opened()
+    assert source.receive(D, grant(sent_s=BEGAN_S + 0.2), BEGAN_S + 0.1) == []
+    assert source.stale == 1 and pushes(source.computed(key(), 8)) == []
+
+
+@pytest.mark.parametrize("sent_s", [math.nan, -math.inf, math.inf])
+def test_a_grant_at_no_time_raises_nothing_and_allows_nothing(sent_s: float) -> None:
+    outputs = opened().receive(D, grant(sent_s=sent_s), BEGAN_S)
+    assert not any(isinstance(output, Allow) and output.until_s > BEGAN_S for output in outputs)
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_handoffs_to_a_peer_that_left_fail() -> None:
     source = opened()
-    assert source.peers_gone([(PEER, LIFE)]) == []
-    outputs = source.peers_gone([(PEER, Incarnation("2"))])
+    assert source.peers_gone([(D, LIFE)]) == []
+    outputs = source.peers_gone([])
+    assert outputs == [Send(D, Withdraw(key=key())), SourceClosed(key(), unavailable("d left the fleet"), True)]
+
+
+def test_the_handoffs_to_a_peer_that_came_back_as_another_fail() -> None:
+    outputs = opened().peers_gone([(D, Incarnation("2"))])
     assert outputs[-1] == SourceClosed(key(), unavailable("d left the fleet"), True)
+
+
+def test_a_handoff_to_a_peer_that_left_is_drained_before_its_pages_come_home() -> None:
+    source = granted()
+    source.computed(key(), 4)
+    assert source.peers_gone([]) == []
+    (withdraw, closed) = source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
+    assert withdraw == Send(D, Withdraw(key=key()))
+    assert closed == SourceClosed(key(), unavailable("d left the fleet"), True)

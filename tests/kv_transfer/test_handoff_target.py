@@ -1,66 +1,341 @@
-"""The receiving end of the handoff: generations, fences and leases."""
+"""The receiving end of the handoff: generations, renewals, fences and leases."""
 
-from common.ids import Generation, Incarnation, InstanceId, pack_ids
-from common.messages import Grant, Handoff
+import math
+
+import pytest
+
+from common.ids import Generation, Incarnation, InstanceId, Key, pack_ids
+from common.messages import Claim, Grant, Handoff, Renew, Renewed
 from common.pages.pool import Lease, PagePool
-from kv_transfer.handoff_target import HandoffTarget
+from kv_transfer.handoff_target import HandoffTarget, Renewal, Writer
+from kv_transfer.lease import LEASE_S, MARGIN_S
 from tests.builders import key
 
-WRITER, OTHER, LIFE = InstanceId("p"), InstanceId("q"), Incarnation("1")
+P, Q = InstanceId("p"), InstanceId("q")
+WRITER, SUCCESSOR, OTHER = Writer(P, Incarnation("1")), Writer(P, Incarnation("2")), Writer(Q, Incarnation("1"))
+SILENCE_S = LEASE_S + MARGIN_S
+CLOCKS_S = 1000.0
+"""How much less the writers' clocks show than the reader's."""
 
 
-def granted() -> tuple[HandoffTarget, PagePool, Lease, Grant]:
-    pool, target = PagePool(8), HandoffTarget()
-    lease = pool.lease(3)
-    assert lease is not None
-    send = target.grant(key(), WRITER, LIFE, lease, prompt_pages=2)
-    assert send.to == WRITER and isinstance(send.message, Grant)
-    return target, pool, lease, send.message
+class Reader:
+    """A target with its pool, which hears what is sent at once."""
+
+    def __init__(self) -> None:
+        self.pool, self.target, self.now = PagePool(16), HandoffTarget(), CLOCKS_S
+
+    @property
+    def writers_now(self) -> float:
+        return self.now - CLOCKS_S
+
+    def reserve(self, name: str = "r", writer: Writer = WRITER) -> tuple[Grant, Lease]:
+        """A reservation of 3 pages, of which the prompt needs 2."""
+        self.target.heard(writer, self.writers_now, self.now)
+        lease = self.pool.lease(3)
+        assert lease is not None
+        send = self.target.grant(key(name), writer, lease, prompt_pages=2, asked_s=self.writers_now)
+        assert send.to == writer.id and isinstance(send.message, Grant)
+        return send.message, lease
+
+    def renew(
+        self, *claims: tuple[str, int], writer: Writer = WRITER, waits: tuple[str, ...] = (), age_s: float = 0.0
+    ) -> Renewal:
+        """A Renew arrives, `age_s` after it was sent."""
+        renew = Renew(
+            incarnation=writer.incarnation,
+            sent_s=self.writers_now - age_s,
+            claims=tuple(Claim(key(name), Generation(generation)) for name, generation in claims),
+        )
+        waiting = {key(name) for name in waits}
+        return self.target.renew(writer.id, renew, self.now, lambda asked: asked in waiting)
+
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+
+    def fenced(self) -> list[str]:
+        return [reservation.key.request_id for reservation in self.target.fenced(self.now)]
+
+
+def answer(renewal: Renewal) -> Renewed:
+    """What the writer is told first: for how long it may write, and what is over."""
+    renewed = renewal.sends[0].message
+    assert isinstance(renewed, Renewed)
+    return renewed
+
+
+def over(renewal: Renewal) -> list[str]:
+    return [key.request_id for key in answer(renewal).over]
+
+
+def grants(renewal: Renewal) -> list[Grant]:
+    return [send.message for send in renewal.sends[1:] if isinstance(send.message, Grant)]
+
+
+def lost(renewal: Renewal) -> list[str]:
+    return [reservation.key.request_id for reservation in renewal.lost]
 
 
 def handoff(generation: int) -> Handoff:
     return Handoff(key=key(), generation=Generation(generation), first_token=1, pushed_pages=2, pushed_bytes=2)
 
 
-def test_a_grant_names_the_prompt_pages_only() -> None:
-    _, _, lease, grant = granted()
+# --- reservations ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_grant_names_the_prompt_pages_only_and_the_word_that_it_answers() -> None:
+    grant, lease = Reader().reserve()
     assert grant.pages == pack_ids(lease.pages[:2])
+    assert (grant.sent_s, grant.lease_s, grant.have_tokens) == (0.0, LEASE_S, 0)
 
 
 def test_a_handoff_passes_the_lease_to_the_caller_once() -> None:
-    target, _, lease, grant = granted()
-    landed = target.land(WRITER, handoff(grant.generation))
+    reader = Reader()
+    grant, lease = reader.reserve()
+    landed = reader.target.land(P, handoff(grant.generation))
     assert landed is not None and landed.lease is lease
-    assert target.land(WRITER, handoff(grant.generation)) is None
-    assert target.stale == 1
+    assert reader.target.land(P, handoff(grant.generation)) is None
+    assert reader.target.stale == 1 and key() not in reader.target
 
 
 def test_a_handoff_of_an_older_generation_is_dropped_and_counted() -> None:
-    target, _, _, grant = granted()
-    assert target.land(WRITER, handoff(grant.generation - 1)) is None
-    assert target.stale == 1 and key() in target
+    reader = Reader()
+    grant, _ = reader.reserve()
+    assert reader.target.land(P, handoff(grant.generation - 1)) is None
+    assert reader.target.stale == 1 and key() in reader.target
 
 
-def test_a_handoff_or_withdrawal_of_another_writer_is_dropped() -> None:
-    target, _, _, grant = granted()
-    assert target.land(OTHER, handoff(grant.generation)) is None
-    assert target.withdraw(OTHER, key()) is None
-    assert target.stale == 2 and len(target) == 1
+def test_a_handoff_or_withdrawal_of_another_instance_is_dropped() -> None:
+    reader = Reader()
+    grant, _ = reader.reserve()
+    assert reader.target.land(Q, handoff(grant.generation)) is None
+    assert reader.target.withdraw(Q, key()) is None
+    assert reader.target.stale == 2 and len(reader.target) == 1
 
 
 def test_generations_are_never_used_twice() -> None:
-    target, pool, _, grant = granted()
-    reservation = target.withdraw(WRITER, key())
-    assert reservation is not None
-    lease = pool.lease(2)
-    assert lease is not None
-    again = target.grant(key(), WRITER, LIFE, lease, prompt_pages=2).message
-    assert isinstance(again, Grant) and again.generation != grant.generation
+    reader = Reader()
+    grant, _ = reader.reserve()
+    assert reader.target.withdraw(P, key()) is not None
+    again, _ = reader.reserve()
+    assert again.generation != grant.generation
 
 
 def test_a_cancelled_reservation_keeps_its_lease_until_the_writer_speaks() -> None:
-    target, pool, _, _ = granted()
-    assert target.cancel(key())
-    assert pool.free_pages == 5 and len(target) == 1
-    assert target.withdraw(WRITER, key()) is not None
-    assert not target.cancel(key())
+    reader = Reader()
+    _, lease = reader.reserve()
+    reader.target.cancel(key(), reader.now)
+    assert reader.pool.free_pages == 13 and len(reader.target) == 1
+    withdrawn = reader.target.withdraw(P, key())
+    assert withdrawn is not None and withdrawn.lease is lease
+    reader.target.cancel(key(), reader.now)
+    assert len(reader.target) == 0
+
+
+# --- renewals --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_renewal_is_answered_with_the_time_at_which_it_was_sent() -> None:
+    reader = Reader()
+    reader.later(7.0)
+    renewal = reader.renew()
+    assert renewal.sends[0].to == P and answer(renewal) == Renewed(sent_s=7.0, lease_s=LEASE_S) and renewal.lost == []
+
+
+def test_a_reservation_that_is_claimed_goes_on() -> None:
+    reader = Reader()
+    grant, _ = reader.reserve()
+    reader.later(1.0)
+    renewal = reader.renew(("r", grant.generation))
+    assert (over(renewal), grants(renewal), lost(renewal)) == ([], [], [])
+    assert key() in reader.target
+
+
+def test_a_grant_that_the_writer_has_not_got_is_sent_again_under_its_latest_word() -> None:
+    reader = Reader()
+    grant, _ = reader.reserve()
+    reader.later(1.0)
+    (again,) = grants(reader.renew(("r", 0)))
+    assert (again.key, again.generation, again.pages) == (grant.key, grant.generation, grant.pages)
+    assert (grant.sent_s, again.sent_s) == (0.0, 1.0)
+
+
+def test_a_reservation_that_is_not_claimed_any_more_is_lost() -> None:
+    """Its Handoff or its Withdraw did not arrive: no write for it is under way."""
+    reader = Reader()
+    kept, _ = reader.reserve("kept")
+    _, lease = reader.reserve("a")
+    reader.later(1.0)
+    renewal = reader.renew(("kept", kept.generation))
+    assert lost(renewal) == ["a"] and renewal.lost[0].lease is lease
+    assert len(reader.target) == 1 and lost(reader.renew(("kept", kept.generation))) == []
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.5])
+def test_a_renewal_that_is_no_newer_than_a_reserve_says_nothing_of_it(age_s: float) -> None:
+    """It was overtaken on its way."""
+    reader = Reader()
+    reader.later(10.0)
+    reader.reserve()
+    assert lost(reader.renew(age_s=age_s)) == [] and len(reader.target) == 1
+    reader.later(1e-3)
+    assert lost(reader.renew()) == ["r"]
+
+
+def test_a_claim_of_an_unknown_key_is_over() -> None:
+    assert over(Reader().renew(("a", 0), ("b", 3))) == ["a", "b"]
+
+
+def test_a_claim_of_a_key_that_waits_is_not_over() -> None:
+    renewal = Reader().renew(("a", 0), ("b", 0), waits=("a",))
+    assert over(renewal) == ["b"] and grants(renewal) == []
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_claim_of_a_cancelled_reservation_is_over_and_the_reservation_stays(generation: int) -> None:
+    reader = Reader()
+    reader.reserve()
+    reader.target.cancel(key(), reader.now)
+    reader.later(1.0)
+    renewal = reader.renew(("r", generation))
+    assert (over(renewal), grants(renewal), lost(renewal)) == (["r"], [], [])
+    assert key() in reader.target
+
+
+def test_a_cancelled_reservation_that_is_not_claimed_any_more_is_lost_too() -> None:
+    reader = Reader()
+    reader.reserve()
+    reader.target.cancel(key(), reader.now)
+    reader.later(1.0)
+    assert lost(reader.renew()) == ["r"] and len(reader.target) == 0
+
+
+@pytest.mark.parametrize("writer", [SUCCESSOR, OTHER])
+def test_a_renewal_of_another_life_or_instance_claims_and_loses_nothing_of_this_one(writer: Writer) -> None:
+    reader = Reader()
+    grant, _ = reader.reserve()
+    reader.later(1.0)
+    assert lost(reader.renew(writer=writer)) == []
+    renewal = reader.renew(("r", grant.generation), writer=writer)
+    assert (over(renewal), grants(renewal), lost(renewal)) == (["r"], [], [])
+    assert key() in reader.target
+
+
+# --- silence ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_reservations_of_a_writer_that_fell_silent_are_fenced_when_it_cannot_write_any_more() -> None:
+    reader = Reader()
+    reader.reserve("a")
+    reader.reserve("b")
+    assert reader.target.next_at() == CLOCKS_S + SILENCE_S
+    reader.later(SILENCE_S - 1e-3)
+    assert reader.fenced() == [] and reader.target.hears(WRITER)
+    reader.later(1e-3)
+    assert reader.fenced() == ["a", "b"]
+    assert len(reader.target) == 0 and not reader.target.hears(WRITER) and reader.target.next_at() is None
+
+
+def test_every_newer_word_puts_the_fence_off() -> None:
+    reader = Reader()
+    grant, _ = reader.reserve()
+    for _ in range(5):
+        reader.later(SILENCE_S - 1.0)
+        assert reader.fenced() == []
+        reader.renew(("r", grant.generation))
+    assert reader.target.next_at() == reader.now + SILENCE_S
+
+
+def test_a_reserve_is_a_word_as_well() -> None:
+    reader = Reader()
+    reader.reserve("a")
+    reader.later(3.0)
+    reader.reserve("b")
+    assert reader.target.next_at() == reader.now + SILENCE_S
+
+
+def test_a_word_that_was_overtaken_puts_no_fence_off_and_gives_no_lease() -> None:
+    """What was sent before the latest word proves nothing about the time after it."""
+    reader = Reader()
+    reader.later(5.0)
+    reader.reserve("a")
+    reader.later(1.0)
+    (again,) = grants(reader.renew(("a", 0), age_s=2.0))
+    assert again.sent_s == 5.0
+    assert reader.target.next_at() == reader.now - 1.0 + SILENCE_S
+
+
+def test_each_life_of_each_writer_is_silent_on_its_own() -> None:
+    reader = Reader()
+    reader.reserve("a")
+    reader.reserve("b", OTHER)
+    reader.later(1.0)
+    reader.reserve("c", SUCCESSOR)
+    reader.later(SILENCE_S - 1.0)
+    assert reader.fenced() == ["a", "b"]
+    reader.later(1.0)
+    assert reader.fenced() == ["c"]
+
+
+def test_a_cancelled_reservation_is_fenced_as_any_other() -> None:
+    reader = Reader()
+    reader.reserve()
+    reader.target.cancel(key(), reader.now)
+    reader.later(SILENCE_S)
+    assert reader.fenced() == ["r"]
+
+
+def test_a_writer_that_speaks_again_after_its_fence_is_heard_again_and_told_what_is_over() -> None:
+    reader = Reader()
+    grant, _ = reader.reserve()
+    reader.later(SILENCE_S)
+    reader.fenced()
+    assert over(reader.renew(("r", grant.generation))) == ["r"]
+    assert reader.target.hears(WRITER) and reader.target.next_at() == reader.now + SILENCE_S
+    assert reader.target.land(P, handoff(grant.generation)) is None
+
+
+@pytest.mark.parametrize("sent_s", [math.nan, math.inf, -math.inf])
+def test_a_word_at_no_time_is_fenced_as_any_other(sent_s: float) -> None:
+    reader = Reader()
+    reader.target.heard(WRITER, sent_s, reader.now)
+    reader.later(SILENCE_S)
+    reader.target.fenced(reader.now)
+    assert not reader.target.hears(WRITER)
+
+
+# --- stuck reservations ----------------------------------------------------------------------------------------------------
+
+
+def is_stuck(reader: Reader, asked: Key | None = None) -> bool:
+    return reader.target.is_stuck(asked or key(), reader.now)
+
+
+def test_a_cancelled_reservation_is_stuck_when_its_writer_does_not_let_go_of_it_for_a_lease() -> None:
+    reader = Reader()
+    grant, _ = reader.reserve()
+    reader.target.cancel(key(), reader.now)
+    for _ in range(5):
+        assert not is_stuck(reader)
+        reader.later(1.0)
+        reader.renew(("r", grant.generation))
+        reader.target.cancel(key(), reader.now)
+    assert not is_stuck(reader)
+    reader.later(1e-3)
+    assert is_stuck(reader)
+    reader.target.withdraw(P, key())
+    assert not is_stuck(reader)
+
+
+def test_a_reservation_is_stuck_while_its_writer_is_silent_and_not_any_more_when_it_speaks() -> None:
+    reader = Reader()
+    grant, _ = reader.reserve()
+    reader.later(LEASE_S)
+    assert not is_stuck(reader)
+    reader.later(1.0)
+    assert is_stuck(reader)
+    reader.renew(("r", grant.generation))
+    assert not is_stuck(reader)
+
+
+def test_what_has_no_reservation_is_not_stuck() -> None:
+    assert not is_stuck(Reader(), key("nobody"))

@@ -8,7 +8,6 @@ import pytest
 
 from common.ids import Incarnation, Ticket
 from common.instance.ports import Connect, Expect, LinkChanged, PushDone, Settle, Settled
-from kv_transfer.memory import MemoryTransport
 from kv_transfer.transfer_loop import RETRY_MOST_S, RETRY_S, SETTLE_POLLS, SLOWEST_BYTES_PER_S, STALL_S
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked
@@ -58,7 +57,9 @@ def test_a_peer_with_another_layout_is_refused_by_the_field_that_differs(two: Tw
 
 def test_a_peer_with_another_backend_is_refused_by_both_names(two: Two) -> None:
     other = two.target.info()
-    two.source.loop.submit(Connect((msgspec.structs.replace(other, pool=msgspec.structs.replace(other.pool, backend="pigeons")),)))
+    two.source.loop.submit(
+        Connect((msgspec.structs.replace(other, pool=msgspec.structs.replace(other.pool, backend="pigeons")),))
+    )
     assert two.source.events() == [linked("lost", "it uses pigeons and we use memory")]
 
 

@@ -11,6 +11,9 @@ from tests.life.expected import Expected
 from tests.life.instance import Instance
 from tests.life.trial import Asked, Trial
 
+FEW = 10
+"""Where so few may wait, some may be refused."""
+
 
 def unsettled(trial: Trial) -> Iterator[str]:
     """What has not come to its end yet, or is not at home."""
@@ -99,6 +102,8 @@ def _verdict(trial: Trial, asked: Asked, answer: Answer, expected: Expected) -> 
 def _excuse(trial: Trial, asked: Asked, failed: Failed) -> str | None:
     """What is wrong with a failure; None where it may be."""
     if failed.kind == "timeout_error" and asked.ask.timeout_s is not None:
+        return None
+    if failed.kind == "overloaded_error" and trial.schedule.size.max_waiting < FEW:
         return None
     if failed.retryable and any(at >= asked.began_s for at in trial.unserved):
         return None

@@ -24,7 +24,7 @@ from tests.life.clock import NEVER, Clock, LocalClock, Loop
 from tests.life.network import Network, Post
 
 ROUTER_ADDRESS = "tcp://127.0.0.1:1"
-LOOK_S = 0.010
+LOOK_S = 0.025
 """How often a transfer loop looks what has become of its pushes."""
 STARTUP_TIMEOUT_S = 60.0
 

@@ -15,8 +15,8 @@ from tests.life.weather import Chances
 WINDOW_S = 12.0
 """Faults begin within it; the weather is bad during it."""
 LONGEST_PROMPT, LONGEST_ANSWER = 44, 30
-FEWEST_PAGES = 19
-"""Hold the longest prompt with the longest answer."""
+FEWEST_PAGES, MOST_PAGES = 19, 32
+"""The fewest hold the longest prompt with the longest answer."""
 TRIGGERS = ("Generate", "Reserve", "Grant", "Handoff", "TokenBatch", "Renew", "Withdraw", "Decline", "Renewed", "Cancel", "Probe")
 """Kinds of letters upon which a fault may strike, so that it strikes within the protocol."""
 
@@ -135,7 +135,7 @@ def draw_schedule(seed: int) -> Schedule:
         heartbeat_s=random.choice((0.5, 1.0)),
         chances=_chances(random),
         rough=_rough(random),
-        asks=tuple(_ask(random, number) for number in range(random.randint(3, 8))),
+        asks=_asks(random),
         faults=tuple(_fault(random, names, victims, survivor) for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4)))),
         survivor=survivor,
     )
@@ -143,10 +143,10 @@ def draw_schedule(seed: int) -> Schedule:
 
 def _size(random: Random) -> Size:
     return Size(
-        pages=random.randint(FEWEST_PAGES, 2 * FEWEST_PAGES),
-        rows=random.randint(2, 5),
+        pages=random.randint(FEWEST_PAGES, MOST_PAGES),
+        rows=random.randint(2, 6),
         chunk_tokens=random.choice((4, 8, 16)),
-        max_waiting=random.choice((2, 64)),
+        max_waiting=random.choice((4, 64)),
         request_timeout_s=90.0,
         drain_timeout_s=random.choice((0.0, 2.0, 30.0)),
         cost=StepCost(step_s=random.choice((0.01, 0.03, 0.1)), chunk_token_s=0.001, decode_row_s=0.001),
@@ -169,15 +169,20 @@ def _rough(random: Random) -> Rough:
         return Rough(slow=0.0, fails=0.0, unproven=0.0, by_hand=0.0, buffered=False)
     return Rough(
         slow=random.choice((0.0, 0.1)),
-        fails=random.choice((0.0, 0.02)),
-        unproven=random.choice((0.0, 0.3)),
+        fails=random.choice((0.0, 0.01, 0.03)),
+        unproven=random.choice((0.0, 0.5)),
         by_hand=random.choice((0.0, 0.5, 1.0)),
         buffered=random.random() < 0.5,
     )
 
 
-def _ask(random: Random, number: int) -> Ask:
-    at_s = random.uniform(0.0, 0.8 * WINDOW_S)
+def _asks(random: Random) -> tuple[Ask, ...]:
+    """All at once, or over the window."""
+    span_s = random.choice((0.5, 0.3 * WINDOW_S, 0.8 * WINDOW_S))
+    return tuple(_ask(random, number, random.uniform(0.0, span_s)) for number in range(random.randint(3, 8)))
+
+
+def _ask(random: Random, number: int, at_s: float) -> Ask:
     prompt = tuple(random.randrange(10, 1000) for _ in range(random.choice((random.randint(1, 10), random.randint(1, 44)))))
     both = 2 if random.random() < 0.15 else 1
     max_tokens = 1 if random.random() < 0.1 else random.randint(1, LONGEST_ANSWER)

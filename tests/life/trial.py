@@ -13,6 +13,8 @@ from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Role
 from common.messages import AnyMessage
 from kv_transfer.memory import MemoryTransport
+from router.fleet import UnknownInstance
+from router.members import QUARANTINE_DIVISOR
 from tests.life.client import Client
 from tests.life.clock import Clock
 from tests.life.expected import Expected, expect, spec_of
@@ -24,6 +26,7 @@ from tests.life.network import Letter
 from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Rough, Schedule
 from tests.life.weather import Cut, Storm
 
+PAGE_TOKENS = 4
 LOOK_S = 0.25
 """How often it is looked who could serve."""
 ASK_AGAIN_S = 1.0
@@ -66,6 +69,11 @@ class Asked:
     began_s: float = 0.0
     left: bool = False
     given_up: bool = False
+
+    @property
+    def pages(self) -> int:
+        """What its largest answer takes in all."""
+        return max(-(-(len(choice.prompt) + choice.max_tokens) // PAGE_TOKENS) for choice in self.ask.choices)
 
     @property
     def over(self) -> bool:
@@ -216,23 +224,32 @@ class Trial(Fleet):
         self._leaving.add(instance)
         if deed.by_signal:
             instance.drain()
-        else:
+            return
+        try:
             self.router_process.drain(instance.name.id)
+        except UnknownInstance as error:
+            self._note(str(error))
 
     # --- who could serve ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        if not any(self._could_serve(instance) for instance in self.instances.values()):
+        waiting = [asked for asked in self.asked if not asked.over]
+        pages = max((asked.pages for asked in waiting), default=0)
+        if not any(self._could_serve(instance, pages) for instance in self.instances.values()):
             self.unserved.append(self.clock.now)
-        if not all(asked.over for asked in self.asked):
+        if waiting:
             self.clock.at(self.clock.now + LOOK_S, self._look)
 
-    def _could_serve(self, instance: Instance) -> bool:
-        """A decode instance serves alone, if need be."""
+    def _could_serve(self, instance: Instance, pages: int) -> bool:
+        """A decode instance serves alone, if need be, as long as not too much of its memory waits for the end of writes."""
         now = self.clock.now
         reachable = self.storm.cut_until(instance.name.id, ROUTER, now) <= now
         runs = now >= instance.stopped_until_s and instance not in self._leaving
-        return instance.name.role == "decode" and runs and reachable
+        if instance.name.role != "decode" or not runs or not reachable:
+            return False
+        load = instance.scheduler.load()
+        is_whole = load.pages_quarantined * QUARANTINE_DIVISOR <= load.pages_total
+        return is_whole and pages <= load.pages_total - load.pages_quarantined
 
     def _note(self, event: str) -> None:
         self.on_event(f"{self.clock.now:9.4f}  == {event}")

@@ -6,11 +6,11 @@ from common.config import RouterConfig
 from common.ids import DETOKENIZER, Incarnation, Key, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import (
-    AnyMessage,
     Cancel,
     Close,
     Ending,
     Generate,
+    Goodbye,
     InstanceInfo,
     Load,
     Open,
@@ -57,6 +57,9 @@ class Bench:
         """A newcomer, which is linked at once."""
         self.members.append(member)
         return [*self.core.receive(Register(instance=member), now), *self.beat(now)]
+
+    def leave(self, member: InstanceInfo, now: float) -> list[Send]:
+        return self.core.receive(Goodbye(id=member.id, incarnation=member.incarnation), now)
 
     def submit(self, *specs: RequestSpec, at: float = 0.0) -> list[Send]:
         return self.core.submit(specs, self.outbox, at)
@@ -116,7 +119,3 @@ def route(sends: Iterable[Send]) -> tuple[str, str | None]:
     """Where the one request that begins is served: first, and then."""
     ((to, message),) = generates(sends)
     return to, message.decode
-
-
-def messages(sends: Iterable[Send], to: InstanceInfo) -> list[AnyMessage]:
-    return [send.message for send in sends if send.to == to.id]

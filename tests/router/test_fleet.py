@@ -8,7 +8,9 @@ from common.ids import Incarnation, InstanceId
 from common.instance.ports import Send
 from common.messages import (
     WIRE_VERSION,
+    Drain,
     Goodbye,
+    Heartbeat,
     InstanceInfo,
     Load,
     ModelIdentity,
@@ -17,11 +19,11 @@ from common.messages import (
     Register,
     Welcome,
 )
-from router.fleet import REMEMBERED, REPLACED_REMEMBERED, Fleet
+from router.fleet import REMEMBERED, REPLACED_REMEMBERED, Fleet, UnknownInstance
 from tests.builders import instance
 from tests.router.fakes import beat
 
-DEAD_AFTER_S = 3.0
+DEAD_AFTER_S = 4.0
 P0, D0, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("d1", "decode")
 
 
@@ -40,7 +42,7 @@ def peers(*infos: InstanceInfo) -> Peers:
     return Peers(instances=infos)
 
 
-WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://detokenizer:1", heartbeat_s=0.5)
+WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S)
 
 
 def test_who_registers_is_welcomed_with_its_peers_and_the_other_role_hears_of_it() -> None:
@@ -184,6 +186,91 @@ def test_everyone_that_was_silent_at_once_comes_back_and_knows_the_others() -> N
     assert ids(fleet) == ["d0", "p0", "d1"]
     last = fleet.register(Register(instance=P0), 4.0).sends[-1]
     assert last == Send(P0.id, peers(D0, D1))
+
+
+# --- heartbeats ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_heartbeat_of_a_member_is_answered_so_that_it_knows_the_router_lives() -> None:
+    fleet = new_fleet(P0, D0)
+    for now in (1.0, 1.5):
+        assert fleet.heartbeat(beat(D0, P0), now).sends == [Send(D0.id, WELCOME)]
+
+
+def test_a_heartbeat_of_a_stranger_is_not_answered() -> None:
+    fleet = new_fleet(P0, D0)
+    assert fleet.heartbeat(beat(D1), 1.0).sends == []
+    assert fleet.heartbeat(beat(instance("d0", "decode", incarnation="0")), 1.0).sends == []
+    assert fleet.stale == 2
+
+
+def test_a_new_detokenizer_is_named_to_every_member_and_to_those_that_come() -> None:
+    fleet = new_fleet(P0, D0)
+    moved = msgspec.structs.replace(WELCOME, detokenizer="tcp://detokenizer:2")
+    assert fleet.detokenizer_moved("tcp://detokenizer:2") == [Send(P0.id, moved), Send(D0.id, moved)]
+    assert fleet.register(Register(instance=D1), 1.0).sends[0] == Send(D1.id, moved)
+
+
+@pytest.mark.parametrize("more", [beat(D0, P0), beat(P0, D0)])
+def test_only_a_report_by_which_more_can_serve_says_so(more: Heartbeat) -> None:
+    fleet = new_fleet(P0, D0)
+    assert fleet.heartbeat(more, 1.0).more_can_serve, "a link"
+    assert not fleet.heartbeat(more, 1.5).more_can_serve
+    assert not fleet.heartbeat(msgspec.structs.replace(more, draining=True), 2.0).more_can_serve
+    assert fleet.heartbeat(more, 2.5).more_can_serve, "it drains no more"
+    assert not fleet.heartbeat(msgspec.structs.replace(more, links=()), 3.0).more_can_serve
+    assert fleet.register(Register(instance=D1), 3.5).more_can_serve
+    assert not fleet.register(Register(instance=D1), 3.5).more_can_serve
+
+
+STUCK = Load(oldest_step_s=31.0)
+
+
+def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_member() -> None:
+    fleet = new_fleet(P0, D0)
+    assert fleet.heartbeat(beat(D0, P0, load=Load(oldest_step_s=29.0)), 1.0).lost == []
+    assert [member.info for member in fleet.heartbeat(beat(D0, P0, load=STUCK), 2.0).lost] == [D0]
+    assert fleet.heartbeat(beat(D0, P0, load=STUCK), 2.5).lost == []
+    assert ids(fleet) == ["p0", "d0"]
+    fleet.heartbeat(beat(D0, P0), 3.0)
+    assert [member.info for member in fleet.heartbeat(beat(D0, P0, load=STUCK), 3.5).lost] == [D0]
+
+
+# --- draining ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_member_is_told_to_drain_until_it_says_that_it_does() -> None:
+    fleet = new_fleet(P0, D0)
+    assert fleet.drain(D0.id) == [Send(D0.id, Drain())]
+    (_, member) = fleet.members()
+    assert (member.draining, member.takes_requests) == (True, False)
+    for now in (1.0, 1.5):
+        assert Send(D0.id, Drain()) in fleet.heartbeat(beat(D0, P0), now).sends, "the message was lost, or is on its way"
+    assert fleet.heartbeat(beat(D0, P0, draining=True), 2.0).sends == [Send(D0.id, WELCOME)]
+    assert Send(D0.id, Drain()) in fleet.heartbeat(beat(D0, P0), 2.5).sends
+    assert not member.takes_requests
+
+
+def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_again() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.drain(D0.id)
+    fleet.heartbeat(beat(P0), 2.0)
+    fleet.tick(DEAD_AFTER_S)
+    assert Send(D0.id, Drain()) in fleet.heartbeat(beat(D0), 5.0).sends
+    assert [member.takes_requests for member in fleet.members("decode")] == [False]
+
+
+def test_that_an_incarnation_was_told_to_drain_says_nothing_of_its_successor() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.drain(D0.id)
+    fleet.register(Register(instance=instance("d0", "decode", incarnation="2")), 1.0)
+    assert [member.takes_requests for member in fleet.members("decode")] == [True]
+
+
+def test_who_is_no_member_cannot_be_drained() -> None:
+    with pytest.raises(UnknownInstance, match="'d1'") as raised:
+        new_fleet(P0, D0).drain(D1.id)
+    assert raised.value.status == 404
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------------

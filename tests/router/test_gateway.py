@@ -7,10 +7,13 @@ import msgspec
 import pytest
 
 from common.config import RouterConfig
-from common.ids import DETOKENIZER, Incarnation, InstanceId
+from common.ids import DETOKENIZER, Incarnation, InstanceId, RequestId, pack_ids
 from common.messages import AnyMessage, Goodbye, Register, RouterInbox
+from common.sampling_params import SamplingParams
 from router.core import RouterCore
 from router.gateway import Gateway
+from router.outbox import Outbox
+from router.requests import RequestSpec
 from tests.builders import instance
 from tests.router.fakes import Unobserved, beat
 
@@ -93,6 +96,29 @@ async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone() -> 
     gateway.pump()
     assert not [ask for ask in mail.asked if ask.startswith("route detokenizer")]
     gateway.close()
+
+
+async def test_another_detokenizer_is_reached_before_it_is_told_anything_and_no_more_after_the_end() -> None:
+    mail = RecordingMail()
+    gateway = new_gateway(mail, Clock())
+    mail.arriving = [(D0.id, Register(instance=D0))]
+    gateway.pump()
+    spec = RequestSpec(RequestId("r"), 0, pack_ids([1, 2]), SamplingParams(max_new_tokens=4))
+    gateway.submit([spec], Outbox(lambda: None), 0.0)
+    mail.asked.clear()
+    gateway.detokenizer_moved("tcp://detokenizer:2")
+    assert mail.asked == [
+        "route detokenizer to tcp://detokenizer:2",
+        "send Welcome to d0",
+        "send Cancel to d0",
+        "send Close to detokenizer",
+        "send Open to detokenizer",
+        "send Generate to d0",
+    ]
+    gateway.close()
+    mail.asked.clear()
+    gateway.detokenizer_moved("tcp://detokenizer:3")
+    assert mail.asked == []
 
 
 async def test_a_router_that_was_held_up_reads_its_mail_before_it_calls_anybody_silent() -> None:

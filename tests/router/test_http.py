@@ -12,7 +12,7 @@ import pytest
 from common.config import RouterConfig
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError, Unavailable
 from common.ids import DETOKENIZER, unpack_ids
-from common.messages import Failed, Generate, Load, Register
+from common.messages import DetokenizerHeartbeat, Drain, Failed, Generate, Load, Register
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
 
 pytestmark = pytest.mark.anyio
@@ -162,6 +162,33 @@ async def test_sampling_parameters_reach_the_fleet() -> None:
     assert unpack_ids(message.prompt).tolist() == [ord(char) for char in "hello"]
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/completions", completion())])
+async def test_timeout_and_priority_reach_the_fleet(path: str, body: dict[str, Any]) -> None:
+    async with Site() as site:
+        await post(site, path, body | {"timeout": 30, "priority": -7})
+        await post(site, path, body | {"timeout": None})
+        asked, plain = (message.terms for message in sent_to_fleet(site))
+    assert asked.priority == -7 and asked.timeout_s == pytest.approx(30.0, abs=5.0) and 0 <= asked.age_s < 5
+    assert plain.priority == 0 and plain.timeout_s == pytest.approx(600.0, abs=5.0)
+
+
+async def test_a_request_whose_time_is_over_before_its_first_token_is_a_504() -> None:
+    async with Site(EchoFleet(stall_at=0)) as site:
+        response = await post(site, "/v1/chat/completions", chat(stream=True, timeout=0.05))
+        assert len(site.fleet.cancelled()) == 1
+    assert "0.05 s" in assert_error(response, 504, "timeout_error", None)
+
+
+async def test_a_request_whose_time_is_over_later_ends_its_stream_with_an_error_event() -> None:
+    async with Site(EchoFleet(stall_at=3)) as site:
+        response = await post(site, "/v1/completions", completion(stream=True, timeout=1))
+        assert len(site.fleet.cancelled()) == 1
+    parts = [json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n") if part]
+    assert response.status_code == 200
+    assert "".join(part["choices"][0]["text"] for part in parts[:-1]) == "hel"
+    assert parts[-1]["error"]["type"] == "timeout_error"
+
+
 @pytest.mark.parametrize(
     ("default", "prompt_tokens", "answer_tokens"),
     [(2048, 5, CONTEXT - 5), (20, 5, 20), (20, CONTEXT - 20, 20), (20, CONTEXT - 19, 19), (20, CONTEXT - 1, 1)],
@@ -214,6 +241,13 @@ async def test_a_default_length_is_no_limit_for_those_that_ask_for_more() -> Non
         ("/v1/chat/completions", chat(top_k=-1), 400, "top_k", "0 (all tokens)"),
         ("/v1/chat/completions", chat(min_p=1.5), 400, "min_p", "between 0 and 1"),
         ("/v1/chat/completions", chat(seed=2**63), 400, "seed", "64-bit"),
+        ("/v1/chat/completions", chat(timeout=0), 400, "timeout", "above 0 and at most 600 seconds"),
+        ("/v1/completions", completion(timeout=-1.5), 400, "timeout", "is -1.5"),
+        ("/v1/completions", completion(timeout=600.5), 400, "timeout", "is 600.5"),
+        ("/v1/completions", completion(timeout="1"), 400, "timeout", "expected `float"),
+        ("/v1/chat/completions", chat(priority=1001), 400, "priority", "between -1000 and 1000"),
+        ("/v1/completions", completion(priority=-1001), 400, "priority", "is -1001"),
+        ("/v1/completions", completion(priority=0.5), 400, "priority", "expected `int"),
         ("/v1/completions", completion(""), 400, "prompt", "empty"),
         ("/v1/completions", completion([5, 1000]), 400, "prompt", "between 0 and 999"),
         ("/v1/completions", completion([-1]), 400, "prompt", "between 0 and 999"),
@@ -307,6 +341,21 @@ async def test_a_failure_of_a_whole_answer_is_its_status_however_late_it_comes()
         assert_error(await post(site, "/v1/chat/completions", chat()), 500, "instance_error", None)
 
 
+@pytest.mark.parametrize("fail_at", [0, 1, 3])
+async def test_a_failed_attempt_that_can_be_resumed_is_not_seen_by_the_client(fail_at: int) -> None:
+    fleet = EchoFleet(fail_at=fail_at, failed=Failed.of(Unavailable("the push failed")), failing=2)
+    async with Site(fleet) as site:
+        body = completion(stream=True, return_token_ids=True, stream_options={"include_usage": True})
+        *chunks, last = events(await post(site, "/v1/completions", body))
+        counted = (await get(site, "/metrics")).text
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello"
+    assert [id for chunk in chunks for id in chunk["choices"][0].get("token_ids", ())] == [ord(char) for char in "hello"]
+    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+    assert metric(counted, 'tandem_resumes_total{reason="failed_attempt"}') == 2
+    assert metric(counted, "tandem_attempts_sum") == 3
+    assert metric(counted, "tandem_resume_gap_seconds_count") == 1
+
+
 async def test_when_one_choice_fails_the_others_are_cancelled() -> None:
     async with Site(EchoFleet(fail_at=0)) as site:
         await post(site, "/v1/chat/completions", chat(n=3))
@@ -334,11 +383,69 @@ async def test_health_is_the_routers_life_and_ready_is_the_fleets() -> None:
         assert (ready.status_code, ready.json()) == (200, {"ready": True, "reasons": []})
 
 
+async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_when_it_was_the_last() -> None:
+    async with Site() as site:
+        async with site.client() as client:
+            response = await client.post("/cluster/d0/drain")
+            again = await client.post("/cluster/d0/drain")
+        page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
+        refused = await post(site, "/v1/chat/completions", chat())
+        told = [message for message in site.fleet.sent if isinstance(message, Drain)]
+    assert (response.status_code, response.json()) == (202, {"id": "d0", "state": "draining"})
+    assert (again.status_code, len(told)) == (202, 2)
+    assert [one["state"] for one in page["instances"]] == ["live", "draining"]
+    assert ready.status_code == 503 and "d0 is draining" in ready.json()["reasons"][0]
+    assert "d0 is draining" in assert_error(refused, 503, "unavailable_error", None)
+
+
+async def test_who_is_no_member_cannot_be_drained() -> None:
+    async with Site() as site, site.client() as client:
+        response = await client.post("/cluster/d9/drain")
+        assert "'d9'" in assert_error(response, 404, "invalid_request_error", None)
+        assert (await get(site, "/ready")).status_code == 200
+
+
+async def test_a_stuck_instance_is_shown_with_the_reason() -> None:
+    async with Site() as site:
+        site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=Load(oldest_transfer_s=42.0)))
+        while not site.core.unready():
+            await asyncio.sleep(0)
+        page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
+    assert [one["state"] for one in page["instances"]] == ["live", "stuck"]
+    assert page["instances"][1]["reason"] == "its oldest transfer has not moved for 42 s"
+    assert ready.status_code == 503 and "d0 is stuck" in ready.json()["reasons"][0]
+
+
+async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_ready_until_it_is_heard_again() -> None:
+    async with Site() as site:
+        site.fleet.say(DetokenizerHeartbeat(open_answers=2, early_answers=1, dropped=5))
+        while site.core.detokenizer.last is None:
+            await asyncio.sleep(0)
+        text = (await get(site, "/metrics")).text
+        healthy = await get(site, "/health")
+        site.core.tick(site.gateway.clock() + 4.0)
+        sick, unready, page = await get(site, "/health"), await get(site, "/ready"), (await get(site, "/cluster")).json()
+        dark = (await get(site, "/metrics")).text
+        site.fleet.say(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=5))
+        while site.core.unhealthy():
+            await asyncio.sleep(0)
+        assert (await get(site, "/health")).status_code == 200
+    assert metric(text, "tandem_detokenizer_open_answers") == 2
+    assert metric(text, "tandem_detokenizer_early_answers") == 1
+    assert metric(text, "tandem_detokenizer_dropped_total") == 5
+    assert (metric(text, "tandem_detokenizer_up"), metric(dark, "tandem_detokenizer_up")) == (1, 0)
+    assert (healthy.status_code, healthy.json()) == (200, {"status": "ok", "reasons": []})
+    reason = "the detokenizer has not been heard of for 3 s"
+    assert (sick.status_code, sick.json()) == (503, {"status": "unhealthy", "reasons": [reason]})
+    assert unready.status_code == 503 and reason in unready.json()["reasons"]
+    assert page["detokenizer"] == {"silent": True, "open_answers": 2, "early_answers": 1, "dropped": 5}
+
+
 async def test_cluster_shows_every_instance_with_ranks_load_and_links() -> None:
     async with Site() as site:
         page = (await get(site, "/cluster")).json()
     assert page["router"]["requests_open"] == 0
-    assert page["router"]["phases"] == {"awaiting_first_token": 0, "generating": 0}
+    assert page["router"]["phases"] == {"awaiting_first_token": 0, "generating": 0, "resuming": 0}
     prefill, decode = page["instances"]
     assert (prefill["id"], prefill["role"], prefill["state"], prefill["pages_total"]) == ("p0", "prefill", "live", 64)
     assert prefill["ranks"] == [{"rank": 0, "pid": 1, "host": "localhost", "device": "cpu"}]
@@ -384,10 +491,13 @@ async def test_quarantined_pages_make_the_fleet_unready_and_are_shown() -> None:
         ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
         text = (await get(site, "/metrics")).text
         response = await post(site, "/v1/chat/completions", chat())
-    assert ready.status_code == 503 and "d0: 40 of 64" in ready.json()["reasons"][0]
-    assert [one["state"] for one in page["instances"]] == ["live", "quarantined"]
+    assert ready.status_code == 503 and "d0 is quarantined: 40 of 64" in ready.json()["reasons"][0]
+    assert [(one["state"], one["reason"]) for one in page["instances"]] == [
+        ("live", None),
+        ("quarantined", "40 of 64 pages are quarantined"),
+    ]
     assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 0
-    assert "d0: 40 of 64" in assert_error(response, 503, "unavailable_error", None)
+    assert "d0 is quarantined: 40 of 64" in assert_error(response, 503, "unavailable_error", None)
 
 
 def metric(text: str, name: str) -> float:

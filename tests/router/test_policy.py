@@ -1,5 +1,7 @@
 """The choice of instances, for fleets of a few members."""
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
@@ -27,8 +29,15 @@ def new_fleet(*members: InstanceInfo, linked: bool = True) -> Fleet:
     return fleet
 
 
-def chosen(fleet: Fleet, dispatch: Dispatch = "auto", prompt_tokens: int = 10, max_new_tokens: int = 5) -> tuple[str, str | None]:
-    choice = choose(fleet, dispatch, prompt_tokens, max_new_tokens)
+def chosen(
+    fleet: Fleet,
+    dispatch: Dispatch = "auto",
+    prompt_tokens: int = 10,
+    max_new_tokens: int = 5,
+    avoid: Sequence[InstanceInfo] = (),
+) -> tuple[str, str | None]:
+    lives = {(info.id, info.incarnation) for info in avoid}
+    choice = choose(fleet, dispatch, prompt_tokens, max_new_tokens, lives)
     return choice.first.info.id, None if choice.decode is None else choice.decode.info.id
 
 
@@ -56,8 +65,7 @@ def test_what_was_assigned_since_the_last_report_counts() -> None:
 def test_a_pair_is_used_only_when_both_ends_report_the_link() -> None:
     fleet = new_fleet(P0, D0, D1, linked=False)
     fleet.heartbeat(beat(P0, D0, D1), 1.0)
-    with pytest.raises(Unavailable, match="link"):
-        chosen(fleet)
+    assert chosen(fleet)[1] is None
     fleet.heartbeat(beat(D1, P0), 1.0)
     assert chosen(fleet) == ("p0", "d1")
 
@@ -67,8 +75,7 @@ def test_a_link_to_a_former_incarnation_is_no_link() -> None:
     successor = instance("d0", "decode", incarnation="2")
     fleet.register(Register(instance=successor), 1.0)
     fleet.heartbeat(beat(successor, P0), 1.0)
-    with pytest.raises(Unavailable, match="link"):
-        chosen(fleet)
+    assert chosen(fleet) == ("d0", None)
     fleet.heartbeat(beat(P0, successor), 1.0)
     assert chosen(fleet) == ("p0", "d0")
 
@@ -108,7 +115,7 @@ def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unr
         chosen(fleet)
     for dispatch in DISPATCHES:
         (reason,) = unready(fleet, dispatch)
-        assert "no decode instance is whole" in reason and "d0: 17 of 64" in reason
+        assert "no decode instance takes requests" in reason and "d0 is quarantined: 17 of 64" in reason
     fleet.heartbeat(beat(D0, P0), 2.0)
     assert unready(fleet, "auto") == []
 
@@ -117,7 +124,7 @@ def test_a_fleet_whose_every_prefill_instance_is_so_serves_without_them_and_is_u
     fleet = new_fleet(P0, D0)
     fleet.heartbeat(beat(P0, D0, load=WORN), 1.0)
     assert chosen(fleet) == ("d0", None)
-    assert ["p0: 17 of 64" in reason for reason in unready(fleet, "auto")] == [True]
+    assert ["p0 is quarantined: 17 of 64" in reason for reason in unready(fleet, "auto")] == [True]
     assert unready(fleet, "colocated") == []
 
 
@@ -153,18 +160,80 @@ def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error() -> None
 
 
 @pytest.mark.parametrize(
-    ("members", "linked", "reason"),
-    [
-        ((), True, "no instance is live"),
-        ((P0,), True, "no decode instance is live"),
-        ((P0, D0), False, "no prefill instance has a ready link"),
-    ],
+    ("members", "reason"),
+    [((), "no instance is live"), ((P0,), "no decode instance is live")],
 )
-def test_a_fleet_that_cannot_serve_says_why(members: tuple[InstanceInfo, ...], linked: bool, reason: str) -> None:
-    fleet = new_fleet(*members, linked=linked)
+def test_a_fleet_that_cannot_serve_says_why(members: tuple[InstanceInfo, ...], reason: str) -> None:
+    fleet = new_fleet(*members)
     with pytest.raises(Unavailable, match=reason):
         chosen(fleet)
     assert [reason in said for said in unready(fleet, "auto")] == [True]
+
+
+def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_unready() -> None:
+    fleet = new_fleet(P0, D0, linked=False)
+    assert chosen(fleet) == ("d0", None)
+    assert unready(fleet, "auto") == ["no prefill instance has a ready link to a decode instance"]
+    assert unready(fleet, "colocated") == []
+
+
+@pytest.mark.parametrize("load", [Load(oldest_step_s=30.5), Load(oldest_transfer_s=31.0)])
+def test_an_instance_in_which_nothing_moves_gets_nothing_new(load: Load) -> None:
+    fleet = new_fleet(P0, D0, D1)
+    fleet.heartbeat(beat(D0, P0, load=load), 1.0)
+    assert chosen(fleet) == ("p0", "d1")
+    assert unready(fleet, "auto") == []
+    fleet.heartbeat(beat(D1, P0, load=load), 1.0)
+    (reason,) = unready(fleet, "auto")
+    assert "d0 is stuck" in reason and "d1 is stuck" in reason
+    fleet.heartbeat(beat(D0, P0, load=Load(oldest_step_s=30.0, oldest_transfer_s=30.0)), 2.0)
+    assert chosen(fleet) == ("p0", "d0")
+
+
+def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.drain(D0.id)
+    with pytest.raises(Unavailable, match="d0 is draining"):
+        chosen(fleet)
+    assert ["d0 is draining" in reason for reason in unready(fleet, "auto")] == [True]
+
+
+def test_a_fleet_whose_prefill_instances_drain_goes_on_without_them_as_was_asked_for() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.drain(P0.id)
+    assert chosen(fleet) == ("d0", None)
+    assert unready(fleet, "auto") == []
+
+
+# --- where it failed before ----------------------------------------------------------------------------------------------
+
+
+def test_where_a_request_failed_it_does_not_go_again_while_others_can_serve() -> None:
+    fleet = new_fleet(P0, P1, D0, D1)
+    fleet.heartbeat(beat(P1, D0, D1, load=Load(waiting_tokens=900)), 1.0)
+    fleet.heartbeat(beat(D1, P0, P1, load=Load(running_tokens=900)), 1.0)
+    assert chosen(fleet) == ("p0", "d0")
+    assert chosen(fleet, avoid=[P0, D0]) == ("p1", "d1")
+    assert chosen(fleet, avoid=[P0]) == ("p1", "d0")
+    assert chosen(fleet, avoid=[D0]) == ("p0", "d1")
+    assert chosen(fleet, max_new_tokens=1, avoid=[P0]) == ("p1", None)
+
+
+def test_where_it_failed_through_the_only_prefill_instance_a_decode_instance_serves_alone() -> None:
+    assert chosen(new_fleet(P0, D0, D1), avoid=[P0, D0]) == ("d1", None)
+    assert chosen(new_fleet(P0, D0), avoid=[P0], max_new_tokens=1) == ("d0", None)
+
+
+def test_where_only_those_are_left_at_which_it_failed_they_get_it_again() -> None:
+    assert chosen(new_fleet(P0, D0), avoid=[P0, D0]) == ("d0", None)
+    assert chosen(new_fleet(P0, D0), avoid=[D0]) == ("p0", "d0")
+    assert chosen(new_fleet(P0), avoid=[P0], max_new_tokens=1) == ("p0", None)
+
+
+def test_a_failure_of_one_incarnation_is_not_its_successors() -> None:
+    successor = instance("d0", "decode", incarnation="2")
+    assert chosen(new_fleet(successor, D1), "colocated", avoid=[D0]) == ("d0", None)
+    assert chosen(new_fleet(successor, D1), "colocated", avoid=[successor]) == ("d1", None)
 
 
 def test_a_fleet_that_can_serve_has_no_reason_to_be_unready() -> None:

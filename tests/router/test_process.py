@@ -22,6 +22,7 @@ from common.messages import (
     Goodbye,
     InstanceInfo,
     Peers,
+    Probe,
     Register,
     TokenBatch,
     TokenDelta,
@@ -30,7 +31,7 @@ from common.messages import (
 from common.text.detokenizer_manager import DetokenizerManager
 from common.text.tokenizer_manager import TokenizerManager
 from common.wire import Mailbox
-from router.process import serve
+from router.process import Serving, serve
 from tests.builders import instance
 from tests.common.text.tiny import write_checkpoint
 from tests.router.fakes import beat
@@ -40,7 +41,8 @@ ANYWHERE = "tcp://127.0.0.1:0"
 
 
 class EchoInstance:
-    """A decode instance whose answer is the prompt again. Run by a thread until it is told to stop."""
+    """A decode instance whose answer is the prompt again and again; a first attempt falls silent at the prompt's end. Run by a
+    thread until it is told to stop."""
 
     def __init__(self, router: str, checkpoint: Path) -> None:
         tokenizer = TokenizerManager(str(checkpoint))
@@ -68,16 +70,20 @@ class EchoInstance:
                 self._mailbox.route(DETOKENIZER, message.detokenizer)
                 return True
             case Generate():
-                tokens = unpack_ids(message.prompt).tolist()[: message.sampling.max_new_tokens]
-                for number, token in enumerate(tokens):
-                    ending = Finished(reason="length") if number + 1 == message.sampling.max_new_tokens else None
-                    batch = TokenBatch(deltas=(TokenDelta(message.key, number, (token,), ending),))
-                    self._mailbox.send(DETOKENIZER, batch)
+                self._echo(message)
             case Cancel():
                 self.cancelled.append(message.key.request_id)
             case _:
-                assert isinstance(message, Peers)
+                assert isinstance(message, Peers | Probe)
         return False
+
+    def _echo(self, message: Generate) -> None:
+        ids = unpack_ids(message.prompt).tolist()
+        prompt, end = ids[: len(ids) - message.first], message.first + message.sampling.max_new_tokens
+        for number in range(message.first, end if message.key.attempt else min(end, len(prompt))):
+            ending = Finished(reason="length") if number + 1 == end else None
+            delta = TokenDelta(message.key, number, (prompt[number % len(prompt)],), ending)
+            self._mailbox.send(DETOKENIZER, TokenBatch(deltas=(delta,)))
 
 
 @contextmanager
@@ -91,26 +97,24 @@ def on_thread(thread: threading.Thread) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def running(checkpoint: Path) -> AsyncIterator[tuple[httpx.AsyncClient, EchoInstance]]:
-    """The router with one instance, ready; a client of it."""
+async def running(checkpoint: Path) -> AsyncIterator[tuple[httpx.AsyncClient, EchoInstance, Serving]]:
+    """The router with one instance, ready; and a client of it."""
     detokenizer = DetokenizerManager(ANYWHERE, str(checkpoint))
     stop = asyncio.Event()
-    addresses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    ready: asyncio.Queue[Serving] = asyncio.Queue()
     config = RouterConfig(port=0, control_port=0)
     model = ModelConfig(model=str(checkpoint), served_name="tiny")
     with on_thread(threading.Thread(target=detokenizer.run)):
-        router = asyncio.create_task(
-            serve(config, model, detokenizer.address, lambda url, control: addresses.put_nowait((url, control)), stop)
-        )
+        router = asyncio.create_task(serve(config, model, detokenizer.address, ready.put_nowait, stop))
         try:
-            url, control = await asyncio.wait_for(addresses.get(), 20)
-            detokenizer.meet_router(control)
-            echo = EchoInstance(control, checkpoint)
-            async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+            serving = await asyncio.wait_for(ready.get(), 20)
+            detokenizer.meet_router(serving.control)
+            echo = EchoInstance(serving.control, checkpoint)
+            async with httpx.AsyncClient(base_url=serving.url, timeout=10) as client:
                 with on_thread(threading.Thread(target=echo.run)):
                     try:
                         await until_ready(client, 200)
-                        yield client, echo
+                        yield client, echo, serving
                     finally:
                         echo.stopping.set()
                 await until_ready(client, 503)
@@ -131,7 +135,7 @@ async def test_text_goes_in_over_http_and_comes_back_through_instance_and_detoke
     prompt = "hello 日本語 🙂 there"
     tokens = len(TokenizerManager(str(write_checkpoint(tmp_path))).encode(prompt))
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens}
-    async with running(tmp_path) as (client, _):
+    async with running(tmp_path) as (client, _, _):
         whole = (await client.post("/v1/completions", json=body)).json()
         stream = await client.post("/v1/completions", json=body | {"stream": True, "n": 2})
         stopped = (await client.post("/v1/completions", json=body | {"stop": " there"})).json()
@@ -146,9 +150,9 @@ async def test_text_goes_in_over_http_and_comes_back_through_instance_and_detoke
 
 async def test_an_instance_that_falls_silent_on_a_request_is_told_when_the_client_leaves(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
-    async with running(tmp_path) as (client, echo):
+    async with running(tmp_path) as (client, echo, _):
         with pytest.raises(httpx.ReadTimeout):
-            # One token more than the instance has: it echoes the prompt and never ends.
+            # One token more than the instance has in its first attempt: it echoes the prompt and never ends.
             await client.post("/v1/completions", json={"model": "tiny", "prompt": [3, 4], "max_tokens": 3}, timeout=0.3)
         deadline = time.monotonic() + 10
         while not echo.cancelled:
@@ -157,7 +161,28 @@ async def test_an_instance_that_falls_silent_on_a_request_is_told_when_the_clien
         assert (await client.get("/cluster")).json()["router"]["requests_open"] == 0
 
 
+async def test_when_another_detokenizer_takes_over_an_open_answer_goes_on_through_it(tmp_path: Path) -> None:
+    prompt = "hello 日本語 there"
+    tokens = len(TokenizerManager(str(write_checkpoint(tmp_path))).encode(prompt))
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2 * tokens, "stream": True}
+    texts: list[str] = []
+    async with running(tmp_path) as (client, _, serving), client.stream("POST", "/v1/completions", json=body) as response:
+        other = DetokenizerManager(ANYWHERE, str(tmp_path))
+        with on_thread(threading.Thread(target=other.run)):
+            try:
+                async for line in response.aiter_lines():
+                    if not line or line == "data: [DONE]":
+                        continue
+                    texts.append(msgspec.json.decode(line.removeprefix("data: "))["choices"][0]["text"])
+                    if "".join(texts) == prompt:
+                        other.meet_router(serving.control)
+                        serving.detokenizer_moved(other.address)
+            finally:
+                other.stop()
+    assert "".join(texts) == prompt + prompt
+
+
 async def test_a_host_that_is_not_this_one_is_named(tmp_path: Path) -> None:
     model = ModelConfig(model=str(write_checkpoint(tmp_path)))
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        await serve(RouterConfig(host="192.0.2.1"), model, ANYWHERE, lambda url, control: None, asyncio.Event())
+        await serve(RouterConfig(host="192.0.2.1"), model, ANYWHERE, lambda serving: None, asyncio.Event())

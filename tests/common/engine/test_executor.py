@@ -131,11 +131,12 @@ def test_rows_that_grow_page_by_page_answer_as_rows_that_had_all_pages_from_the_
 @EITHER
 @pytest.mark.parametrize("so_far", [1, 2, 7, 13, 29])
 def test_an_answer_that_is_resumed_goes_on_as_it_would_have(engine: Engine, sampling: SamplingParams, so_far: int) -> None:
+    """From prompt + tokens so far, in another row and on other pages."""
     asked = prompts(5, 20)
     undisturbed = engine.answers(asked, sampling)
     begun = [np.append(prompt, answer[:so_far]).astype(np.int32) for prompt, answer in zip(asked, undisturbed, strict=True)]
-    resumed = engine.answers(begun, sampling, TOKENS - so_far, chunk_tokens=7, growing=True)
-    assert resumed == [answer[so_far:] for answer in undisturbed]
+    resumed = engine.answers(begun[::-1], sampling, TOKENS - so_far, chunk_tokens=7, growing=True)
+    assert resumed[::-1] == [answer[so_far:] for answer in undisturbed]
 
 
 def test_the_seed_matters_to_sampled_answers_alone(engine: Engine) -> None:

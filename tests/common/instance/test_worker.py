@@ -1,127 +1,26 @@
 """The worker's loop over ports: what happened is taken in, and the executor is kept two steps ahead."""
 
-from collections import deque
-from collections.abc import Sequence
-
-import numpy as np
+import msgspec
 import pytest
 
-from common.engine.executor import EngineDescription
-from common.engine.plan import Plan, StepResult
-from common.errors import PeerRefused
-from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
-from common.instance.membership import HEARTBEATS_PER_REGISTER, Membership
-from common.instance.ports import LinkChanged, Push, TransferEvent
-from common.instance.worker import ROUTE_MEMORY_S, InstanceWorker
-from common.messages import (
-    AnyMessage,
-    Generate,
-    Heartbeat,
-    InstanceInfo,
-    LinkInfo,
-    Peers,
-    Refused,
-    Reserve,
-    TokenBatch,
-    Welcome,
-)
-from prefill.scheduler import PrefillMessage, PrefillScheduler
-from tests.builders import engine, instance, key, sampling
+from common.errors import PeerRefused, TransferError
+from common.ids import Incarnation, InstanceId, Ticket, pack_ids
+from common.instance.membership import HEARTBEATS_PER_REGISTER
+from common.instance.ports import Connect, Expect, LinkChanged, PushDone, Settled
+from common.instance.worker import ROUTE_MEMORY_S, run
+from common.messages import Cancel, Drain, Generate, LinkInfo, LinkState, Peers, Refused, Reserve, TokenBatch
+from tests.builders import instance, key, sampling
+from tests.common.instance.rig import WELCOME, FakeScheduler, Rig
 
-Inbox = PrefillMessage | Welcome | Refused
-WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://127.0.0.1:9", heartbeat_s=1.0)
+D = InstanceId("d")
+THERE, GONE = Peers(instances=(instance("d", "decode"),)), Peers(instances=())
 
 
-class FakeMail:
-    def __init__(self) -> None:
-        self.arrived: list[tuple[InstanceId, Inbox]] = []
-        self.sent: list[tuple[InstanceId, AnyMessage]] = []
-        self.routes: dict[InstanceId, str | None] = {}
-        self.frames_refused: dict[str, int] = {"body": 2, "magic": 1}
-        self.messages_lost: dict[str, int] = {"full": 4}
-
-    def send(self, to: InstanceId, message: AnyMessage) -> None:
-        self.sent.append((to, message))
-
-    def receive(self) -> list[tuple[InstanceId, Inbox]]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def route(self, to: InstanceId, address: str | None) -> None:
-        self.routes[to] = address
-
-    def names(self) -> list[str]:
-        names = [type(message).__name__ for _, message in self.sent]
-        self.sent.clear()
-        return names
+def link(state: LinkState, incarnation: str = "1", detail: str = "") -> LinkInfo:
+    return LinkInfo(peer=D, incarnation=Incarnation(incarnation), state=state, detail=detail)
 
 
-class FakeStep:
-    ends_s: float | None = None
-
-    def __init__(self) -> None:
-        self.result: StepResult | None = None
-
-    def poll(self) -> StepResult | None:
-        return self.result
-
-
-class FakeExecutor:
-    def __init__(self) -> None:
-        self.steps: deque[tuple[Plan, FakeStep]] = deque()
-
-    @property
-    def description(self) -> EngineDescription:
-        return engine()
-
-    def launch(self, plan: Plan) -> FakeStep:
-        self.steps.append((plan, FakeStep()))
-        return self.steps[-1][1]
-
-    def finish_one(self) -> None:
-        plan, step = self.steps.popleft()
-        step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32), 0.0)
-
-    def close(self) -> None:
-        self.steps.clear()
-
-
-class FakeTransfers:
-    def __init__(self) -> None:
-        self.events: list[TransferEvent] = []
-        self.peers: list[InstanceId] = []
-        self.pushes: list[Push] = []
-        self.expected = 0
-
-    def connect(self, peers: Sequence[InstanceInfo]) -> None:
-        self.peers = [peer.id for peer in peers]
-
-    def push(self, push: Push) -> None:
-        self.pushes.append(push)
-
-    def expect(self, open_reservations: int) -> None:
-        self.expected = open_reservations
-
-    def poll(self) -> list[TransferEvent]:
-        events, self.events = self.events, []
-        return events
-
-    def close(self) -> None: ...
-
-
-class Rig:
-    def __init__(self) -> None:
-        self.mail, self.executor, self.transfers = FakeMail(), FakeExecutor(), FakeTransfers()
-        self.membership = Membership(instance("p", "prefill"), startup_timeout_s=5.0, now=0.0)
-        scheduler = PrefillScheduler(InstanceId("p"), engine(), 4, 16, 60.0)
-        self.worker: InstanceWorker[PrefillMessage] = InstanceWorker(
-            self.membership, scheduler, self.executor, self.transfers, self.mail, pushes=True
-        )
-
-    def turn(self, now: float, *messages: Inbox) -> list[str]:
-        self.mail.arrived += [(ROUTER, message) for message in messages]
-        self.worker.turn(now)
-        return self.mail.names()
+# --- joining ---------------------------------------------------------------------------------------------------------------
 
 
 def test_an_instance_registers_until_it_is_welcome_and_then_reports() -> None:
@@ -133,7 +32,7 @@ def test_an_instance_registers_until_it_is_welcome_and_then_reports() -> None:
     joined = rig.worker.joined
     assert joined and rig.mail.routes == {"detokenizer": "tcp://127.0.0.1:9"}
     assert rig.turn(1.0) == []
-    sent = [rig.turn(1.5 + beat) for beat in range(HEARTBEATS_PER_REGISTER)]
+    sent = [rig.turn(1.5 + beat, WELCOME) for beat in range(HEARTBEATS_PER_REGISTER)]
     assert sent.count(["Heartbeat", "Register"]) == 1, "a restarted router learns of its instances"
 
 
@@ -150,11 +49,35 @@ def test_an_unanswered_registration_ends_at_the_deadline() -> None:
         rig.turn(5.0)
 
 
+def test_the_requests_of_a_router_that_does_not_answer_are_abandoned_and_the_instance_registers_again() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    sent = [rig.turn(0.0, WELCOME)] + [rig.turn(float(second)) for second in range(1, 10)]
+    lost_at = sent.index(["Register"])
+    assert scheduler.told == ["abandon"]
+    assert lost_at * WELCOME.heartbeat_s > WELCOME.dead_after_s
+    assert all(names == ["Register"] for names in sent[lost_at:])
+    assert rig.turn(20.0, WELCOME) == ["Heartbeat"] and scheduler.told == ["abandon"]
+
+
+def test_the_requests_of_a_former_router_are_abandoned_when_another_welcomes_us() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    rig.turn(0.0, WELCOME)
+    assert scheduler.told == []
+    successor = msgspec.structs.replace(WELCOME, router=Incarnation("r2"), detokenizer="tcp://127.0.0.1:8")
+    rig.turn(0.1, successor)
+    assert scheduler.told == ["abandon"] and rig.mail.routes == {"detokenizer": "tcp://127.0.0.1:8"}
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------------
+
+
 def test_two_steps_are_in_flight_before_the_first_is_read() -> None:
     rig = Rig()
-    rig.turn(0.0, WELCOME, Peers(instances=(instance("d", "decode"),)))
+    rig.turn(0.0, WELCOME, THERE)
     prompt = pack_ids([100 + i for i in range(12)])
-    sent = rig.turn(0.1, Generate(key=key(), prompt=prompt, sampling=sampling(), decode=InstanceId("d")))
+    sent = rig.turn(0.1, Generate(key=key(), prompt=prompt, sampling=sampling(), decode=D))
     assert Reserve.__name__ in sent and len(rig.executor.steps) == 2
     rig.executor.finish_one()
     rig.turn(0.2)
@@ -165,29 +88,162 @@ def test_two_steps_are_in_flight_before_the_first_is_read() -> None:
     assert rig.worker.idle
 
 
+def test_the_next_turn_is_due_when_the_first_of_all_deadlines_is() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    rig.turn(0.0, WELCOME)
+    assert rig.worker.next_at() == WELCOME.heartbeat_s
+    scheduler.deadline_s = 0.7
+    assert rig.worker.next_at() == 0.7
+    scheduler.steps_to_plan = 1
+    rig.turn(0.1)
+    rig.executor.steps[0][1].ends_s = 0.4
+    assert rig.worker.next_at() == 0.4
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_carries_the_load_with_the_age_of_the_oldest_step_and_of_a_transfer_that_stands_still() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    rig.turn(0.0, WELCOME)
+    scheduler.steps_to_plan = 1
+    rig.turn(0.25)
+    scheduler.steps_to_plan = 1
+    rig.turn(0.5)
+    rig.transfers.progress_s = 0.75
+    load = rig.heartbeat(1.0).load
+    assert (load.pages_free, load.oldest_step_s, load.oldest_transfer_s) == (5, 0.75, 0.25)
+    rig.executor.finish_one()
+    rig.transfers.progress_s = 2.5
+    load = rig.heartbeat(2.0).load
+    assert (load.oldest_step_s, load.oldest_transfer_s) == (1.5, 0.0), "of the step that is left; the other thread is ahead"
+    rig.executor.finish_one()
+    assert rig.heartbeat(3.0).load.oldest_step_s == 0.0
+
+
+def test_a_heartbeat_counts_what_the_mail_refused_and_lost() -> None:
+    counters = Rig(FakeScheduler()).heartbeat(0.0, WELCOME).counters
+    assert (counters.steps, counters.frames_refused, counters.messages_lost) == (6, 3, 4)
+
+
+# --- peers and links -------------------------------------------------------------------------------------------------------
+
+
 def test_links_are_reported_as_they_change() -> None:
     rig = Rig()
-    rig.turn(0.0, WELCOME, Peers(instances=(instance("d", "decode"),)))
-    assert rig.transfers.peers == ["d"]
-    ready = LinkInfo(peer=InstanceId("d"), incarnation=Incarnation("1"), state="ready", detail="cma")
+    assert rig.heartbeat(0.0, WELCOME, THERE).links == (link("connecting"),)
+    assert rig.transfers.submitted == [Connect(THERE.instances)]
+    ready = link("ready", detail="cma")
     rig.transfers.events.append(LinkChanged(ready))
-    rig.worker.turn(0.1)
-    beats = [message for _, message in rig.mail.sent if isinstance(message, Heartbeat)]
-    assert beats and beats[-1].links == (ready,)
-    assert (beats[-1].counters.frames_refused, beats[-1].counters.messages_lost) == (3, 4)
-    rig.mail.sent.clear()
-    assert rig.turn(0.2, Peers(instances=())) == ["Heartbeat"]
-    assert rig.transfers.peers == []
+    assert rig.heartbeat(0.1).links == (ready,)
+    assert rig.heartbeat(0.2, GONE).links == ()
+    assert rig.transfers.submitted[-1] == Connect(())
+
+
+def test_an_instance_that_does_not_push_makes_no_links() -> None:
+    rig = Rig(FakeScheduler(), pushes=False)
+    assert rig.heartbeat(0.0, WELCOME, THERE).links == (link("ready"),)
+    assert rig.transfers.submitted == []
+
+
+def test_what_became_of_the_link_to_a_peer_that_has_left_is_not_reported() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    rig.turn(0.0, WELCOME, THERE)
+    rig.transfers.events.append(LinkChanged(link("lost")))
+    assert rig.heartbeat(1.0, GONE).links == ()
+    assert "LinkChanged" in scheduler.told
+
+
+def test_what_became_of_the_link_to_a_predecessor_is_not_reported_as_its_successors() -> None:
+    rig = Rig()
+    rig.turn(0.0, WELCOME, THERE)
+    rig.transfers.events.append(LinkChanged(link("lost")))
+    beat = rig.heartbeat(1.0, Peers(instances=(instance("d", "decode", "2"),)))
+    assert beat.links == (link("connecting", "2"),)
 
 
 def test_a_peer_that_left_can_be_written_to_for_a_while() -> None:
     """It may only have been silent, and wait for the word that brings its pages home."""
     rig = Rig()
-    there, gone = Peers(instances=(instance("d", "decode"),)), Peers(instances=())
-    rig.turn(0.0, WELCOME, there)
-    rig.turn(1.0, gone)
-    rig.turn(2.0, there)
-    rig.turn(100.0, gone)
-    assert rig.mail.routes[InstanceId("d")] is not None
+    rig.turn(0.0, WELCOME, THERE)
+    rig.turn(1.0, GONE)
+    rig.turn(2.0, THERE)
+    rig.turn(100.0, GONE)
+    assert rig.mail.routes[D] is not None
     rig.worker.turn(100.0 + ROUTE_MEMORY_S)
-    assert rig.mail.routes[InstanceId("d")] is None
+    assert rig.mail.routes[D] is None
+
+
+def test_the_transfers_are_told_how_many_reservations_there_are_when_that_changes() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    for now, reservations in enumerate([0, 2, 2, 2, 1, 0, 0]):
+        scheduler.open_reservations = reservations
+        rig.turn(float(now), WELCOME)
+    assert rig.transfers.submitted == [Expect(2), Expect(1), Expect(0)]
+
+
+def test_what_the_transfers_say_reaches_the_scheduler_before_the_steps_that_returned() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    scheduler.steps_to_plan = 1
+    rig.turn(0.0, WELCOME)
+    rig.transfers.events += [PushDone(Ticket(1), 1, 0.1), Settled(key())]
+    rig.executor.finish_one()
+    rig.turn(0.1, Cancel(key=key()))
+    assert scheduler.told == ["Cancel", "PushDone", "Settled", "step done"]
+
+
+# --- leaving ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_that_is_told_to_drain_says_so_at_once_and_once() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    assert not rig.heartbeat(0.0, WELCOME).draining
+    assert rig.heartbeat(0.1, Drain()).draining
+    assert rig.turn(0.2, Drain()) == [] and scheduler.told == ["drain"]
+
+
+def test_it_has_drained_when_the_scheduler_has_and_no_step_is_in_flight() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    scheduler.drained = True
+    drained = [rig.worker.drained]
+    scheduler.drained, scheduler.steps_to_plan = False, 1
+    rig.turn(0.0, WELCOME, Drain())
+    drained.append(rig.worker.drained)
+    scheduler.drained = True
+    drained.append(rig.worker.drained)
+    rig.executor.finish_one()
+    rig.turn(0.1)
+    drained.append(rig.worker.drained)
+    assert drained == [False, False, False, True]
+
+
+def test_the_loop_turns_until_it_has_drained_and_says_goodbye() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        scheduler.drained = len(waits) == 2
+
+    run(rig.worker, wait, lambda: 0.0, lambda: len(waits) == 1)
+    assert scheduler.told == ["drain"] and waits == [0.25, 0.25]
+    assert rig.mail.names()[-1] == "Goodbye"
+
+
+def test_the_router_is_told_also_when_something_fails() -> None:
+    rig = Rig(FakeScheduler())
+
+    def wait(seconds: float) -> None:
+        raise TransferError("the transfer thread failed")
+
+    with pytest.raises(TransferError):
+        run(rig.worker, wait, lambda: 0.0, lambda: False)
+    assert rig.mail.names()[-1] == "Goodbye"

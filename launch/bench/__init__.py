@@ -1,0 +1,1 @@
+"""`launch bench`: measures parts of Tandem on this machine. Knows nothing of a running fleet."""

@@ -1,0 +1,133 @@
+"""One of the two processes of a measurement: a pool, one end of a way, and a loop that does what it is told.
+
+Owns the pool, the pages of each push, the clock around them and the loop. It runs as `python -m launch.bench.agent PLAN`, says
+Started, and gives one answer to each command; it ends when it is told to, or when its stdin closes. Does not know who measures.
+"""
+
+import mmap
+import os
+import select
+import sys
+import time
+import zlib
+from typing import assert_never
+
+import msgspec
+import numpy as np
+
+from common.errors import TransferError
+from common.ids import Int32Array
+from launch.bench.ends import End as WayEnd
+from launch.bench.ends import Memory, make_end
+from launch.bench.lines import AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
+from launch.bench.plan import Point
+
+
+def anonymous_memory(pool_bytes: int) -> Memory:
+    """Private memory in pages of the system's usual size, as a pool on CPU has it, and all of it there."""
+    memory = np.frombuffer(mmap.mmap(-1, pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    memory[:] = 0
+    return memory
+
+
+def pages_of(point: Point, unit_bytes: int, pool_bytes: int, seed: int) -> list[tuple[Int32Array, Int32Array]]:
+    """The pages of each push of a point, as units of the pool: (source, target), [units] int32 each. The same in any process."""
+    random = np.random.default_rng([seed, point.page_bytes, point.pages])
+    total, units = pool_bytes // point.page_bytes, point.page_bytes // unit_bytes
+
+    def side() -> Int32Array:
+        if point.arrangement == "contiguous":
+            pages = random.integers(total - point.pages + 1) + np.arange(point.pages)
+        else:
+            pages = random.permutation(total)[: point.pages]
+        return (pages[:, None] * units + np.arange(units)).reshape(-1).astype(np.int32)
+
+    return [(side(), side()) for _ in range(point.pushes_in_turn(pool_bytes))]
+
+
+class Agent:
+    """A pool and one end over it."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        self._plan = plan
+        self._pool = anonymous_memory(plan.pool_bytes)
+        self._end: WayEnd = make_end(plan, self._pool, lambda: anonymous_memory(plan.pool_bytes))
+        self.started = Started(address=self._end.address)
+
+    def run(self, reports: int) -> None:
+        """Obey until End, or until nobody is there to command."""
+        decoder = msgspec.json.Decoder[Command](Command)
+        with os.fdopen(0, "rb", buffering=0) as commands:
+            while True:
+                ready, _, _ = select.select([commands], [], [], self._end.turn())
+                if not ready:
+                    continue
+                line = commands.readline()
+                if not line:
+                    return
+                command = decoder.decode(line)
+                if isinstance(command, End):
+                    self._end.close()
+                    return
+                try:
+                    answer: Report = self._obey(command)
+                except TransferError as error:
+                    answer = Refused(reason=str(error))
+                say(reports, answer)
+
+    def _obey(self, command: Connect | Push | Expect | Digest) -> Answer:
+        match command:
+            case Connect():
+                self._pool.view(np.int64)[:] = np.arange(len(self._pool) // 8)  # no two words are alike
+                self._end.connect(command.address)
+                return Answer(cpu_s=time.process_time())
+            case Push():
+                return self._push(command)
+            case Expect():
+                self._end.expect(command.pushes)
+                return Answer(cpu_s=time.process_time())
+            case Digest():
+                return Answer(cpu_s=time.process_time(), digest=self._digest(command))
+            case _:
+                assert_never(command)
+
+    def _push(self, command: Push) -> Answer:
+        pages = pages_of(command.point, self._plan.unit_bytes, self._plan.pool_bytes, command.seed)
+        pushes = [self._end.prepare(source, target) for source, target in pages]
+        taken: list[float] = []
+        began = before = time.perf_counter()
+        while len(taken) < command.least_pushes or before - began < command.seconds:
+            pushes[len(taken) % len(pushes)]()
+            now = time.perf_counter()
+            taken.append(now - before)
+            before = now
+        return Answer(cpu_s=time.process_time(), elapsed_s=before - began, pushes=taken)
+
+    def _digest(self, command: Digest) -> int:
+        """Of the last push of a turn: what it wrote, no later push of the turn has written over."""
+        source, target = pages_of(command.point, self._plan.unit_bytes, self._plan.pool_bytes, command.seed)[-1]
+        memory, pages = (self._end.landing, target) if command.landed else (self._pool, source)
+        return zlib.crc32(memory.reshape(-1, self._plan.unit_bytes)[pages].tobytes())
+
+
+def say(reports: int, report: Report) -> None:
+    """One line to whoever started this process."""
+    data = msgspec.json.encode(report) + b"\n"
+    while data:
+        data = data[os.write(reports, data) :]
+
+
+def main(plan_text: str) -> None:
+    reports = os.dup(1)
+    os.dup2(2, 1)  # libraries write to stdout
+    try:
+        agent = Agent(msgspec.json.decode(plan_text, type=AgentPlan))
+    except TransferError as error:
+        say(reports, Refused(reason=str(error)))
+        return
+    say(reports, agent.started)
+    agent.run(reports)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

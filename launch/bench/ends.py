@@ -1,0 +1,311 @@
+"""The ends of each way that bytes can take from one process to the other: a KV transport, a transfer thread, a socket, memmove.
+
+Owns what a push is on each of them. Knows pools and runs. Does not know what is measured, or who asks.
+"""
+
+import ctypes
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias, assert_never
+
+import numpy as np
+
+from common.config import TransportName
+from common.errors import TransferError
+from common.ids import Incarnation, InstanceId, Int32Array, Int64Array, Ticket
+from common.instance.ports import Allow, Expect, LinkChanged, PushDone, PushFailed
+from common.instance.ports import Connect as ConnectPeers
+from common.instance.ports import Push as PushPages
+from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
+from common.pages.layout import KVLayout, MemoryRegion
+from kv_transfer.backends import make_transport
+from kv_transfer.runs import plan_runs
+from kv_transfer.transfer_loop import TransferLoop
+from kv_transfer.transfer_thread import BUSY_S, IDLE_S, TransferThread
+from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
+from launch.bench.lines import Address, AgentPlan
+
+PUSH_S = 60.0
+"""A push that takes longer has failed."""
+LEASE_S = 86_400.0
+TARGET = InstanceId("target")
+LIFE = Incarnation("1")
+PushOnce: TypeAlias = Callable[[], None]
+Memory: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
+
+class End(Protocol):
+    """One end of a way. address: how the other end reaches it. landing: the memory that pushes write into.
+
+    Raises TransferError from any method for what cannot be done.
+    """
+
+    address: Address
+    landing: Memory
+
+    def connect(self, address: Address) -> None:
+        """Get ready to push there."""
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        """A call that writes our pages into the other end's, and returns when every byte is there."""
+
+    def expect(self, pushes: bool) -> None:
+        """Whether pushes are on their way to this end."""
+
+    def turn(self) -> float | None:
+        """Drive what must be driven. Returns in how many seconds it is time again; None: never."""
+
+    def close(self) -> None: ...
+
+
+def make_end(plan: AgentPlan, pool: Memory, spare: Callable[[], Memory]) -> End:
+    """spare: makes a second pool in this process."""
+    layout = layout_of(plan.unit_bytes)
+    match plan.way.kind:
+        case "transport":
+            return TransportEnd(_named(plan), pool, layout)
+        case "thread":
+            return ThreadEnd(_named(plan), pool, layout)
+        case "socket":
+            return SocketEnd(plan.host, pool, layout)
+        case "memmove":
+            return MemmoveEnd(pool, spare(), layout)
+        case _:
+            assert_never(plan.way.kind)
+
+
+def layout_of(page_bytes: int) -> KVLayout:
+    """A layout whose pages are of so many bytes."""
+    return KVLayout(layers=1, kv_heads=1, head_dim=page_bytes // 2, page_size=1, dtype="uint8")
+
+
+class TransportEnd:
+    """The port alone: every call from this thread, and after a push it is polled without a pause."""
+
+    def __init__(self, name: TransportName, pool: Memory, layout: KVLayout) -> None:
+        self._transport = make_transport(name)
+        self._layout = layout
+        self._peer = ""
+        self._tickets = 0
+        self._expecting = False
+        region = _region_of(pool)
+        agent, wire = self._transport.register(region)
+        descriptor = PoolDescriptor(
+            backend=name,
+            agent=agent,
+            address=region.address,
+            total_pages=len(pool) // layout.page_bytes,
+            device=region.device,
+            layout=layout,
+            wire=wire,
+        )
+        self.address = Address(pool=descriptor)
+        self.landing = pool
+
+    def connect(self, address: Address) -> None:
+        pool = _pool_at(address)
+        self._transport.connect(pool)
+        self._peer = pool.agent
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        runs = plan_runs(source_pages, target_pages, self._layout)
+        return lambda: self._push(runs)
+
+    def expect(self, pushes: bool) -> None:
+        self._expecting = pushes
+
+    def turn(self) -> float:
+        self._has_ended(Ticket(-1))
+        return BUSY_S if self._expecting else IDLE_S
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _push(self, runs: Int64Array) -> None:
+        self._tickets += 1
+        ticket = Ticket(self._tickets)
+        self._transport.push(ticket, self._peer, runs)
+        until = time.monotonic() + PUSH_S
+        while not self._has_ended(ticket):
+            if time.monotonic() > until:
+                raise TransferError(f"a push took longer than {PUSH_S:g} s")
+
+    def _has_ended(self, ticket: Ticket) -> bool:
+        done = False
+        for event in self._transport.poll():
+            match event:
+                case RunsDone():
+                    done = done or event.ticket == ticket
+                case RunsFailed() | AgentLost():
+                    raise TransferError(event.reason)
+                case _:
+                    assert_never(event)
+        return done
+
+
+class ThreadEnd:
+    """A transfer thread, with its pace, its links and its leases: what an instance sees."""
+
+    def __init__(self, name: TransportName, pool: Memory, layout: KVLayout) -> None:
+        def make_loop() -> TransferLoop:
+            total_pages = len(pool) // layout.page_bytes
+            return TransferLoop(make_transport(name), name, _region_of(pool), layout, total_pages, time.monotonic)
+
+        self._news = threading.Event()
+        self._thread = TransferThread(make_loop, self._news.set)
+        self._tickets = 0
+        self._layout = layout
+        self.address = Address(pool=self._thread.start(PUSH_S))
+        self.landing = pool
+
+    def connect(self, address: Address) -> None:
+        self._thread.submit(ConnectPeers((_instance_of(_pool_at(address)),)))
+        self._wait(lambda event: isinstance(event, LinkChanged) and event.link.state == "ready")
+        self._thread.submit(Allow(TARGET, LIFE, time.monotonic() + LEASE_S))
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        return lambda: self._push(source_pages, target_pages)
+
+    def expect(self, pushes: bool) -> None:
+        self._thread.submit(Expect(int(pushes)))
+
+    def turn(self) -> None:
+        """The thread drives it."""
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _push(self, source_pages: Int32Array, target_pages: Int32Array) -> None:
+        self._tickets += 1
+        ticket = Ticket(self._tickets)
+        self._thread.submit(PushPages(ticket, TARGET, LIFE, source_pages, target_pages))
+        self._wait(lambda event: isinstance(event, PushDone) and event.ticket == ticket)
+
+    def _wait(self, is_awaited: Callable[[object], bool]) -> None:
+        until = time.monotonic() + PUSH_S
+        while True:
+            if not self._news.wait(max(0.0, until - time.monotonic())):
+                raise TransferError(f"nothing happened for {PUSH_S:g} s")
+            self._news.clear()
+            for event in self._thread.poll():
+                if isinstance(event, PushFailed):
+                    raise TransferError(event.reason)
+                if isinstance(event, LinkChanged) and event.link.state == "lost":
+                    raise TransferError(event.link.detail)
+                if is_awaited(event):
+                    return
+
+
+class SocketEnd:
+    """One TCP connection: where the runs go, their bytes one after the other, and one byte back when all are there."""
+
+    def __init__(self, host: str, pool: Memory, layout: KVLayout) -> None:
+        self._pool, self._layout = memoryview(pool), layout
+        self._listener = socket.create_server((host, 0))
+        self._connection: socket.socket | None = None
+        self._receiver = threading.Thread(target=self._receive, name="receiver", daemon=True)
+        self._receiver.start()
+        self.address = Address(host=host, port=self._listener.getsockname()[1])
+        self.landing = pool
+
+    def connect(self, address: Address) -> None:
+        try:
+            self._connection = socket.create_connection((address.host, address.port), PUSH_S)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise TransferError(f"no connection to {address.host}:{address.port}: {error}") from error
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        runs = plan_runs(source_pages, target_pages, self._layout)
+        head = np.int64(len(runs)).tobytes() + np.ascontiguousarray(runs[:, 1:]).tobytes()
+        pieces = [self._pool[start : start + length] for start, _, length in runs.tolist()]
+        connection = self._connection
+        assert connection is not None, "connect comes before prepare"
+
+        def push() -> None:
+            try:
+                connection.sendall(head)
+                for piece in pieces:
+                    connection.sendall(piece)
+                if not connection.recv(1):
+                    raise TransferError("the connection was closed")
+            except OSError as error:
+                raise TransferError(f"the connection failed: {error}") from error
+
+        return push
+
+    def expect(self, pushes: bool) -> None:
+        """The receiver sleeps in the kernel until something comes."""
+
+    def turn(self) -> None:
+        """The receiver needs no help."""
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._listener.close()
+
+    def _receive(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection:
+            while head := connection.recv(8, socket.MSG_WAITALL):
+                table = bytearray(16 * int.from_bytes(head, "little"))
+                connection.recv_into(table, len(table), socket.MSG_WAITALL)
+                for start, length in np.frombuffer(table, dtype="<i8").reshape(-1, 2).tolist():
+                    connection.recv_into(self._pool[start : start + length], length, socket.MSG_WAITALL)
+                connection.sendall(b"!")
+
+
+class MemmoveEnd:
+    """Both pools in one process and a loop over the runs: as fast as one core copies."""
+
+    def __init__(self, pool: Memory, landing: Memory, layout: KVLayout) -> None:
+        self._pool, self._layout = pool, layout
+        self.address = Address()
+        self.landing = landing
+
+    def connect(self, address: Address) -> None:
+        """Both pools are here."""
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        runs = plan_runs(source_pages, target_pages, self._layout)
+        from_address, to_address = self._pool.ctypes.data, self.landing.ctypes.data
+        moves = [(to_address + there, from_address + here, length) for here, there, length in runs.tolist()]
+
+        def push() -> None:
+            for to, start, length in moves:
+                ctypes.memmove(to, start, length)
+
+        return push
+
+    def expect(self, pushes: bool) -> None:
+        """Nothing has to be driven."""
+
+    def turn(self) -> None:
+        """Nothing has to be driven."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _named(plan: AgentPlan) -> TransportName:
+    assert plan.way.transport is not None, f"{plan.way.kind} goes through a transport"
+    return plan.way.transport
+
+
+def _pool_at(address: Address) -> PoolDescriptor:
+    assert address.pool is not None, "the other end has registered a pool"
+    return address.pool
+
+
+def _region_of(pool: Memory) -> MemoryRegion:
+    return MemoryRegion(address=pool.ctypes.data, region_bytes=len(pool), device="cpu")
+
+
+def _instance_of(pool: PoolDescriptor) -> InstanceInfo:
+    """The owner of a pool, as a transfer loop wants to know it."""
+    model = ModelIdentity(name="bench", fingerprint="", architecture="", dtype="uint8", vocab_size=1, context_tokens=1)
+    return InstanceInfo(id=TARGET, incarnation=LIFE, role="decode", inbox="", ranks=(), model=model, pool=pool, max_running=1)

@@ -1,0 +1,140 @@
+"""What `launch bench transfer` is to measure: its flags, and the grid of points that they span.
+
+Owns names, defaults and limits. Imports nothing heavy, measures nothing.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from common.config import TransportName, option, parse_bytes
+from common.errors import ConfigError
+
+Arrangement = Literal["contiguous", "scattered"]
+Kind = Literal["transport", "thread", "socket", "memmove"]
+ALL = "all"
+SMALLEST_PAGE_BYTES = 512
+
+
+class Point(msgspec.Struct, frozen=True):
+    """What one push moves: `pages` pages of `page_bytes`, next to each other on both sides or anywhere in the pools."""
+
+    page_bytes: int
+    pages: int
+    arrangement: Arrangement
+
+    @property
+    def push_bytes(self) -> int:
+        return self.page_bytes * self.pages
+
+    def pushes_in_turn(self, pool_bytes: int) -> int:
+        """Each push takes other pages than the one before, and after so many they begin again."""
+        return max(2, min(16, pool_bytes // self.push_bytes))
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How bytes get from one process to the other.
+
+    transport: through the port alone, polled without a pause. thread: through a TransferThread, as an instance does it.
+    socket: one TCP connection. memmove: a loop in one process, which is the speed of the memory.
+    """
+
+    kind: Kind
+    transport: TransportName | None = None
+
+    @property
+    def label(self) -> str:
+        match self.kind:
+            case "transport":
+                return str(self.transport)
+            case "thread":
+                return f"{self.transport} thread"
+            case "socket":
+                return "tcp socket"
+            case "memmove":
+                return "memmove"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferBench:
+    """What is measured, and how long."""
+
+    transport: str = option(ALL, f"which KV transport: {ALL}, or one of {', '.join(get_args(TransportName))}")
+    page_bytes: str = option("16KiB,64KiB,256KiB,1MiB,2MiB", "page sizes; each a multiple of the smallest")
+    pages: str = option("1,32,1024", "pages of a push, capped by what --memory holds")
+    memory: str = option("256MiB", "size of each pool; every pair of processes has two")
+    seconds: float = option(0.2, "how long each point is measured in each round")
+    repeat: int = option(5, "rounds over all points and transports")
+    idle_s: float = option(3.0, "how long connected pairs are watched while they have nothing to do, in seconds")
+    json: str = option("", "write every figure of every round to this file")
+    plot: str = option("", "draw speed over page size into this file (.svg)")
+
+    def __post_init__(self) -> None:
+        if self.transport not in (ALL, *get_args(TransportName)):
+            raise ConfigError(f"--transport must be {ALL} or one of {', '.join(get_args(TransportName))}, is {self.transport!r}")
+        for flag, value in (("seconds", self.seconds), ("idle-s", self.idle_s), ("repeat", self.repeat)):
+            if value <= 0:
+                raise ConfigError(f"--{flag} must be above 0, is {value}")
+        if self.plot and not self.plot.endswith(".svg"):
+            raise ConfigError(f"--plot must name an .svg file, is {self.plot!r}")
+        for page_bytes in self.page_sizes:
+            if page_bytes % self.unit_bytes or page_bytes > self.pool_bytes:
+                raise ConfigError(f"--page-bytes {page_bytes} must be a multiple of the smallest and no more than --memory")
+        if self.unit_bytes < SMALLEST_PAGE_BYTES or self.unit_bytes % 8:
+            raise ConfigError(f"--page-bytes must be multiples of 8 from {SMALLEST_PAGE_BYTES}, the smallest is {self.unit_bytes}")
+        if min(self.page_counts) < 1:
+            raise ConfigError(f"--pages must be at least 1, is {self.pages}")
+
+    @property
+    def transports(self) -> tuple[TransportName, ...]:
+        return tuple(name for name in get_args(TransportName) if self.transport in (ALL, name))
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({_bytes_of(part, "page-bytes") for part in self.page_bytes.split(",")}))
+
+    @property
+    def page_counts(self) -> tuple[int, ...]:
+        try:
+            return tuple(sorted({int(part) for part in self.pages.split(",")}))
+        except ValueError:
+            raise ConfigError(f"--pages must be numbers with commas between them, is {self.pages!r}") from None
+
+    @property
+    def unit_bytes(self) -> int:
+        """The smallest page: pools are registered in pages of this size, and a larger one is several in a row."""
+        return self.page_sizes[0]
+
+    @property
+    def pool_bytes(self) -> int:
+        """A whole number of the largest pages."""
+        return _bytes_of(self.memory, "memory") // self.page_sizes[-1] * self.page_sizes[-1]
+
+    def points(self) -> Iterator[Point]:
+        """The grid, each point once. One page has no arrangement."""
+        for page_bytes in self.page_sizes:
+            for pages in sorted({min(count, self.pool_bytes // page_bytes) for count in self.page_counts}):
+                yield Point(page_bytes, pages, "contiguous")
+                if pages > 1:
+                    yield Point(page_bytes, pages, "scattered")
+
+
+QUICK: dict[str, Any] = {"page_bytes": "64KiB", "pages": "1,16", "memory": "4MiB", "seconds": 0.02, "repeat": 1, "idle_s": 0.2}
+
+
+def quick(bench: TransferBench) -> TransferBench:
+    """A run of seconds, which shows that all of it works: small figures for what was left at its default."""
+    defaults = {known.name: known.default for known in dataclasses.fields(bench)}
+    small = {name: value for name, value in QUICK.items() if getattr(bench, name) == defaults[name]}
+    return dataclasses.replace(bench, **small)
+
+
+def _bytes_of(text: str, flag: str) -> int:
+    """An amount of memory that must be said."""
+    amount = parse_bytes(text.strip(), flag)
+    if amount is None:
+        raise ConfigError(f"--{flag} must be an amount such as 64KiB, is {text!r}")
+    return amount

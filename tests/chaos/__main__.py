@@ -1,0 +1,141 @@
+"""python -m tests.chaos: the command line of a run, and the table of recovery latencies by heartbeat settings.
+
+Owns the flags and what is printed. Exit status 0 only if everything holds.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from tests.chaos.faults import KINDS, Kind
+from tests.chaos.fleet import Shape
+from tests.chaos.report import LATENCY_HEADER, Outcome, latency_line, summary
+from tests.chaos.run import Plan, run
+
+SETTINGS = ((0.5, 3.0), (0.25, 1.5), (0.1, 0.5))
+"""--heartbeat-s and --dead-after-s of each line of the table."""
+KILLS = 10
+LISTED = 30
+"""Lines of each list that are printed."""
+
+
+def main() -> int:
+    flags = _parser().parse_args()
+    if flags.keep_logs is not None:
+        logs = Path(flags.keep_logs)
+        logs.mkdir(parents=True, exist_ok=True)
+    else:
+        logs = Path(tempfile.mkdtemp(prefix="tandem-chaos-"))
+    is_good = False
+    try:
+        is_good = asyncio.run(_until_told((_latency if flags.latency else _chaos)(_plan(flags), logs)))
+    finally:
+        if is_good and flags.keep_logs is None:
+            shutil.rmtree(logs)
+        else:
+            print(f"logs: {logs}", flush=True)
+    return 0 if is_good else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="A fleet under load whose instances are struck.")
+    parser.add_argument("--requests", type=int, default=500, help="different requests (default: %(default)s)")
+    parser.add_argument("--faults", type=int, help=f"default: 50; with --latency {KILLS} for each setting")
+    parser.add_argument("--prefill", type=int, default=2, help="prefill instances (default: %(default)s)")
+    parser.add_argument("--decode", type=int, default=2, help="decode instances (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and faults (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=12, help="requests open at the same time (default: %(default)s)")
+    parser.add_argument("--heartbeat-s", type=float, default=0.5, help="the router's flag (default: %(default)s)")
+    parser.add_argument("--dead-after-s", type=float, default=3.0, help="the router's flag (default: %(default)s)")
+    parser.add_argument("--kv-memory", default="64MiB", help="of an instance (default: %(default)s)")
+    parser.add_argument("--log-level", default="info", help="of every process (default: %(default)s)")
+    parser.add_argument("--kinds", type=_kinds, default=KINDS, help=f"some of {','.join(KINDS)} (default: all)")
+    parser.add_argument("--keep-logs", metavar="DIR", help="where the processes' logs go and stay")
+    parser.add_argument("--latency", action="store_true", help="kill decode instances only, for several heartbeat settings")
+    return parser
+
+
+def _kinds(text: str) -> tuple[Kind, ...]:
+    kinds = tuple(kind for kind in KINDS if kind in text.split(","))
+    if len(kinds) != len(text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(KINDS)}")
+    return kinds
+
+
+def _plan(flags: argparse.Namespace) -> Plan:
+    shape = Shape(
+        prefill=flags.prefill,
+        decode=flags.decode,
+        heartbeat_s=flags.heartbeat_s,
+        dead_after_s=flags.dead_after_s,
+        kv_memory=flags.kv_memory,
+        log_level=flags.log_level,
+    )
+    plan = Plan(shape=shape, requests=flags.requests, kinds=flags.kinds, seed=flags.seed, at_once=flags.at_once)
+    if flags.latency:
+        return replace(plan, faults=flags.faults or KILLS, roles=("decode",), kinds=("kill",), is_compared=False)
+    return replace(plan, faults=50 if flags.faults is None else flags.faults)
+
+
+async def _until_told(work: Coroutine[None, None, bool]) -> bool:
+    """SIGTERM ends it as Ctrl-C does: with every process that it started."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        return await task
+    return False
+
+
+async def _chaos(plan: Plan, logs: Path) -> bool:
+    outcome = await run(plan, logs, _say)
+    for line in _listed(outcome):
+        _say(line)
+    _say("")
+    for line in summary(outcome):
+        _say(line)
+    return outcome.is_good
+
+
+async def _latency(plan: Plan, logs: Path) -> bool:
+    outcomes = []
+    for heartbeat_s, dead_after_s in SETTINGS:
+        _say(f"--heartbeat-s {heartbeat_s:g} --dead-after-s {dead_after_s:g}")
+        folder = logs / f"{heartbeat_s:g}-{dead_after_s:g}"
+        folder.mkdir(exist_ok=True)
+        shape = replace(plan.shape, heartbeat_s=heartbeat_s, dead_after_s=dead_after_s)
+        outcomes.append(await run(replace(plan, shape=shape), folder, _say))
+        for line in _listed(outcomes[-1]):
+            _say(line)
+    _say("\n" + LATENCY_HEADER)
+    for outcome in outcomes:
+        _say(latency_line(outcome))
+    return all(outcome.is_good for outcome in outcomes)
+
+
+def _listed(outcome: Outcome) -> Iterator[str]:
+    lists = {
+        "errors that clients saw": outcome.errors,
+        "answers that differ from the run without faults": [str(difference) for difference in outcome.differences],
+        "other problems": outcome.problems,
+    }
+    for name, lines in lists.items():
+        if lines:
+            yield f"\n{name}: {len(lines)}"
+            yield from (f"  {line[:1000]}" for line in lines[:LISTED])
+            if len(lines) > LISTED:
+                yield f"  and {len(lines) - LISTED} more"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

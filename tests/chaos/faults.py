@@ -1,0 +1,142 @@
+"""Faults: who is struck how and when, and that nobody is struck before the former victim of that role is whole again.
+
+Owns the rotation and its pace. Does not know requests.
+
+    role 0   strike ─── down ─── back ─ whole ─ strike ───                  one instance of a role at a time,
+    role 1          strike ─── down ─── back ─ whole ─ strike ───           the roles in turn
+"""
+
+import asyncio
+import itertools
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal, assert_never, get_args
+
+from common.ids import Role
+from tests.chaos.cluster import Cluster
+from tests.chaos.fleet import Fleet
+
+Kind = Literal["kill", "stop", "term"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+PAUSE_S = (4.0, 8.0)
+"""How long a stopped instance is left stopped."""
+END_S = 60.0
+"""A struck process has ended within this."""
+WHOLE_S = 90.0
+"""An instance that runs again is live and linked within this; the machine may be busy."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """at_s: when the signal was sent. over_s: when the process had ended, or could go on; whole_s: when the instance was whole
+    again. In seconds of the loop's clock."""
+
+    number: int
+    kind: Kind
+    role: Role
+    victim: str
+    at_s: float
+    over_s: float = 0.0
+    whole_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Role:
+    """A role's instances in the order in which they are struck, and who is down now."""
+
+    name: Role
+    turns: Iterator[tuple[str, Kind]]
+    down: Fault | None = None
+    recovery: asyncio.Task[None] | None = None
+    former: dict[str, str] = field(default_factory=dict)
+    """Incarnations that were ended."""
+
+
+class Faults:
+    """Strikes the instances of `roles` by rotation. on_whole is called with every fault when its victim is whole again."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        cluster: Cluster,
+        roles: Sequence[Role],
+        kinds: Sequence[Kind],
+        seed: int,
+        on_whole: Callable[[Fault], object],
+    ) -> None:
+        self._fleet = fleet
+        self._cluster = cluster
+        self._random = Random(f"faults {seed}")
+        self._on_whole = on_whole
+        self._roles = [_Role(role, itertools.cycle(itertools.product(fleet.shape.names(role), kinds))) for role in roles]
+        self.past: list[Fault] = []
+
+    async def run(self, count: int) -> None:
+        """Strike so often; returns when the last victim is whole again. Raises NotInTime, TimeoutError."""
+        try:
+            for number, role in zip(range(count), itertools.cycle(self._roles), strict=False):
+                await self._until_whole(role)
+                await self._strike(number, role)
+            for role in self._roles:
+                await self._until_whole(role)
+        finally:
+            for role in self._roles:
+                if role.recovery is not None:
+                    role.recovery.cancel()
+
+    async def _until_whole(self, role: _Role) -> None:
+        """Every instance of the role is whole, as far as the other role's instances are there."""
+        if role.recovery is not None:
+            await role.recovery
+        away = {other.down.victim for other in self._roles if other is not role and other.down is not None}
+        names = self._fleet.shape.names
+        peers = [name for name in names("decode" if role.name == "prefill" else "prefill") if name not in away]
+        await self._cluster.until_whole(names(role.name), peers, role.former, WHOLE_S)
+        if role.down is not None:
+            role.down.whole_s = asyncio.get_running_loop().time()
+            self._on_whole(role.down)
+        role.down = role.recovery = None
+
+    async def _strike(self, number: int, role: _Role) -> None:
+        victim, kind = next(role.turns)
+        if kind != "stop":
+            incarnation = await self._cluster.incarnation(victim)
+            assert incarnation is not None, "it is whole"
+            role.former[victim] = incarnation
+        loop = asyncio.get_running_loop()
+        fault = Fault(number, kind, role.name, victim, loop.time())
+        self.past.append(fault)
+        self._fleet.process(victim).strike(_signal(kind))
+        role.down = fault
+        role.recovery = loop.create_task(self._recover(fault))
+
+    async def _recover(self, fault: Fault) -> None:
+        process = self._fleet.process(fault.victim)
+        match fault.kind:
+            case "stop":
+                await asyncio.sleep(self._random.uniform(*PAUSE_S))
+                process.strike(signal.SIGCONT)
+            case "kill" | "term":
+                status = await process.end(END_S)
+                if status != (0 if fault.kind == "term" else -signal.SIGKILL):
+                    self._fleet.problems.append(f"{fault.victim}, struck by {fault.kind}, ended with status {status}")
+                    process.kill()
+            case _:
+                assert_never(fault.kind)
+        fault.over_s = asyncio.get_running_loop().time()
+        if fault.kind != "stop":
+            await self._fleet.start_instance(fault.victim)
+
+
+def _signal(kind: Kind) -> signal.Signals:
+    match kind:
+        case "kill":
+            return signal.SIGKILL
+        case "stop":
+            return signal.SIGSTOP
+        case "term":
+            return signal.SIGTERM
+        case _:
+            assert_never(kind)

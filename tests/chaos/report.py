@@ -1,0 +1,132 @@
+"""The report: the run in numbers, and how long clients waited when something was struck.
+
+Owns the tables. Judges nothing.
+
+Which instance serves a stream cannot be seen from outside. A stream that was on an instance when it was killed or stopped waits
+until the router misses heartbeats: so a gap that spans the moment, and is as long as that takes at least, is one of those. A
+drain has no such mark: there, the longest gap of every stream that was open meanwhile counts.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.chaos.checks import Difference
+from tests.chaos.client import Answer, Gap
+from tests.chaos.faults import KINDS, Fault, Kind
+from tests.chaos.fleet import Shape
+
+AFTER_DRAIN_S = 1.0
+"""What a drained instance handed off goes on within this of its end."""
+HEADER = f"{'gaps between tokens, s':<44} {'streams':>8} {'median':>8} {'p90':>8} {'worst':>8}"
+LATENCY_HEADER = f"{'heartbeat-s':>11} {'dead-after-s':>12} {'kills':>6} " + " ".join(
+    f"{name:>16}" for name in ("resumed streams", "median", "p90", "worst", "others: p90", "others: worst")
+)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run brought. reference: answers without faults; answers: under faults. seconds: that the faults took."""
+
+    shape: Shape
+    reference: list[Answer] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    resumes: Counter[str] = field(default_factory=Counter)
+    most_attempts: float = 0.0
+    seconds: float = 0.0
+    differences: list[Difference] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    """What clients saw that they should not."""
+    problems: list[str] = field(default_factory=list)
+    """Everything else that is wrong."""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.errors and not self.problems and all(difference.is_right for difference in self.differences)
+
+
+def summary(outcome: Outcome) -> Iterator[str]:
+    """The lines of the table."""
+    answers, shape = outcome.answers, outcome.shape
+    counts = Counter((fault.kind, fault.role) for fault in outcome.faults)
+    faults = ", ".join(f"{kind} {role} {count}" for (kind, role), count in sorted(counts.items()))
+    wrong = sum(not difference.is_right for difference in outcome.differences)
+    tokens = sum(answer.tokens for answer in answers)
+    resumes = ", ".join(f"{reason} {count}" for reason, count in sorted(outcome.resumes.items()))
+    rows = {
+        "fleet": f"{shape.prefill} prefill, {shape.decode} decode",
+        "heartbeats": f"every {shape.heartbeat_s:g} s, dead after {shape.dead_after_s:g} s",
+        "faults": f"{len(outcome.faults)} in {outcome.seconds:.0f} s ({faults})",
+        "requests, choices, tokens": f"{len(answers)}, {sum(len(answer.choices) for answer in answers)}, {tokens}",
+        "resumes": f"{outcome.resumes.total()} ({resumes})",
+        "most attempts of a request": f"at most {outcome.most_attempts:g}",
+        "errors that clients saw": str(len(outcome.errors)),
+        "answers that differ": f"{len(outcome.differences)}, of which {wrong} are wrong and the others near ties",
+        "other problems": str(len(outcome.problems)),
+    }
+    yield from (f"{name:<28} {value}" for name, value in rows.items())
+    yield ""
+    yield from latencies(outcome)
+
+
+def latencies(outcome: Outcome) -> Iterator[str]:
+    yield HEADER
+    for role, kind in itertools.product(("decode", "prefill"), KINDS):
+        faults = [fault for fault in outcome.faults if (fault.role, fault.kind) == (role, kind)]
+        if faults:
+            what = "every stream open in a drain" if kind == "term" else "streams that waited for it"
+            yield _row(f"{role} {kind} ({len(faults)}): {what}", [gap.seconds for gap in disturbed(outcome, faults)])
+    yield _row("longest of each undisturbed stream", undisturbed(outcome))
+    if outcome.reference:
+        yield _row("longest of each stream without faults", _longest(outcome.reference))
+
+
+def latency_line(outcome: Outcome) -> str:
+    """One line of the table that compares settings."""
+    gaps, others = [gap.seconds for gap in disturbed(outcome, outcome.faults)], undisturbed(outcome)
+    shape = outcome.shape
+    values = (percentile(gaps, 0.5), percentile(gaps, 0.9), percentile(gaps, 1), percentile(others, 0.9), percentile(others, 1))
+    numbers = " ".join(f"{value:>16.2f}" for value in values)
+    return f"{shape.heartbeat_s:>11g} {shape.dead_after_s:>12g} {len(outcome.faults):>6} {len(gaps):>16} {numbers}"
+
+
+def disturbed(outcome: Outcome, faults: Sequence[Fault]) -> list[Gap]:
+    """The gaps that these faults made."""
+    return [gap for fault in faults for answer in outcome.answers for gap in _gaps_of(answer, fault, outcome.shape)]
+
+
+def undisturbed(outcome: Outcome) -> list[float]:
+    """The longest gap of each choice in the answers that no fault touched."""
+    sudden = [fault for fault in outcome.faults if fault.kind != "term"]
+    return _longest([answer for answer in outcome.answers if not any(_gaps_of(answer, fault, outcome.shape) for fault in sudden)])
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that so large a share of them does not exceed; not a number when there are none."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan
+
+
+def _gaps_of(answer: Answer, fault: Fault, shape: Shape) -> list[Gap]:
+    """Those of an answer that this fault made. Before a first token only a prefill instance is waited for."""
+    gaps = [gap for gap in answer.gaps() if fault.role == "prefill" or not gap.is_first]
+    if fault.kind == "term":
+        meanwhile = [gap for gap in gaps if gap.start_s < fault.over_s + AFTER_DRAIN_S and gap.end_s > fault.at_s]
+        return [max(meanwhile, key=lambda gap: gap.seconds)] if meanwhile else []
+    return [gap for gap in gaps if gap.spans(fault.at_s) and gap.seconds >= shape.dead_after_s - shape.heartbeat_s]
+
+
+def _longest(answers: Sequence[Answer]) -> list[float]:
+    """The longest gap after its first token of each choice."""
+    of_choices = ([gap.seconds for gap in answer.gaps() if not gap.is_first] for answer in answers)
+    return [max(gaps) for gaps in of_choices if gaps]
+
+
+def _row(name: str, seconds: Sequence[float]) -> str:
+    numbers = " ".join(f"{percentile(seconds, share):>8.2f}" for share in (0.5, 0.9, 1.0))
+    return f"{name:<44} {len(seconds):>8} {numbers}"
+
+
+__all__ = ["HEADER", "LATENCY_HEADER", "Kind", "Outcome", "disturbed", "latencies", "latency_line", "percentile", "summary"]

@@ -1,0 +1,151 @@
+"""A run: a fleet, its answers without faults, the same requests again under faults, and everything that must hold afterwards.
+
+Owns the order of it. Raises nothing that concerns the fleet: what goes wrong is in the outcome.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from common.ids import Role
+from demo.evaluate import MODEL
+from tests.chaos.checks import Checks
+from tests.chaos.client import Answer, Client
+from tests.chaos.cluster import Cluster, NotInTime
+from tests.chaos.faults import KINDS, Fault, Faults, Kind
+from tests.chaos.fleet import Fleet, Shape
+from tests.chaos.oracle import Oracle
+from tests.chaos.report import Outcome
+from tests.chaos.workload import Request, Workload
+
+HOME_S = 60.0
+"""After the last answer every page is home within this."""
+WHOLE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """requests: different ones; they are sent again and again until the faults are through. at_once: open at the same time.
+    is_compared: whether a run without faults goes first, and answers are held against it."""
+
+    shape: Shape = field(default_factory=Shape)
+    requests: int = 500
+    faults: int = 50
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    kinds: tuple[Kind, ...] = KINDS
+    seed: int = 1
+    at_once: int = 12
+    is_compared: bool = True
+
+
+async def run(plan: Plan, logs: Path, say: Callable[[str], object]) -> Outcome:
+    """say: told how it goes, line by line."""
+    outcome = Outcome(plan.shape)
+    workload = Workload()
+    requests = workload.requests(plan.requests, plan.seed)
+    fleet = Fleet(plan.shape, logs)
+    try:
+        url = await fleet.start()
+        await _Run(plan, fleet, outcome, say).play(url, requests)
+        await fleet.stop()
+    except (NotInTime, TimeoutError, httpx.HTTPError) as error:
+        outcome.problems.append(f"{type(error).__name__}: {error}")
+    finally:
+        await fleet.clear()
+    outcome.problems += fleet.problems
+    await asyncio.to_thread(_check, outcome, workload)
+    return outcome
+
+
+class _Run:
+    """What happens while the fleet is there."""
+
+    def __init__(self, plan: Plan, fleet: Fleet, outcome: Outcome, say: Callable[[str], object]) -> None:
+        self._plan = plan
+        self._fleet = fleet
+        self._outcome = outcome
+        self._say = say
+        self._clock = asyncio.get_running_loop().time
+
+    async def play(self, url: str, requests: Sequence[Request]) -> None:
+        """Raises NotInTime, TimeoutError, httpx.HTTPError."""
+        prefill, decode = self._plan.shape.names("prefill"), self._plan.shape.names("decode")
+        async with Cluster(url) as cluster, Client(url, await cluster.model()) as client:
+            await cluster.until_whole(prefill, decode, {}, WHOLE_S)
+            if self._plan.is_compared:
+                began_s = self._clock()
+                await self._send(client, iter(requests), self._outcome.reference)
+                self._say(f"without faults: {len(requests)} requests in {self._clock() - began_s:.0f} s")
+            before = await _resumes(cluster)
+            try:
+                await self._send_under_faults(client, cluster, requests)
+                await cluster.until_home([*prefill, *decode], HOME_S)
+            finally:
+                self._outcome.resumes = await _resumes(cluster) - before
+                self._outcome.most_attempts = await _most_attempts(cluster)
+
+    async def _send_under_faults(self, client: Client, cluster: Cluster, requests: Sequence[Request]) -> None:
+        plan, outcome = self._plan, self._outcome
+        began_s = self._clock()
+
+        def on_whole(fault: Fault) -> None:
+            words = f"{fault.at_s - began_s:6.1f} s  {fault.kind} {fault.victim}, whole after {fault.whole_s - fault.at_s:.1f} s"
+            self._say(f"{words}; {len(outcome.answers)} answers, {sum(bool(a.errors) for a in outcome.answers)} with errors")
+
+        faults = Faults(self._fleet, cluster, plan.roles, plan.kinds, plan.seed, on_whole)
+        striking = asyncio.create_task(faults.run(plan.faults))
+        try:
+            await self._send(client, _until(requests, striking.done), outcome.answers)
+            await striking
+        finally:
+            striking.cancel()
+            outcome.faults = faults.past
+            outcome.seconds = self._clock() - began_s
+
+    async def _send(self, client: Client, requests: Iterator[Request], answers: list[Answer]) -> None:
+        """So many at once; returns when every answer has ended."""
+
+        async def keep_asking() -> None:
+            for request in requests:
+                answers.append(await client.ask(request))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._plan.at_once):
+                group.create_task(keep_asking())
+
+
+def _until(requests: Sequence[Request], is_over: Callable[[], bool]) -> Iterator[Request]:
+    """Every request once, and again in turn until it is over."""
+    yield from requests
+    while not is_over():
+        for request in requests:
+            if is_over():
+                return
+            yield request
+
+
+async def _resumes(cluster: Cluster) -> Counter[str]:
+    return Counter({labels["reason"]: int(value) for labels, value in await cluster.samples("tandem_resumes_total")})
+
+
+async def _most_attempts(cluster: Cluster) -> float:
+    """The least bound of the histogram that holds every request."""
+    buckets = [(float(labels["le"]), count) for labels, count in await cluster.samples("tandem_attempts_bucket")]
+    return min((bound for bound, count in buckets if count == max(count for _, count in buckets)), default=0.0)
+
+
+def _check(outcome: Outcome, workload: Workload) -> None:
+    """Judge every answer."""
+    checks = Checks(workload, Oracle(MODEL))
+    for answer in outcome.answers:
+        outcome.errors += checks.of_answer(answer)
+    if outcome.reference:
+        for answer in outcome.reference:
+            outcome.problems += (f"without faults: {error}" for error in checks.of_answer(answer))
+        outcome.problems += checks.of_reference(outcome.reference)
+        reference = {answer.request.number: answer for answer in outcome.reference}
+        outcome.differences += checks.differences(reference, outcome.answers)

@@ -1,0 +1,170 @@
+"""The ports of a worker, made of lists, and a worker over them.
+
+Owns what was sent, launched and submitted. Knows no test.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from common.engine.executor import EngineDescription
+from common.engine.plan import Plan, StepResult
+from common.ids import ROUTER, Incarnation, InstanceId, Int32Array
+from common.instance.membership import Membership
+from common.instance.ports import Action, Decision, Scheduler, TransferCommand, TransferEvent
+from common.instance.worker import InstanceWorker
+from common.messages import AnyMessage, Counters, Drain, Heartbeat, Load, Refused, Welcome
+from prefill.scheduler import PrefillMessage, PrefillScheduler
+from tests.builders import engine, instance, limits
+
+Inbox = PrefillMessage | Welcome | Refused | Drain
+WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://127.0.0.1:9", heartbeat_s=1.0, dead_after_s=3.0)
+
+
+class FakeMail:
+    def __init__(self) -> None:
+        self.arrived: list[tuple[InstanceId, Inbox]] = []
+        self.sent: list[tuple[InstanceId, AnyMessage]] = []
+        self.routes: dict[InstanceId, str | None] = {}
+        self.frames_refused: dict[str, int] = {"body": 2, "magic": 1}
+        self.messages_lost: dict[str, int] = {"full": 4}
+
+    def send(self, to: InstanceId, message: AnyMessage) -> None:
+        self.sent.append((to, message))
+
+    def receive(self) -> list[tuple[InstanceId, Inbox]]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def route(self, to: InstanceId, address: str | None) -> None:
+        self.routes[to] = address
+
+    def names(self) -> list[str]:
+        """Kinds of what was sent since the last call."""
+        names = [type(message).__name__ for _, message in self.sent]
+        self.sent.clear()
+        return names
+
+
+class FakeStep:
+    ends_s: float | None = None
+
+    def __init__(self) -> None:
+        self.result: StepResult | None = None
+
+    def poll(self) -> StepResult | None:
+        return self.result
+
+
+class FakeExecutor:
+    def __init__(self) -> None:
+        self.steps: deque[tuple[Plan, FakeStep]] = deque()
+
+    @property
+    def description(self) -> EngineDescription:
+        return engine()
+
+    def launch(self, plan: Plan) -> FakeStep:
+        self.steps.append((plan, FakeStep()))
+        return self.steps[-1][1]
+
+    def finish_one(self) -> None:
+        plan, step = self.steps.popleft()
+        step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32), 0.0)
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        self.steps.clear()
+
+
+class FakeTransfers:
+    def __init__(self) -> None:
+        self.events: list[TransferEvent] = []
+        self.submitted: list[TransferCommand] = []
+        self.progress_s = 0.0
+
+    def submit(self, command: TransferCommand) -> None:
+        self.submitted.append(command)
+
+    def poll(self) -> list[TransferEvent]:
+        events, self.events = self.events, []
+        return events
+
+    def close(self) -> None: ...
+
+
+class FakeScheduler:
+    """Plans as many empty steps as it is told, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.open_reservations = 0
+        self.drained = False
+        self.steps_to_plan = 0
+        self.deadline_s: float | None = None
+
+    def receive(self, sender: InstanceId, message: PrefillMessage, now: float) -> list[Action]:
+        self.told.append(type(message).__name__)
+        return []
+
+    def step_done(self, result: StepResult, now: float) -> list[Action]:
+        self.told.append("step done")
+        return []
+
+    def transfer_event(self, event: TransferEvent, now: float) -> list[Action]:
+        self.told.append(type(event).__name__)
+        return []
+
+    def tick(self, now: float) -> list[Action]:
+        return []
+
+    def drain(self, now: float) -> list[Action]:
+        self.told.append("drain")
+        return []
+
+    def abandon(self, now: float) -> list[Action]:
+        self.told.append("abandon")
+        return []
+
+    def decide(self, now: float) -> Decision:
+        if self.steps_to_plan == 0:
+            return Decision(None, [])
+        self.steps_to_plan -= 1
+        return Decision(Plan(1), [])
+
+    def next_deadline(self) -> float | None:
+        return self.deadline_s
+
+    def load(self) -> Load:
+        return Load(pages_free=5)
+
+    def counters(self) -> Counters:
+        return Counters(steps=6)
+
+
+class Rig:
+    """A worker over fake ports, with the prefill scheduler or a fake one."""
+
+    def __init__(self, scheduler: Scheduler[PrefillMessage] | None = None, pushes: bool = True) -> None:
+        self.mail, self.executor, self.transfers = FakeMail(), FakeExecutor(), FakeTransfers()
+        self.membership = Membership(instance("p", "prefill"), startup_timeout_s=5.0, now=0.0)
+        made = scheduler or PrefillScheduler(InstanceId("p"), Incarnation("1"), engine(), limits(chunk_tokens=4))
+        self.worker: InstanceWorker[PrefillMessage] = InstanceWorker(
+            self.membership, made, self.executor, self.transfers, self.mail, pushes=pushes
+        )
+
+    def turn(self, now: float, *messages: Inbox) -> list[str]:
+        """What is sent when these messages have arrived from the router."""
+        self.mail.arrived += [(ROUTER, message) for message in messages]
+        self.worker.turn(now)
+        return self.mail.names()
+
+    def heartbeat(self, now: float, *messages: Inbox) -> Heartbeat:
+        """The heartbeat of a turn."""
+        self.mail.arrived += [(ROUTER, message) for message in messages]
+        self.worker.turn(now)
+        beats = [message for _, message in self.mail.sent if isinstance(message, Heartbeat)]
+        self.mail.sent.clear()
+        return beats[-1]

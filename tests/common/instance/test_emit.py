@@ -1,0 +1,21 @@
+"""What an instance emits into the text pipeline."""
+
+from common.ids import DETOKENIZER
+from common.instance.emit import emit_ending, emit_tokens
+from common.instance.ports import Send
+from common.messages import Finished, TokenBatch, TokenDelta
+from tests.builders import key
+
+
+def test_what_one_step_brought_is_one_message() -> None:
+    deltas = [TokenDelta(key("a"), 3, (5,)), TokenDelta(key("b"), 0, (6,), Finished(reason="length"))]
+    assert emit_tokens(iter(deltas)) == [Send(DETOKENIZER, TokenBatch(deltas=tuple(deltas)))]
+
+
+def test_a_step_that_brought_nothing_is_none() -> None:
+    assert emit_tokens([]) == []
+
+
+def test_an_ending_without_a_token_has_the_number_of_the_token_that_would_have_come() -> None:
+    ending = Finished(reason="cancelled")
+    assert emit_ending(key(), 4, ending) == Send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(key(), 4, (), ending),)))

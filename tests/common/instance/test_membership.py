@@ -1,0 +1,170 @@
+"""Membership: registering until welcome, heartbeats both ways, and routers that die or are followed by others."""
+
+import msgspec
+import pytest
+
+from common.errors import PeerRefused
+from common.ids import ROUTER, Incarnation
+from common.instance.membership import HEARTBEATS_PER_REGISTER, REGISTER_EVERY_S, Membership
+from common.instance.ports import Send
+from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Welcome
+from tests.builders import instance
+
+INFO = instance("p", "prefill")
+WELCOME = Welcome(router=Incarnation("r1"), detokenizer="tcp://127.0.0.1:9", heartbeat_s=0.5, dead_after_s=3.0)
+SUCCESSOR = msgspec.structs.replace(WELCOME, router=Incarnation("r2"))
+
+
+class Member:
+    """A membership with its clock."""
+
+    def __init__(self) -> None:
+        self.membership = Membership(INFO, startup_timeout_s=5.0, now=100.0)
+        self.now = 100.0
+
+    def beat(self) -> list[str]:
+        """What is sent now."""
+        sends = self.membership.due(self.now, Load(), Counters(), (), draining=False)
+        assert all(send.to == ROUTER for send in sends)
+        return [type(send.message).__name__ for send in sends]
+
+    def next(self) -> list[str]:
+        """What is sent when it is due."""
+        self.now = self.membership.next_at
+        return self.beat()
+
+    def beats_until_lost(self) -> int:
+        beats = 0
+        while not self.membership.router_lost():
+            self.next()
+            beats += 1
+            assert beats < 100
+        return beats
+
+
+def joined() -> Member:
+    member = Member()
+    member.membership.receive(WELCOME)
+    return member
+
+
+def test_it_registers_until_it_is_welcome() -> None:
+    member = Member()
+    assert [member.next(), member.next()] == [["Register"], ["Register"]]
+    assert member.membership.next_at == 100.0 + 2 * REGISTER_EVERY_S
+    joined_before = member.membership.joined
+    assert not member.membership.receive(WELCOME), "it had no router before"
+    assert [joined_before, member.membership.joined] == [False, True]
+    assert member.membership.detokenizer == WELCOME.detokenizer
+    assert member.next() == ["Heartbeat"]
+
+
+def test_a_registration_that_nobody_answers_ends_the_start() -> None:
+    member = Member()
+    member.now += 5.0
+    with pytest.raises(PeerRefused, match="--router"):
+        member.beat()
+
+
+def test_a_refusal_is_told_with_its_reason() -> None:
+    with pytest.raises(PeerRefused, match="the router refused p: page size differs"):
+        Member().membership.receive(Refused(reason="page size differs"))
+
+
+def test_every_so_many_heartbeats_it_registers_again_so_that_a_router_that_forgot_it_learns_of_it() -> None:
+    member = joined()
+    sent = [member.next() for _ in range(2 * HEARTBEATS_PER_REGISTER)]
+    assert [number for number, names in enumerate(sent, 1) if names == ["Heartbeat", "Register"]] == [
+        HEARTBEATS_PER_REGISTER,
+        2 * HEARTBEATS_PER_REGISTER,
+    ]
+
+
+def test_a_heartbeat_says_how_the_instance_is() -> None:
+    load, counters = Load(pages_free=3), Counters(steps=5)
+    (send,) = joined().membership.due(100.0, load, counters, (), draining=True)
+    beat = Heartbeat(id=INFO.id, incarnation=INFO.incarnation, load=load, counters=counters, draining=True)
+    assert send == Send(ROUTER, beat)
+
+
+# --- a router that falls silent --------------------------------------------------------------------------------------------
+
+
+def test_a_router_that_leaves_heartbeats_unanswered_is_lost_and_registered_with_again_for_ever() -> None:
+    member = joined()
+    beats = member.beats_until_lost()
+    silent_s = (beats - 1) * WELCOME.heartbeat_s
+    assert WELCOME.dead_after_s < silent_s <= WELCOME.dead_after_s + 2 * WELCOME.heartbeat_s
+    assert not member.membership.joined and not member.membership.router_lost(), "it is told once"
+    member.now += 1000.0
+    assert member.beat() == ["Register"], "the deadline of the start is over"
+
+
+def test_a_router_that_answers_is_never_lost() -> None:
+    member = joined()
+    for _ in range(100):
+        member.next()
+        assert not member.membership.router_lost()
+        assert not member.membership.receive(WELCOME)
+
+
+def test_a_router_that_answers_now_and_then_is_not_lost() -> None:
+    member = joined()
+    for _ in range(10):
+        for _ in range(6):
+            member.next()
+            assert not member.membership.router_lost()
+        member.membership.receive(WELCOME)
+
+
+def test_a_process_that_was_stopped_has_sent_nothing_that_could_be_answered() -> None:
+    member = joined()
+    member.next()
+    member.now += 1000.0
+    assert not member.membership.router_lost()
+    assert member.beat() == ["Heartbeat"] and not member.membership.router_lost()
+
+
+def test_heartbeats_in_a_hurry_are_no_silence() -> None:
+    """Many links change at once: so many heartbeats go out before the first answer can come."""
+    member = joined()
+    for _ in range(100):
+        member.now += 0.001
+        member.membership.hurry(member.now)
+        assert member.next() in (["Heartbeat"], ["Heartbeat", "Register"])
+        assert not member.membership.router_lost()
+
+
+def test_a_router_that_was_lost_is_joined_again_without_a_second_farewell() -> None:
+    member = joined()
+    member.beats_until_lost()
+    assert not member.membership.receive(WELCOME), "what it had sent has been ended already"
+    assert member.membership.joined and member.beats_until_lost() > 1
+
+
+# --- a router that is followed by another ----------------------------------------------------------------------------------
+
+
+def test_the_welcome_of_another_router_says_that_the_former_ones_requests_are_nobodys() -> None:
+    member = joined()
+    assert member.membership.receive(SUCCESSOR)
+    assert not member.membership.receive(SUCCESSOR)
+
+
+def test_its_times_and_its_detokenizer_hold_from_now_on() -> None:
+    member = joined()
+    member.membership.receive(msgspec.structs.replace(SUCCESSOR, detokenizer="tcp://127.0.0.1:8", heartbeat_s=2.0))
+    assert member.membership.detokenizer == "tcp://127.0.0.1:8"
+    member.next()
+    assert member.membership.next_at == member.now + 2.0
+
+
+def test_a_hurry_before_it_is_welcome_changes_nothing() -> None:
+    member = Member()
+    member.next()
+    member.membership.hurry(100.0)
+    assert member.membership.next_at == 100.0 + REGISTER_EVERY_S
+
+
+def test_goodbye_names_the_incarnation() -> None:
+    assert joined().membership.goodbye() == Send(ROUTER, Goodbye(id=INFO.id, incarnation=INFO.incarnation))

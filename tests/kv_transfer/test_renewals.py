@@ -1,0 +1,259 @@
+"""Renewals at the sending end: which handoffs are said to be open, to whom, and what the answers bring."""
+
+import numpy as np
+import pytest
+
+from common.errors import InstanceFailed
+from common.ids import Generation, Incarnation, InstanceId, Ticket, pack_ids
+from common.instance.ports import Allow, PushDone, PushFailed, Send
+from common.messages import Failed, Grant, Renew, Renewed, Reserve, Withdraw
+from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed
+from kv_transfer.lease import LEASE_S, RENEW_S, RENEWALS_AFTER
+from tests.builders import key, sampling
+
+ME = Incarnation("writer")
+D, E = InstanceId("d"), InstanceId("e")
+FIRST, SECOND = Incarnation("1"), Incarnation("2")
+BEGAN_S = 100.0
+PAGES = np.array([10, 11], dtype=np.int32)
+
+
+class Writer:
+    """A source, its clock, and what it is told."""
+
+    def __init__(self) -> None:
+        self.source = HandoffSource(ME, page_size=4)
+        self.now = BEGAN_S
+
+    def open(self, name: str, peer: InstanceId = D, incarnation: Incarnation = FIRST) -> None:
+        reserve = Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(8)), sampling=sampling(), sent_s=self.now)
+        self.source.open(reserve, Peer(peer, incarnation), PAGES)
+
+    def grant(self, name: str, generation: int = 5) -> list[Output]:
+        grant = Grant(
+            key=key(name), generation=Generation(generation), pages=pack_ids([20, 21]), sent_s=self.now, lease_s=LEASE_S
+        )
+        return self.source.receive(D, grant, self.now)
+
+    def renewed(self, sent_s: float, *over: str, sender: InstanceId = D) -> list[Output]:
+        answer = Renewed(sent_s=sent_s, lease_s=LEASE_S, over=tuple(key(name) for name in over))
+        return self.source.receive(sender, answer, self.now)
+
+    def tick(self, seconds: float = RENEW_S) -> dict[InstanceId, list[tuple[str, int]]]:
+        """So much later: what is claimed, and from whom."""
+        self.now += seconds
+        claims: dict[InstanceId, list[tuple[str, int]]] = {}
+        for output in self.source.tick(self.now):
+            assert isinstance(output, Send) and isinstance(output.message, Renew)
+            renew = output.message
+            assert renew.incarnation == ME and renew.sent_s == self.now and output.to not in claims
+            claims[output.to] = [(claim.key.request_id, claim.generation) for claim in renew.claims]
+        return claims
+
+    def stick(self, name: str) -> None:
+        """A push of this handoff failed without proof that it has ended."""
+        self.grant(name)
+        self.source.computed(key(name), 4)
+        (closed,) = self.source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False))
+        assert isinstance(closed, SourceClosed) and not closed.quiescent
+
+
+def test_every_second_each_decode_instance_hears_which_handoffs_are_open_with_it() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.open("b")
+    writer.open("c", peer=E)
+    assert writer.source.next_at() == BEGAN_S + RENEW_S
+    assert writer.tick(RENEW_S - 1e-3) == {}
+    assert writer.tick(1e-3) == {D: [("a", 0), ("b", 0)], E: [("c", 0)]}
+    writer.grant("b", generation=7)
+    assert writer.tick() == {D: [("a", 0), ("b", 7)], E: [("c", 0)]}, "generation 0 asks for the grant again"
+    assert writer.source.next_at() == writer.now + RENEW_S
+
+
+def test_nobody_is_renewed_without_a_handoff() -> None:
+    writer = Writer()
+    assert writer.source.next_at() is None and writer.tick(10.0) == {}
+
+
+def test_a_handoff_that_drains_is_claimed_until_its_pushes_have_ended() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.grant("a")
+    writer.source.computed(key("a"), 4)
+    writer.source.give_up(key("a"))
+    assert writer.tick() == {D: [("a", 5)]}
+    writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
+    assert writer.tick() == {D: []}
+
+
+def test_renewals_go_on_for_a_while_after_the_last_handoff_and_begin_again_with_the_next() -> None:
+    """They bring to light that a Handoff or Withdraw was lost."""
+    writer = Writer()
+    writer.open("a")
+    writer.source.give_up(key("a"))
+    assert [writer.tick() for _ in range(RENEWALS_AFTER - 1)] == [{D: []}] * (RENEWALS_AFTER - 1)
+    writer.open("b")
+    assert writer.tick() == {D: [("b", 0)]}
+    writer.source.give_up(key("b"))
+    assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: []}] * RENEWALS_AFTER
+    assert writer.tick() == {} and writer.source.next_at() is None
+    writer.open("c")
+    assert writer.tick() == {D: [("c", 0)]}
+
+
+def test_a_late_turn_says_it_once() -> None:
+    writer = Writer()
+    writer.open("a")
+    assert writer.tick(100 * RENEW_S) == {D: [("a", 0)]}
+    assert writer.tick(RENEW_S / 2) == {}
+
+
+# --- the answers -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_extends_the_lease_from_when_its_word_was_sent() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.grant("a")
+    writer.tick()
+    writer.now += 0.5
+    assert writer.renewed(writer.now - 0.5) == [Allow(D, FIRST, writer.now - 0.5 + LEASE_S)]
+
+
+def test_an_answer_that_was_overtaken_takes_nothing_back() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.tick()
+    writer.tick()
+    assert len(writer.renewed(writer.now)) == 1
+    assert writer.renewed(writer.now - RENEW_S) == [] and writer.renewed(writer.now) == []
+
+
+def test_an_answer_to_what_was_not_said_yet_is_dropped_and_counted() -> None:
+    writer = Writer()
+    writer.open("a")
+    assert writer.renewed(writer.now + 0.1, "a") == []
+    assert writer.source.stale == 1 and len(writer.source) == 1
+
+
+def test_an_answer_of_somebody_to_whom_nothing_was_said_allows_nothing() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.now += 10.0
+    assert writer.renewed(writer.now, "a", sender=E) == []
+    assert len(writer.source) == 1
+
+
+def test_what_is_over_on_the_other_side_is_drained_and_withdrawn_and_may_be_served_again() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.grant("a")
+    writer.source.computed(key("a"), 4)
+    writer.tick()
+    assert [type(output) for output in writer.renewed(writer.now, "a")] == [Allow]
+    withdraw, closed = writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
+    assert withdraw == Send(D, Withdraw(key=key("a")))
+    failure = Failed.of(InstanceFailed("d does not hold the reservation of a/0"))
+    assert failure.retryable and closed == SourceClosed(key("a"), failure, quiescent=True)
+
+
+def test_what_is_over_twice_is_withdrawn_once() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.tick()
+    assert [type(output) for output in writer.renewed(writer.now, "a", "a", "unknown")] == [Allow, Send, SourceClosed]
+    assert [type(output) for output in writer.renewed(writer.now, "a")] == []
+
+
+@pytest.mark.parametrize(("sent_before_s", "is_over"), [(0.0, False), (RENEW_S / 2 - 1e-3, False), (RENEW_S / 2, True)])
+def test_a_reserve_that_was_sent_just_before_is_not_taken_for_over(sent_before_s: float, is_over: bool) -> None:
+    """The Renew may have overtaken it."""
+    writer = Writer()
+    writer.open("old")
+    writer.now += RENEW_S - sent_before_s
+    writer.open("a")
+    assert writer.tick(sent_before_s) == {D: [("old", 0), ("a", 0)]}
+    closed = [output.key for output in writer.renewed(writer.now, "a") if isinstance(output, SourceClosed)]
+    assert closed == ([key("a")] if is_over else [])
+
+
+# --- stuck handoffs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stuck_handoff_stays_claimed_whatever_is_said_of_it() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.stick("a")
+    for _ in range(3 * RENEWALS_AFTER):
+        assert writer.tick() == {D: [("a", 5)]}
+        assert all(isinstance(output, Allow) for output in writer.renewed(writer.now, "a"))
+    assert writer.source.give_up(key("a")) == [], "it was closed already"
+    assert writer.tick() == {D: [("a", 5)]}
+
+
+def test_a_stuck_handoff_is_claimed_while_its_peer_is_away_and_forgotten_when_that_has_a_successor() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.stick("a")
+    assert writer.source.peers_gone([(E, FIRST)]) == []
+    assert writer.tick() == {D: [("a", 5)]}, "it may only be out of the router's sight"
+    assert writer.source.peers_gone([(D, FIRST)]) == []
+    assert writer.tick() == {D: [("a", 5)]}
+    assert writer.source.peers_gone([(D, SECOND)]) == []
+    assert len(writer.source) == 0 and writer.tick() == {}
+
+
+# --- peers that come and go ------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_is_away_is_told_that_its_handoffs_are_over() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.source.peers_gone([])
+    assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: []}] * RENEWALS_AFTER
+    assert writer.tick() == {}
+
+
+def test_a_successor_hears_of_its_own_handoffs_only() -> None:
+    """It would take what was open with its predecessor for all that is open, and give away pages that are being written."""
+    writer = Writer()
+    writer.open("a")
+    writer.source.peers_gone([(D, SECOND)])
+    writer.open("b", incarnation=SECOND)
+    for _ in range(2 * RENEWALS_AFTER):
+        assert writer.tick() == {D: [("b", 0)]}
+
+
+def test_a_successor_hears_nothing_of_what_drains_to_its_predecessor() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.grant("a")
+    writer.source.computed(key("a"), 4)
+    assert writer.source.peers_gone([(D, SECOND)]) == []
+    assert writer.tick() == {}
+    writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
+    assert len(writer.source) == 0 and writer.tick() == {}
+
+
+def test_a_peer_that_came_back_needs_a_new_lease() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.tick()
+    assert len(writer.renewed(writer.now)) == 1
+    writer.source.peers_gone([])
+    writer.source.peers_gone([(D, FIRST)])
+    assert writer.renewed(writer.now) == [Allow(D, FIRST, writer.now + LEASE_S)], "the link that had it was closed"
+
+
+def test_a_late_answer_of_a_predecessor_is_no_lease_to_write_to_its_successor() -> None:
+    writer = Writer()
+    writer.open("a")
+    writer.tick()
+    writer.source.peers_gone([(D, SECOND)])
+    writer.now += 0.5
+    writer.open("b", incarnation=SECOND)
+    late = writer.renewed(writer.now - 0.5)
+    (own,) = writer.grant("b")
+    assert own == Allow(D, SECOND, writer.now + LEASE_S)
+    assert all(isinstance(output, Allow) and output.until_s < own.until_s for output in late)

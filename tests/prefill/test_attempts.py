@@ -1,0 +1,373 @@
+"""The prefill scheduler over attempts, priorities, terms, lost links and the end of the instance."""
+
+import msgspec
+import pytest
+
+from common.ids import Int32Array, Ticket, pack_ids
+from common.instance.drain import LAST_S
+from common.instance.ports import Action, Allow, LinkChanged, Push, PushFailed, Settled
+from common.messages import (
+    Cancel,
+    Decline,
+    Failed,
+    LinkInfo,
+    Peers,
+    Probe,
+    Probed,
+    Renew,
+    Renewed,
+    Reserve,
+    Standing,
+    Terms,
+    TokenDelta,
+    Withdraw,
+)
+from kv_transfer.lease import LEASE_S, RENEW_S, RENEWALS_AFTER
+from prefill.scheduler import PrefillScheduler
+from tests.builders import instance, key, result
+from tests.prefill.rig import (
+    DECODE,
+    LIFE,
+    ME,
+    ROUTER,
+    deltas,
+    failures,
+    finish_pushes,
+    generate,
+    grant_for,
+    handoffs,
+    is_home,
+    kinds,
+    messages,
+    reserves,
+    scheduler,
+)
+
+
+def reserved(actions: list[Action]) -> list[str]:
+    return [reserve.key.request_id for reserve in reserves(actions)]
+
+
+def pushing(made: PrefillScheduler, name: str = "a") -> list[Action]:
+    """A request whose only push is in flight, and whose first token is out: the push."""
+    made.receive(ROUTER, generate(name, 4), 0.0)
+    decision = made.decide(0.0)
+    made.receive(DECODE, grant_for(decision.actions), 0.0)
+    actions = made.step_done(result(decision.plan, [5]), 0.1)
+    assert kinds(actions) == ["TokenBatch", "Push"]
+    return actions
+
+
+def lost(incarnation: str = "1") -> LinkChanged:
+    info = instance("d", "decode", incarnation)
+    return LinkChanged(LinkInfo(peer=info.id, incarnation=info.incarnation, state="lost", detail="cable"))
+
+
+# --- who is first ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_most_urgent_is_computed_first_and_among_equals_the_oldest() -> None:
+    made = scheduler(chunk_tokens=4)
+    for name, terms in (("young", Terms(age_s=1.0)), ("late", Terms(priority=1, age_s=9.0)), ("old", Terms(age_s=5.0))):
+        made.receive(ROUTER, generate(name, 4, terms=terms), 10.0)
+    made.receive(ROUTER, generate("urgent", 4, terms=Terms(priority=-1)), 10.0)
+    assert [reserved(made.decide(10.0).actions) for _ in range(4)] == [["urgent"], ["old"], ["young"], ["late"]]
+
+
+def test_a_request_takes_its_age_along_however_long_it_waited_here() -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4, terms=Terms(priority=2, age_s=5.0, timeout_s=30.0)), 10.0)
+    (reserve,) = reserves(made.decide(13.0).actions)
+    assert reserve.terms == Terms(priority=2, age_s=8.0, timeout_s=27.0)
+    assert (reserve.incarnation, reserve.sent_s) == (LIFE, 13.0)
+
+
+def test_a_request_that_gives_no_time_has_the_instances_own() -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4), 10.0)
+    assert reserves(made.decide(20.0).actions)[0].terms.timeout_s == 50.0
+
+
+@pytest.mark.parametrize(("timeout_s", "ends_s"), [(5.0, 15.0), (1e9, 70.0)])
+def test_a_request_ends_when_its_own_time_is_over_or_the_instances(timeout_s: float, ends_s: float) -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4, terms=Terms(timeout_s=timeout_s)), 10.0)
+    assert made.next_deadline() == ends_s
+    assert made.tick(ends_s - 0.1) == []
+    assert failures(made.tick(ends_s))["a"].status == 504
+    assert is_home(made)
+
+
+# --- an answer that is resumed ---------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_a_resumed_answer_are_numbered_from_where_it_was() -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 6, first=2), 0.0)
+    decision = made.decide(0.0)
+    assert reserves(decision.actions)[0].first == 2
+    assert deltas(made.step_done(result(decision.plan, [55]), 0.1)) == [TokenDelta(key("a"), 2, (55,), None)]
+
+
+def test_its_failure_has_the_number_of_the_token_that_would_have_come() -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 6, first=2), 0.0)
+    decision = made.decide(0.0)
+    made.receive(DECODE, grant_for(decision.actions), 0.0)
+    made.step_done(result(decision.plan, [55]), 0.1)
+    (delta,) = deltas(made.transfer_event(PushFailed(Ticket(1), "cable", quiescent=True), 0.2))
+    assert delta.first == 3 and isinstance(delta.ending, Failed) and delta.ending.retryable
+
+
+# --- what the router asks --------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
+    made = scheduler(chunk_tokens=4)
+    pushing(made, "emitted")
+    made.receive(ROUTER, generate("waiting", 6, first=2), 0.0)
+    (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("emitted"), key("waiting"), key("unknown"))), 1.0))
+    standings = (Standing(key("emitted"), 1), Standing(key("waiting"), 2), Standing(key("unknown"), None))
+    assert answer == Probed(id=ME, incarnation=LIFE, standings=standings)
+
+
+def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
+    made = scheduler(chunk_tokens=4)
+    push = pushing(made, "pushing")
+    for name in ("computing", "waiting"):
+        made.receive(ROUTER, generate(name, 8), 0.5)
+    plan = made.decide(0.5).plan
+    assert kinds(made.abandon(1.0)) == ["Withdraw"]
+    assert kinds(finish_pushes(made, push)) == ["Withdraw"]
+    made.step_done(result(plan), 1.1)
+    assert is_home(made)
+
+
+# --- renewals --------------------------------------------------------------------------------------------------------------
+
+
+def renews(actions: list[Action]) -> list[list[str]]:
+    return [[claim.key.request_id for claim in m.claims] for m in messages(actions) if isinstance(m, Renew)]
+
+
+def test_open_handoffs_are_renewed_from_the_reserve_on_and_for_a_while_after_the_handoff() -> None:
+    made = scheduler()
+    push = pushing(made)
+    assert made.next_deadline() == RENEW_S
+    assert renews(made.tick(RENEW_S)) == [["a"]]
+    assert len(handoffs(finish_pushes(made, push))) == 1
+    for number in range(2, 2 + RENEWALS_AFTER):
+        assert renews(made.tick(number * RENEW_S)) == [[]]
+    assert made.next_deadline() is None
+
+
+def test_an_answered_renewal_extends_the_lease() -> None:
+    made = scheduler()
+    pushing(made)
+    made.tick(RENEW_S)
+    renewed = Renewed(sent_s=RENEW_S, lease_s=LEASE_S)
+    (allow,) = made.receive(DECODE, renewed, RENEW_S + 0.1)
+    assert isinstance(allow, Allow) and allow.until_s == RENEW_S + LEASE_S
+
+
+def test_a_reservation_that_the_decode_instance_does_not_hold_ends_the_request_so_that_it_is_resumed() -> None:
+    made = scheduler()
+    push = pushing(made)
+    made.tick(RENEW_S)
+    made.receive(DECODE, Renewed(sent_s=RENEW_S, lease_s=LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
+    actions = finish_pushes(made, push)
+    assert kinds(actions) == ["Withdraw", "TokenBatch"] and failures(actions)["a"].retryable
+    assert is_home(made)
+
+
+def test_a_request_that_was_cancelled_is_not_told_of_what_is_over() -> None:
+    made = scheduler()
+    push = pushing(made)
+    made.receive(ROUTER, Cancel(key=key("a")), 0.5)
+    made.tick(RENEW_S)
+    made.receive(DECODE, Renewed(sent_s=RENEW_S, lease_s=LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
+    assert kinds(finish_pushes(made, push)) == ["Withdraw"]
+
+
+# --- what is checked -------------------------------------------------------------------------------------------------------
+
+
+def test_a_handoff_carries_the_digests_of_its_pages_when_they_are_verified() -> None:
+    asked: list[list[int]] = []
+
+    def digest(pages: Int32Array) -> bytes:
+        asked.append(pages.tolist())
+        return b"abcd" * len(pages)
+
+    made = scheduler(digest=digest)
+    push = pushing(made)
+    (handoff,) = handoffs(finish_pushes(made, push))
+    (pushed,) = [action for action in push if isinstance(action, Push)]
+    assert handoff.digests == b"abcd" and asked == [pushed.source_pages.tolist()]
+
+
+def test_what_settles_elsewhere_is_no_business_of_a_prefill_instance() -> None:
+    assert scheduler().transfer_event(Settled(key("a")), 0.0) == []
+
+
+# --- links and peers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_requests_on_a_lost_link_are_resumed_at_once_and_their_pages_come_home_when_their_pushes_have_ended() -> None:
+    made = scheduler()
+    pushing(made)
+    told = failures(made.transfer_event(lost(), 1.0))["a"]
+    assert told.retryable and "cable" in told.message
+    load = made.load()
+    assert (load.pages_quarantined, load.pages_total - load.pages_free) == (1, 1)
+    actions = made.transfer_event(PushFailed(Ticket(1), "the link was closed", quiescent=True), 5.0)
+    assert kinds(actions) == ["Withdraw"] and is_home(made)
+
+
+def test_a_link_that_is_up_again_holds_nothing_in_quarantine() -> None:
+    made = scheduler()
+    pushing(made)
+    made.transfer_event(lost(), 1.0)
+    ready = LinkInfo(peer=DECODE, incarnation=instance("d", "decode").incarnation, state="ready")
+    made.transfer_event(LinkChanged(ready), 2.0)
+    assert made.load().pages_quarantined == 0
+
+
+def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on() -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4), 0.0)
+    decision = made.decide(0.0)
+    grant = grant_for(decision.actions)
+    made.receive(DECODE, grant, 0.0)
+    made.step_done(result(decision.plan, [5]), 0.1)
+    actions = made.transfer_event(PushFailed(Ticket(1), "cable", quiescent=False), 0.2)
+    assert kinds(actions) == ["TokenBatch"], "no Withdraw"
+    for second in range(1, 3 + RENEWALS_AFTER):
+        assert renews(made.tick(float(second))) == [["a"]]
+    assert kinds(made.receive(DECODE, Renewed(sent_s=4.0, lease_s=LEASE_S, over=(key("a"),)), 5.0)) == ["Allow"]
+    assert made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="late")), 5.0) == []
+    assert made.receive(DECODE, grant, 5.0) == []
+    assert made.load().pages_quarantined == 1 and made.load().running_requests == 0
+
+
+def test_what_does_not_fit_beside_pages_that_never_come_home_is_refused_and_the_next_goes_on() -> None:
+    made = scheduler(total_pages=4)
+    pushing(made)
+    made.receive(ROUTER, generate("large", 16), 0.2)
+    made.receive(ROUTER, generate("small", 8), 0.2)
+    assert made.decide(0.2).plan is None, "its page may still come home"
+    made.transfer_event(PushFailed(Ticket(1), "cable", quiescent=False), 0.3)
+    decision = made.decide(0.3)
+    told = failures(decision.actions)["large"]
+    assert told.retryable and "lacks memory" in told.message
+    assert reserved(decision.actions) == ["small"]
+
+
+def test_what_is_computed_for_a_peer_that_left_is_drained_and_resumed() -> None:
+    made = scheduler()
+    pushing(made)
+    assert made.receive(ROUTER, Peers(instances=()), 1.0) == []
+    actions = made.transfer_event(PushFailed(Ticket(1), "the link was closed", quiescent=True), 1.1)
+    assert kinds(actions) == ["Withdraw", "TokenBatch"] and "left the fleet" in failures(actions)["a"].message
+
+
+def test_a_successor_of_a_decode_instance_hears_of_its_own_handoffs_only() -> None:
+    made = scheduler()
+    pushing(made, "a")
+    made.receive(ROUTER, Peers(instances=(instance("d", "decode", "2"),)), 0.5)
+    made.receive(ROUTER, generate("b", 4), 0.5)
+    assert reserved(made.decide(0.5).actions) == ["b"]
+    assert [renews(made.tick(second)) for second in (1.0, 1.5, 2.5)] == [[], [["b"]], [["b"]]]
+
+
+# --- the end of the instance -----------------------------------------------------------------------------------------------
+
+
+def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
+    made = scheduler(chunk_tokens=4)
+    made.receive(ROUTER, generate("runs", 8), 0.0)
+    made.decide(0.0)
+    made.receive(ROUTER, generate("waits", 4), 0.0)
+    told = failures(made.drain(1.0))
+    assert list(told) == ["waits"] and told["waits"].retryable
+    late = failures(made.receive(ROUTER, generate("late", 4), 1.0))["late"]
+    assert late.retryable and "leaving" in late.message
+    assert made.drain(2.0) == [] and not made.drained
+
+
+def test_it_has_drained_when_what_runs_is_handed_off_and_its_pushes_have_ended() -> None:
+    made = scheduler()
+    push = pushing(made)
+    made.drain(0.5)
+    assert not made.drained
+    assert len(handoffs(finish_pushes(made, push))) == 1
+    assert made.drained
+
+
+def test_what_still_runs_when_the_drain_has_taken_long_enough_is_resumed_elsewhere() -> None:
+    made = scheduler()
+    push = pushing(made)
+    made.drain(0.0)
+    assert failures(made.tick(29.0)) == {}
+    told = failures(made.tick(30.0))["a"]
+    assert told.retryable and not made.drained
+    assert kinds(finish_pushes(made, push)) == ["Withdraw"] and made.drained
+
+
+def test_a_drain_does_not_wait_for_ever_for_pushes_that_do_not_end() -> None:
+    made = scheduler()
+    pushing(made)
+    made.drain(0.0)
+    made.tick(30.0)
+    drained = [made.drained]
+    made.tick(30.0 + LAST_S)
+    assert [*drained, made.drained] == [False, True]
+
+
+def test_an_idle_instance_has_drained_at_once_and_one_that_was_not_told_never() -> None:
+    made = scheduler()
+    drained = [made.drained]
+    made.drain(0.0)
+    assert [*drained, made.drained] == [False, True]
+
+
+# --- the worst of messages -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent_s", [float("nan"), float("inf"), -1e300])
+def test_nothing_that_a_decode_instance_says_raises(sent_s: float) -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4), 0.0)
+    actions = made.decide(0.0).actions
+    grant = grant_for(actions)
+    for lease_s in (float("nan"), float("-inf"), 1e300):
+        made.receive(DECODE, Renewed(sent_s=sent_s, lease_s=lease_s, over=(key("a"), key("b"))), 0.1)
+    for _ in range(2):
+        made.receive(DECODE, grant, 0.2)
+        made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="no")), 0.2)
+
+
+@pytest.mark.parametrize("pages", [b"abc", b"", pack_ids(range(9))])
+def test_a_grant_of_pages_that_cannot_be_fails_the_request_and_not_the_process(pages: bytes) -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4), 0.0)
+    decision = made.decide(0.0)
+    grant = msgspec.structs.replace(grant_for(decision.actions), pages=pages)
+    assert kinds(made.receive(DECODE, grant, 0.1)) == ["Withdraw", "TokenBatch"]
+    made.step_done(result(decision.plan, [5]), 0.2)
+    assert is_home(made)
+
+
+def test_withdrawals_are_never_sent_while_a_push_is_in_flight() -> None:
+    made = scheduler()
+    push = pushing(made)
+    said: list[Action] = []
+    said += made.receive(ROUTER, Cancel(key=key("a")), 0.2)
+    said += made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="no")), 0.3)
+    said += made.tick(1.0)
+    said += made.receive(DECODE, Renewed(sent_s=1.0, lease_s=LEASE_S, over=(key("a"),)), 1.1)
+    said += made.transfer_event(lost(), 1.2)
+    said += made.receive(ROUTER, Peers(instances=()), 1.3)
+    said += made.tick(60.0)
+    assert not any(isinstance(message, Withdraw | Reserve) for message in messages(said))
+    assert kinds(finish_pushes(made, push)) == ["Withdraw"] and is_home(made)

@@ -1,0 +1,255 @@
+"""Probes at the router's core: an attempt of which nothing is heard is asked about, and lost messages come to light."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from common.config import RouterConfig
+from common.ids import Incarnation, Key, RequestId
+from common.instance.ports import Send
+from common.messages import DetokenizerHeartbeat, Finished, InstanceInfo, Probe, Probed, Standing
+from router.attempts import ResumeReason
+from router.request_book import PROBE_S
+from tests.router.bench import D0, D1, P0, Bench, cancels, close, generates, key, route, spec
+
+BEAT = DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0)
+
+
+def probes(sends: Iterable[Send]) -> dict[str, tuple[Key, ...]]:
+    """Who is asked about which attempts; each is asked once."""
+    asked = [(send.to, send.message.keys) for send in sends if isinstance(send.message, Probe)]
+    assert len(dict(asked)) == len(asked), "one message for each member"
+    return dict(asked)
+
+
+class ProbeBench(Bench):
+    """Members beat always: nobody is lost while the clock turns."""
+
+    def __init__(self, *members: InstanceInfo) -> None:
+        super().__init__(*members, config=RouterConfig(heartbeat_s=100.0, dead_after_s=1000.0))
+
+    def tick(self, now: float) -> dict[str, tuple[Key, ...]]:
+        return probes(self.core.tick(now))
+
+
+def test_an_attempt_of_which_nothing_is_heard_is_probed_at_its_members_again_and_again() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    assert bench.core.next_deadline() == PROBE_S
+    assert bench.tick(1.9) == {}
+    for round_s in (2.0, 4.0, 6.0):
+        assert bench.tick(round_s) == {"p0": (key(),), "d0": (key(),)}
+        assert bench.tick(round_s + 1.9) == {}
+
+
+def test_each_member_is_asked_about_all_its_attempts_at_once() -> None:
+    bench = ProbeBench(P0, D0, D1)
+    bench.submit(spec("a", 0), spec("b", 1), spec("c", 2))
+    asked = bench.tick(2.0)
+    assert asked["p0"] == (key("a"), key("b"), key("c"))
+    assert sorted((*asked["d0"], *asked["d1"])) == [key("a"), key("b"), key("c")]
+
+
+def test_a_token_is_news_and_is_not_asked_for() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a", now=1.5)
+    assert bench.tick(2.0) == {}
+    assert bench.core.next_deadline() == 3.5
+    assert bench.tick(3.5) == {"p0": (key(),), "d0": (key(),)}
+
+
+def test_after_the_handoff_the_prefill_instance_is_not_asked() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "ab", now=0.0)
+    assert bench.tick(2.0) == {"d0": (key(),)}
+
+
+def test_a_request_that_nobody_serves_is_not_asked_about() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.leave(D0, 1.0)
+    assert bench.tick(2.0) == {}
+    bench.join(D1, 2.5)
+    assert bench.tick(4.5) == {"d1": (key(attempt=1),)}
+
+
+def test_what_has_ended_is_not_asked_about_and_leaves_no_deadline() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a", Finished(reason="length"))
+    assert bench.core.requests.next_deadline() is None
+    assert bench.tick(2.0) == {}
+
+
+# --- verdicts ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_that_nobody_knows_twice_was_lost_and_is_resumed() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.tick(2.0)
+    assert bench.probed(P0, None, 2.1) == bench.probed(D0, None, 2.1) == []
+    bench.tick(4.0)
+    assert bench.probed(P0, None, 4.1) == []
+    sent = bench.probed(D0, None, 4.1)
+    assert sent[:3] == [*cancels(P0, D0), close()]
+    assert [message.key for _, message in generates(sent)] == [key(attempt=1)]
+    assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
+
+
+def test_an_attempt_of_which_somebody_knows_goes_on() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    for round_s in (2.0, 4.0, 6.0):
+        bench.tick(round_s)
+        assert bench.probed(D0, None, round_s) == bench.probed(P0, 0, round_s) == []
+    assert bench.observer.resumes == []
+
+
+def test_that_one_member_does_not_answer_says_nothing() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    for round_s in (2.0, 4.0, 6.0):
+        bench.tick(round_s)
+        assert bench.probed(P0, None, round_s) == []
+    assert bench.observer.resumes == []
+
+
+def test_rounds_that_do_not_follow_each_other_say_nothing() -> None:
+    bench = ProbeBench(D0)
+    bench.submit(spec())
+    for round_s, next_token in ((2.0, None), (4.0, 0), (6.0, None), (8.0, 0), (10.0, None)):
+        bench.tick(round_s)
+        assert bench.probed(D0, next_token, round_s) == []
+    bench.tick(12.0)
+    assert bench.tick(14.0) != {}, "nobody answered in this round"
+    assert bench.probed(D0, None, 14.0) == []
+    bench.tick(16.0)
+    assert generates(bench.probed(D0, None, 16.0)) != []
+
+
+def test_tokens_that_were_sent_and_do_not_come_between_two_rounds_were_lost() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "abc", now=0.0)
+    bench.tick(2.0)
+    assert bench.probed(D0, 5, 2.1) == []
+    bench.tick(4.0)
+    sent = bench.probed(D0, 8, 4.1)
+    assert [(message.first, message.key) for _, message in generates(sent)] == [(3, key(attempt=1))]
+    assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
+
+
+def test_tokens_that_come_between_two_rounds_were_only_on_their_way() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "abc", now=0.0)
+    bench.tick(2.0)
+    bench.probed(D0, 5, 2.1)
+    bench.text(3, "d", now=2.2)
+    bench.tick(4.2)
+    assert bench.probed(D0, 8, 4.3) == []
+    bench.tick(6.2)
+    assert generates(bench.probed(D0, 8, 6.3)) != []
+
+
+def test_an_attempt_that_has_sent_all_it_has_goes_on() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "abc", now=0.0)
+    for round_s in (2.0, 4.0, 6.0):
+        bench.tick(round_s)
+        assert bench.probed(D0, 3, round_s) == []
+
+
+def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothing_yet() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    for round_s in (2.0, 4.0):
+        bench.tick(round_s)
+        bench.probed(D0, None, round_s)
+        sent = bench.probed(P0, 1, round_s)
+    assert route(sent) == ("d0", None), "not through p0 again"
+
+
+@pytest.mark.parametrize(
+    "standing",
+    [
+        Probed(id=D0.id, incarnation=Incarnation("2"), standings=(Standing(key(), None),)),
+        Probed(id=D1.id, incarnation=D1.incarnation, standings=(Standing(key(), None),)),
+        Probed(id=D0.id, incarnation=D0.incarnation, standings=(Standing(key(attempt=1), None),)),
+        Probed(id=D0.id, incarnation=D0.incarnation, standings=(Standing(key("other"), None),)),
+    ],
+    ids=["another incarnation", "another instance", "another attempt", "another request"],
+)
+def test_what_others_say_is_stale_and_counted(standing: Probed) -> None:
+    bench = ProbeBench(D0)
+    bench.submit(spec())
+    for round_s in (2.0, 4.0, 6.0):
+        bench.tick(round_s)
+        assert bench.core.receive(standing, round_s) == []
+    assert bench.core.requests.stale_standings == 3
+
+
+def test_one_answer_about_many_attempts_resumes_those_that_were_lost() -> None:
+    bench = ProbeBench(D0)
+    bench.submit(spec("a", 0), spec("b", 1), spec("c", 2))
+    for round_s in (2.0, 4.0):
+        bench.tick(round_s)
+        standings = (Standing(key("a"), 0), Standing(key("b"), None), Standing(key("c"), 7))
+        sent = bench.core.receive(Probed(id=D0.id, incarnation=D0.incarnation, standings=standings), round_s)
+    assert [message.key for _, message in generates(sent)] == [key("b", 1), key("c", 1)]
+
+
+# --- while the detokenizer is silent ---------------------------------------------------------------------------------------
+
+
+def test_while_the_detokenizer_is_silent_nothing_follows_from_that_no_token_comes() -> None:
+    bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0))
+    bench.submit(spec())
+    bench.core.receive(BEAT, 0.0)
+    assert probes(bench.core.tick(2.0)) == {"d0": (key(),)}
+    assert bench.probed(D0, 4, 2.0) == [], "four tokens were sent"
+    bench.beat(2.0)
+    assert bench.core.unhealthy() == []
+    assert probes(bench.core.tick(3.0)) == {}
+    assert bench.core.unhealthy() != []
+    for now in (4.0, 6.0, 8.0):
+        bench.beat(now)
+        assert probes(bench.core.tick(now)) == {}
+
+
+def test_when_it_is_heard_again_everything_open_is_probed_at_once_and_judged_afresh() -> None:
+    bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0))
+    bench.submit(spec("a", 0), spec("b", 1))
+    bench.core.receive(BEAT, 0.0)
+    bench.core.tick(2.0)
+    bench.probed(D0, 4, 2.0, name="a")
+    bench.beat(2.0)
+    bench.core.tick(3.5)
+    bench.beat(4.0)
+    assert probes(bench.core.receive(BEAT, 4.5)) == {"d0": (key("a"), key("b"))}
+    assert bench.core.unhealthy() == []
+    assert bench.probed(D0, 8, 4.5, name="a") == [], "what was sent is on its way only now"
+    assert probes(bench.core.receive(BEAT, 5.5)) == {}
+    assert probes(bench.core.tick(6.5)) == {"d0": (key("a"), key("b"))}
+    assert [message.key for _, message in generates(bench.probed(D0, 8, 6.5, name="a"))] == [key("a", 1)]
+    bench.core.cancel([RequestId("a"), RequestId("b")], 7.0)
+    assert bench.core.requests.next_deadline() is None
+
+
+def test_a_detokenizer_that_was_never_heard_is_not_missed() -> None:
+    bench = Bench(D0)
+    bench.core.tick(100.0)
+    assert bench.core.unhealthy() == []
+
+
+def test_another_detokenizer_is_awaited_as_the_first_was() -> None:
+    bench = Bench(D0)
+    bench.core.receive(BEAT, 0.0)
+    bench.core.tick(4.0)
+    assert bench.core.unhealthy() != []
+    bench.core.detokenizer_moved("tcp://detokenizer:2", 5.0)
+    assert bench.core.unhealthy() == []

@@ -1,0 +1,369 @@
+"""Resuming at the router's core: whatever ends an attempt, the next one goes on where it stopped, or the request ends once."""
+
+import pytest
+from msgspec.structs import replace
+
+from common.config import RouterConfig
+from common.errors import BadRequest, DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
+from common.ids import RequestId, pack_ids, unpack_ids
+from common.messages import Failed, Finished, Load, Register, Terms
+from router.attempts import ResumeReason
+from router.request_book import FRUITLESS_ATTEMPTS
+from router.requests import Phase, RequestSpec
+from tests.builders import instance
+from tests.router.bench import (
+    D0,
+    D1,
+    P0,
+    P1,
+    PROMPT,
+    Bench,
+    about_requests,
+    cancels,
+    close,
+    generates,
+    key,
+    opened,
+    route,
+    spec,
+)
+
+PUSH_FAILED = Failed.of(Unavailable("the push failed"))
+PREEMPTED = Failed.of(Preempted("an older request needs the memory"))
+STOLEN = instance("d0", "decode", incarnation="2")
+
+
+# --- what the next attempt is --------------------------------------------------------------------------------------------
+
+
+def test_the_next_attempt_is_the_prompt_and_the_tokens_so_far_with_what_remains() -> None:
+    bench = Bench(P0, D0, P1, D1)
+    asked = RequestSpec(RequestId("r"), 0, PROMPT, spec().sampling, stop=("end",), priority=5, timeout_s=30.0)
+    to, decode = route(bench.submit(asked))
+    old = [next(one for one in bench.members if one.id == name) for name in (to, decode)]
+    bench.text(0, "ab", now=1.0)
+    bench.text(2, "c", now=1.5)
+    sent = bench.text(3, "", PUSH_FAILED, now=4.0)
+    assert sent[:3] == [*cancels(*old), close()]
+    ((first, generate),), (opening,) = generates(sent), opened(sent)
+    ids = [ord(char) for char in "abc"]
+    assert generate.key == opening.key == key(attempt=1)
+    assert unpack_ids(generate.prompt).tolist() == [*range(100, 120), *ids]
+    assert generate.sampling.max_new_tokens == 5
+    assert (generate.first, opening.first) == (3, 3)
+    assert generate.terms == Terms(priority=5, age_s=4.0, timeout_s=26.0)
+    assert opening.context == pack_ids([*range(112, 120), *ids])
+    assert (opening.text, opening.stop, opening.life_s) == ("abc", ("end",), 86.0)
+    assert {first, generate.decode}.isdisjoint({to, decode}), "they are avoided, for others can serve"
+
+
+def test_a_resumed_answer_goes_on_where_it_stopped_and_late_text_of_the_old_attempt_is_dropped() -> None:
+    bench = Bench(P0, D0, D1)
+    bench.submit(spec())
+    bench.text(0, "Hel", now=1.0)
+    bench.text(3, "", PUSH_FAILED, now=1.5)
+    assert bench.text(3, "XY", Finished(reason="length"), now=1.6) == []
+    bench.text(3, "lo", now=2.0, attempt=1)
+    bench.text(5, "!", Finished(reason="stop"), now=2.5, attempt=1)
+    deltas = bench.outbox.take()
+    assert "".join(delta.text for delta in deltas) == "Hello!"
+    assert [id for delta in deltas for id in delta.token_ids] == [ord(char) for char in "Hello!"]
+    assert [delta.ending for delta in deltas if delta.ending] == [Finished(reason="stop")]
+    assert (bench.core.requests.stale, bench.observer.attempts) == (1, [2])
+    assert bench.observer.resumes == [ResumeReason.FAILED_ATTEMPT]
+    assert bench.observer.resume_gaps == [1.0], "from the last token before the resume to the next one"
+    assert bench.observer.first_tokens == [1.0], "there is one first token"
+
+
+def test_text_that_comes_with_the_failure_of_an_attempt_is_delivered_and_not_computed_again() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    sent = bench.text(0, "ab", PUSH_FAILED)
+    assert [(message.first, message.sampling.max_new_tokens) for _, message in generates(sent)] == [(2, 6)]
+    assert (bench.read(), opened(sent)[0].text) == ("ab", "ab")
+
+
+def test_when_no_token_had_come_the_gap_is_counted_from_the_first_resume() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "", PUSH_FAILED, now=3.0)
+    bench.text(0, "", PUSH_FAILED, now=4.0, attempt=1)
+    bench.text(0, "a", now=7.0, attempt=2)
+    bench.text(1, "b", now=7.5, attempt=2)
+    assert bench.observer.resume_gaps == [4.0]
+
+
+def test_an_answer_whose_tokens_are_all_there_ends_instead_of_being_resumed() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec(max_new_tokens=3))
+    sent = bench.text(0, "abc", PUSH_FAILED)
+    assert sent == [*cancels(P0, D0), close()]
+    assert bench.endings() == [Finished(reason="length")]
+    assert bench.observer.resumes == []
+
+
+# --- what resumes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_dead_decode_instance_is_replaced(tokens: int) -> None:
+    bench = Bench(P0, D0, D1)
+    assert route(bench.submit(spec())) == ("p0", "d0")
+    bench.text(0, "x" * tokens)
+    bench.beat(2.0, D0)
+    sent = about_requests(bench.core.tick(3.0))
+    assert sent[:3] == [*cancels(P0, D0), close()], "also to d0: it may only be silent"
+    assert route(sent) == ("p0", "d1")
+    assert bench.observer.resumes == [ResumeReason.LOST_INSTANCE]
+    assert bench.endings() == []
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_dead_prefill_instance_is_replaced_for_requests_that_were_not_handed_off(tokens: int) -> None:
+    bench = Bench(P0, D0, P1)
+    assert route(bench.submit(spec())) == ("p0", "d0")
+    bench.text(0, "x" * tokens)
+    sent = about_requests(bench.leave(P0, 2.0))
+    assert sent[:3] == [*cancels(P0, D0), close()]
+    assert route(sent) == ("p1", "d0")
+
+
+def test_a_dead_prefill_instance_is_not_missed_after_the_handoff() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "ab")
+    assert about_requests(bench.leave(P0, 2.0)) == []
+    bench.text(2, "c", Finished(reason="length"))
+    assert bench.outbox.take()[-1].ending == Finished(reason="length")
+
+
+def test_in_a_later_attempt_too_its_own_second_token_proves_the_handoff() -> None:
+    bench = Bench(P0, D0, P1, D1)
+    bench.submit(spec())
+    bench.text(0, "abc")
+    first, _ = route(bench.text(3, "", PUSH_FAILED))
+    bench.text(3, "d", attempt=1)
+    sent = bench.leave(P0 if first == P0.id else P1, 2.0)
+    assert [message.first for _, message in generates(sent)] == [4], "it had four tokens, but one of this attempt"
+
+
+def test_an_instance_that_comes_back_under_its_id_does_not_inherit_requests_but_may_get_them_again() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    sent = about_requests(bench.core.receive(Register(instance=STOLEN), 1.0))
+    assert sent[:3] == [*cancels(P0, D0), close()]
+    assert route(sent) == ("d0", None), "the links to it are not there yet"
+    assert bench.assigned() == {"p0": 0, "d0": 20}
+
+
+def test_only_the_requests_of_the_dead_instance_are_resumed() -> None:
+    bench = Bench(P0, D0, D1)
+    sent = bench.submit(spec("a", 0), spec("b", 1))
+    by_decode = {message.decode: message.key.request_id for _, message in generates(sent)}
+    resumed = generates(bench.leave(D0, 1.0))
+    assert [(message.key.request_id, message.decode) for _, message in resumed] == [(by_decode[D0.id], D1.id)]
+
+
+def test_what_a_stuck_instance_was_given_goes_elsewhere_once() -> None:
+    bench = Bench(P0, D0, D1)
+    assert route(bench.submit(spec())) == ("p0", "d0")
+    sent = about_requests(bench.report(D0, 31.0, Load(oldest_step_s=30.5)))
+    assert (sent[:3], route(sent)) == ([*cancels(P0, D0), close()], ("p0", "d1"))
+    assert about_requests(bench.report(D0, 31.5, Load(oldest_step_s=31.0))) == []
+    assert bench.observer.resumes == [ResumeReason.LOST_INSTANCE]
+
+
+def test_a_gap_in_the_tokens_is_resumed_rather_than_skipped() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a")
+    sent = bench.text(3, "d")
+    assert sent[:3] == [*cancels(P0, D0), close()]
+    assert [message.first for _, message in generates(sent)] == [1]
+    assert (bench.observer.resumes, bench.read()) == ([ResumeReason.LOST_MESSAGES], "a")
+
+
+def test_an_ending_that_comes_before_the_tokens_it_ends_is_a_gap_as_well() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a")
+    sent = bench.text(3, "", Finished(reason="stop"))
+    assert [message.first for _, message in generates(sent)] == [1]
+    assert bench.endings() == []
+
+
+def test_when_the_detokenizer_is_another_everything_open_is_resumed_and_nobody_is_to_blame() -> None:
+    bench = Bench(P0, D0, D1)
+    bench.submit(spec("a", 0), spec("b", 1))
+    bench.text(0, "xy", name="a")
+    sent = about_requests(bench.core.detokenizer_moved("tcp://detokenizer:2", 2.0))
+    assert sorted((message.key.request_id, message.first) for _, message in generates(sent)) == [("a", 2), ("b", 0)]
+    assert {to for to, _ in generates(sent)} == {"p0"}
+    assert bench.observer.resumes == [ResumeReason.DETOKENIZER] * 2
+
+
+@pytest.mark.parametrize("error", [BadRequest("no"), DeadlinePassed("late"), TandemError("a bug")])
+def test_a_failure_that_trying_again_does_not_help_ends_the_request(error: TandemError) -> None:
+    bench = Bench(P0, D0, D1)
+    bench.submit(spec())
+    assert bench.text(0, "", Failed.of(error)) == cancels(P0, D0)
+    assert bench.endings() == [Failed.of(error)]
+
+
+# --- where it goes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_may_go_where_it_was() -> None:
+    bench = Bench(P0, D0, D1)
+    assert route(bench.submit(spec())) == ("p0", "d0")
+    bench.report(D1, 1.0, Load(running_tokens=10_000))
+    assert route(bench.text(0, "", PREEMPTED)) == ("p0", "d0")
+    assert bench.observer.resumes == [ResumeReason.PREEMPTED]
+
+
+def test_a_request_that_failed_does_not_go_back_to_where_it_failed_however_busy_the_others_are() -> None:
+    bench = Bench(P0, D0, D1)
+    assert route(bench.submit(spec())) == ("p0", "d0")
+    bench.text(0, "ab")  # handed off: whatever fails now, it is not p0
+    bench.report(D1, 1.0, Load(running_tokens=10_000))
+    assert route(bench.text(2, "", PUSH_FAILED)) == ("p0", "d1")
+
+
+# --- bounds --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("gone"), InstanceFailed("the step failed")])
+def test_a_request_that_brings_no_token_however_often_it_is_tried_ends_with_the_last_reason(error: TandemError) -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    for attempt in range(FRUITLESS_ATTEMPTS):
+        assert bench.endings() == []
+        sent = bench.text(0, "", Failed.of(error), attempt=attempt)
+    assert generates(sent) == []
+    assert bench.observer.endings == [Failed.of(error)]
+    assert bench.observer.attempts == [FRUITLESS_ATTEMPTS]
+
+
+def test_a_token_makes_attempts_count_anew() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    for attempt in range(FRUITLESS_ATTEMPTS - 1):
+        bench.text(0, "", PUSH_FAILED, attempt=attempt)
+    bench.text(0, "a", PUSH_FAILED, attempt=FRUITLESS_ATTEMPTS - 1)
+    for attempt in range(FRUITLESS_ATTEMPTS, 2 * FRUITLESS_ATTEMPTS):
+        assert bench.observer.endings == []
+        bench.text(1, "", PUSH_FAILED, attempt=attempt)
+    assert bench.observer.endings == [PUSH_FAILED]
+
+
+def test_preemption_is_no_fruitless_attempt_but_all_attempts_together_are_bounded() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(max_attempts=9))
+    bench.submit(spec())
+    for attempt in range(9):
+        assert bench.observer.endings == []
+        bench.text(0, "", PREEMPTED, attempt=attempt)
+    assert bench.observer.endings == [PREEMPTED]
+    assert bench.assigned() == {"p0": 0, "d0": 0}
+
+
+# --- nobody can serve ----------------------------------------------------------------------------------------------------
+
+
+def phases(bench: Bench) -> list[Phase]:
+    return [record.phase for record in bench.core.requests.records()]
+
+
+def test_a_request_that_nobody_can_serve_waits_for_an_instance_and_goes_on_with_the_first_that_comes() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "ab")
+    sent = about_requests(bench.leave(D0, 2.0))
+    assert (sent, phases(bench)) == ([*cancels(P0, D0), close()], [Phase.RESUMING])
+    assert bench.assigned() == {"p0": 0}
+    sent = bench.core.receive(Register(instance=D1), 4.0)
+    ((to, generate),) = generates(sent)
+    assert (to, generate.key, generate.first, generate.terms.age_s) == ("d1", key(attempt=1), 2, 4.0)
+    bench.beat(6.9, D0)
+    bench.text(2, "c", Finished(reason="length"), attempt=1)
+    assert bench.outbox.take()[-1].ending == Finished(reason="length")
+    assert bench.core.requests.next_deadline() is None
+
+
+def test_it_is_a_new_request_that_is_refused_at_once() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.leave(D0, 2.0)
+    with pytest.raises(Unavailable):
+        bench.submit(spec("other"))
+    assert len(bench.core.requests) == 1
+
+
+def test_a_report_after_which_an_instance_takes_requests_again_ends_the_wait() -> None:
+    bench = Bench(D0)
+    bench.submit(spec())
+    bench.report(D0, 1.0, draining=True)
+    assert generates(bench.text(0, "", PUSH_FAILED, now=2.0)) == []
+    assert generates(bench.report(D0, 2.5, draining=True)) == []
+    assert [message.key for _, message in generates(bench.report(D0, 3.0))] == [key(attempt=1)]
+
+
+def test_who_waits_too_long_ends_as_unavailable() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(resume_wait_s=2.5))
+    bench.submit(spec())
+    bench.leave(D0, 2.0)
+    bench.beat(2.0, D0)
+    assert bench.core.tick(4.4) == []
+    assert bench.core.requests.next_deadline() == 4.5
+    bench.report(P0, 4.4)
+    assert bench.core.tick(4.5) == []
+    (ending,) = bench.endings()
+    assert isinstance(ending, Failed) and (ending.status, ending.message) == (503, "no decode instance is live")
+    assert len(bench.core.requests) == 0
+    assert generates(bench.core.receive(Register(instance=D1), 5.0)) == []
+
+
+def test_who_waits_can_still_be_cancelled() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    bench.leave(D0, 2.0)
+    assert bench.core.cancel([RequestId("r")], 3.0) == []
+    assert bench.endings() == [Finished(reason="cancelled")]
+    assert generates(bench.core.receive(Register(instance=D1), 4.0)) == []
+    assert bench.core.requests.next_deadline() is None
+
+
+def test_who_waits_still_has_its_deadline() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(request_timeout_s=4.0))
+    bench.submit(spec())
+    bench.leave(D0, 2.0)
+    bench.report(P0, 2.0)
+    assert bench.core.tick(4.0) == []
+    (ending,) = bench.endings()
+    assert isinstance(ending, Failed) and ending.status == 504
+    assert bench.core.requests.next_deadline() is None
+
+
+def test_what_only_a_larger_instance_could_hold_waits_for_it_as_well() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec(max_new_tokens=200))
+    bench.join(replace(instance("d2", "decode"), pool=replace(D0.pool, total_pages=40)), 1.0)
+    bench.leave(D0, 2.0)
+    assert phases(bench) == [Phase.RESUMING]
+    assert [to for to, _ in generates(bench.join(D1, 3.0))] == ["d1"]
+
+
+# --- the books -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_assigned_tokens_move_with_the_request_and_come_home(tokens: int) -> None:
+    bench = Bench(P0, D0, P1, D1)
+    bench.submit(spec())
+    bench.text(0, "x" * tokens)
+    first, decode = route(bench.text(tokens, "", PUSH_FAILED))
+    expected = dict.fromkeys(("p0", "d0", "p1", "d1"), 0) | {first: 20 + tokens, str(decode): 20 + tokens}
+    assert bench.assigned() == expected
+    bench.text(tokens, "y", attempt=1)
+    assert bench.assigned() == expected | {first: 0, str(decode): 21 + tokens}
+    bench.text(tokens + 1, "z", Finished(reason="length"), attempt=1)
+    assert bench.assigned() == dict.fromkeys(("p0", "d0", "p1", "d1"), 0)

@@ -1,0 +1,266 @@
+"""Everything around a router core, played by chance: instances, a detokenizer and clients, of which messages are lost, or come late
+or twice.
+
+Owns what is true: each request's answer, which is compared with what its client gets; and who was told of each attempt, so that it
+can be checked that none is left over.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from random import Random
+
+from common.config import RouterConfig
+from common.errors import BadRequest, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
+from common.ids import Incarnation, InstanceId, Key, RequestId, pack_ids, unpack_ids
+from common.instance.ports import Send
+from common.messages import (
+    Cancel,
+    Close,
+    DetokenizerHeartbeat,
+    Ending,
+    Failed,
+    Finished,
+    Generate,
+    Goodbye,
+    InstanceInfo,
+    Load,
+    Open,
+    Probe,
+    Probed,
+    Register,
+    RouterInbox,
+    Standing,
+    TextBatch,
+    TextDelta,
+)
+from common.sampling_params import SamplingParams
+from router.core import RouterCore
+from router.outbox import ChoiceDelta, Outbox
+from router.requests import RequestSpec
+from tests.builders import instance
+from tests.router.bench import PROMPT
+from tests.router.fakes import Unobserved, beat
+
+ERRORS: tuple[TandemError, ...] = (
+    Preempted("an older request needs the memory"),
+    Unavailable("the push failed"),
+    Overloaded("full"),
+    InstanceFailed("the step failed"),
+    BadRequest("no"),
+)
+
+
+class Client(Outbox):
+    """A client, and everything that it was ever given."""
+
+    def __init__(self, name: RequestId, answer_tokens: int, limit_chars: int) -> None:
+        super().__init__(lambda: None, limit_chars)
+        self.name = name
+        self.answer_tokens = answer_tokens
+        self.given: list[ChoiceDelta] = []
+        self.tokens = 0
+
+    def put(self, delta: ChoiceDelta) -> None:
+        assert not self.endings, "nothing follows an ending"
+        self.given.append(delta)
+        expected = answer(self.name, self.tokens, len(delta.token_ids))
+        assert (delta.token_ids, delta.text) == (tuple(map(ord, expected)), expected), "every token once, and in order"
+        self.tokens += len(delta.token_ids)
+        super().put(delta)
+
+    @property
+    def endings(self) -> list[Ending]:
+        return [delta.ending for delta in self.given if delta.ending is not None]
+
+
+@dataclass(slots=True, eq=False)
+class Try:
+    """An attempt, as the instances and the detokenizer see it. next_token: which they emit next. ended: by itself, and the
+    router has heard it."""
+
+    key: Key
+    members: tuple[InstanceId, ...]
+    first: int
+    end: int
+    next_token: int
+    known: bool
+    ended: Ending | None = None
+
+    def standing(self, of: InstanceId) -> Standing:
+        """The prefill instance knows it until its first token, the decode instance from then on."""
+        server = self.members[-1] if self.next_token > self.first else self.members[0]
+        return Standing(self.key, self.next_token if self.known and of == server else None)
+
+
+def answer(name: RequestId, first: int, tokens: int) -> str:
+    """Some tokens of a request's answer, a character each."""
+    return "".join(chr(97 + (7 * number + int(name)) % 26) for number in range(first, first + tokens))
+
+
+class World:
+    """loss: how likely a message is lost."""
+
+    def __init__(self, seed: int, config: RouterConfig, loss: float) -> None:
+        self.random = Random(seed)
+        self.config = config
+        self.loss = loss
+        self.now = 0.0
+        self.observer = Unobserved()
+        self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.observer)
+        self.members: dict[str, InstanceInfo] = {}
+        self.clients: dict[RequestId, Client] = {}
+        self.tries: dict[Key, Try] = {}
+        self.opened: dict[Key, Open] = {}
+        self.cancelled: defaultdict[Key, set[InstanceId]] = defaultdict(set)
+        self.closed: set[Key] = set()
+        self.asked: list[tuple[InstanceId, tuple[Key, ...]]] = []
+        self._lives: Counter[str] = Counter()
+        for name in ("p0", "p1", "d0", "d1"):
+            self.start(name)
+        self.beat()
+
+    # --- what the router says ----------------------------------------------------------------------------------------------
+
+    def hear(self, message: RouterInbox) -> None:
+        self.take(self.core.receive(message, self.now))
+
+    def take(self, sends: list[Send]) -> None:
+        """Act on what the router says: check it, and let some of it be lost."""
+        for send in sends:
+            match send.message:
+                case Open() as message:
+                    self.opened[message.key] = message
+                case Generate() as message:
+                    self._take_generate(send.to, message)
+                case Cancel() as message:
+                    self.cancelled[message.key].add(send.to)
+                    self.tries[message.key].known = False
+                case Close() as message:
+                    self.closed.add(message.key)
+                case Probe() as message if not self.is_lost():
+                    self.asked.append((send.to, message.keys))
+                case _:
+                    pass
+
+    def _take_generate(self, to: InstanceId, message: Generate) -> None:
+        key, first, client = message.key, message.first, self.clients[message.key.request_id]
+        assert self.latest(client) == key.attempt - 1, "attempts are numbered without a gap"
+        so_far, opened = answer(client.name, 0, first), self.opened[key]
+        assert first == client.tokens, "the next attempt goes on where the client is"
+        assert unpack_ids(message.prompt).tolist() == [*unpack_ids(PROMPT).tolist(), *map(ord, so_far)]
+        assert (opened.first, opened.text, opened.context[-4 * first :] if first else b"") == (
+            first,
+            so_far,
+            pack_ids([*map(ord, so_far)]),
+        )
+        assert first + message.sampling.max_new_tokens == client.answer_tokens
+        members = (to,) if message.decode is None else (to, message.decode)
+        self.tries[key] = Try(key, members, first, client.answer_tokens, first, known=not self.is_lost())
+
+    def is_lost(self) -> bool:
+        return self.random.random() < self.loss
+
+    def latest(self, client: Client) -> int:
+        """Number of the client's latest attempt; -1 before its first."""
+        return max((key.attempt for key in self.tries if key.request_id == client.name), default=-1)
+
+    # --- what the others say -----------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """An instance starts, or starts again."""
+        self._lives[name] += 1
+        info = instance(name, "prefill" if name.startswith("p") else "decode", incarnation=str(self._lives[name]))
+        self.members[name] = info
+        for one in self.tries.values():
+            one.known = one.known and info.id not in one.members
+        self.hear(Register(instance=info))
+
+    def leave(self, name: str) -> None:
+        info = self.members.pop(name)
+        self.hear(Goodbye(id=info.id, incarnation=info.incarnation))
+
+    def beat(self, silent: float = 0.0, odd: float = 0.0) -> None:
+        """Everybody reports, but for some; some report that they drain, are stuck or have no links."""
+        for info in list(self.members.values()):
+            if self.random.random() < silent:
+                continue
+            peers = [other for other in self.members.values() if other.role != info.role]
+            whim = self.random.random() / odd if odd else 1.0
+            load = Load(oldest_step_s=31.0) if whim < 0.3 else Load()
+            self.hear(beat(info, *peers if whim >= 0.6 else (), load=load, draining=0.3 <= whim < 0.6))
+
+    def submit(self, answer_tokens: int, limit_chars: int = 100_000) -> Client:
+        """Raises Unavailable."""
+        client = Client(RequestId(str(len(self.clients))), answer_tokens, limit_chars)
+        self.clients[client.name] = client
+        spec = RequestSpec(client.name, 0, PROMPT, SamplingParams(max_new_tokens=answer_tokens))
+        try:
+            self.take(self.core.submit([spec], client, self.now))
+        except TandemError:
+            del self.clients[client.name]
+            raise
+        return client
+
+    def emit(self, one: Try, tokens: int, error: TandemError | None = None) -> None:
+        """The attempt's next tokens; with the failure, or the ending that is due."""
+        first, tokens = one.next_token, min(tokens, one.end - one.next_token)
+        one.next_token += tokens
+        done = Finished(reason="length") if one.next_token == one.end else None
+        ending: Ending | None = done if error is None else Failed.of(error)
+        one.known = one.known and ending is None
+        if self.is_lost():
+            return
+        client = self.clients[one.key.request_id]
+        if not client.endings and one.key.attempt == self.latest(client) and first == client.tokens:
+            one.ended = ending
+        text = answer(client.name, first, tokens)
+        delta = TextDelta(one.key, first, tuple(map(ord, text)), text, ending)
+        for _ in range(2 if self.is_lost() else 1):  # what is lost may as well come twice
+            self.hear(TextBatch(deltas=(delta,)))
+
+    def answer_probes(self) -> None:
+        """What was asked is answered as it is now, if it is."""
+        asked, self.asked = self.asked, []
+        for name, keys in asked:
+            info = self.members.get(name)
+            if info is not None and not self.is_lost():
+                standings = tuple(self.tries[key].standing(name) for key in keys)
+                self.hear(Probed(id=info.id, incarnation=info.incarnation, standings=standings))
+
+    def beat_detokenizer(self) -> None:
+        self.hear(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0))
+
+    def move_detokenizer(self) -> None:
+        self.take(self.core.detokenizer_moved("tcp://detokenizer:2", self.now))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.take(self.core.tick(self.now))
+
+    # --- what must be true -------------------------------------------------------------------------------------------------
+
+    def check_books(self) -> None:
+        """Of what is open: the members carry exactly its tokens."""
+        expected: Counter[str] = Counter()
+        for record in self.core.requests.records():
+            for member in () if record.attempt is None else record.attempt.members:
+                carries = record.attempt is not None and (member is record.attempt.members[-1] or not record.attempt.tokens)
+                expected[f"{member.life}"] += (record.spec.prompt_tokens + len(record.token_ids)) * carries
+        for member in self.core.fleet.members():
+            assert member.assigned_tokens == expected[f"{member.life}"]
+
+    def check_over(self) -> None:
+        """Everything has ended: once for each client, and at everybody who was told of it."""
+        assert len(self.core.requests) == 0
+        assert self.core.requests.next_deadline() is None
+        assert [member.assigned_tokens for member in self.core.fleet.members() if member.assigned_tokens] == []
+        for client in self.clients.values():
+            assert len(client.endings) == 1
+            assert client.endings != [Finished(reason="length")] or client.tokens == client.answer_tokens
+        for key, one in self.tries.items():
+            if isinstance(one.ended, Finished):
+                continue
+            assert self.cancelled[key] >= set(one.members), "nobody serves what is over"
+            assert key in self.closed or one.ended is not None, "the detokenizer forgets it, unless it ended it"
+        assert len(self.observer.endings) == len(self.observer.attempts) == len(self.clients)
+        assert sum(self.observer.attempts) == len(self.tries)
