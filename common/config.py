@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from common.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-TransportName = Literal["nixl"]
+TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated"]
 Switch = Literal["off", "on"]
@@ -83,7 +83,9 @@ class InstanceConfig:
     host: str = option("127.0.0.1", "address of this host that peers can reach")
     inbox_port: int = option(0, "port of this instance's inbox; 0: choose one and print it")
     name: str = option("", "instance id; default: role and a random suffix")
-    transport: TransportName = option("nixl", "library that moves KV pages")
+    transport: TransportName = option(
+        "nixl", "what moves KV pages: nixl, mooncake, torch (torch.distributed) or cma (one host, CPU); the same everywhere"
+    )
     tp: int = option(1, "tensor-parallel ranks of the instance (1 for now)")
     rank: str = option("0", "which of its ranks this host starts (0 for now)")
     max_waiting: int = option(1024, "requests that may wait in this instance; more are refused")

@@ -352,6 +352,8 @@ class DecodeScheduler:
         reservation = self._target.land(sender, handoff)
         if reservation is None:
             return []
+        request = self._requests[reservation.key]
+        request.emitted = 1
         objection = find_objection(handoff, reservation, self._engine, self._digest)
         if objection is not None:
             self._pages_corrupt += objection.corrupt_pages
@@ -360,8 +362,6 @@ class DecodeScheduler:
         self._handoffs += 1
         self._pages_received += handoff.pushed_pages
         self._bytes_received += handoff.pushed_bytes
-        request = self._requests[reservation.key]
-        request.emitted = 1
         if request.phase is Phase.ENDED:
             self._release(request, now)
             return [] if request.untold is None else [emit_ending(request.key, request.next_token, request.untold)]

@@ -14,8 +14,9 @@ from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, 
 from common.errors import ConfigError
 from common.names import check_instance_id
 from launch import environment, logs
+from launch.bench.plan import TransferBench, quick
 from launch.child import ChildProcess, run_child
-from launch.flags import add_flags, read_config
+from launch.flags import add_flags, read_config, to_flags
 from launch.reports import BAD_FLAG
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ LOCAL_LIFE = (
     "A process that dies is started again, the router on the same ports; an instance that was drained, by the router or by "
     "SIGTERM, is not. Ctrl-C stops all of them in order, a second one at once."
 )
+
+BENCH_SWITCHES = {
+    "--namespaces": "measure between two network namespaces too, as between hosts (where making them is allowed: as root)",
+    "--quick": "a run of seconds, which shows that all of it works: small figures for the flags that are not given",
+    "--markdown": "print a section of Markdown, with the command and the machine",
+}
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -56,10 +63,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for instance in instances:
         add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig)
+    _add_bench(commands)
     detokenizer = commands.add_parser("detokenizer", allow_abbrev=False)  # without help: the router starts it, no person does
     detokenizer.set_defaults(command=_detokenizer, prog=detokenizer.prog)
     add_flags(detokenizer, RouterConfig, ModelConfig, LogConfig)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measurements of this machine", allow_abbrev=False)
+    benches = bench.add_subparsers(title="measurements", metavar="WHAT", required=True)
+    transfer = _add(
+        benches, "transfer", "a measurement of the KV transports between two processes of this machine", _bench_transfer
+    )
+    add_flags(transfer, TransferBench)
+    for flag, explanation in BENCH_SWITCHES.items():
+        transfer.add_argument(flag, action="store_true", help=explanation)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,6 +125,15 @@ def _router(flags: argparse.Namespace) -> int:
         serve(process, config, model, log)
 
     return _run("router", log, 1, body)
+
+
+def _bench_transfer(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from launch.bench.transfer import run
+
+    bench = read_config(TransferBench, flags)
+    command = [flags.prog, *(flag for flag in BENCH_SWITCHES if vars(flags)[flag.strip("-")]), *to_flags(bench)]
+    return run(quick(bench) if flags.quick else bench, " ".join(command), flags.namespaces, flags.markdown)
 
 
 def _detokenizer(flags: argparse.Namespace) -> int:

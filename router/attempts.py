@@ -85,7 +85,7 @@ class Attempt:
     def withdraw(self) -> list[Send]:
         """It is over, though others believe it to be open. Also to a member that was lost: it may only be silent, and then the
         message waits for it."""
-        return [*self.cancels()]
+        return [*self.cancels(), Send(DETOKENIZER, Close(key=self.key))]
 
     def cancels(self) -> list[Send]:
         return [Send(member.info.id, Cancel(key=self.key)) for member in self.members]

@@ -54,8 +54,9 @@ class Plan:
     """One forward. Applied in this order: starts, growth, then chunks and decode rows in one forward.
 
     grown_rows, grown_pages: [grown] int32; row grown_rows[i] holds page grown_pages[i] after those that it holds already. A row
-    occurs at most once. decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and samples the next.
-    A plan may name rows whose last token is still being computed by the plan before: executors run plans in order.
+    occurs at most once. decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and
+    samples the next. A plan may name rows whose last token is still being computed by the plan before: executors run plans in
+    order.
     """
 
     step: int

@@ -202,7 +202,7 @@ class SocketEnd:
     """One TCP connection: where the runs go, their bytes one after the other, and one byte back when all are there."""
 
     def __init__(self, host: str, pool: Memory, layout: KVLayout) -> None:
-        self._pool, self._layout = memoryview(pool), layout
+        self._pool, self._layout = pool.data, layout
         self._listener = socket.create_server((host, 0))
         self._connection: socket.socket | None = None
         self._receiver = threading.Thread(target=self._receive, name="receiver", daemon=True)

@@ -4,19 +4,17 @@ Owns the figures and the goals. Measures and prints nothing.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
+from launch.bench.hardware import Hardware
 from launch.bench.plan import Point, Way
 
-GOAL_OF_MEMMOVE = 0.75
-GOAL_PUSH_S = 50e-6
-GOAL_CPU_S_PER_GB = 0.4
-GOAL_IDLE_CORES = 0.005
-"""Less is not told apart from the noise of the clock."""
 LARGE_PAGE_BYTES = 64 * 2**10
 NETWORK_PAGE_BYTES = 256 * 2**10
+MEMMOVE, SOCKET = Way("memmove"), Way("socket")
+NIXL, NIXL_THREAD = Way("transport", "nixl"), Way("thread", "nixl")
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,34 +85,73 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     figure: str
 
 
-MEMMOVE, SOCKET = Way("memmove"), Way("socket")
-NIXL, NIXL_THREAD = Way("transport", "nixl"), Way("thread", "nixl")
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known at the end."""
+
+    command: str
+    hardware: Hardware
+    pool_bytes: int
+    host: Place
+    network: Place
+    goals: list[Goal]
+
+
+def gb_per_s(sample: Sample) -> float:
+    return sample.gb_per_s
+
+
+def median_us(sample: Sample) -> float:
+    return sample.median_s * 1e6
+
+
+def p99_us(sample: Sample) -> float:
+    return sample.p99_s * 1e6
+
+
+def cpu_s_per_gb(sample: Sample) -> float:
+    return sample.cpu_s_per_gb
 
 
 def judge(host: Place, network: Place) -> list[Goal]:
     """The goals of NIXL, through the port alone and through a transfer thread, as an instance uses it."""
-    goals = []
-    for way in (NIXL, NIXL_THREAD):
-        large = [row for row in _fullest(host, way) if row.point.page_bytes >= LARGE_PAGE_BYTES]
-        shares = {row.point: _ratio(row, host.row(MEMMOVE, row.point)) for row in large}
-        one_page = [row for row in host.rows if row.way == way and row.point.pages == 1]
-        small = [row for row in one_page if row.point.page_bytes <= LARGE_PAGE_BYTES]
-        ahead = {
-            row.point: _ratio(row, network.row(SOCKET, row.point))
-            for row in _fullest(network, way)
-            if row.point.page_bytes == NETWORK_PAGE_BYTES
-        }
-        goals += [
-            _goal(f"{way.label}: at least {GOAL_OF_MEMMOVE:.0%} of a scattered memmove, pages of 64 KiB and more",
-                  _least(shares), lambda share: share >= GOAL_OF_MEMMOVE, lambda share: f"{share:.0%}"),
-            _goal(f"{way.label}: one page of up to 64 KiB in less than {GOAL_PUSH_S * 1e6:.0f} us",
-                  _most({row.point: row.figure(lambda sample: sample.median_s).median for row in small}),
-                  lambda push_s: push_s < GOAL_PUSH_S, lambda push_s: f"{push_s * 1e6:.0f} us"),
-            _goal(f"{way.label}: at most {GOAL_CPU_S_PER_GB} CPU-s/GB, scattered pages of 64 KiB and more",
-                  _most({row.point: row.figure(lambda sample: sample.cpu_s_per_gb).median for row in large}),
-                  lambda cost: cost <= GOAL_CPU_S_PER_GB, lambda cost: f"{cost:.2f} CPU-s/GB"),
-            _idle_goal(way, host),
-            _goal(f"{way.label}: ahead of the TCP socket between network namespaces, pages of 256 KiB",
-                  _least(ahead), lambda ratio: ratio > 1.0, lambda ratio: f"{ratio:.2f} times its speed"),
-        ]
-    return goals
+    return [goal for way in (NIXL, NIXL_THREAD) for goal in _goals_of(way, host, network)]
+
+
+def _goals_of(way: Way, host: Place, network: Place) -> Iterator[Goal]:
+    large = [row for row in fullest(host) if row.way == way and row.point.page_bytes >= LARGE_PAGE_BYTES]
+    one_page = [row for row in host.rows if row.way == way and row.point.pages == 1 and row.point.page_bytes <= LARGE_PAGE_BYTES]
+    far = [row for row in fullest(network) if row.way == way and row.point.page_bytes == NETWORK_PAGE_BYTES]
+    shares = [100 * share for row in large for share in _ratio(row, host.row(MEMMOVE, row.point))]
+    leads = [lead for row in far for lead in _ratio(row, network.row(SOCKET, row.point))]
+    idle = [100 * host.idle_cores[way.label]] if way.label in host.idle_cores else []
+    for rule, at_least, limit, unit, values in (
+        ("of a scattered memmove, pages of 64 KiB and more", True, 75, " %", shares),
+        ("for one page of up to 64 KiB", False, 50, " us", [row.figure(median_us).median for row in one_page]),
+        ("for scattered pages of 64 KiB and more", False, 0.4, " CPU-s/GB", [row.figure(cpu_s_per_gb).median for row in large]),
+        ("of a core for a pair that is idle", False, 0.5, " %", idle),
+        ("the speed of a TCP socket between network namespaces, pages of 256 KiB", True, 1, " times", leads),
+    ):
+        worst = min(values, default=None) if at_least else max(values, default=None)
+        yield Goal(
+            rule=f"{way.label}: at {'least' if at_least else 'most'} {limit:g}{unit} {rule}",
+            met=None if worst is None else (worst >= limit if at_least else worst <= limit),
+            figure="not measured" if worst is None else f"{worst:.3g}{unit}",
+        )
+
+
+def fullest(place: Place) -> list[Row]:
+    """The rows with the most scattered pages, for each way and page size."""
+    most: dict[tuple[Way, int], Row] = {}
+    for row in place.rows:
+        key = row.way, row.point.page_bytes
+        if row.point.arrangement == "scattered" and (key not in most or row.point.pages > most[key].point.pages):
+            most[key] = row
+    return list(most.values())
+
+
+def _ratio(row: Row, other: Row | None) -> list[float]:
+    """The speed of one row in that of another, round by round, so that both have seen the same noise. Their median, if any."""
+    if other is None:
+        return []
+    pairs = zip(row.samples, other.samples, strict=True)
+    return [statistics.median(ours.gb_per_s / theirs.gb_per_s for ours, theirs in pairs)]

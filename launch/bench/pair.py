@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeAlias
 
 import msgspec
 
@@ -21,6 +22,8 @@ from launch.bench.lines import Address, AgentPlan, Answer, Command, Connect, Dig
 from launch.bench.plan import Point, Way
 from launch.processes import KILL_S
 
+Places: TypeAlias = tuple[tuple[Sequence[str], str], tuple[Sequence[str], str]]
+"""For source and target: what its process is run by, such as `ip netns exec NAME`, and the address that it may listen on."""
 _ROOT = Path(__file__).resolve().parents[2]
 ANSWER_S = 120.0
 LEAST_PUSHES = 3
@@ -29,7 +32,7 @@ LEAST_PUSHES_OF_ONE_PAGE = 200
 
 
 class Agent:
-    """One process. prefix: what its command is run by, such as `ip netns exec NAME`."""
+    """One process. prefix: what its command is run by."""
 
     def __init__(self, plan: AgentPlan, prefix: Sequence[str], environment: Mapping[str, str]) -> None:
         self._decoder = msgspec.json.Decoder[Report](Report)
@@ -98,7 +101,7 @@ class Agent:
                 raise TransferError(f"an agent ended with {self._process.wait()}; {self._last_words()}")
             self._unread += data
         line, self._unread = self._unread.split(b"\n", 1)
-        report = self._decoder.decode(line)
+        report: Report = self._decoder.decode(line)
         if isinstance(report, Refused):
             raise TransferError(report.reason)
         return report
@@ -109,24 +112,23 @@ class Agent:
 
 
 class Pair:
-    """The processes of one way: the source pushes, the target is written to. With memmove one process is both.
-
-    places: for source and target, what the process is run by and the address that it may listen on.
-    """
+    """The processes of one way: the source pushes, the target is written to. With memmove one process is both."""
 
     def __init__(
         self,
         way: Way,
         unit_bytes: int,
         pool_bytes: int,
-        places: tuple[tuple[Sequence[str], str], tuple[Sequence[str], str]],
+        places: Places,
         environment: Mapping[str, str],
     ) -> None:
         self.way = way
         self._pool_bytes = pool_bytes
         made = places[:1] if way.kind == "memmove" else places
-        self._agents = [Agent(AgentPlan(way=way, host=host, unit_bytes=unit_bytes, pool_bytes=pool_bytes), prefix, environment)
-                        for prefix, host in made]
+        self._agents = [
+            Agent(AgentPlan(way=way, host=host, unit_bytes=unit_bytes, pool_bytes=pool_bytes), prefix, environment)
+            for prefix, host in made
+        ]
         self._source, self._target = self._agents[0], self._agents[-1]
 
     def __enter__(self) -> "Pair":

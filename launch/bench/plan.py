@@ -84,7 +84,9 @@ class TransferBench:
             if page_bytes % self.unit_bytes or page_bytes > self.pool_bytes:
                 raise ConfigError(f"--page-bytes {page_bytes} must be a multiple of the smallest and no more than --memory")
         if self.unit_bytes < SMALLEST_PAGE_BYTES or self.unit_bytes % 8:
-            raise ConfigError(f"--page-bytes must be multiples of 8 from {SMALLEST_PAGE_BYTES}, the smallest is {self.unit_bytes}")
+            raise ConfigError(
+                f"--page-bytes must be multiples of 8 from {SMALLEST_PAGE_BYTES}, the smallest is {self.unit_bytes}"
+            )
         if min(self.page_counts) < 1:
             raise ConfigError(f"--pages must be at least 1, is {self.pages}")
 

@@ -4,6 +4,7 @@ Owns the reading of server-sent events. Knows the public API only.
 """
 
 import asyncio
+import itertools
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,9 @@ class Gap:
     def spans(self, at_s: float) -> bool:
         return self.start_s <= at_s < self.end_s
 
+    def overlaps(self, start_s: float, end_s: float) -> bool:
+        return self.start_s < end_s and start_s < self.end_s
+
 
 @dataclass(slots=True)
 class Choice:
@@ -59,12 +63,11 @@ class Answer:
     def tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
-    def gaps(self) -> list[Gap]:
-        """Every time between two token events of a choice, and before its first."""
+    def gaps(self) -> list[list[Gap]]:
+        """For each choice: the time before its first tokens came, and every time between two arrivals."""
+        starts = ([self.sent_s, *choice.arrivals] for choice in self.choices)
         return [
-            Gap(start, end, number == 0)
-            for choice in self.choices
-            for number, (start, end) in enumerate(zip([self.sent_s, *choice.arrivals], choice.arrivals, strict=False))
+            [Gap(start, end, number == 0) for number, (start, end) in enumerate(itertools.pairwise(times))] for times in starts
         ]
 
 

@@ -20,6 +20,8 @@ from tests.chaos.fleet import Fleet
 
 Kind = Literal["kill", "stop", "term"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+DELAY_S = 2.0
+"""A strike comes up to so much later than it could, so that it hits the others' recoveries at any moment."""
 PAUSE_S = (4.0, 8.0)
 """How long a stopped instance is left stopped."""
 END_S = 60.0
@@ -78,6 +80,7 @@ class Faults:
         try:
             for number, role in zip(range(count), itertools.cycle(self._roles), strict=False):
                 await self._until_whole(role)
+                await asyncio.sleep(self._random.uniform(0, DELAY_S))
                 await self._strike(number, role)
             for role in self._roles:
                 await self._until_whole(role)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from tests.chaos.workload import Request
 
@@ -27,6 +28,7 @@ Words = npt.NDArray[np.uint64]
 
 class Oracle:
     def __init__(self, model: Path) -> None:
+        logging.disable_progress_bar()
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     def losses(self, request: Request, choice: int, token_ids: Sequence[int]) -> Scores:
@@ -46,7 +48,7 @@ def gumbel(seed: int, positions: npt.NDArray[np.int64], vocab: int) -> Scores:
     """[positions, vocab]"""
     low, high = np.array([seed % 2**32], np.uint64), np.array([(seed >> 32) % 2**32], np.uint64)
     of_seed = _lowbias32((_lowbias32(low) ^ (_lowbias32(high) * np.uint64(3))) & np.uint64(0xFFFFFFFF))
-    of_position = _lowbias32(of_seed ^ positions.astype(np.uint64))
+    of_position = _lowbias32(of_seed ^ _lowbias32(positions.astype(np.uint64)))
     bits = _lowbias32(_lowbias32(np.arange(vocab, dtype=np.uint64))[None, :] ^ of_position[:, None])
     noise: Scores = -np.log(-np.log((bits + 0.5) / 2.0**32))
     return noise

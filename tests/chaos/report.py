@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from tests.chaos.checks import Difference
 from tests.chaos.client import Answer, Gap
-from tests.chaos.faults import KINDS, Fault, Kind
+from tests.chaos.faults import KINDS, Fault
 from tests.chaos.fleet import Shape
 
-AFTER_DRAIN_S = 1.0
-"""What a drained instance handed off goes on within this of its end."""
+AFTER_S = 1.0
+"""What waited for an instance goes on within this of when its loss is known."""
 HEADER = f"{'gaps between tokens, s':<44} {'streams':>8} {'median':>8} {'p90':>8} {'worst':>8}"
 LATENCY_HEADER = f"{'heartbeat-s':>11} {'dead-after-s':>12} {'kills':>6} " + " ".join(
     f"{name:>16}" for name in ("resumed streams", "median", "p90", "worst", "others: p90", "others: worst")
@@ -99,9 +99,8 @@ def disturbed(outcome: Outcome, faults: Sequence[Fault]) -> list[Gap]:
 
 
 def undisturbed(outcome: Outcome) -> list[float]:
-    """The longest gap of each choice in the answers that no fault touched."""
-    sudden = [fault for fault in outcome.faults if fault.kind != "term"]
-    return _longest([answer for answer in outcome.answers if not any(_gaps_of(answer, fault, outcome.shape) for fault in sudden)])
+    """The longest gap of each choice at times when the router knew of everyone who was away."""
+    return _longest(outcome.answers, [_unknown(fault, outcome.shape) for fault in outcome.faults])
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -111,22 +110,29 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def _gaps_of(answer: Answer, fault: Fault, shape: Shape) -> list[Gap]:
     """Those of an answer that this fault made. Before a first token only a prefill instance is waited for."""
-    gaps = [gap for gap in answer.gaps() if fault.role == "prefill" or not gap.is_first]
-    if fault.kind == "term":
-        meanwhile = [gap for gap in gaps if gap.start_s < fault.over_s + AFTER_DRAIN_S and gap.end_s > fault.at_s]
-        return [max(meanwhile, key=lambda gap: gap.seconds)] if meanwhile else []
-    return [gap for gap in gaps if gap.spans(fault.at_s) and gap.seconds >= shape.dead_after_s - shape.heartbeat_s]
+    made = []
+    for gaps in answer.gaps():
+        counted = [gap for gap in gaps if fault.role == "prefill" or not gap.is_first]
+        if fault.kind == "term":
+            meanwhile = (gap for gap in counted if gap.overlaps(*_unknown(fault, shape)))
+            made += sorted(meanwhile, key=lambda gap: gap.seconds)[-1:]
+        else:
+            made += [gap for gap in counted if gap.spans(fault.at_s) and gap.seconds >= shape.dead_after_s - shape.heartbeat_s]
+    return made
 
 
-def _longest(answers: Sequence[Answer]) -> list[float]:
-    """The longest gap after its first token of each choice."""
-    of_choices = ([gap.seconds for gap in answer.gaps() if not gap.is_first] for answer in answers)
-    return [max(gaps) for gaps in of_choices if gaps]
+def _unknown(fault: Fault, shape: Shape) -> tuple[float, float]:
+    """From when to when something may wait for the victim."""
+    return fault.at_s, (fault.over_s if fault.kind == "term" else fault.at_s + shape.dead_after_s) + AFTER_S
+
+
+def _longest(answers: Sequence[Answer], without: Sequence[tuple[float, float]] = ()) -> list[float]:
+    """The longest gap of each choice after its first token, of those that overlap none of these times."""
+    of_choices = ([gap for gap in choice if not gap.is_first] for answer in answers for choice in answer.gaps())
+    quiet = ([gap.seconds for gap in gaps if not any(gap.overlaps(*time) for time in without)] for gaps in of_choices)
+    return [max(gaps) for gaps in quiet if gaps]
 
 
 def _row(name: str, seconds: Sequence[float]) -> str:
     numbers = " ".join(f"{percentile(seconds, share):>8.2f}" for share in (0.5, 0.9, 1.0))
     return f"{name:<44} {len(seconds):>8} {numbers}"
-
-
-__all__ = ["HEADER", "LATENCY_HEADER", "Kind", "Outcome", "disturbed", "latencies", "latency_line", "percentile", "summary"]

@@ -1,82 +1,36 @@
-"""The decode scheduler, as messages and step results in, plans and actions out."""
+"""The decode scheduler, as messages and step results in, plans and actions out: the ways of a request, and its ends."""
+
+from typing import Any
 
 import msgspec
 import pytest
 
-from common.engine.plan import Plan
-from common.ids import Generation, InstanceId, pack_ids, unpack_ids
-from common.instance.ports import Action, Decision, Send
-from common.messages import (
-    Cancel,
-    Decline,
-    Failed,
-    Finished,
-    Generate,
-    Grant,
-    Handoff,
-    Peers,
-    Reserve,
-    TokenBatch,
-    TokenDelta,
-    Withdraw,
+from common.ids import Generation, Incarnation, InstanceId, unpack_ids
+from common.instance.ports import Send
+from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, Terms, TokenDelta, Withdraw
+from tests.builders import EOS, key, result, sampling
+from tests.decode.rig import (
+    ROUTER,
+    WRITER,
+    WRITERS_LIFE,
+    declined,
+    deltas,
+    failures,
+    generate,
+    granted,
+    grants,
+    handoff,
+    is_home,
+    kinds,
+    planned,
+    prompt_of,
+    renew,
+    renewed,
+    reserve,
+    reserved,
+    scheduler,
+    settle,
 )
-from decode.scheduler import FENCE_S, DecodeScheduler
-from tests.builders import EOS, LAYOUT, engine, instance, key, result, sampling
-
-ME, ROUTER, WRITER = InstanceId("d"), InstanceId("router"), InstanceId("p")
-
-
-def scheduler(total_pages: int = 64, max_rows: int = 4, chunk_tokens: int = 8, max_waiting: int = 16) -> DecodeScheduler:
-    made = DecodeScheduler(ME, engine(total_pages, max_rows), chunk_tokens, max_waiting, request_timeout_s=60.0)
-    made.receive(ROUTER, Peers(instances=(instance("p", "prefill"),)), 0.0)
-    return made
-
-
-def reserve(name: str, tokens: int, max_new_tokens: int = 4) -> Reserve:
-    prompt = pack_ids([100 + i for i in range(tokens)])
-    return Reserve(key=key(name), source=WRITER, prompt=prompt, sampling=sampling(max_new_tokens))
-
-
-def generate(name: str, tokens: int, max_new_tokens: int = 4, stop_token_ids: tuple[int, ...] = ()) -> Generate:
-    prompt = pack_ids([100 + i for i in range(tokens)])
-    return Generate(key=key(name), prompt=prompt, sampling=sampling(max_new_tokens, stop_token_ids=stop_token_ids))
-
-
-def grants(actions: list[Action]) -> list[Grant]:
-    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Grant)]
-
-
-def deltas(actions: list[Action]) -> list[TokenDelta]:
-    batches = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, TokenBatch)]
-    return [delta for batch in batches for delta in batch.deltas]
-
-
-def handoff(grant: Grant, first_token: int = 50) -> Handoff:
-    pages = len(unpack_ids(grant.pages))
-    return Handoff(
-        key=grant.key,
-        generation=grant.generation,
-        first_token=first_token,
-        pushed_pages=pages,
-        pushed_bytes=pages * LAYOUT.page_bytes,
-    )
-
-
-def reserved(made: DecodeScheduler, name: str = "a", tokens: int = 6, max_new_tokens: int = 4) -> Grant:
-    assert made.receive(WRITER, reserve(name, tokens, max_new_tokens), 0.0) == []
-    (grant,) = grants(made.decide(0.0).actions)
-    return grant
-
-
-def planned(decision: Decision) -> Plan:
-    assert decision.plan is not None
-    return decision.plan
-
-
-def assert_all_home(made: DecodeScheduler) -> None:
-    load = made.load()
-    assert (load.pages_free, load.waiting_requests, load.running_requests) == (load.pages_total, 0, 0)
-    assert load.reservations == 0
 
 
 def test_a_handed_off_request_decodes_to_its_limit() -> None:
@@ -95,7 +49,7 @@ def test_a_handed_off_request_decodes_to_its_limit() -> None:
     made.step_done(result(second, [52]), 0.3)
     assert made.decide(0.3).plan is None, "no step is planned beyond the limit"
     assert deltas(made.step_done(result(third, [53]), 0.4)) == [TokenDelta(key("a"), 3, (53,), Finished(reason="length"))]
-    assert_all_home(made)
+    assert is_home(made)
     counters = made.counters()
     assert (counters.prompt_tokens_computed, counters.tokens_generated, counters.pages_received) == (0, 3, 2)
 
@@ -108,7 +62,7 @@ def test_an_end_of_sequence_ends_the_row_and_the_wasted_step_is_dropped() -> Non
     assert delta.ending == Finished(reason="stop", matched=EOS)
     assert made.load().pages_free < made.load().pages_total, "a step in flight still writes the pages"
     assert made.step_done(result(wasted, [60]), 0.2) == []
-    assert_all_home(made)
+    assert is_home(made)
     assert made.counters().tokens_generated == 1
 
 
@@ -135,12 +89,15 @@ def test_a_direct_request_is_prefilled_in_chunks_between_decode_steps() -> None:
     assert made.counters().prompt_tokens_computed == 10
 
 
-def test_pages_for_prompt_and_answer_are_leased_together() -> None:
-    made = scheduler(total_pages=4)
-    reserved(made, "a", tokens=8, max_new_tokens=5)  # 12 tokens of KV: 3 pages
-    assert made.load().pages_free == 1
-    made.receive(WRITER, reserve("b", 6), 0.0)
-    assert grants(made.decide(0.0).actions) == []
+@pytest.mark.parametrize(
+    ("tokens", "max_new_tokens", "pages"), [(8, 2, 3), (8, 60, 3), (6, 60, 3), (6, 3, 2), (6, 4, 3), (3, 2, 1), (4, 2, 2)]
+)
+def test_pages_are_leased_for_the_prompt_and_one_more_if_the_answer_can_need_it(
+    tokens: int, max_new_tokens: int, pages: int
+) -> None:
+    made = scheduler()
+    reserved(made, "a", tokens, max_new_tokens)
+    assert made.load().pages_total - made.load().pages_free == pages
 
 
 def test_a_request_that_fits_may_pass_one_that_does_not_for_a_bounded_time() -> None:
@@ -148,7 +105,7 @@ def test_a_request_that_fits_may_pass_one_that_does_not_for_a_bounded_time() -> 
     reserved(made, "holder", tokens=9, max_new_tokens=4)  # 3 of 6 pages
     made.receive(WRITER, reserve("large", 17), 0.0)
     made.receive(WRITER, reserve("small", 3, max_new_tokens=2), 0.0)
-    assert [g.key.request_id for g in grants(made.decide(1.0).actions)] == ["small"]
+    assert granted(made.decide(1.0).actions) == ["small"]
     made.receive(WRITER, reserve("late", 3, max_new_tokens=2), 1.0)
     assert grants(made.decide(5.0).actions) == []
 
@@ -160,7 +117,7 @@ def test_a_reservation_waits_for_a_row_as_well_as_for_pages() -> None:
     assert grants(made.decide(0.0).actions) == []
     made.receive(WRITER, handoff(first), 0.0)
     made.step_done(result(planned(made.decide(0.0)), [51]), 0.1)
-    assert [g.key.request_id for g in grants(made.decide(0.2).actions)] == ["b"]
+    assert granted(made.decide(0.2).actions) == ["b"]
 
 
 def test_a_cancelled_reservation_keeps_its_pages_until_the_writer_withdraws() -> None:
@@ -168,8 +125,10 @@ def test_a_cancelled_reservation_keeps_its_pages_until_the_writer_withdraws() ->
     reserved(made)
     assert made.receive(ROUTER, Cancel(key=key("a")), 0.1) == []
     assert made.load().pages_free < made.load().pages_total
-    made.receive(WRITER, Withdraw(key=key("a")), 0.2)
-    assert_all_home(made)
+    actions = made.receive(WRITER, Withdraw(key=key("a")), 0.2)
+    assert kinds(actions) == ["Settle"] and made.load().pages_free < made.load().pages_total
+    settle(made, actions)
+    assert is_home(made)
 
 
 def test_a_cancelled_reservation_that_is_handed_off_all_the_same_is_dropped() -> None:
@@ -178,25 +137,25 @@ def test_a_cancelled_reservation_that_is_handed_off_all_the_same_is_dropped() ->
     made.receive(ROUTER, Cancel(key=key("a")), 0.1)
     made.receive(WRITER, handoff(grant), 0.2)
     assert made.decide(0.2).plan is None
-    assert_all_home(made)
+    assert is_home(made)
 
 
-def test_a_cancel_in_the_line_declines() -> None:
+def test_a_cancel_in_the_line_is_told_to_the_writer_when_it_asks() -> None:
     made = scheduler(max_rows=1)
     reserved(made, "a")
     made.receive(WRITER, reserve("b", 6), 0.0)
-    (send,) = made.receive(ROUTER, Cancel(key=key("b")), 0.1)
-    assert isinstance(send, Send) and send.to == WRITER and isinstance(send.message, Decline)
-    made.receive(WRITER, Withdraw(key=key("b")), 0.2)
+    assert made.receive(ROUTER, Cancel(key=key("b")), 0.1) == []
     assert made.load().waiting_requests == 0
+    assert renewed(made.receive(WRITER, renew(1.0, ("a", 1), ("b", 0)), 1.0)).over == (key("b"),)
+    assert made.receive(WRITER, Withdraw(key=key("b")), 1.1) == []
 
 
 def test_a_cancel_that_overtakes_its_reserve_is_remembered() -> None:
     made = scheduler()
     made.receive(ROUTER, Cancel(key=key("a")), 0.0)
-    (send,) = made.receive(WRITER, reserve("a", 6), 0.1)
-    assert isinstance(send, Send) and isinstance(send.message, Decline)
-    assert_all_home(made)
+    assert made.receive(WRITER, reserve("a", 6), 0.1) == [] and made.decide(0.1).actions == []
+    assert renewed(made.receive(WRITER, renew(1.0, ("a", 0)), 1.0)).over == (key("a"),)
+    assert is_home(made)
 
 
 def test_a_cancel_while_decoding_brings_the_pages_home_after_the_step() -> None:
@@ -206,14 +165,14 @@ def test_a_cancel_while_decoding_brings_the_pages_home_after_the_step() -> None:
     made.receive(ROUTER, Cancel(key=key("a")), 0.1)
     assert made.decide(0.1).plan is None
     assert made.step_done(result(plan, [51]), 0.2) == []
-    assert_all_home(made)
+    assert is_home(made)
 
 
 def test_a_cancel_between_handoff_and_the_next_step_leaves_no_start_behind() -> None:
     made = scheduler(max_rows=1)
     made.receive(WRITER, handoff(reserved(made)), 0.0)
     made.receive(ROUTER, Cancel(key=key("a")), 0.0)
-    assert_all_home(made)
+    assert is_home(made)
     made.receive(ROUTER, generate("b", 4), 0.1)
     assert len(planned(made.decide(0.1)).starts) == 1
 
@@ -226,7 +185,7 @@ def test_a_cancel_during_local_prefill_brings_the_pages_home_after_the_step() ->
     assert made.decide(0.1).plan is None
     made.step_done(result(first), 0.2)
     made.step_done(result(second), 0.3)
-    assert_all_home(made)
+    assert is_home(made)
 
 
 def test_a_stale_handoff_is_counted_and_changes_nothing() -> None:
@@ -237,17 +196,6 @@ def test_a_stale_handoff_is_counted_and_changes_nothing() -> None:
     assert made.decide(0.1).plan is None and made.counters().messages_stale == 1
 
 
-def test_the_reservations_of_a_writer_that_died_come_home_after_the_margin() -> None:
-    made = scheduler()
-    reserved(made)
-    made.receive(ROUTER, Peers(instances=()), 1.0)
-    made.tick(1.0 + FENCE_S - 0.1)
-    assert made.load().reservations == 1
-    (delta,) = deltas(made.tick(1.0 + FENCE_S))
-    assert isinstance(delta.ending, Failed)
-    assert_all_home(made)
-
-
 def test_a_request_ends_when_its_deadline_passes() -> None:
     made = scheduler()
     made.receive(WRITER, handoff(reserved(made)), 0.0)
@@ -255,31 +203,77 @@ def test_a_request_ends_when_its_deadline_passes() -> None:
     (delta,) = deltas(made.tick(60.0))
     assert delta.first == 1 and isinstance(delta.ending, Failed) and delta.ending.status == 504
     made.step_done(result(plan, [51]), 60.1)
-    assert_all_home(made)
+    assert is_home(made)
 
 
-def test_what_cannot_be_served_is_refused_to_whoever_asked() -> None:
-    made = scheduler(max_waiting=1)
-    (send,) = made.receive(WRITER, reserve("long", 126), 0.0)
-    assert isinstance(send, Send) and isinstance(send.message, Decline) and "too long" in send.message.failed.message
-    (delta,) = deltas(made.receive(ROUTER, generate("long", 126), 0.0))
-    assert isinstance(delta.ending, Failed) and delta.ending.status == 400
-    (send,) = made.receive(InstanceId("stranger"), reserve("s", 4), 0.0)
-    assert isinstance(send, Send) and isinstance(send.message, Decline) and "stranger" in send.message.failed.message
-    made.receive(ROUTER, generate("a", 5), 0.0)
-    (delta,) = deltas(made.receive(ROUTER, generate("b", 5), 0.0))
-    assert isinstance(delta.ending, Failed) and delta.ending.status == 429
-    (send,) = made.receive(WRITER, reserve("c", 4), 0.0)
-    assert isinstance(send, Send) and isinstance(send.message, Decline) and send.message.failed.status == 429
-
-
-@pytest.mark.parametrize("change", [{"max_new_tokens": 0}, {"max_new_tokens": -100}, {"max_new_tokens": 1}, {"seed": 2**63}])
-def test_a_reservation_with_absurd_limits_is_declined(change: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"prompt": b"abc"}, 400, "prompt"),
+        ({"prompt": b""}, 400, "prompt"),
+        ({"prompt": prompt_of(126)}, 400, "too long"),
+        ({"sampling": sampling(max_new_tokens=0)}, 400, "max_tokens"),
+        ({"sampling": sampling(max_new_tokens=-100)}, 400, "max_tokens"),
+        ({"sampling": sampling(max_new_tokens=2**40)}, 400, "too long"),
+        ({"sampling": msgspec.structs.replace(sampling(), seed=2**63)}, 400, "seed"),
+        ({"first": -1}, 400, "cannot be the answer's"),
+        ({"first": 6}, 400, "cannot be the answer's"),
+        ({"terms": Terms(age_s=float("nan"))}, 400, "must be numbers"),
+        ({"terms": Terms(timeout_s=float("nan"))}, 400, "must be numbers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_to_whoever_asked(change: dict[str, Any], status: int, reason: str) -> None:
     made = scheduler()
-    absurd = msgspec.structs.replace(sampling(), **change)
-    (send,) = made.receive(WRITER, msgspec.structs.replace(reserve("a", 5), sampling=absurd), 0.0)
-    assert isinstance(send, Send) and isinstance(send.message, Decline) and send.message.failed.status == 400
-    assert_all_home(made)
+    told_to_writer = declined(made.receive(WRITER, msgspec.structs.replace(reserve("a", 6), **change), 0.0))
+    told_to_client = failures(made.receive(ROUTER, msgspec.structs.replace(generate("b", 6), **change), 0.0))
+    for failed in (told_to_writer["a"], told_to_client["b"]):
+        assert failed.status == status and reason in failed.message
+    assert is_home(made) and made.counters().requests_accepted == 0
+
+
+def test_an_answer_of_one_token_needs_no_reservation() -> None:
+    assert declined(scheduler().receive(WRITER, reserve("a", 6, max_new_tokens=1), 0.0))["a"].status == 400
+
+
+@pytest.mark.parametrize(
+    ("sender", "incarnation"), [(InstanceId("stranger"), WRITERS_LIFE), (WRITER, Incarnation("another"))], ids=["name", "life"]
+)
+def test_a_writer_that_is_not_known_may_be_known_later(sender: InstanceId, incarnation: Incarnation) -> None:
+    (decline,) = scheduler().receive(sender, reserve("a", 4, incarnation=incarnation), 0.0)
+    assert isinstance(decline, Send) and decline.to == sender and isinstance(decline.message, Decline)
+    assert decline.message.failed.retryable and sender in decline.message.failed.message
+
+
+def test_who_comes_when_the_line_is_full_is_refused_and_may_try_again() -> None:
+    made = scheduler(max_waiting=1)
+    made.receive(ROUTER, generate("a", 5), 0.0)
+    for failed in (
+        failures(made.receive(ROUTER, generate("b", 5), 0.0))["b"],
+        declined(made.receive(WRITER, reserve("c", 4), 0.0))["c"],
+    ):
+        assert (failed.status, failed.retryable) == (429, True)
+
+
+def test_a_request_that_was_refused_is_not_begun_when_its_message_comes_again() -> None:
+    made = scheduler(max_waiting=1)
+    made.receive(ROUTER, generate("a", 5), 0.0)
+    made.receive(ROUTER, generate("b", 5), 0.0)
+    made.receive(WRITER, reserve("c", 5), 0.0)
+    made.receive(ROUTER, Cancel(key=key("a")), 0.0)
+    assert made.receive(ROUTER, generate("b", 5), 0.1) == [] and made.receive(WRITER, reserve("c", 5), 0.1) == []
+    decision = made.decide(0.1)
+    assert (decision.plan, decision.actions, made.counters().messages_stale) == (None, [], 2)
+
+
+@pytest.mark.parametrize("message", [generate("a", 5), reserve("a", 5)])
+def test_what_comes_again_is_dropped_while_it_is_served_and_after(message: Generate | Reserve) -> None:
+    made = scheduler()
+    made.receive(WRITER, message, 0.0)
+    assert made.receive(WRITER, message, 0.0) == []
+    made.receive(ROUTER, Cancel(key=key("a")), 0.1)
+    assert is_home(made)
+    assert made.receive(WRITER, message, 0.2) == [] and made.decide(0.2).actions == []
+    assert made.counters().messages_stale == 2
 
 
 @pytest.mark.parametrize(
@@ -288,18 +282,10 @@ def test_a_reservation_with_absurd_limits_is_declined(change: dict[str, int]) ->
 def test_a_handoff_that_does_not_fit_its_reservation_fails_its_request_only(change: dict[str, int]) -> None:
     made = scheduler()
     grant = reserved(made)
-    (delta,) = deltas(made.receive(WRITER, msgspec.structs.replace(handoff(grant), **change), 0.1))
-    assert isinstance(delta.ending, Failed) and delta.first == 1
-    assert_all_home(made)
+    actions = made.receive(WRITER, msgspec.structs.replace(handoff(grant), **change), 0.1)
+    (delta,) = deltas(actions)
+    assert isinstance(delta.ending, Failed) and delta.ending.retryable and delta.first == 1
+    settle(made, actions)
+    assert is_home(made) and made.counters().handoffs == 0
     made.receive(WRITER, handoff(reserved(made, "b")), 0.2)
     assert planned(made.decide(0.2)).decode_rows.tolist() == [0]
-
-
-def test_a_writer_that_was_only_silent_keeps_its_reservations() -> None:
-    made = scheduler()
-    grant = reserved(made)
-    made.receive(ROUTER, Peers(instances=()), 1.0)
-    made.receive(ROUTER, Peers(instances=(instance("p", "prefill"),)), 5.0)
-    assert made.tick(1.0 + 2 * FENCE_S) == []
-    made.receive(WRITER, handoff(grant), 40.0)
-    assert len(planned(made.decide(40.0)).decode_rows) == 1

@@ -19,7 +19,7 @@ import pytest
 from launch.fleet_page import FleetPage
 from tests.e2e.local_fleet import LocalFleet, local_fleet
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 ANSWER_TOKENS = 1_000
 PROMPTS = [f"Count from {number} to 90." for number in range(3, 7)]
 PREFILL, DECODE = ["prefill-0"], ["decode-0", "decode-1"]

@@ -75,10 +75,10 @@ class Loop:
 
     def wake(self, at_s: float) -> None:
         """Act at this time or before; as soon as it is free."""
-        at_s = max(at_s, self._free_s)
+        at_s = max(at_s, self._free_s, self._clock.now)
         if at_s < self._wakes_s and not self._ended:
             self._wakes_s = at_s
-            self._clock.at(at_s, lambda: self._ring(at_s))
+            self._clock.at(at_s, self._ring)
 
     def stop_until(self, until_s: float) -> None:
         """Do not act before then, as a process that a signal stopped."""
@@ -88,13 +88,14 @@ class Loop:
         """Never act again."""
         self._ended = True
 
-    def _ring(self, at_s: float) -> None:
-        if at_s != self._wakes_s or self._ended:
+    def _ring(self) -> None:
+        now = self._clock.now
+        if now != self._wakes_s or self._ended:
             return  # it was woken before, or is gone
         self._wakes_s = NEVER
-        if self._clock.now < self._free_s:
+        if now < self._free_s:
             self.wake(self._free_s)
             return
-        self._free_s = self._clock.now + TURN_S
+        self._free_s = now + TURN_S
         self._actor.act()
         self.wake(self._actor.next_at())

@@ -20,12 +20,12 @@ from decode.scheduler import DecodeScheduler
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.transfer_loop import TransferLoop
 from prefill.scheduler import PrefillScheduler
-from tests.life.clock import NEVER, Clock, LocalClock, Loop
+from tests.life.clock import Clock, LocalClock, Loop
 from tests.life.network import Network, Post
 
 ROUTER_ADDRESS = "tcp://127.0.0.1:1"
-LOOK_S = 0.025
-"""How often a transfer loop looks what has become of its pushes."""
+LOOK_S, IDLE_LOOK_S = 0.025, 1.0
+"""How often a transfer loop looks what has become of its pushes, and when it has none."""
 STARTUP_TIMEOUT_S = 60.0
 
 
@@ -106,6 +106,7 @@ class Instance:
             membership, self.scheduler, self.engine, self.transfers, self._mail, pushes=is_prefill
         )
         self._loop.wake(clock.now)
+        self._transfer_thread.wake(clock.now)
 
     @property
     def pool(self) -> PagePool:
@@ -123,7 +124,7 @@ class Instance:
             return
         if self.worker.drained:
             self.leave("drained")
-        else:
+        elif self.transfers.active:
             self._transfer_thread.wake(0.0)
 
     def next_at(self) -> float:
@@ -173,6 +174,6 @@ class _TransferThread:
 
     def next_at(self) -> float:
         transfers = self._instance.transfers
+        looks_s = self._clock() + (LOOK_S if transfers.active else IDLE_LOOK_S)
         deadline = transfers.next_at()
-        next_s = NEVER if deadline is None else deadline
-        return self._clock.simulated(min(next_s, self._clock() + LOOK_S) if transfers.active else next_s)
+        return self._clock.simulated(looks_s if deadline is None else min(looks_s, deadline))

@@ -38,7 +38,7 @@ class Ledger:
     def spoiled(self) -> list[int]:
         """Free pages that somebody has written to."""
         free = self._free()
-        clean = (self._memory[free].reshape(len(free), -1) == POISON).all(axis=1)
+        clean = (self._memory.reshape(self._pool.total_pages, -1)[free] == POISON).all(axis=1)
         return [int(page) for page in free[~clean]]
 
     def _free(self) -> Int32Array:

@@ -52,12 +52,13 @@ class Storm:
 
     def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
         chances, draw = self.chances, self.random.random
-        cut = self.cuts.get(frozenset((sender, to)))
         passes_s = now
-        if cut is not None and now < cut.until_s:
-            if not cut.queued:
-                return ()
-            passes_s = cut.until_s
+        if self.cuts:
+            cut = self.cuts.get(frozenset((sender, to)))
+            if cut is not None and now < cut.until_s:
+                if not cut.queued:
+                    return ()
+                passes_s = cut.until_s
         if now >= self.ends_s:
             return (self._ordered(sender, to, passes_s + DELAY_S) - now,)
         if draw() < chances.lost:

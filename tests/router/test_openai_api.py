@@ -40,6 +40,8 @@ def test_a_chat_request_of_every_field_is_read() -> None:
             n=2,
             stop="x",
             ignore_eos=True,
+            timeout=2,
+            priority=-1000,
             user="me",
             metadata={"a": "b"},
         )
@@ -59,6 +61,7 @@ def test_a_chat_request_of_every_field_is_read() -> None:
     )
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.seed) == (0.0, 0.5, 3, 0.1, -4)
     assert (asked.n, asked.stop, asked.ignore_eos) == (2, ("x",), True)
+    assert (asked.timeout_s, asked.priority) == (2.0, -1000)
 
 
 def test_null_is_as_good_as_absent() -> None:

@@ -83,6 +83,14 @@ def test_what_has_ended_is_not_asked_about_and_leaves_no_deadline() -> None:
     assert bench.tick(2.0) == {}
 
 
+def test_a_request_whose_time_is_over_is_not_asked_about_though_it_was_silent() -> None:
+    bench = Bench(D0, config=RouterConfig(request_timeout_s=2.5))
+    bench.submit(spec())
+    bench.report(D0, 2.0)
+    assert bench.core.tick(2.9) == [*cancels(D0), close()]
+    assert bench.core.requests.next_deadline() is None
+
+
 # --- verdicts ------------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +114,17 @@ def test_an_attempt_of_which_somebody_knows_goes_on() -> None:
         bench.tick(round_s)
         assert bench.probed(D0, None, round_s) == bench.probed(P0, 0, round_s) == []
     assert bench.observer.resumes == []
+
+
+def test_a_decode_instance_that_waits_for_a_handoff_of_which_its_writer_knows_nothing_is_not_enough() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "a", now=0.0)
+    for round_s in (2.0, 4.0):
+        bench.tick(round_s)
+        bench.probed(P0, None, round_s)
+        sent = bench.probed(D0, 0, round_s)
+    assert [message.first for _, message in generates(sent)] == [1]
 
 
 def test_that_one_member_does_not_answer_says_nothing() -> None:
@@ -153,6 +172,17 @@ def test_tokens_that_come_between_two_rounds_were_only_on_their_way() -> None:
     assert bench.probed(D0, 8, 4.3) == []
     bench.tick(6.2)
     assert generates(bench.probed(D0, 8, 6.3)) != []
+
+
+def test_a_token_between_a_question_and_its_answer_makes_the_answer_no_verdict() -> None:
+    bench = ProbeBench(P0, D0)
+    bench.submit(spec())
+    bench.text(0, "abc", now=0.0)
+    bench.tick(2.0)
+    bench.probed(D0, 5, 2.1)
+    bench.tick(4.0)
+    bench.text(3, "d", now=4.05)
+    assert bench.probed(D0, 8, 4.1) == []
 
 
 def test_an_attempt_that_has_sent_all_it_has_goes_on() -> None:
@@ -244,6 +274,15 @@ def test_a_detokenizer_that_was_never_heard_is_not_missed() -> None:
     bench = Bench(D0)
     bench.core.tick(100.0)
     assert bench.core.unhealthy() == []
+
+
+def test_it_beats_once_a_second_however_soon_instances_are_taken_for_dead() -> None:
+    bench = Bench(D0, config=RouterConfig(heartbeat_s=0.1, dead_after_s=0.5))
+    bench.core.receive(BEAT, 0.0)
+    bench.core.tick(2.9)
+    assert bench.core.unhealthy() == []
+    bench.core.tick(3.0)
+    assert bench.core.unhealthy() != []
 
 
 def test_another_detokenizer_is_awaited_as_the_first_was() -> None:

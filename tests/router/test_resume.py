@@ -313,8 +313,9 @@ def test_who_waits_too_long_ends_as_unavailable() -> None:
     bench.leave(D0, 2.0)
     bench.beat(2.0, D0)
     assert bench.core.tick(4.4) == []
+    bench.report(P0, 4.2, draining=True)
+    assert generates(bench.report(P0, 4.4)) == [], "more can serve, but it still cannot be served, and waits no longer for that"
     assert bench.core.requests.next_deadline() == 4.5
-    bench.report(P0, 4.4)
     assert bench.core.tick(4.5) == []
     (ending,) = bench.endings()
     assert isinstance(ending, Failed) and (ending.status, ending.message) == (503, "no decode instance is live")

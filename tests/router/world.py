@@ -1,8 +1,7 @@
-"""Everything around a router core, played by chance: instances, a detokenizer and clients, of which messages are lost, or come late
-or twice.
+"""Everything around a router core, played by chance: instances, a detokenizer, clients. Messages are lost, or come late or twice.
 
-Owns what is true: each request's answer, which is compared with what its client gets; and who was told of each attempt, so that it
-can be checked that none is left over.
+Owns what is true: each request's answer, which is compared with what its client gets, and who was told of each attempt, so that
+it can be checked that none is left over.
 """
 
 from collections import Counter, defaultdict

@@ -209,6 +209,13 @@ def test_progress_gives_the_rest_of_a_gap_its_full_time(detokenizer: Detokenizer
     assert detokenizer.next_deadline() == Open(key=key()).life_s, "nothing is missing: what is left is the end of its life"
 
 
+def test_a_later_gap_gets_its_time_as_the_first_did(detokenizer: Detokenizer) -> None:
+    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 1, (5,)))])
+    received(detokenizer, [tokens(TokenDelta(key(), 0, (5,)))], now=1.0)
+    received(detokenizer, [tokens(TokenDelta(key(), 3, (5,)))], now=2.0)
+    assert detokenizer.next_deadline() == 2.0 + DetokenizerLimits().patience_s
+
+
 def test_an_answer_whose_close_is_lost_fails_at_the_end_of_its_life(detokenizer: Detokenizer) -> None:
     received(detokenizer, [Open(key=key(), life_s=30.0)], now=5.0)
     received(detokenizer, [tokens(TokenDelta(key(), 0, ids_of("hello")))], now=20.0)

@@ -1,0 +1,158 @@
+"""The CMA transport: writes straight into the memory of another process of this host (Cross Memory Attach of Linux).
+
+Owns the kernel's calls and the beacon. Knows no pages. `process_vm_writev` copies inside the call, on any CPU memory, without a
+part for the receiver in it, so a slice has ended when it returns and every failure is quiescent. It is what UCX uses on one host
+under the same name, here without a library: the reference for the other backends.
+
+A process id may be used again. So each agent keeps a beacon in its memory, which is its name, and a writer reads it before and
+after each slice: it proves that the process lives, that it is the one that was meant, and that it still wants to be written to.
+An agent that is closed puts its beacon out.
+
+`man 2 process_vm_writev`; the rights that it takes: `man 2 ptrace`, "Ptrace access mode checking".
+"""
+
+import ctypes
+import errno
+import os
+import uuid
+from concurrent.futures import Future
+
+import msgspec
+import numpy as np
+
+from common.errors import TransferError
+from common.ids import Int64Array, Ticket
+from common.messages import PoolDescriptor
+from common.pages.layout import MemoryRegion
+from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.transport import TransportEvent
+
+SLICE_BYTES = 8 * 2**20
+"""What one poll may write on one link: a millisecond or two."""
+IOV_MAX = 1024
+"""Runs of one call, a limit of Linux."""
+_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    """The descriptor. beacon: the address of the agent's name in its memory."""
+
+    pid: int
+    beacon: int
+
+
+class _Kernel:
+    """Calls of libc. Raises TransferError where they are not to be had."""
+
+    def __init__(self) -> None:
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            self._calls = {"read": libc.process_vm_readv, "write": libc.process_vm_writev}
+            self._prctl = libc.prctl
+        except AttributeError as error:
+            raise TransferError(f"this system has no Cross Memory Attach, which Linux has: {error}") from error
+        for call in self._calls.values():
+            vector = (ctypes.c_void_p, ctypes.c_ulong)
+            call.argtypes, call.restype = (ctypes.c_int, *vector, *vector, ctypes.c_ulong), ctypes.c_ssize_t
+
+    def let_peers_in(self) -> None:
+        """With Yama (kernel.yama.ptrace_scope=1), only processes that are named may write here: name all of this user's. Without
+        Yama the call fails and nothing is needed."""
+        self._prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)
+
+    def copy(self, kind: str, pid: int, ours: Int64Array, theirs: Int64Array, lengths: Int64Array) -> None:
+        """Copy runs between addresses of this process and of another, in the order of "read" or "write". Raises SliceFailed."""
+        for at in range(0, len(lengths), IOV_MAX):
+            part = slice(at, at + IOV_MAX)
+            local = np.stack([ours[part], lengths[part]], axis=1)  # two words each: struct iovec
+            remote = np.stack([theirs[part], lengths[part]], axis=1)
+            copied = self._calls[kind](pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+            if copied != lengths[part].sum():
+                number = ctypes.get_errno() if copied < 0 else errno.EFAULT
+                raise SliceFailed(f"process {pid}: {_MEANING.get(number, os.strerror(number))}", quiescent=True)
+
+
+_MEANING = {
+    errno.ESRCH: "it is gone, or not of this host or container",
+    errno.EPERM: "the kernel does not let us write there (another user, or a container without ptrace rights)",
+    errno.EFAULT: "it has no such memory",
+}
+
+
+class _CmaLink:
+    """Implements `kv_transfer.pushes.Link`. Raises SliceFailed when the agent's process does not show its beacon."""
+
+    detail = "Linux CMA"
+
+    def __init__(self, kernel: _Kernel, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire) -> None:
+        self._kernel, self._source, self._pool, self._wire = kernel, source, pool, wire
+        self._check_beacon()
+
+    def write(self, runs: Int64Array) -> Future[None]:
+        ended: Future[None] = Future()
+        try:
+            self._check_beacon()
+            ours, theirs = runs[:, 0] + self._source.address, runs[:, 1] + self._pool.address
+            self._kernel.copy("write", self._wire.pid, ours, theirs, runs[:, 2])
+            self._check_beacon()
+        except SliceFailed as failed:
+            ended.set_exception(failed)
+        else:
+            ended.set_result(None)
+        return ended
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _check_beacon(self) -> None:
+        name = self._pool.agent.encode()
+        seen = ctypes.create_string_buffer(len(name))
+        ours, theirs, length = np.array([[ctypes.addressof(seen)], [self._wire.beacon], [len(name)]], dtype=np.int64)
+        self._kernel.copy("read", self._wire.pid, ours, theirs, length)
+        if seen.raw != name:
+            raise SliceFailed(f"process {self._wire.pid}: it is not {self._pool.agent}, or no more", quiescent=True)
+
+
+class CmaTransport:
+    """Implements `kv_transfer.transport.Transport`."""
+
+    def __init__(self) -> None:
+        self._kernel = _Kernel()
+        self._name = f"cma-{uuid.uuid4().hex}"
+        self._beacon = ctypes.create_string_buffer(self._name.encode())
+        self._region: MemoryRegion | None = None
+        self._pushes = Pushes(SLICE_BYTES, slice_runs=16 * IOV_MAX, window=1)
+
+    def register(self, region: MemoryRegion) -> tuple[str, bytes]:
+        _check_device(region.device)
+        self._region = region
+        self._pushes.register(region)
+        self._kernel.let_peers_in()
+        return self._name, msgspec.msgpack.encode(_Wire(os.getpid(), ctypes.addressof(self._beacon)))
+
+    def connect(self, pool: PoolDescriptor) -> str:
+        return self._pushes.connect(pool, lambda: self._link(pool))
+
+    def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
+        self._pushes.push(ticket, agent, runs)
+
+    def poll(self) -> list[TransportEvent]:
+        return self._pushes.poll()
+
+    def close(self, agent: str | None = None) -> None:
+        self._pushes.close(agent)
+        if agent is None:
+            ctypes.memset(self._beacon, 0, len(self._beacon))
+
+    def _link(self, pool: PoolDescriptor) -> _CmaLink:
+        assert self._region is not None, "register comes before connect"
+        try:
+            _check_device(pool.device)
+            return _CmaLink(self._kernel, self._region, pool, msgspec.msgpack.decode(pool.wire, type=_Wire))
+        except (msgspec.DecodeError, TransferError) as error:
+            raise TransferError(f"CMA could not connect to {pool.agent}: {error}") from error
+
+
+def _check_device(device: str) -> None:
+    if device != "cpu":
+        raise TransferError(f"it writes memory of the CPU, and the pool is on {device}: choose another --transport")

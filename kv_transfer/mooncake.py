@@ -1,0 +1,182 @@
+"""The Mooncake transport: one-sided writes through its transfer engine, over TCP or RDMA.
+
+Owns the engine, and threads for each link. Knows no pages. Measured behaviour that shapes this file:
+
+- There is no way to ask after a batch without waiting for it: each slice is a blocking call on a thread of its link.
+- Beyond 1024 ranges under way to one peer a batch fails when a part of it is written: slices times window stay below.
+- Every failure is the same -1. A timeout does not end a write: what was under way to a stopped receiver lands when it goes on.
+  What does prove an end is that the peer is gone: the port that it holds as long as it lives refuses a connection.
+- The engine chooses TCP or RDMA by the devices that it finds, whatever protocol it is told.
+- A process that exits while a call is under way is aborted, so its exit waits for the threads: for MC_TRANSFER_TIMEOUT seconds,
+  which is also how long a silent peer goes unnoticed.
+
+Mooncake: https://github.com/kvcache-ai/Mooncake, transfer engine of 0.3.13.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import socket
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from common.errors import TransferError
+from common.ids import Int64Array, Ticket
+from common.messages import PoolDescriptor
+from common.pages.layout import MemoryRegion
+from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.transport import TransportEvent
+
+SLICE_BYTES = 16 * 2**20
+SLICE_RUNS = 512
+WINDOW = 2
+"""Slices under way on a link, and so its threads."""
+CONNECT_S = 2.0
+DYING_S = 0.5
+NAME_BYTES = 64
+WHEELS = (
+    "Install mooncake-transfer-engine-cuda13, mooncake-transfer-engine (CUDA 12) or mooncake-transfer-engine-non-cuda, "
+    "and the system's libibverbs1, librdmacm1, libnuma1 and libcurl4"
+)
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    """The descriptor. session: host:port of the engine. beacon: the address of the agent's name, padded to NAME_BYTES."""
+
+    session: str
+    beacon: int
+
+
+class _MooncakeLink:
+    """Implements `kv_transfer.pushes.Link`."""
+
+    def __init__(self, engine: Any, detail: str, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire) -> None:
+        self.detail = detail
+        self._engine, self._source, self._pool, self._wire = engine, source, pool, wire
+        self._threads = ThreadPoolExecutor(WINDOW, thread_name_prefix="mooncake")
+
+    def greet(self, landing: int) -> None:
+        """Read the agent's name into `landing`, NAME_BYTES of memory that the engine knows: then the link is wired up, and leads
+        where it should. Raises TransferError, OSError, ValueError."""
+        _reach(self._wire.session)
+        reading = self._threads.submit(
+            self._engine.transfer_sync_read, self._wire.session, landing, self._wire.beacon, NAME_BYTES
+        )
+        if reading.result(CONNECT_S) != 0:
+            raise TransferError("its memory cannot be read")
+        if ctypes.string_at(landing, NAME_BYTES) != _padded(self._pool.agent):
+            raise TransferError("the descriptor belongs to another agent")
+
+    def write(self, runs: Int64Array) -> Future[None]:
+        return self._threads.submit(self._write, runs)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
+    def _write(self, runs: Int64Array) -> None:
+        """On a thread of the link."""
+        ours, theirs = runs[:, 0] + self._source.address, runs[:, 1] + self._pool.address
+        status = self._engine.batch_transfer_sync_write(self._wire.session, ours.tolist(), theirs.tolist(), runs[:, 2].tolist())
+        if status != 0:
+            gone = _is_gone(self._wire.session)
+            raise SliceFailed(
+                f"Mooncake failed to write ({status}) to a peer that {'is gone' if gone else 'may live'}", quiescent=gone
+            )
+
+
+class MooncakeTransport:
+    """Implements `kv_transfer.transport.Transport`. host: the address of this host that peers can reach."""
+
+    def __init__(self, host: str) -> None:
+        self._engine = _make_engine()
+        self._name = f"mooncake-{uuid.uuid4().hex}"
+        self._beacon = ctypes.create_string_buffer(_padded(self._name), 2 * NAME_BYTES)  # the second half: where others' land
+        self._region: MemoryRegion | None = None
+        self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
+        self._accepted("start", self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""))
+        self._session = f"{host}:{self._engine.get_rpc_port()}"
+        self._detail = f"Mooncake {_protocol(self._engine.get_local_topology())}"
+
+    def register(self, region: MemoryRegion) -> tuple[str, bytes]:
+        beacon = ctypes.addressof(self._beacon)
+        self._accepted("register the pool", self._engine.register_memory(region.address, region.region_bytes))
+        self._accepted("register its name", self._engine.register_memory(beacon, len(self._beacon)))
+        self._region = region
+        self._pushes.register(region)
+        return self._name, msgspec.msgpack.encode(_Wire(self._session, beacon))
+
+    def connect(self, pool: PoolDescriptor) -> str:
+        return self._pushes.connect(pool, lambda: self._link(pool))
+
+    def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
+        self._pushes.push(ticket, agent, runs)
+
+    def poll(self) -> list[TransportEvent]:
+        return self._pushes.poll()
+
+    def close(self, agent: str | None = None) -> None:
+        """With None, peers' writes are refused from then on, over TCP."""
+        self._pushes.close(agent)
+        if agent is None and self._region is not None:
+            self._engine.unregister_memory(self._region.address)
+            self._engine.unregister_memory(ctypes.addressof(self._beacon))
+            self._region = None
+
+    def _link(self, pool: PoolDescriptor) -> _MooncakeLink:
+        assert self._region is not None, "register comes before connect"
+        link: _MooncakeLink | None = None
+        try:
+            wire = msgspec.msgpack.decode(pool.wire, type=_Wire)
+            link = _MooncakeLink(self._engine, self._detail, self._region, pool, wire)
+            link.greet(ctypes.addressof(self._beacon) + NAME_BYTES)
+        except (msgspec.DecodeError, ValueError, OSError, TransferError) as error:
+            if link is not None:
+                link.close()
+            raise TransferError(f"Mooncake could not connect to {pool.agent}: {error or type(error).__name__}") from error
+        return link
+
+    def _accepted(self, what: str, status: int) -> None:
+        if status != 0:
+            raise TransferError(f"Mooncake could not {what}: it says {status}")
+
+
+def _make_engine() -> Any:
+    try:
+        return importlib.import_module("mooncake.engine").TransferEngine()
+    except ImportError as error:
+        raise TransferError(f"Mooncake cannot be loaded: {error}. {WHEELS}") from error
+
+
+def _protocol(topology: str) -> str:
+    """What the engine has chosen. topology: JSON, for each place in memory the preferred and the other network devices."""
+    devices = sorted({device for places in json.loads(topology).values() for place in places for device in place})
+    return f"RDMA on {', '.join(devices)}" if devices and "MC_FORCE_TCP" not in os.environ else "TCP"
+
+
+def _padded(name: str) -> bytes:
+    return name.encode().ljust(NAME_BYTES, b"\0")
+
+
+def _reach(session: str) -> None:
+    """Raises OSError or ValueError unless something answers at host:port."""
+    host, _, port = session.rpartition(":")
+    socket.create_connection((host, int(port)), CONNECT_S).close()
+
+
+def _is_gone(session: str) -> bool:
+    """Nobody holds the port. A peer that is stopped or cut off is not gone; one that is dying takes a moment."""
+    until = time.monotonic() + DYING_S
+    while time.monotonic() < until:
+        try:
+            _reach(session)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        time.sleep(DYING_S / 10)
+    return False

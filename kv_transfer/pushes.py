@@ -1,0 +1,167 @@
+"""Pushes in slices: the books of a backend whose links write one slice of runs at a time.
+
+Owns tickets, the slices that are still to write, and which link they go over. Knows no library: a `Link` writes a slice and says
+through a future how that ended. Slices of one link are begun in order, a few at a time, so a push is never begun far ahead of
+its turn, and closing a link leaves little under way.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.errors import TransferError
+from common.ids import Int64Array, Ticket
+from common.messages import PoolDescriptor
+from common.pages.layout import MemoryRegion
+from kv_transfer.runs import slice_runs
+from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+
+
+class SliceFailed(TransferError):
+    """A slice was not written as it should, and its link is of no more use. `quiescent`: no byte of it will land any more."""
+
+    def __init__(self, reason: str, quiescent: bool) -> None:
+        super().__init__(reason)
+        self.quiescent = quiescent
+
+
+class Link(Protocol):
+    """The way to the pool of one agent. detail: what was chosen, for people."""
+
+    @property
+    def detail(self) -> str: ...
+
+    def write(self, runs: Int64Array) -> Future[None]:
+        """Begin to write one slice; may block for it. The future ends with None, every byte being visible at the target, or with
+        SliceFailed."""
+
+    def close(self) -> None:
+        """No slice follows; those that were begun go on to their end."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pushing:
+    """A ticket on its way. slices: not begun. under_way: how many have not ended. failure: why no further one is begun."""
+
+    ticket: Ticket
+    slices: deque[Int64Array]
+    under_way: int = 0
+    failure: str | None = None
+    quiescent: bool = True
+
+    def stop(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self.slices.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One link and what goes over it."""
+
+    pool: PoolDescriptor
+    link: Link
+    pushings: deque[_Pushing] = field(default_factory=deque)
+    under_way: list[tuple[_Pushing, Future[None]]] = field(default_factory=list)
+
+
+class Pushes:
+    """Implements push, poll and close of `kv_transfer.transport.Transport`, and keeps the links that the backend makes.
+
+    slice_bytes, slice_runs: most of a slice. window: slices that a link has under way at once.
+    """
+
+    def __init__(self, slice_bytes: int, slice_runs: int, window: int) -> None:
+        self._slice_bytes, self._slice_runs, self._window = slice_bytes, slice_runs, window
+        self._source_bytes = 0
+        self._lanes: dict[str, _Lane] = {}
+        self._leaving: list[_Lane] = []  # closed, with slices under way
+        self._events: list[TransportEvent] = []
+
+    def register(self, region: MemoryRegion) -> None:
+        """The pool that is pushed from."""
+        self._source_bytes = region.region_bytes
+
+    def connect(self, pool: PoolDescriptor, make_link: Callable[[], Link]) -> str:
+        """Make the link unless there is one. Returns its detail. Raises what make_link raises."""
+        if pool.agent not in self._lanes:
+            self._lanes[pool.agent] = _Lane(pool, make_link())
+        return self._lanes[pool.agent].link.detail
+
+    def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
+        refusal = self._refusal(agent, runs)
+        if refusal is not None:
+            self._events.append(RunsFailed(ticket, refusal, quiescent=True))
+        else:
+            self._lanes[agent].pushings.append(_Pushing(ticket, deque(self._cut(runs))))
+
+    def poll(self) -> list[TransportEvent]:
+        for lane in list(self._lanes.values()):
+            self._begin(lane)
+            self._follow(lane)
+        for lane in self._leaving:
+            self._follow(lane)
+        self._leaving = [lane for lane in self._leaving if lane.pushings]
+        events, self._events = self._events, []
+        return events
+
+    def close(self, agent: str | None = None) -> None:
+        for name in [name for name in self._lanes if agent in (None, name)]:
+            self._leave(self._lanes[name], "the link was closed")
+
+    # --- inside ------------------------------------------------------------------------------------------------------------
+
+    def _refusal(self, agent: str, runs: Int64Array) -> str | None:
+        """Why nothing of these runs can be written."""
+        lane = self._lanes.get(agent)
+        if lane is None:
+            return f"no link to {agent}"
+        ends = runs[:, :2] + runs[:, 2:]
+        if (runs < 0).any() or (ends > (self._source_bytes, lane.pool.pool_bytes)).any():
+            return "a run is outside of its pool"
+        return None
+
+    def _cut(self, runs: Int64Array) -> list[Int64Array]:
+        groups = slice_runs(runs, self._slice_bytes)
+        return [group[at : at + self._slice_runs] for group in groups for at in range(0, len(group), self._slice_runs)]
+
+    def _begin(self, lane: _Lane) -> None:
+        for pushing in lane.pushings:
+            while pushing.slices:
+                if len(lane.under_way) == self._window:
+                    return
+                pushing.under_way += 1
+                lane.under_way.append((pushing, lane.link.write(pushing.slices.popleft())))
+
+    def _follow(self, lane: _Lane) -> None:
+        """Take in the slices that have ended, and report the tickets of which nothing is left."""
+        ended = [(pushing, future) for pushing, future in lane.under_way if future.done()]
+        lane.under_way = [each for each in lane.under_way if each not in ended]
+        for pushing, future in ended:
+            pushing.under_way -= 1
+            try:
+                future.result()
+            except SliceFailed as failed:
+                self._failed(lane, pushing, failed)
+        for pushing in [pushing for pushing in lane.pushings if not pushing.slices and not pushing.under_way]:
+            lane.pushings.remove(pushing)
+            if pushing.failure is None:
+                self._events.append(RunsDone(pushing.ticket))
+            else:
+                self._events.append(RunsFailed(pushing.ticket, pushing.failure, pushing.quiescent))
+
+    def _failed(self, lane: _Lane, pushing: _Pushing, failed: SliceFailed) -> None:
+        pushing.stop(str(failed))
+        pushing.quiescent = pushing.quiescent and failed.quiescent
+        if self._lanes.get(lane.pool.agent) is lane:
+            self._events.append(AgentLost(lane.pool.agent, str(failed)))
+            self._leave(lane, f"the link was lost: {failed}")
+
+    def _leave(self, lane: _Lane, reason: str) -> None:
+        """Begin nothing more on this lane."""
+        del self._lanes[lane.pool.agent]
+        self._leaving.append(lane)
+        for pushing in lane.pushings:
+            pushing.stop(reason)
+        lane.link.close()

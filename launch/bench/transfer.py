@@ -1,0 +1,127 @@
+"""`launch bench transfer`: measures every way that KV pages can take between two processes of this machine.
+
+Owns the order of what is measured: rounds over the whole grid with the ways in turn, so that what else the machine does hits all
+alike. Knows no transport. Prints nothing but where it is, on stderr.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from common.config import TransportName
+from common.errors import TransferError
+from launch.bench import report
+from launch.bench.figures import Outcome, Place, Row, Sample, judge
+from launch.bench.hardware import this_hardware
+from launch.bench.namespaces import two_namespaces
+from launch.bench.pair import Pair, Places
+from launch.bench.plan import Point, TransferBench, Way
+from launch.bench.plot import draw
+
+T = TypeVar("T")
+LOOPBACK = "127.0.0.1"
+SETTLE_S = 0.5
+"""After this nothing that connecting began still runs."""
+ONE_HOST: Places = (((), LOOPBACK), ((), LOOPBACK))
+NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp"}
+"""Two namespaces of one kernel can still write into each other's memory; two hosts cannot."""
+NETWORK_TRANSPORTS: tuple[TransportName, ...] = ("nixl",)
+"""Those that reach other hosts."""
+
+
+def run(bench: TransferBench, command: str, namespaces: bool, markdown: bool) -> int:
+    """Measure, print and write what was asked for. Returns the exit status: 0 also when a goal is not met."""
+    hardware = this_hardware()
+    host = measure_host(bench)
+    network = (
+        measure_network(bench) if namespaces else Place(name="network", skipped={"namespaces": "--namespaces was not given"})
+    )
+    outcome = Outcome(
+        command=command,
+        hardware=hardware,
+        pool_bytes=bench.pool_bytes,
+        host=host,
+        network=network,
+        goals=judge(host, network),
+    )
+    print(report.markdown(outcome) if markdown else report.text(outcome))
+    if bench.json:
+        Path(bench.json).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+    if bench.plot:
+        Path(bench.plot).write_text(draw(host))
+    return 0
+
+
+def measure_host(bench: TransferBench) -> Place:
+    """Every way on this host."""
+    through = [Way(kind, name) for name in bench.transports for kind in ("transport", "thread")]
+    return _measure(bench, "host", [Way("memmove"), Way("socket"), *through], ONE_HOST, {})
+
+
+def measure_network(bench: TransferBench) -> Place:
+    """What goes over a network, between two network namespaces. Where they are not allowed, nothing, and why."""
+    names = [name for name in bench.transports if name in NETWORK_TRANSPORTS]
+    ways = [Way("socket"), *(Way(kind, name) for name in names for kind in ("transport", "thread"))]
+    try:
+        with two_namespaces() as places:
+            return _measure(bench, "network", ways, places, NETWORK_ENVIRONMENT)
+    except TransferError as error:
+        return Place(name="network", skipped={"namespaces": str(error)})
+
+
+def _measure(bench: TransferBench, name: str, ways: Sequence[Way], places: Places, environment: Mapping[str, str]) -> Place:
+    points = list(bench.points())
+    samples: dict[tuple[Way, Point], list[Sample]] = {}
+    with contextlib.ExitStack() as stack:
+        alive = _Alive([stack.enter_context(Pair(way, bench.unit_bytes, bench.pool_bytes, places, environment)) for way in ways])
+        alive.each(Pair.connect)
+        idle_cores = _watch_idle(alive.pairs, bench.idle_s)
+        for point in points:
+            alive.each(partial(Pair.check, point=point, seed=0))
+        for number in range(1, bench.repeat + 1):
+            for point in points:
+                _say(f"{name}, round {number} of {bench.repeat}: {point.pages} {point.arrangement} pages of {point.page_bytes} B")
+                for way, sample in alive.each(partial(Pair.measure, point=point, seed=number, seconds=bench.seconds)):
+                    samples.setdefault((way, point), []).append(sample)
+    measured = [pair.way for pair in alive.pairs]
+    rows = [Row(way=way, point=point, samples=samples[way, point]) for point in points for way in measured]
+    return Place(name=name, rows=rows, idle_cores=idle_cores, skipped=alive.skipped)
+
+
+class _Alive:
+    """The pairs that have done all that they were asked for. skipped: why the others have not."""
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self.pairs = list(pairs)
+        self.skipped: dict[str, str] = {}
+
+    def each(self, act: Callable[[Pair], T]) -> list[tuple[Way, T]]:
+        """One after the other, so that each has the machine to itself. With whom it fails is asked for nothing more."""
+        results = []
+        for pair in list(self.pairs):
+            try:
+                results.append((pair.way, act(pair)))
+            except TransferError as error:
+                self.pairs.remove(pair)
+                self.skipped[pair.way.label] = str(error)
+                _say(f"{pair.way.label} is skipped: {error}")
+        return results
+
+
+def _watch_idle(pairs: Sequence[Pair], idle_s: float) -> dict[str, float]:
+    """How much of a core each pair uses while it has nothing to do, both processes together."""
+    time.sleep(SETTLE_S)
+    began, before = time.monotonic(), [pair.idle_cpu_s() for pair in pairs]
+    time.sleep(idle_s)
+    after, elapsed_s = [pair.idle_cpu_s() for pair in pairs], time.monotonic() - began
+    return {pair.way.label: (end - start) / elapsed_s for pair, start, end in zip(pairs, before, after, strict=True)}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,23 @@
+"""The short form of the chaos run: every kind of fault once for each role, and no client notices."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.report import summary
+from tests.chaos.run import Plan, run
+
+
+@pytest.mark.timeout(600)
+def test_answers_under_faults_are_those_of_a_fleet_without_faults(tmp_path: Path) -> None:
+    outcome = asyncio.run(run(Plan(requests=60, faults=6), tmp_path, print))
+    print(*summary(outcome), sep="\n")
+    assert not outcome.errors
+    assert not outcome.problems
+    assert not [str(difference) for difference in outcome.differences if not difference.is_right]
+    struck = Counter((fault.role, fault.kind) for fault in outcome.faults)
+    assert struck == {(role, kind): 1 for role in ("prefill", "decode") for kind in ("kill", "stop", "term")}
+    assert outcome.resumes.total() > 0, "the faults hit requests, or nothing was proven"
+    assert len(outcome.answers) >= 60

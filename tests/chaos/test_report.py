@@ -1,0 +1,46 @@
+"""The report counts as gaps of a fault what waited for its victim, and nothing else."""
+
+from tests.chaos.client import Answer, Choice
+from tests.chaos.faults import Fault
+from tests.chaos.fleet import Shape
+from tests.chaos.report import Outcome, disturbed, percentile, undisturbed
+from tests.chaos.workload import Request
+
+SHAPE = Shape(heartbeat_s=0.5, dead_after_s=3.0)
+REQUEST = Request(
+    number=0, path="", body={}, prompt=(1,), choices=1, max_tokens=9, temperature=0.0, seed=0, ignore_eos=True, stop=None
+)
+
+
+def answer(sent_s: float, *arrivals: float) -> Answer:
+    return Answer(REQUEST, sent_s, [Choice(arrivals=list(arrivals))])
+
+
+def test_a_stream_on_a_killed_decode_instance_waits_over_the_moment_of_the_kill() -> None:
+    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0)
+    waited, passed, late = answer(8.0, 9.0, 13.2), answer(8.0, 9.9, 10.1, 10.2), answer(9.0, 14.0)
+    outcome = Outcome(SHAPE, answers=[waited, passed, late], faults=[fault])
+    assert [round(gap.seconds, 3) for gap in disturbed(outcome, [fault])] == [4.2], "a first token waits for no decode instance"
+
+
+def test_a_first_token_waits_for_a_stopped_prefill_instance() -> None:
+    fault = Fault(0, "stop", "prefill", "prefill-0", at_s=10.0, over_s=16.0)
+    outcome = Outcome(SHAPE, answers=[answer(9.0, 14.0), answer(9.9, 10.2)], faults=[fault])
+    assert [gap.seconds for gap in disturbed(outcome, [fault])] == [5.0]
+
+
+def test_a_drain_counts_the_longest_gap_of_every_open_stream() -> None:
+    fault = Fault(0, "term", "decode", "decode-0", at_s=10.0, over_s=14.0)
+    outcome = Outcome(SHAPE, answers=[answer(8.0, 9.0, 11.0, 11.5, 20.0, 29.0), answer(20.0, 21.0, 22.0)], faults=[fault])
+    assert [gap.seconds for gap in disturbed(outcome, [fault])] == [8.5]
+
+
+def test_undisturbed_gaps_are_those_away_from_every_fault() -> None:
+    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0)
+    outcome = Outcome(SHAPE, answers=[answer(4.0, 5.0, 5.5, 9.5, 13.5, 14.5, 14.75)], faults=[fault])
+    assert undisturbed(outcome) == [4.0], "from 5.5 to 9.5; what lies after the kill may wait for it"
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [percentile(values, share) for share in (0.2, 0.5, 0.9, 1.0)] == [1.0, 3.0, 5.0, 5.0]

@@ -1,0 +1,182 @@
+"""A decode scheduler for tests, and the messages that come to it.
+
+Owns their shapes. Knows no test.
+"""
+
+from collections.abc import Sequence
+
+from common.engine.plan import Plan
+from common.ids import Generation, Incarnation, InstanceId, pack_ids, unpack_ids
+from common.instance.ports import Action, Allow, Decision, Push, Send, Settle, Settled
+from common.messages import (
+    AnyMessage,
+    Claim,
+    Decline,
+    Failed,
+    Generate,
+    Grant,
+    Handoff,
+    Peers,
+    Renew,
+    Renewed,
+    Reserve,
+    Terms,
+    TokenBatch,
+    TokenDelta,
+)
+from decode.scheduler import DecodeScheduler
+from kv_transfer.digests import Digest
+from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
+
+ME, ROUTER, WRITER = InstanceId("d"), InstanceId("router"), InstanceId("p")
+LIFE, WRITERS_LIFE = Incarnation("d1"), Incarnation("1")
+
+
+def scheduler(
+    total_pages: int = 64, max_rows: int = 4, chunk_tokens: int = 8, max_waiting: int = 16, digest: Digest | None = None
+) -> DecodeScheduler:
+    bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting)
+    made = DecodeScheduler(ME, LIFE, engine(total_pages, max_rows), bounds, digest)
+    made.receive(ROUTER, Peers(instances=(instance("p", "prefill"),)), 0.0)
+    return made
+
+
+def prompt_of(tokens: int) -> bytes:
+    return pack_ids([100 + i for i in range(tokens)])
+
+
+def reserve(
+    name: str,
+    tokens: int,
+    max_new_tokens: int = 4,
+    sent_s: float = 0.0,
+    first: int = 0,
+    terms: Terms | None = None,
+    incarnation: Incarnation = WRITERS_LIFE,
+) -> Reserve:
+    return Reserve(
+        key=key(name),
+        incarnation=incarnation,
+        prompt=prompt_of(tokens),
+        sampling=sampling(max_new_tokens, ignore_eos=False),
+        sent_s=sent_s,
+        first=first,
+        terms=terms or Terms(),
+    )
+
+
+def generate(
+    name: str,
+    tokens: int,
+    max_new_tokens: int = 4,
+    stop_token_ids: tuple[int, ...] = (),
+    first: int = 0,
+    terms: Terms | None = None,
+) -> Generate:
+    return Generate(
+        key=key(name),
+        prompt=prompt_of(tokens),
+        sampling=sampling(max_new_tokens, stop_token_ids=stop_token_ids),
+        first=first,
+        terms=terms or Terms(),
+    )
+
+
+def renew(sent_s: float, *claims: tuple[str, int], incarnation: Incarnation = WRITERS_LIFE) -> Renew:
+    """claims: names of requests and the generations of their reservations."""
+    claimed = tuple(Claim(key(name), Generation(generation)) for name, generation in claims)
+    return Renew(incarnation=incarnation, sent_s=sent_s, claims=claimed)
+
+
+def handoff(grant: Grant, first_token: int = 50, digests: bytes = b"") -> Handoff:
+    pages = len(unpack_ids(grant.pages))
+    return Handoff(
+        key=grant.key,
+        generation=grant.generation,
+        first_token=first_token,
+        pushed_pages=pages,
+        pushed_bytes=pages * LAYOUT.page_bytes,
+        digests=digests,
+    )
+
+
+# --- what came of it -------------------------------------------------------------------------------------------------------
+
+
+def messages(actions: Sequence[Action]) -> list[AnyMessage]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def grants(actions: Sequence[Action]) -> list[Grant]:
+    return [message for message in messages(actions) if isinstance(message, Grant)]
+
+
+def granted(actions: Sequence[Action]) -> list[str]:
+    return [grant.key.request_id for grant in grants(actions)]
+
+
+def renewed(actions: Sequence[Action]) -> Renewed:
+    (answer,) = (message for message in messages(actions) if isinstance(message, Renewed))
+    return answer
+
+
+def deltas(actions: Sequence[Action]) -> list[TokenDelta]:
+    return [delta for message in messages(actions) if isinstance(message, TokenBatch) for delta in message.deltas]
+
+
+def failures(actions: Sequence[Action]) -> dict[str, Failed]:
+    """What clients are told of requests that failed."""
+    return {delta.key.request_id: delta.ending for delta in deltas(actions) if isinstance(delta.ending, Failed)}
+
+
+def declined(actions: Sequence[Action]) -> dict[str, Failed]:
+    """What writers are told of requests that failed."""
+    return {message.key.request_id: message.failed for message in messages(actions) if isinstance(message, Decline)}
+
+
+def kinds(actions: Sequence[Action]) -> list[str]:
+    """Names of what is to be done, in order."""
+    names = []
+    for action in actions:
+        match action:
+            case Send():
+                names.append(type(action.message).__name__)
+            case Push() | Allow() | Settle():
+                names.append(type(action).__name__)
+    return names
+
+
+def settle(made: DecodeScheduler, actions: Sequence[Action], now: float = 0.0) -> None:
+    """The transfers say Settled to every Settle among `actions`."""
+    for action in actions:
+        if isinstance(action, Settle):
+            assert made.transfer_event(Settled(action.key), now) == []
+
+
+# --- on the way ------------------------------------------------------------------------------------------------------------
+
+
+def reserved(made: DecodeScheduler, name: str = "a", tokens: int = 6, max_new_tokens: int = 4, now: float = 0.0) -> Grant:
+    """A reservation that was asked for and granted."""
+    assert made.receive(WRITER, reserve(name, tokens, max_new_tokens, sent_s=now), now) == []
+    (grant,) = grants(made.decide(now).actions)
+    return grant
+
+
+def planned(decision: Decision) -> Plan:
+    assert decision.plan is not None
+    return decision.plan
+
+
+def step(made: DecodeScheduler, now: float, token: int = 60) -> list[Action]:
+    """One forward, planned and returned, in which every row samples the same token: all that comes of it."""
+    decision = made.decide(now)
+    plan = planned(decision)
+    return [*decision.actions, *made.step_done(result(plan, [token] * len(plan.sampled_rows)), now)]
+
+
+def is_home(made: DecodeScheduler) -> bool:
+    """Every page is in its pool, and no request is known."""
+    load = made.load()
+    counts = (load.pages_free, load.waiting_requests, load.running_requests, load.reservations, load.pages_quarantined)
+    return counts == (load.pages_total, 0, 0, 0, 0) and made.open_reservations == 0

@@ -1,0 +1,228 @@
+"""The decode scheduler over attempts, terms, digests, questions of the router and the end of the instance."""
+
+import numpy as np
+import pytest
+
+from common.ids import Int32Array
+from common.instance.drain import LAST_S
+from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Standing, Terms, TokenDelta, Withdraw
+from decode.scheduler import DecodeScheduler
+from tests.builders import LAYOUT, key, result
+from tests.decode.rig import (
+    LIFE,
+    ME,
+    ROUTER,
+    WRITER,
+    declined,
+    deltas,
+    failures,
+    generate,
+    granted,
+    grants,
+    handoff,
+    is_home,
+    kinds,
+    messages,
+    planned,
+    reserve,
+    reserved,
+    scheduler,
+    settle,
+    step,
+)
+
+# --- an answer that is resumed ---------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_a_resumed_answer_are_numbered_from_where_it_was() -> None:
+    made = scheduler()
+    made.receive(WRITER, reserve("a", 8, max_new_tokens=3, first=2), 0.0)
+    (grant,) = grants(made.decide(0.0).actions)
+    made.receive(WRITER, handoff(grant), 0.0)
+    told = [*deltas(step(made, 0.1, token=70)), *deltas(step(made, 0.2, token=71))]
+    assert told == [TokenDelta(key("a"), 3, (70,), None), TokenDelta(key("a"), 4, (71,), Finished(reason="length"))]
+    assert is_home(made)
+
+
+def test_an_answer_that_is_resumed_here_alone_goes_on_with_its_next_number() -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 8, max_new_tokens=2, first=5), 0.0)
+    told = [*deltas(step(made, 0.1, token=70)), *deltas(step(made, 0.2, token=71))]
+    assert told == [TokenDelta(key("a"), 5, (70,), None), TokenDelta(key("a"), 6, (71,), Finished(reason="length"))]
+
+
+def test_a_refusal_has_the_number_of_the_token_that_would_have_come() -> None:
+    (delta,) = deltas(scheduler().receive(ROUTER, generate("a", 8, max_new_tokens=1000, first=5), 0.0))
+    assert delta.first == 5 and isinstance(delta.ending, Failed)
+
+
+def test_a_reservation_that_is_lost_fails_at_the_number_from_which_it_was_asked_for() -> None:
+    """Whether the first token went out is not known here."""
+    made = scheduler()
+    made.receive(WRITER, reserve("a", 8, first=2), 0.0)
+    made.decide(0.0)
+    (delta,) = deltas(made.tick(1000.0)) or deltas(made.tick(1000.0))
+    assert delta.first == 2
+
+
+# --- terms -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("timeout_s", "ends_s"), [(5.0, 15.0), (1e9, 70.0), (None, 70.0)])
+def test_a_request_ends_when_its_own_time_is_over_or_the_instances(timeout_s: float | None, ends_s: float) -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4, terms=Terms(timeout_s=timeout_s)), 10.0)
+    assert made.next_deadline() == ends_s and made.tick(ends_s - 0.1) == []
+    assert failures(made.tick(ends_s))["a"].status == 504 and is_home(made)
+
+
+def test_a_request_whose_time_is_over_in_the_line_is_declined() -> None:
+    made = scheduler(max_rows=1)
+    reserved(made, "a")
+    made.receive(WRITER, reserve("b", 4, terms=Terms(timeout_s=1.0)), 0.0)
+    actions = made.tick(1.0)
+    assert declined(actions)["b"].status == 504 and deltas(actions) == [] and made.load().waiting_requests == 0
+
+
+# --- what the router asks --------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
+    made = scheduler(max_rows=2)
+    made.receive(WRITER, handoff(reserved(made, "decodes")), 0.0)
+    step(made, 0.1)
+    reserved(made, "reserved")
+    made.receive(WRITER, reserve("waits", 8, first=3), 0.0)
+    made.receive(ROUTER, generate("over", 4), 0.0)
+    made.receive(ROUTER, Cancel(key=key("over")), 0.0)
+    asked = {"decodes": 2, "reserved": 0, "waits": 3, "over": None, "unknown": None}
+    (answer,) = messages(made.receive(ROUTER, Probe(keys=tuple(key(name) for name in asked)), 1.0))
+    standings = tuple(Standing(key(name), next_token) for name, next_token in asked.items())
+    assert answer == Probed(id=ME, incarnation=LIFE, standings=standings)
+
+
+def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
+    made = scheduler(max_rows=3)
+    made.receive(WRITER, handoff(reserved(made, "decodes")), 0.0)
+    made.receive(ROUTER, generate("computes", 12), 0.0)
+    plan = planned(made.decide(0.0))
+    reserved(made, "reserved")
+    made.receive(WRITER, reserve("waits", 4), 0.0)
+    assert made.abandon(0.5) == []
+    assert made.step_done(result(plan, [60]), 0.6) == []
+    settle(made, made.receive(WRITER, Withdraw(key=key("reserved")), 0.7))
+    assert is_home(made) and made.decide(0.8).plan is None
+    assert made.counters().requests_ended == 4
+
+
+# --- digests ---------------------------------------------------------------------------------------------------------------
+
+
+def digest(pages: Int32Array) -> bytes:
+    """Made of nothing but the pages' numbers."""
+    return pages.astype("<u4").tobytes()
+
+
+def verified(change: int = 0) -> tuple[DecodeScheduler, Grant, bytes]:
+    """A reservation, and the digests of its pages, of which so many were changed on the way."""
+    made = scheduler(digest=digest)
+    grant = reserved(made, tokens=10)
+    sent = np.frombuffer(grant.pages, dtype="<u4").copy()
+    sent[:change] += 1
+    return made, grant, sent.tobytes()
+
+
+def test_pages_that_are_as_they_were_sent_are_decoded_from() -> None:
+    made, grant, digests = verified()
+    assert made.receive(WRITER, handoff(grant, digests=digests), 0.1) == []
+    assert len(planned(made.decide(0.1)).decode_rows) == 1 and made.counters().pages_corrupt == 0
+
+
+@pytest.mark.parametrize("corrupt", [1, 3])
+def test_a_page_that_is_not_as_it_was_sent_is_counted_and_its_request_is_resumed(corrupt: int) -> None:
+    made, grant, digests = verified(corrupt)
+    actions = made.receive(WRITER, handoff(grant, digests=digests), 0.1)
+    told = failures(actions)["a"]
+    assert told.retryable and f"{corrupt} of 3 pages are not as they were sent" in told.message
+    settle(made, actions)
+    assert is_home(made) and made.decide(0.2).plan is None
+    assert (made.counters().pages_corrupt, made.counters().handoffs) == (corrupt, 0)
+
+
+def test_digests_of_too_few_pages_are_a_difference() -> None:
+    made, grant, digests = verified()
+    assert "1 of 3 pages" in failures(made.receive(WRITER, handoff(grant, digests=digests[:8]), 0.1))["a"].message
+
+
+def test_a_writer_that_sends_no_digests_is_taken_at_its_word_and_so_is_everyone_where_pages_are_not_verified() -> None:
+    made, grant, _ = verified()
+    assert made.receive(WRITER, handoff(grant), 0.1) == []
+    other = scheduler()
+    assert other.receive(WRITER, handoff(reserved(other), digests=b"nonsense"), 0.1) == []
+
+
+# --- the end of the instance -----------------------------------------------------------------------------------------------
+
+
+def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
+    made = scheduler(max_rows=1)
+    grant = reserved(made, "reserved")
+    made.receive(WRITER, reserve("waits", 4), 0.0)
+    made.receive(ROUTER, generate("waits too", 4), 0.0)
+    actions = made.drain(1.0)
+    assert declined(actions)["waits"].retryable and failures(actions)["waits too"].retryable
+    late = [*made.receive(WRITER, reserve("late", 4), 1.0), *made.receive(ROUTER, generate("late too", 4), 1.0)]
+    assert "leaving" in declined(late)["late"].message and "leaving" in failures(late)["late too"].message
+    assert made.drain(2.0) == [] and not made.drained
+    assert made.receive(WRITER, handoff(grant), 2.0) == []
+    for _ in range(3):
+        assert failures(step(made, 3.0)) == {}
+    assert made.drained and is_home(made)
+
+
+def test_what_still_runs_when_the_drain_has_taken_long_enough_is_resumed_elsewhere() -> None:
+    made = scheduler()
+    made.receive(WRITER, handoff(reserved(made, "decodes")), 0.0)
+    plan = planned(made.decide(0.0))
+    made.drain(0.0)
+    assert made.tick(29.9) == []
+    told = failures(made.tick(30.0))["decodes"]
+    assert told.retryable and told.status == 503 and not made.drained
+    made.step_done(result(plan, [60]), 30.1)
+    assert made.drained
+
+
+def test_a_drain_does_not_wait_for_ever_for_writers_that_do_not_let_go() -> None:
+    made = scheduler()
+    made.drain(0.0)
+    assert made.drained
+    made = scheduler()
+    reserved(made, "a", now=20.0)
+    made.drain(0.0)
+    made.tick(30.0)
+    drained = [made.drained]
+    made.tick(30.0 + LAST_S)
+    assert [*drained, made.drained] == [False, True]
+
+
+def test_an_instance_that_was_not_told_to_leave_has_never_drained() -> None:
+    made = scheduler()
+    made.tick(1e6)
+    assert not made.drained
+
+
+# --- reports ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_load_says_who_waits_runs_and_is_expected() -> None:
+    made = scheduler(max_rows=2, total_pages=16)
+    made.receive(WRITER, handoff(reserved(made, "decodes", tokens=6)), 0.0)
+    step(made, 0.0)
+    reserved(made, "reserved", tokens=10)
+    made.receive(WRITER, reserve("waits", 7), 0.0)
+    load = made.load()
+    assert (load.waiting_requests, load.waiting_tokens) == (1, 7)
+    assert (load.running_requests, load.running_tokens) == (2, (6 + 2) + 10)
+    assert (load.reservations, load.pages_total, load.pages_free) == (1, 16, 16 - 3 - 4)
+    assert granted(made.decide(0.0).actions) == [] and kinds(made.tick(0.0)) == []
+    assert made.counters().pages_received == LAYOUT.pages_for(6)

@@ -1,0 +1,55 @@
+"""Calls to a router's API, and what they say: for tests over HTTP."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from common.messages import Generate
+from tests.router.fakes import MODEL, Site
+
+
+def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 5} | fields
+
+
+def completion(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 5} | fields
+
+
+async def post(site: Site, path: str, body: Any) -> httpx.Response:
+    async with site.client() as client:
+        return await client.post(path, json=body)
+
+
+async def get(site: Site, path: str) -> httpx.Response:
+    async with site.client() as client:
+        return await client.get(path)
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The JSON events of a stream that ends with [DONE]."""
+    parts = response.text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def sent_to_fleet(site: Site) -> list[Generate]:
+    return [message for message in site.fleet.sent if isinstance(message, Generate)]
+
+
+def assert_error(response: httpx.Response, status: int, kind: str, param: str | None) -> str:
+    """The response is one OpenAI error; returns its message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == (kind, param)
+    message: str = error["message"]
+    return message
+
+
+def metric(text: str, name: str) -> float:
+    lines: Sequence[str] = [line for line in text.splitlines() if line.startswith(name + " ")]
+    assert len(lines) == 1, f"{name} is there {len(lines)} times"
+    return float(lines[0].split()[-1])

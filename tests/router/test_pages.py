@@ -1,0 +1,154 @@
+"""The pages about the router and its fleet, and what people do there: models, health, readiness, metrics, draining."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from common.ids import DETOKENIZER
+from common.messages import DetokenizerHeartbeat, Drain, Load, Register
+from tests.router.calls import assert_error, chat, get, metric, post
+from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_models_lists_the_one_model_and_knows_it_by_name() -> None:
+    async with Site() as site:
+        listed = (await get(site, "/v1/models")).json()
+        assert (await get(site, f"/v1/models/{MODEL}")).json() == listed["data"][0]
+        assert (listed["data"][0]["id"], listed["data"][0]["max_model_len"]) == (MODEL, CONTEXT)
+        assert "use 'echo'" in assert_error(await get(site, "/v1/models/org/other"), 404, "invalid_request_error", "model")
+
+
+async def test_health_is_the_routers_life_and_ready_is_the_fleets() -> None:
+    async with Site(EchoFleet(joins=False)) as site:
+        assert (await get(site, "/health")).status_code == 200
+        unready = await get(site, "/ready")
+        assert (unready.status_code, unready.json()) == (503, {"ready": False, "reasons": ["no instance is live"]})
+    async with Site() as site:
+        ready = await get(site, "/ready")
+        assert (ready.status_code, ready.json()) == (200, {"ready": True, "reasons": []})
+
+
+async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_when_it_was_the_last() -> None:
+    async with Site() as site:
+        async with site.client() as client:
+            response = await client.post("/cluster/d0/drain")
+            again = await client.post("/cluster/d0/drain")
+        page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
+        refused = await post(site, "/v1/chat/completions", chat())
+        told = [message for message in site.fleet.sent if isinstance(message, Drain)]
+    assert (response.status_code, response.json()) == (202, {"id": "d0", "state": "draining"})
+    assert (again.status_code, len(told)) == (202, 2)
+    assert [one["state"] for one in page["instances"]] == ["live", "draining"]
+    assert ready.status_code == 503 and "d0 is draining" in ready.json()["reasons"][0]
+    assert "d0 is draining" in assert_error(refused, 503, "unavailable_error", None)
+
+
+async def test_who_is_no_member_cannot_be_drained() -> None:
+    async with Site() as site, site.client() as client:
+        response = await client.post("/cluster/d9/drain")
+        assert "'d9'" in assert_error(response, 404, "invalid_request_error", None)
+        assert (await get(site, "/ready")).status_code == 200
+
+
+async def test_a_stuck_instance_is_shown_with_the_reason() -> None:
+    async with Site() as site:
+        site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=Load(oldest_transfer_s=42.0)))
+        while not site.core.unready():
+            await asyncio.sleep(0)
+        page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
+    assert [one["state"] for one in page["instances"]] == ["live", "stuck"]
+    assert page["instances"][1]["reason"] == "its oldest transfer has not moved for 42 s"
+    assert ready.status_code == 503 and "d0 is stuck" in ready.json()["reasons"][0]
+
+
+async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_ready_until_it_is_heard_again() -> None:
+    async with Site() as site:
+        site.fleet.say(DetokenizerHeartbeat(open_answers=2, early_answers=1, dropped=5))
+        while site.core.detokenizer.last is None:
+            await asyncio.sleep(0)
+        text = (await get(site, "/metrics")).text
+        healthy = await get(site, "/health")
+        site.core.tick(site.gateway.clock() + 4.0)
+        sick, unready, page = await get(site, "/health"), await get(site, "/ready"), (await get(site, "/cluster")).json()
+        dark = (await get(site, "/metrics")).text
+        site.fleet.say(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=5))
+        while site.core.unhealthy():
+            await asyncio.sleep(0)
+        assert (await get(site, "/health")).status_code == 200
+    assert metric(text, "tandem_detokenizer_open_answers") == 2
+    assert metric(text, "tandem_detokenizer_early_answers") == 1
+    assert metric(text, "tandem_detokenizer_dropped_total") == 5
+    assert (metric(text, "tandem_detokenizer_up"), metric(dark, "tandem_detokenizer_up")) == (1, 0)
+    assert (healthy.status_code, healthy.json()) == (200, {"status": "ok", "reasons": []})
+    reason = "the detokenizer has not been heard of for 3 s"
+    assert (sick.status_code, sick.json()) == (503, {"status": "unhealthy", "reasons": [reason]})
+    assert unready.status_code == 503 and reason in unready.json()["reasons"]
+    assert page["detokenizer"] == {"silent": True, "open_answers": 2, "early_answers": 1, "dropped": 5}
+
+
+async def test_cluster_shows_every_instance_with_ranks_load_and_links() -> None:
+    async with Site() as site:
+        page = (await get(site, "/cluster")).json()
+    assert page["router"]["requests_open"] == 0
+    assert page["router"]["phases"] == {"awaiting_first_token": 0, "generating": 0, "resuming": 0}
+    prefill, decode = page["instances"]
+    assert (prefill["id"], prefill["role"], prefill["state"], prefill["pages_total"]) == ("p0", "prefill", "live", 64)
+    assert prefill["ranks"] == [{"rank": 0, "pid": 1, "host": "localhost", "device": "cpu"}]
+    assert [(link["peer"], link["state"]) for link in prefill["links"]] == [("d0", "ready")]
+    assert decode["incarnation"] == "1" and {"load", "counters", "pages_free"} <= decode.keys()
+
+
+async def test_metrics_count_responses_endings_and_what_instances_report() -> None:
+    async with Site() as site:
+        await post(site, "/v1/chat/completions", chat())
+        await post(site, "/v1/chat/completions", chat(n=0))
+        text = (await get(site, "/metrics")).text
+    assert metric(text, 'tandem_http_responses_total{path="/v1/chat/completions",status="200"}') == 1
+    assert metric(text, 'tandem_http_responses_total{path="/v1/chat/completions",status="400"}') == 1
+    assert metric(text, 'tandem_requests_ended_total{ending="length"}') == 1
+    assert metric(text, "tandem_time_to_first_token_seconds_count") == 1
+    assert metric(text, "tandem_inter_token_seconds_count") == 4
+    assert metric(text, "tandem_requests_open") == 0
+    assert metric(text, 'tandem_instance_bytes_pushed_total{instance="p0",role="prefill"}') == 0
+    assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 1
+
+
+async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom_the_fleet_refused() -> None:
+    async with Site() as site:
+        site.fleet.frames_refused |= {"magic": 3, "body": 1}
+        site.fleet.messages_lost["full"] = 2
+        site.fleet.say(Register(instance=msgspec.structs.replace(site.fleet.decode, id=DETOKENIZER)))
+        while not site.core.fleet.refusals:
+            await asyncio.sleep(0)
+        text, page = (await get(site, "/metrics")).text, (await get(site, "/cluster")).json()
+    assert metric(text, 'tandem_router_frames_refused_total{reason="magic"}') == 3
+    assert metric(text, 'tandem_router_frames_refused_total{reason="body"}') == 1
+    assert metric(text, 'tandem_router_messages_lost_total{reason="full"}') == 2
+    assert metric(text, "tandem_router_registrations_refused_total") == 1
+    assert [refused["id"] for refused in page["refused"]] == ["detokenizer#1"]
+
+
+async def test_quarantined_pages_make_the_fleet_unready_and_are_shown() -> None:
+    async with Site() as site:
+        site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=Load(pages_quarantined=40)))
+        while not site.core.unready():
+            await asyncio.sleep(0)
+        ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
+        text = (await get(site, "/metrics")).text
+        response = await post(site, "/v1/chat/completions", chat())
+    assert ready.status_code == 503 and "d0 is quarantined: 40 of 64" in ready.json()["reasons"][0]
+    assert [(one["state"], one["reason"]) for one in page["instances"]] == [
+        ("live", None),
+        ("quarantined", "40 of 64 pages are quarantined"),
+    ]
+    assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 0
+    assert "d0 is quarantined: 40 of 64" in assert_error(response, 503, "unavailable_error", None)
+
+
+async def test_two_routers_can_live_in_one_process() -> None:
+    async with Site() as one, Site() as other:
+        await post(one, "/v1/chat/completions", chat())
+        assert "tandem_requests_ended_total{" not in (await get(other, "/metrics")).text
