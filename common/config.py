@@ -83,9 +83,7 @@ class InstanceConfig:
     host: str = option("127.0.0.1", "address of this host that peers can reach")
     inbox_port: int = option(0, "port of this instance's inbox; 0: choose one and print it")
     name: str = option("", "instance id; default: role and a random suffix")
-    transport: TransportName = option(
-        "nixl", "what moves KV pages: nixl, mooncake, torch (torch.distributed) or cma (one host, CPU); the same everywhere"
-    )
+    transport: TransportName = option("nixl", "what moves KV pages, the same in the whole fleet (cma: one host, CPU memory)")
     tp: int = option(1, "tensor-parallel ranks of the instance (1 for now)")
     rank: str = option("0", "which of its ranks this host starts (0 for now)")
     max_waiting: int = option(1024, "requests that may wait in this instance; more are refused")

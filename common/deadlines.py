@@ -38,6 +38,12 @@ class DeadlineWheel(Generic[K]):
             self._heap = [(at, serial, key) for key, (at, serial) in self._at.items()]
             heapq.heapify(self._heap)
 
+    def hasten(self, key: K, at_s: float) -> None:
+        """Move a deadline forward, if there is one and it is later."""
+        known = self._at.get(key)
+        if known is not None and at_s < known[0]:
+            self.set(key, at_s)
+
     def clear(self, key: K) -> None:
         """Forget the deadline; it may already have passed or never have been set."""
         self._at.pop(key, None)

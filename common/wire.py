@@ -112,6 +112,16 @@ class _Tally:
 @dataclass(frozen=True, eq=False)
 class _Attachment:
     loop: asyncio.AbstractEventLoop
+    on_broken: Callable[[InstanceId], None] | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Outbox:
+    """monitor: where the socket's broken connections are read; None when nobody wants to know."""
+
+    address: str
+    socket: "zmq.Socket[bytes]"
+    monitor: "zmq.Socket[bytes] | None"
 
 
 class Mailbox(Generic[M]):
@@ -130,7 +140,7 @@ class Mailbox(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
         self._refused = _Tally("a frame was dropped")
         self._lost = _Tally("a message was not sent")
-        self._outboxes: dict[InstanceId, tuple[str, zmq.Socket[bytes]]] = {}
+        self._outboxes: dict[InstanceId, _Outbox] = {}
         self._attached: _Attachment | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -165,20 +175,21 @@ class Mailbox(Generic[M]):
         """Learn (or with None forget) the address of a correspondent. What waits for a former address is dropped."""
         known = self._outboxes.get(to)
         if known is not None:
-            if known[0] == address:
+            if known.address == address:
                 return
             del self._outboxes[to]
-            known[1].close(linger=_LINGER_MS if address is None else 0)
+            self._close_outbox(known, linger_ms=_LINGER_MS if address is None else 0)
         if address is None:
             return
         try:
             check_address(address)
             outbox = self._new_socket(zmq.PUSH)
+            monitor = self._watched(to, outbox)
             outbox.connect(address)
         except (ConfigError, zmq.ZMQError) as error:
             self._lost.add("bad address", f"{to} cannot be reached at {address!r}: {error}")
             return
-        self._outboxes[to] = (address, outbox)
+        self._outboxes[to] = _Outbox(address, outbox, monitor)
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
         """Hand a message to the outbox of `to`; never blocks. What cannot be handed over is counted in `messages_lost`."""
@@ -193,7 +204,7 @@ class Mailbox(Generic[M]):
             )
             return
         try:
-            outbox[1].send(frame, zmq.NOBLOCK)
+            outbox.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             self._lost.add("full", f"{SEND_LIMIT} messages wait for {to} already")
 
@@ -230,8 +241,16 @@ class Mailbox(Generic[M]):
             if not self._closed:
                 raise
 
-    def attach(self, loop: asyncio.AbstractEventLoop, on_mail: Callable[[], None]) -> None:
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_mail: Callable[[], None],
+        on_broken: Callable[[InstanceId], None] | None = None,
+    ) -> None:
         """Call `on_mail` on the loop whenever mail is there or `wake` was called; it must call `receive`.
+
+        on_broken: called with the name of a correspondent whose connection was closed by its side, as by the end of its process;
+        for those that are routed to from now on. It says nothing about when the connection comes back.
 
         ZMQ_FD turns readable once per change of state, not for as long as mail is there, so the state is read after every
         `on_mail` and the loop comes back by itself while something is left.
@@ -250,7 +269,7 @@ class Mailbox(Generic[M]):
             loop.call_soon(check)
             on_mail()
 
-        here = self._attached = _Attachment(loop)
+        here = self._attached = _Attachment(loop, on_broken)
         loop.add_reader(self._inbox.fileno(), check)
         loop.add_reader(self._woken.fileno(), woken)
         loop.call_soon(check)  # for what came before
@@ -263,6 +282,9 @@ class Mailbox(Generic[M]):
         if not loop.is_closed():
             loop.remove_reader(self._inbox.fileno())
             loop.remove_reader(self._woken.fileno())
+            for outbox in self._outboxes.values():
+                if outbox.monitor is not None:
+                    loop.remove_reader(outbox.monitor.fileno())
 
     def close(self) -> None:
         """Close every socket; what was sent may leave for half a second more. Idempotent."""
@@ -270,8 +292,8 @@ class Mailbox(Generic[M]):
             return
         self._closed = True
         self.detach()
-        for _, outbox in self._outboxes.values():
-            outbox.close(linger=_LINGER_MS)
+        for outbox in self._outboxes.values():
+            self._close_outbox(outbox, linger_ms=_LINGER_MS)
         self._outboxes.clear()
         self._inbox.close(linger=0)
         self._context.term()
@@ -279,6 +301,32 @@ class Mailbox(Generic[M]):
         self._waker.close()
 
     # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _watched(self, to: InstanceId, outbox: "zmq.Socket[bytes]") -> "zmq.Socket[bytes] | None":
+        """The monitor of a socket that is about to connect, if somebody wants to know when its connection breaks."""
+        here = self._attached
+        if here is None or here.on_broken is None:
+            return None
+        on_broken, monitor = here.on_broken, outbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+        def look() -> None:
+            broken = False
+            while monitor.poll(0, zmq.POLLIN):
+                monitor.recv_multipart(zmq.NOBLOCK)
+                broken = True
+            if broken:
+                on_broken(to)
+
+        here.loop.add_reader(monitor.fileno(), look)
+        return monitor
+
+    def _close_outbox(self, outbox: _Outbox, linger_ms: int) -> None:
+        if outbox.monitor is not None:
+            if self._attached is not None:
+                self._attached.loop.remove_reader(outbox.monitor.fileno())
+            outbox.socket.disable_monitor()
+            outbox.monitor.close(linger=0)
+        outbox.socket.close(linger=linger_ms)
 
     def _read(self, frame: bytes) -> tuple[InstanceId, M]:
         if self._inbox.getsockopt(zmq.RCVMORE):

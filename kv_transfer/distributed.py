@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import msgspec
 import numpy as np
-from torch.distributed import TCPStore, is_nccl_available
+from torch.distributed import TCPStore, is_nccl_available  # type: ignore[attr-defined]
 
 from common.errors import TransferError
 from common.ids import Int64Array, Ticket

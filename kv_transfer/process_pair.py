@@ -7,10 +7,14 @@ Owns the process groups of one pair and the words on them. Knows no tickets and 
     gathers the runs, sends them      ─────────►  receives them, then scatters them into its pool
     the slice has ended               ◄─────────  answers
 
-Measured behaviour that shapes this file: each message costs Gloo 30 to 70 microseconds, so the runs of a slice travel as one. What
-arrives lands only as a whole, after the last byte; a slice without an answer may land late, unless the receiver has closed the
-connection. A wait cannot be called off, and a wait that times out ends the group: silence ends the pair, so a sender without work
-sends a header without runs now and then. A group is closed by letting go of it, not by its `abort` or `shutdown`.
+Measured behaviour that shapes this file:
+
+- Each message costs Gloo 30 to 70 microseconds, so the runs of a slice travel as one.
+- What arrives lands as a whole, after its last byte. So a slice without an answer may land late, unless the receiver has closed
+  the connection.
+- A wait cannot be called off, and one that times out ends the group. So silence ends the pair, and a sender without work sends a
+  header without runs now and then.
+- A group is closed by letting go of it; its `abort` and `shutdown` leave the peer waiting.
 """
 
 import ctypes
@@ -24,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from common.ids import Int64Array
 from common.pages.layout import MemoryRegion
@@ -116,7 +120,7 @@ class _Nccl:
 
 class Pair:
     """One end of a pair. name: of the pair, at the store. rank: 0 receives, 1 sends. host: our address. Its methods block until
-    nothing was heard for `silence_s`. They and the constructor raise RuntimeError and ValueError; then the pair is of no more use."""
+    nothing was heard for `silence_s`. All raise RuntimeError and ValueError, and then the pair is of no more use."""
 
     def __init__(self, store: Store, name: str, rank: int, host: str, device: str, connect_s: float, silence_s: float) -> None:
         self._control = _Gloo(PrefixStore(f"{name}/control", store), rank, host, connect_s, silence_s)
@@ -182,7 +186,8 @@ def bytes_of(region: MemoryRegion) -> Tensor:
 
 def stream_of(device: str) -> AbstractContextManager[object]:
     """A stream of its own for what a thread does on a CUDA device."""
-    return nullcontext() if device == "cpu" else torch.cuda.stream(torch.cuda.Stream(device))
+    cuda: Any = torch.cuda
+    return nullcontext() if device == "cpu" else cuda.stream(cuda.Stream(device))
 
 
 def reason_of(error: Exception) -> str:

@@ -67,6 +67,10 @@ class RouterCore:
         """The instance gets no more requests, and leaves when it has served what it has. Raises UnknownInstance."""
         return self.fleet.drain(instance)
 
+    def connection_broken(self, instance: InstanceId, now: float) -> None:
+        """A hint that the instance's process has ended: it had better be heard of soon."""
+        self.fleet.connection_broken(instance, now)
+
     def detokenizer_moved(self, address: str, now: float) -> list[Send]:
         """Another detokenizer has taken the place of the former, at this address: members send there from now on."""
         self.detokenizer = DetokenizerWatch(self._config.dead_after_s)

@@ -7,7 +7,8 @@ clock. Does not know requests. Who may be a member is said by `admission`, who o
              └► Refused(reason)      a mismatch, a former incarnation, an absurd description: named, and on the /cluster page
     Heartbeat ─► Welcome             the router's own heartbeat; who is no member gets none, and registers in time
               └► Drain               while it was told to leave and does not say that it does
-    Goodbye, silence of `dead_after_s`, or a newer incarnation ─► the member is lost, the other role gets new Peers
+    Goodbye, silence of `dead_after_s` (of two heartbeats after its connection broke), or a newer incarnation
+              ─► the member is lost, the other role gets new Peers
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,8 @@ REMEMBERED = 32
 """Members that left and instances that were refused, with their addresses, that are remembered, each."""
 REPLACED_REMEMBERED = 1024
 """Incarnations that were replaced: more, for one may sleep while a whole fleet is restarted."""
+BEATS_AFTER_BREAK = 2
+"""A member whose connection broke and of which nothing is heard for so many heartbeats is dead."""
 NAME_SHOWN, REASON_SHOWN = 64, 500
 """Characters that are kept of what strangers say: it may be of any length."""
 
@@ -197,6 +200,10 @@ class Fleet:
         member.told_to_drain = True
         return [Send(instance, Drain())]
 
+    def connection_broken(self, instance: InstanceId, now: float) -> None:
+        """Whoever lives beats before two heartbeats are over; of a process that has ended nothing more is heard."""
+        self._silence.hasten(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
+
     def detokenizer_moved(self, address: str) -> list[Send]:
         """Tell every member where tokens go from now on."""
         self._welcome = replace(self._welcome, detokenizer=address)
@@ -205,7 +212,7 @@ class Fleet:
     def tick(self, now: float) -> Change:
         change = Change()
         for instance in self._silence.expired(now):
-            gone = self._remove(self._members[instance], f"not heard of for {self._dead_after_s:g} s", silent=True)
+            gone = self._remove(self._members[instance], "not heard of in time", silent=True)
             change.sends += gone.sends
             change.lost += gone.lost
         return change

@@ -52,6 +52,12 @@ class Gateway:
         for _, message in self.mail.receive():
             self._deliver(self.core.receive(message, now))
 
+    def connection_broken(self, instance: InstanceId) -> None:
+        """The instance's side closed the connection to its inbox."""
+        if not self._closed:
+            self.core.connection_broken(instance, self.clock())
+            self._set_timer()
+
     def close(self) -> None:
         """Stop the timer. Idempotent."""
         self._closed = True

@@ -71,7 +71,7 @@ async def serve(
             app = build_app(api, metrics, config.max_requests)
             url = f"http://{config.host}:{listener.getsockname()[1]}"
             _log.info("%s is served at %s; instances register at %s", name, url, mailbox.address)
-            mailbox.attach(asyncio.get_running_loop(), gateway.pump)
+            mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             serving = Serving(url, mailbox.address, gateway.detokenizer_moved)
             await serve_app(app, listener, lambda: ready(serving), stop)
 

@@ -23,9 +23,12 @@ from launch.bench.lines import AgentPlan, Answer, Command, Connect, Digest, End,
 from launch.bench.plan import Point
 
 
-def anonymous_memory(pool_bytes: int) -> Memory:
-    """Private memory in pages of the system's usual size, as a pool on CPU has it, and all of it there."""
-    memory = np.frombuffer(mmap.mmap(-1, pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+def anonymous_memory(pool_bytes: int, huge_pages: bool) -> Memory:
+    """Private memory, all of it there. Without huge pages it is as `torch.zeros` gets it for a pool on CPU."""
+    mapping = mmap.mmap(-1, pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge_pages:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapping, dtype=np.uint8)
     memory[:] = 0
     return memory
 
@@ -50,9 +53,12 @@ class Agent:
 
     def __init__(self, plan: AgentPlan) -> None:
         self._plan = plan
-        self._pool = anonymous_memory(plan.pool_bytes)
-        self._end: WayEnd = make_end(plan, self._pool, lambda: anonymous_memory(plan.pool_bytes))
+        self._pool = self._memory()
+        self._end: WayEnd = make_end(plan, self._pool, self._memory)
         self.started = Started(address=self._end.address)
+
+    def _memory(self) -> Memory:
+        return anonymous_memory(self._plan.pool_bytes, self._plan.huge_pages)
 
     def run(self, reports: int) -> None:
         """Obey until End, or until nobody is there to command."""

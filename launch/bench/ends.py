@@ -65,9 +65,9 @@ def make_end(plan: AgentPlan, pool: Memory, spare: Callable[[], Memory]) -> End:
     layout = layout_of(plan.unit_bytes)
     match plan.way.kind:
         case "transport":
-            return TransportEnd(_named(plan), pool, layout)
+            return TransportEnd(_named(plan), plan.host, pool, layout)
         case "thread":
-            return ThreadEnd(_named(plan), pool, layout)
+            return ThreadEnd(_named(plan), plan.host, pool, layout)
         case "socket":
             return SocketEnd(plan.host, pool, layout)
         case "memmove":
@@ -84,8 +84,8 @@ def layout_of(page_bytes: int) -> KVLayout:
 class TransportEnd:
     """The port alone: every call from this thread, and after a push it is polled without a pause."""
 
-    def __init__(self, name: TransportName, pool: Memory, layout: KVLayout) -> None:
-        self._transport = make_transport(name)
+    def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
+        self._transport = make_transport(name, host)
         self._layout = layout
         self._peer = ""
         self._tickets = 0
@@ -148,10 +148,10 @@ class TransportEnd:
 class ThreadEnd:
     """A transfer thread, with its pace, its links and its leases: what an instance sees."""
 
-    def __init__(self, name: TransportName, pool: Memory, layout: KVLayout) -> None:
+    def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
         def make_loop() -> TransferLoop:
             total_pages = len(pool) // layout.page_bytes
-            return TransferLoop(make_transport(name), name, _region_of(pool), layout, total_pages, time.monotonic)
+            return TransferLoop(make_transport(name, host), name, _region_of(pool), layout, total_pages, time.monotonic)
 
         self._news = threading.Event()
         self._thread = TransferThread(make_loop, self._news.set)

@@ -22,6 +22,7 @@ class AgentPlan(Line, frozen=True):
     host: str
     unit_bytes: int
     pool_bytes: int
+    huge_pages: bool
 
 
 class Address(Line, frozen=True):

@@ -9,14 +9,14 @@ import subprocess
 from collections.abc import Iterator
 
 from common.errors import TransferError
-from launch.bench.pair import Places
+from launch.bench.pair import Spot, Spots
 
 HOSTS = ("10.213.77.1", "10.213.77.2")
 _COMMAND_S = 20.0
 
 
 @contextlib.contextmanager
-def two_namespaces() -> Iterator[Places]:
+def two_namespaces() -> Iterator[Spots]:
     """What is in each of them can reach the other. Raises TransferError where that is not allowed."""
     names = [f"tandem-{os.getpid()}-{number}" for number in (1, 2)]
     links = [f"tandem{number}" for number in (1, 2)]
@@ -28,7 +28,7 @@ def two_namespaces() -> Iterator[Places]:
             _ip("-n", name, "address", "add", f"{host}/30", "dev", link)
             _ip("-n", name, "link", "set", link, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-        first, second = ((("ip", "netns", "exec", name), host) for name, host in zip(names, HOSTS, strict=True))
+        first, second = (Spot(("ip", "netns", "exec", name), host) for name, host in zip(names, HOSTS, strict=True))
         yield first, second
     finally:
         for name in names:

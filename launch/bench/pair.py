@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -19,16 +20,26 @@ import msgspec
 from common.errors import TransferError
 from launch.bench.figures import Sample
 from launch.bench.lines import Address, AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
-from launch.bench.plan import Point, Way
+from launch.bench.plan import Point, TransferBench, Way
 from launch.processes import KILL_S
 
-Places: TypeAlias = tuple[tuple[Sequence[str], str], tuple[Sequence[str], str]]
-"""For source and target: what its process is run by, such as `ip netns exec NAME`, and the address that it may listen on."""
 _ROOT = Path(__file__).resolve().parents[2]
 ANSWER_S = 120.0
 LEAST_PUSHES = 3
 LEAST_PUSHES_OF_ONE_PAGE = 200
 """So that a 99th percentile is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a process is. prefix: what its command is run by, such as `ip netns exec NAME`. host: the address that it may listen on."""
+
+    prefix: Sequence[str]
+    host: str
+
+
+Spots: TypeAlias = tuple[Spot, Spot]
+"""Of the source and the target."""
 
 
 class Agent:
@@ -114,20 +125,22 @@ class Agent:
 class Pair:
     """The processes of one way: the source pushes, the target is written to. With memmove one process is both."""
 
-    def __init__(
-        self,
-        way: Way,
-        unit_bytes: int,
-        pool_bytes: int,
-        places: Places,
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, bench: TransferBench, way: Way, spots: Spots, environment: Mapping[str, str]) -> None:
         self.way = way
-        self._pool_bytes = pool_bytes
-        made = places[:1] if way.kind == "memmove" else places
+        self._pool_bytes = bench.pool_bytes
         self._agents = [
-            Agent(AgentPlan(way=way, host=host, unit_bytes=unit_bytes, pool_bytes=pool_bytes), prefix, environment)
-            for prefix, host in made
+            Agent(
+                AgentPlan(
+                    way=way,
+                    host=spot.host,
+                    unit_bytes=bench.unit_bytes,
+                    pool_bytes=bench.pool_bytes,
+                    huge_pages=bench.huge_pages == "on",
+                ),
+                spot.prefix,
+                environment,
+            )
+            for spot in (spots[:1] if way.kind == "memmove" else spots)
         ]
         self._source, self._target = self._agents[0], self._agents[-1]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from common.config import TransportName, option, parse_bytes
+from common.config import Switch, TransportName, option, parse_bytes
 from common.errors import ConfigError
 
 Arrangement = Literal["contiguous", "scattered"]
@@ -66,6 +66,7 @@ class TransferBench:
     page_bytes: str = option("16KiB,64KiB,256KiB,1MiB,2MiB", "page sizes; each a multiple of the smallest")
     pages: str = option("1,32,1024", "pages of a push, capped by what --memory holds")
     memory: str = option("256MiB", "size of each pool; every pair of processes has two")
+    huge_pages: Switch = option("off", "on: ask the system for huge pages for the pools")
     seconds: float = option(0.2, "how long each point is measured in each round")
     repeat: int = option(5, "rounds over all points and transports")
     idle_s: float = option(3.0, "how long connected pairs are watched while they have nothing to do, in seconds")

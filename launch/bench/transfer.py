@@ -20,7 +20,7 @@ from launch.bench import report
 from launch.bench.figures import Outcome, Place, Row, Sample, judge
 from launch.bench.hardware import this_hardware
 from launch.bench.namespaces import two_namespaces
-from launch.bench.pair import Pair, Places
+from launch.bench.pair import Pair, Spot, Spots
 from launch.bench.plan import Point, TransferBench, Way
 from launch.bench.plot import draw
 
@@ -28,11 +28,11 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 SETTLE_S = 0.5
 """After this nothing that connecting began still runs."""
-ONE_HOST: Places = (((), LOOPBACK), ((), LOOPBACK))
+ONE_HOST: Spots = (Spot((), LOOPBACK), Spot((), LOOPBACK))
 NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp"}
 """Two namespaces of one kernel can still write into each other's memory; two hosts cannot."""
-NETWORK_TRANSPORTS: tuple[TransportName, ...] = ("nixl",)
-"""Those that reach other hosts."""
+ONE_HOST_TRANSPORTS: tuple[TransportName, ...] = ("cma",)
+"""Those that reach no other host."""
 
 
 def run(bench: TransferBench, command: str, namespaces: bool, markdown: bool) -> int:
@@ -66,20 +66,20 @@ def measure_host(bench: TransferBench) -> Place:
 
 def measure_network(bench: TransferBench) -> Place:
     """What goes over a network, between two network namespaces. Where they are not allowed, nothing, and why."""
-    names = [name for name in bench.transports if name in NETWORK_TRANSPORTS]
+    names = [name for name in bench.transports if name not in ONE_HOST_TRANSPORTS]
     ways = [Way("socket"), *(Way(kind, name) for name in names for kind in ("transport", "thread"))]
     try:
-        with two_namespaces() as places:
-            return _measure(bench, "network", ways, places, NETWORK_ENVIRONMENT)
+        with two_namespaces() as spots:
+            return _measure(bench, "network", ways, spots, NETWORK_ENVIRONMENT)
     except TransferError as error:
         return Place(name="network", skipped={"namespaces": str(error)})
 
 
-def _measure(bench: TransferBench, name: str, ways: Sequence[Way], places: Places, environment: Mapping[str, str]) -> Place:
+def _measure(bench: TransferBench, name: str, ways: Sequence[Way], spots: Spots, environment: Mapping[str, str]) -> Place:
     points = list(bench.points())
     samples: dict[tuple[Way, Point], list[Sample]] = {}
     with contextlib.ExitStack() as stack:
-        alive = _Alive([stack.enter_context(Pair(way, bench.unit_bytes, bench.pool_bytes, places, environment)) for way in ways])
+        alive = _Alive([stack.enter_context(Pair(bench, way, spots, environment)) for way in ways])
         alive.each(Pair.connect)
         idle_cores = _watch_idle(alive.pairs, bench.idle_s)
         for point in points:

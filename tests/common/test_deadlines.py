@@ -21,6 +21,12 @@ class WheelAgainstDictionary(RuleBasedStateMachine):
         self.wheel.set(key, at_s)
         self.known[key] = at_s
 
+    @rule(key=KEYS, at_s=TIMES)
+    def hasten(self, key: int, at_s: float) -> None:
+        self.wheel.hasten(key, at_s)
+        if key in self.known:
+            self.known[key] = min(at_s, self.known[key])
+
     @rule(key=KEYS)
     def clear(self, key: int) -> None:
         self.wheel.clear(key)

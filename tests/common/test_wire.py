@@ -33,7 +33,7 @@ from common.wire import FrameRefused, Mailbox, check_address, pack_frame, unpack
 
 LOOPBACK = "tcp://127.0.0.1:0"
 WAIT_S = 10.0
-PREFILL = InstanceId("prefill-1")
+PREFILL, DECODE = InstanceId("prefill-1"), InstanceId("decode-1")
 KEY = Key(RequestId("r"), 0)
 Detok: TypeAlias = Mailbox[DetokenizerInbox]
 Make: TypeAlias = Callable[..., Detok]
@@ -446,6 +446,38 @@ def test_a_loop_that_has_nothing_to_do_sleeps(make: Make, monkeypatch: pytest.Mo
 
     asyncio.run(main())
     assert looks < 50
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_correspondent_that_closes_is_told_of_once_and_the_others_are_not(
+    make: Make, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    router, leaver, stayer = make(), make(), make()
+    broken: list[InstanceId] = []
+
+    async def main() -> None:
+        told = asyncio.Event()
+
+        def on_broken(name: InstanceId) -> None:
+            broken.append(name)
+            told.set()
+
+        router.attach(asyncio.get_running_loop(), lambda: None, on_broken)
+        router.route(PREFILL, leaver.address)
+        router.route(DECODE, stayer.address)
+        for name, peer in ((PREFILL, leaver), (DECODE, stayer)):
+            router.send(name, Close(key=KEY))
+            peer.wait(WAIT_S)
+            assert peer.receive()
+        leaver.close()
+        await asyncio.wait_for(told.wait(), WAIT_S)
+        await asyncio.sleep(0.2)  # while it tries in vain to connect again
+        router.route(PREFILL, None)
+        router.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+    assert broken == [PREFILL]
 
 
 def test_a_router_and_an_instance_talk_both_ways() -> None:

@@ -1,29 +1,35 @@
-"""One NIXL agent in a process of its own: a pool of bytes, driven over pipes with lines of JSON.
+"""One agent in a process of its own: a transport and a pool of bytes, driven over pipes with lines of JSON.
 
 Owns the words between a test and the agent, and the agent's loop. Knows no pages; the test decides what happens and when. It runs
-as `python -m tests.kv_transfer.agent_process POOL_BYTES SILENCE_S`, says Started, and then answers each command with one Answer;
-what the transport reports comes in between. It ends when it is told to, or when its stdin closes.
+as `python -m tests.kv_transfer.agent_process TRANSPORT POOL_BYTES SILENCE_S`, says Started, and then answers each command with one
+Answer; what the transport reports comes in between. It ends when it is told to, or when its stdin closes.
 """
 
 import os
 import select
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
 import msgspec
 import numpy as np
 
+from common.config import TransportName
 from common.errors import TransferError
 from common.ids import Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.nixl import NixlTransport
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
+from kv_transfer.backends import LOOPBACK, make_transport
+from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
 
 POLL_S = 1e-3
 REPORTS = 3
 """The file descriptor of the pipe to whoever started this process; its stdout is for what libraries have to say."""
+THREADS_S = 3.0
+"""How long the threads of a transport that is closed may take to end."""
+PERIOD_BYTES = 2**20 + 7
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=1, dtype="uint8")
 """A transport knows bytes only; descriptors must have some layout."""
 
@@ -53,9 +59,11 @@ class Fill(Line, frozen=True):
 
 
 class Wipe(Line, frozen=True):
-    """Set every byte of the pool to this value."""
+    """Set the bytes from `start` to `end` of the pool to this value; without an end, up to the pool's."""
 
     value: int
+    start: int = 0
+    end: int | None = None
 
 
 class Dump(Line, frozen=True):
@@ -71,7 +79,7 @@ class Close(Line, frozen=True):
 
 
 class End(Line, frozen=True):
-    """Close everything and exit."""
+    """Close everything and exit. The answer says what is left that should not be."""
 
 
 Command: TypeAlias = Connect | PushRuns | Fill | Wipe | Dump | Close | End
@@ -114,11 +122,11 @@ Report: TypeAlias = Started | Answer | Done | Failed | Lost
 
 
 def random_bytes(seed: int, pool_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """The same bytes for the same seed, in any process."""
-    return np.frombuffer(np.random.default_rng(seed).bytes(pool_bytes), dtype=np.uint8).copy()
+    """The same bytes for the same seed, in any process. They begin anew after a stretch that no size of a page or slice divides."""
+    return np.resize(np.frombuffer(np.random.default_rng(seed).bytes(PERIOD_BYTES), dtype=np.uint8), pool_bytes)
 
 
-def pool_descriptor(agent: str, address: int, pool_bytes: int, wire: bytes, backend: str = "nixl") -> PoolDescriptor:
+def pool_descriptor(agent: str, address: int, pool_bytes: int, wire: bytes, backend: str) -> PoolDescriptor:
     """A pool of bytes: each page is of two bytes, the smallest there is."""
     return PoolDescriptor(
         backend=backend,
@@ -134,12 +142,12 @@ def pool_descriptor(agent: str, address: int, pool_bytes: int, wire: bytes, back
 class AgentProcess:
     """The transport and its pool."""
 
-    def __init__(self, pool_bytes: int, silence_s: int) -> None:
+    def __init__(self, name: TransportName, pool_bytes: int, silence_s: int) -> None:
         self._pool = np.zeros(pool_bytes, dtype=np.uint8)
-        self._transport = NixlTransport(silence_s)
+        self._transport = transport_of(name, silence_s)
         region = MemoryRegion(address=self._pool.ctypes.data, region_bytes=pool_bytes, device="cpu")
         agent, wire = self._transport.register(region)
-        say(Started(pool=pool_descriptor(agent, region.address, pool_bytes, wire)))
+        say(Started(pool=pool_descriptor(agent, region.address, pool_bytes, wire, name)))
 
     def run(self) -> None:
         """Obey until End, or until nobody is there to command."""
@@ -158,7 +166,8 @@ class AgentProcess:
                 command = decoder.decode(line)
                 if isinstance(command, End):
                     self._transport.close()
-                    say(Answer())
+                    left = threads_left()
+                    say(Answer(refused=f"threads are left: {left}" if left else None))
                     return
                 say(self._obey(command))
 
@@ -173,7 +182,7 @@ class AgentProcess:
                 case Fill():
                     self._pool[:] = random_bytes(command.seed, len(self._pool))
                 case Wipe():
-                    self._pool[:] = command.value
+                    self._pool[command.start : command.end] = command.value
                 case Dump():
                     Path(command.path).write_bytes(self._pool.tobytes())
                 case Close():
@@ -197,6 +206,32 @@ class AgentProcess:
                     assert_never(event)
 
 
+def transport_of(name: TransportName, silence_s: int) -> Transport:
+    """A transport that calls a peer lost after so long a silence, where that can be told to it; else it is in the environment."""
+    match name:
+        case "nixl":
+            from kv_transfer.nixl import NixlTransport
+
+            sys.modules["torch"] = None  # type: ignore[assignment]  # NIXL would import it to ask for CUDA, which takes seconds
+            return NixlTransport(silence_s)
+        case "torch":
+            from kv_transfer.distributed import TorchTransport
+
+            return TorchTransport(LOOPBACK, silence_s)
+        case "mooncake" | "cma":
+            return make_transport(name)
+        case _:
+            assert_never(name)
+
+
+def threads_left() -> list[str]:
+    """The names of the threads that have not ended, beside this one."""
+    until = time.monotonic() + THREADS_S
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        thread.join(max(0.0, until - time.monotonic()))
+    return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+
+
 def say(line: Report) -> None:
     """One line to whoever started this process."""
     data = msgspec.json.encode(line) + b"\n"
@@ -207,5 +242,5 @@ def say(line: Report) -> None:
 if __name__ == "__main__":
     os.dup2(1, REPORTS)
     os.dup2(2, 1)  # UCX logs to stdout
-    sys.modules["torch"] = None  # type: ignore[assignment]  # NIXL would import it to ask for CUDA, which takes seconds
-    AgentProcess(int(sys.argv[1]), int(sys.argv[2])).run()
+    transport_name: TransportName = msgspec.convert(sys.argv[1], TransportName)
+    AgentProcess(transport_name, int(sys.argv[2]), int(sys.argv[3])).run()

@@ -1,6 +1,6 @@
 """Agents for the contract suite: one transport and one pool each, behind the same few methods whatever the backend is.
 
-Owns the processes of NIXL agents and what they must leave behind: nothing. Knows no test.
+Owns the processes of agents and what they must leave behind: nothing. Knows no test.
 """
 
 import os
@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 
+from common.config import TransportName
 from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
@@ -60,8 +62,8 @@ class Agent(Protocol):
     def fill(self, seed: int) -> None:
         """Fill the pool with `random_bytes(seed, pool_bytes)`."""
 
-    def wipe(self, value: int) -> None:
-        """Set every byte of the pool."""
+    def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
+        """Set every byte of the pool, or of a part of it."""
 
     def memory(self) -> Bytes:
         """A copy of the pool."""
@@ -107,8 +109,8 @@ class MemoryAgent:
     def fill(self, seed: int) -> None:
         self._bytes[:] = random_bytes(seed, self.pool_bytes)
 
-    def wipe(self, value: int) -> None:
-        self._bytes[:] = value
+    def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
+        self._bytes[start:end] = value
 
     def memory(self) -> Bytes:
         return self._bytes.copy()
@@ -146,24 +148,48 @@ class MemoryBackend:
             agent.end()
 
 
-# --- NIXL, a process each ----------------------------------------------------------------------------------------------------
+# --- a process each ----------------------------------------------------------------------------------------------------------
 
 
-class NixlAgent:
-    """A NIXL agent in a process of its own."""
+@dataclass(frozen=True)
+class Kind:
+    """A transport and how it is to work. silence_s: after which it calls a peer lost."""
 
-    def __init__(self, folder: Path, number: int, pool_bytes: int, silence_s: int, environment: Mapping[str, str]) -> None:
+    transport: TransportName
+    silence_s: int = 10
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def nixl_kind(tcp_only: bool, silence_s: int = 10) -> Kind:
+    """tcp_only: as if on hosts of their own; without it UCX writes memory of this host."""
+    environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    if tcp_only:
+        environment["UCX_TLS"] = "tcp"
+    if not Path("/sys/class/infiniband").exists():
+        environment["UCX_MODULES"] = "^ib"
+    return Kind("nixl", silence_s, environment)
+
+
+def mooncake_kind(silence_s: int = 10) -> Kind:
+    """silence_s: at least 5."""
+    return Kind("mooncake", silence_s, {"MC_TRANSFER_TIMEOUT": str(silence_s), "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"})
+
+
+class ProcessAgent:
+    """An agent in a process of its own."""
+
+    def __init__(self, folder: Path, number: int, pool_bytes: int, kind: Kind) -> None:
         self.pool_bytes = pool_bytes
         self._dump = folder / f"pool-{number}"
         self._stderr = folder / f"stderr-{number}"
         with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.kv_transfer.agent_process", str(pool_bytes), str(silence_s)],
+                [sys.executable, "-m", "tests.kv_transfer.agent_process", kind.transport, str(pool_bytes), str(kind.silence_s)],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, **environment},
+                env={**os.environ, **kind.environment},
             )
         self._answers: queue.Queue[Started | Answer | None] = queue.Queue()
         self._news: queue.Queue[TransportEvent] = queue.Queue()
@@ -180,8 +206,8 @@ class NixlAgent:
     def fill(self, seed: int) -> None:
         self._do(Fill(seed=seed))
 
-    def wipe(self, value: int) -> None:
-        self._do(Wipe(value=value))
+    def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
+        self._do(Wipe(value=value, start=start, end=end))
 
     def memory(self) -> Bytes:
         self._do(Dump(path=str(self._dump)))
@@ -288,23 +314,18 @@ class NixlAgent:
         self._answers.put(None)
 
 
-class NixlBackend:
-    """NIXL agents, each in its process. tcp_only: as if on hosts of their own; without it UCX writes memory of this host."""
+class ProcessBackend:
+    """Agents of one kind, each in its process."""
 
-    def __init__(self, folder: Path, tcp_only: bool, silence_s: int = 10) -> None:
+    def __init__(self, folder: Path, kind: Kind) -> None:
         self._folder = folder
-        self._silence_s = silence_s
-        self._environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-        if tcp_only:
-            self._environment["UCX_TLS"] = "tcp"
-        if not Path("/sys/class/infiniband").exists():
-            self._environment["UCX_MODULES"] = "^ib"
-        self._agents: list[NixlAgent] = []
+        self._kind = kind
+        self._agents: list[ProcessAgent] = []
 
-    def start(self, *pool_bytes: int) -> list[NixlAgent]:
+    def start(self, *pool_bytes: int) -> list[ProcessAgent]:
         agents = []
         for each in pool_bytes:  # their processes start side by side
-            agents.append(NixlAgent(self._folder, len(self._agents), each, self._silence_s, self._environment))
+            agents.append(ProcessAgent(self._folder, len(self._agents), each, self._kind))
             self._agents.append(agents[-1])
         for agent in agents:
             agent.started()

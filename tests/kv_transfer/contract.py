@@ -4,6 +4,7 @@ Owns the cases and their reference, which is a copy with numpy. Knows no backend
 """
 
 import itertools
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,12 +17,15 @@ from common.errors import TransferError
 from common.ids import Int64Array
 from kv_transfer.transport import RunsDone, RunsFailed
 from tests.kv_transfer.agent_process import random_bytes
-from tests.kv_transfer.agents import Agent, Backend, Bytes, done, outcomes
+from tests.kv_transfer.agents import WAIT_S, Agent, Backend, Bytes, done, outcomes
 
 MIB = 2**20
-POOL_BYTES = 20 * MIB + 12345
-"""Of the pair that most cases share: two slices of a push, and a rest."""
+POOL_BYTES = 20 * MIB + 12346
+"""Of the pair that most cases share: some slices of a push, and a rest."""
+LATE_S = 0.3
+"""What is written so long after its push has ended would be found."""
 SOURCE_SEED = 1
+POISON = 0xDB
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +61,11 @@ class Pair:
             moved = self.source_bytes[source_offset : source_offset + run_bytes]
             self.expected[target_offset : target_offset + run_bytes] = moved
         return self.push(runs)
+
+    def poison(self, start: int, end: int) -> None:
+        """The pages are someone else's now: other bytes, which must stay."""
+        self.target.wipe(POISON, start, end)
+        self.expected[start:end] = POISON
 
     def ended(self, *tickets: int) -> list[RunsDone | RunsFailed]:
         ended = outcomes(self.source, tickets)
@@ -112,8 +121,8 @@ class TransportContract:
         pair.check_target()
 
     def test_a_run_of_many_megabytes_arrives(self, backend: Backend) -> None:
-        pair = pair_of(backend, 65 * MIB)
-        ticket = pair.push_and_expect(rows((MIB - 5, 77, 64 * MIB)))
+        pair = pair_of(backend, 257 * MIB)
+        ticket = pair.push_and_expect(rows((MIB - 5, 77, 256 * MIB)))
         assert pair.ended(ticket) == [done(ticket)]
         pair.check_target()
 
@@ -182,6 +191,22 @@ class TransportContract:
         pair.source.connect(pair.target.pool)
         ticket = pair.push_and_expect(pages(100, 4096, seed=5))
         assert pair.ended(ticket) == [done(ticket)]
+        pair.check_target()
+
+    def test_nothing_is_written_into_a_page_after_its_push_has_ended(self, pair: Pair) -> None:
+        pair.refresh()
+        pair.source.connect(pair.target.pool)
+        part = 2 * MIB
+        ranges = {pair.push(rows((at, at, part))): (at, at + part) for at in range(0, 10 * part, part)}
+        pair.source.close(pair.target.pool.agent)
+        until = time.monotonic() + WAIT_S
+        left = dict(ranges)
+        while left:
+            assert time.monotonic() < until, f"tickets {sorted(left)} did not end"
+            for event in pair.source.events(1.0):
+                if isinstance(event, RunsDone) or (isinstance(event, RunsFailed) and event.quiescent):
+                    pair.poison(*left.pop(event.ticket))
+        time.sleep(LATE_S)
         pair.check_target()
 
     def test_two_agents_connect_to_each_other_at_once_and_push_both_ways(self, backend: Backend) -> None:

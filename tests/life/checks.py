@@ -6,6 +6,7 @@ Owns the verdicts. Changes nothing.
 from collections.abc import Iterator
 
 from common.messages import Failed, Finished
+from router.request_book import FRUITLESS_ATTEMPTS
 from tests.life.client import Answer
 from tests.life.expected import Expected
 from tests.life.instance import Instance
@@ -96,15 +97,18 @@ def _verdict(trial: Trial, asked: Asked, answer: Answer, expected: Expected) -> 
         return None
     if isinstance(ending, Finished):
         return None if asked.left else "was cancelled by nobody"
-    return _excuse(trial, asked, ending)
+    return _excuse(trial, asked, answer, ending)
 
 
-def _excuse(trial: Trial, asked: Asked, failed: Failed) -> str | None:
-    """What is wrong with a failure; None where it may be."""
+def _excuse(trial: Trial, asked: Asked, answer: Answer, failed: Failed) -> str | None:
+    """What is wrong with a failure; None where it may be: its time was short, there was no room, nobody could have served it, or
+    something befell each of as many attempts as the router makes without a token."""
     if failed.kind == "timeout_error" and asked.ask.timeout_s is not None:
         return None
     if failed.kind == "overloaded_error" and trial.schedule.size.max_waiting < FEW:
         return None
     if failed.retryable and any(at >= asked.began_s for at in trial.unserved):
+        return None
+    if failed.retryable and trial.blows[answer.request_id] >= FRUITLESS_ATTEMPTS:
         return None
     return f"failed though an instance could have served it: {failed}"

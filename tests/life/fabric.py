@@ -92,15 +92,19 @@ class Unproven:
 class Fabric(MemoryNetwork):
     """A slice is a page. buffered: what arrives at a host is in its memory only when its transport polls, as over TCP.
 
-    problems: writes that read or wrote a page which had changed hands. unproven: see there.
+    failed: called with the writer and the reader of a write that fails. problems: writes that read or wrote a page which had
+    changed hands. unproven: see there.
     """
 
-    def __init__(self, clock: Clock, sea: Sea, random: Random, buffered: bool) -> None:
+    def __init__(
+        self, clock: Clock, sea: Sea, random: Random, buffered: bool, failed: Callable[[InstanceId, InstanceId], None]
+    ) -> None:
         super().__init__(slice_bytes=PAGE_BYTES)
         self._clock = clock
         self._sea = sea
         self._random = random
         self._buffered = buffered
+        self._failed = failed
         self._flights: dict[str, list[_Flight]] = {}
         self.hosts: dict[str, Host] = {}
         self.problems: list[str] = []
@@ -201,6 +205,7 @@ class Fabric(MemoryNetwork):
 
     def _fail(self, flight: _Flight, reason: str) -> None:
         flight.write.fail(reason, flight.fate.proven)
+        self._failed(flight.writer.id, flight.reader.id)
         if not flight.fate.proven:
             write = flight.write
             self.unproven.append(Unproven(write.writer, write.reader, flight.source_page, flight.target_page, flight.tenancies))

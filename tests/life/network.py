@@ -6,12 +6,37 @@ Owns the letters and the mailboxes. Opens no socket. What becomes of a letter is
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 import msgspec
 
-from common.ids import InstanceId
-from common.messages import AnyMessage
+from common.ids import InstanceId, Key
+from common.messages import (
+    AnyMessage,
+    Cancel,
+    Close,
+    Decline,
+    DetokenizerHeartbeat,
+    Drain,
+    Generate,
+    Goodbye,
+    Grant,
+    Handoff,
+    Heartbeat,
+    Open,
+    Peers,
+    Probe,
+    Probed,
+    Refused,
+    Register,
+    Renew,
+    Renewed,
+    Reserve,
+    TextBatch,
+    TokenBatch,
+    Welcome,
+    Withdraw,
+)
 from tests.life.clock import NEVER, Clock
 
 M = TypeVar("M")
@@ -28,6 +53,27 @@ class Letter:
     to: InstanceId
     kind: str
     body: bytes
+
+
+def keys_of(message: AnyMessage) -> set[Key]:
+    """The requests that a message is about."""
+    match message:
+        case TokenBatch() | TextBatch():
+            return {delta.key for delta in message.deltas}
+        case Renew():
+            return {claim.key for claim in message.claims}
+        case Renewed():
+            return set(message.over)
+        case Probe():
+            return set(message.keys)
+        case Probed():
+            return {standing.key for standing in message.standings}
+        case Generate() | Cancel() | Reserve() | Grant() | Decline() | Handoff() | Withdraw() | Open() | Close():
+            return {message.key}
+        case Register() | Heartbeat() | Goodbye() | DetokenizerHeartbeat() | Welcome() | Refused() | Peers() | Drain():
+            return set()
+        case _:
+            assert_never(message)
 
 
 class Weather(Protocol):

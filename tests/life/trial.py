@@ -3,6 +3,7 @@
 Owns the carrying out of a schedule, and when nobody could have served. Judges nothing: `checks` does.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -10,8 +11,8 @@ from typing import assert_never
 
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
-from common.ids import DETOKENIZER, ROUTER, InstanceId, Role
-from common.messages import AnyMessage
+from common.ids import DETOKENIZER, ROUTER, InstanceId, RequestId, Role
+from common.messages import AnyMessage, Generate
 from kv_transfer.memory import MemoryTransport
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
@@ -22,7 +23,7 @@ from tests.life.fabric import Fabric, FabricTransport, Fate, Host
 from tests.life.fleet import Fleet, World
 from tests.life.instance import Instance
 from tests.life.ledger import Ledger
-from tests.life.network import Letter
+from tests.life.network import Letter, keys_of
 from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Rough, Schedule
 from tests.life.weather import Cut, Storm
 
@@ -89,12 +90,16 @@ class Trial(Fleet):
         clock = Clock()
         self.storm = Storm(Random(f"storm {schedule.seed}"), schedule.chances, ends_s=0.0)
         tides = Tides(Random(f"tides {schedule.seed}"), schedule.rough, self.storm)
-        self.fabric = Fabric(clock, tides, Random(f"fabric {schedule.seed}"), schedule.rough.buffered)
+        self.fabric = Fabric(clock, tides, Random(f"fabric {schedule.seed}"), schedule.rough.buffered, self._strike)
         self.ledgers: dict[str, Ledger] = {}
         """By agent."""
         self.on_event: Callable[[str], None] = lambda _: None
         self.unserved: list[float] = []
         """Times at which no instance could have served."""
+        self.blows: Counter[RequestId] = Counter()
+        """How often something befell an attempt of a request: a letter lost, an instance of its, or a write between them."""
+        self._serving: dict[RequestId, tuple[InstanceId, ...]] = {}
+        """Who serves the last attempt of each request."""
         self.asked = [Asked(ask, tuple(expect(choice) for choice in ask.choices)) for ask in schedule.asks]
         self._armed: dict[str, list[Deed]] = {}
         self._leaving: set[Instance] = set()
@@ -195,6 +200,10 @@ class Trial(Fleet):
             self.clock.at(begins_s + fault.at_s, lambda: self._armed.setdefault(trigger, []).append(deed))
 
     def _on_letter(self, letter: Letter, message: AnyMessage, delays: Sequence[float]) -> None:
+        if isinstance(message, Generate):
+            self._serving[message.key.request_id] = (letter.to,) if message.decode is None else (letter.to, message.decode)
+        if not delays:
+            self.blows.update({key.request_id for key in keys_of(message)})
         for deed in self._armed.pop(letter.kind, ()):
             after_s = self._random.choice((0.0, 0.001, 0.02))
             self.clock.at(self.clock.now + after_s, lambda deed=deed: self._do(deed))  # type: ignore[misc]
@@ -202,6 +211,7 @@ class Trial(Fleet):
     def _do(self, deed: Deed) -> None:
         now = self.clock.now
         self._note(str(deed))
+        self._strike(*((deed.one, deed.other) if isinstance(deed, Part) else (deed.name,)))
         match deed:
             case Kill():
                 if deed.name in self.instances:
@@ -216,6 +226,11 @@ class Trial(Fleet):
                 self.storm.cut(_correspondent(deed.one), _correspondent(deed.other), Cut(now + deed.seconds, deed.queued))
             case _:
                 assert_never(deed)
+
+    def _strike(self, *names: str) -> None:
+        """Something befalls an instance, or everything between two."""
+        for request_id, serving in self._serving.items():
+            self.blows[request_id] += not set(names).isdisjoint(serving)
 
     def _drain(self, deed: Leave) -> None:
         instance = self.instances.get(deed.name)

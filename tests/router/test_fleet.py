@@ -421,3 +421,29 @@ def test_a_heartbeat_of_a_stranger_is_stale() -> None:
     fleet = new_fleet(P0)
     assert fleet.heartbeat(beat(D0), 1.0).sends == []
     assert (ids(fleet), fleet.stale) == (["p0"], 1)
+
+
+def test_a_member_whose_connection_broke_is_dead_when_two_heartbeats_pass_without_one() -> None:
+    fleet = new_fleet(P0, D0)
+    for member in (P0, D0):
+        fleet.heartbeat(beat(member), 10.0)
+    fleet.connection_broken(P0.id, 10.1)
+    assert fleet.next_deadline() == 11.1
+    assert [member.info.id for member in fleet.tick(11.1).lost] == ["p0"]
+    assert ids(fleet) == ["d0"]
+
+
+def test_a_member_that_beats_after_its_connection_broke_lives() -> None:
+    fleet = new_fleet(P0)
+    fleet.connection_broken(P0.id, 1.0)
+    fleet.heartbeat(beat(P0), 1.4)
+    assert fleet.tick(2.1).lost == [] and fleet.next_deadline() == 1.4 + DEAD_AFTER_S
+
+
+def test_a_broken_connection_gives_no_member_more_time_and_a_stranger_none() -> None:
+    fleet = new_fleet(P0)
+    deadline = fleet.next_deadline()
+    assert deadline is not None
+    fleet.connection_broken(P0.id, deadline - 0.1)
+    fleet.connection_broken(D0.id, deadline - 0.1)
+    assert fleet.next_deadline() == deadline
