@@ -227,7 +227,7 @@ class Goodbye(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """router → instance: take no more requests, end those that wait so that they are resumed elsewhere, finish what runs, exit."""
+    """router → instance: take no more requests, end those that wait so that they are resumed elsewhere, finish the rest, exit."""
 
 
 # --- requests: router ⇄ instance -------------------------------------------------------------------------------------

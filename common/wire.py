@@ -311,13 +311,14 @@ class Mailbox(Generic[M]):
 
         def look() -> None:
             broken = False
-            while monitor.poll(0, zmq.POLLIN):
+            while not monitor.closed and monitor.poll(0, zmq.POLLIN):
                 monitor.recv_multipart(zmq.NOBLOCK)
                 broken = True
             if broken:
                 on_broken(to)
 
         here.loop.add_reader(monitor.fileno(), look)
+        here.loop.call_soon(look)  # the descriptor turns readable only for a socket that was once found empty
         return monitor
 
     def _close_outbox(self, outbox: _Outbox, linger_ms: int) -> None:

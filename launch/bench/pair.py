@@ -32,7 +32,7 @@ LEAST_PUSHES_OF_ONE_PAGE = 200
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a process is. prefix: what its command is run by, such as `ip netns exec NAME`. host: the address that it may listen on."""
+    """Where a process is. prefix: what its command is run by, such as `ip netns exec NAME`. host: the address to listen on."""
 
     prefix: Sequence[str]
     host: str

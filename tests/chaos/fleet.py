@@ -37,7 +37,7 @@ class Shape:
     decode: int = 2
     heartbeat_s: float = 0.5
     dead_after_s: float = 3.0
-    drain_timeout_s: float = 4.0
+    drain_timeout_s: float = 1.5
     kv_memory: str = "64MiB"
     log_level: str = "info"
 

@@ -174,11 +174,12 @@ def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
     assert declined(actions)["waits"].retryable and failures(actions)["waits too"].retryable
     late = [*made.receive(WRITER, reserve("late", 4), 1.0), *made.receive(ROUTER, generate("late too", 4), 1.0)]
     assert "leaving" in declined(late)["late"].message and "leaving" in failures(late)["late too"].message
-    assert made.drain(2.0) == [] and not made.drained
-    assert made.receive(WRITER, handoff(grant), 2.0) == []
+    assert made.drain(2.0) == [] and made.receive(WRITER, handoff(grant), 2.0) == []
+    drained = []
     for _ in range(3):
+        drained.append(made.drained)
         assert failures(step(made, 3.0)) == {}
-    assert made.drained and is_home(made)
+    assert [*drained, made.drained] == [False, False, False, True] and is_home(made)
 
 
 def test_what_still_runs_when_the_drain_has_taken_long_enough_is_resumed_elsewhere() -> None:
