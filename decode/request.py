@@ -62,6 +62,10 @@ class DecodeRequest:
         return self.asked.first + self.emitted
 
     @property
+    def standing(self) -> int | None:
+        return None if self.phase is Phase.ENDED else self.next_token
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens whose KV is ever written: the last token of the answer is never fed back."""
         return len(self.prompt) + self.sampling.max_new_tokens - 1

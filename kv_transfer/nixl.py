@@ -146,7 +146,10 @@ class NixlTransport:
                 self._agent.remove_remote_agent(name)
 
     def _post(self, pushing: _Pushing) -> None:
-        while pushing.slices and len(pushing.handles) < SLICES_IN_FLIGHT and pushing.failure is None:
+        """Post the next slices, few enough for one call also where each of them is copied inside it."""
+        for _ in range(SLICES_IN_FLIGHT - len(pushing.handles)):
+            if not pushing.slices:
+                return
             try:
                 handle = self._prepare(pushing.peer, pushing.slices.popleft())
             except self._errors as error:
@@ -243,4 +246,6 @@ def _memory_of(device: str) -> tuple[str, int]:
 
 def _descriptors(addresses: Int64Array, lengths: Int64Array, device: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
     """[runs, 3] uint64 rows of (address, bytes, device)."""
-    return np.stack([addresses, lengths, np.full(len(addresses), device)], axis=1).astype(np.uint64)
+    rows = np.empty((len(addresses), 3), dtype=np.uint64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, lengths, device
+    return rows

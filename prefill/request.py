@@ -54,3 +54,7 @@ class PrefillRequest:
     @property
     def next_token(self) -> int:
         return self.asked.first + self.emitted
+
+    @property
+    def standing(self) -> int | None:
+        return None if self.phase is Phase.ENDED else self.next_token

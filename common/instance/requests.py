@@ -28,8 +28,8 @@ class Known(Protocol):
     def key(self) -> Key: ...
 
     @property
-    def next_token(self) -> int:
-        """Number of the token that this instance emits next."""
+    def standing(self) -> int | None:
+        """Number of the token that this instance emits next; None once it emits no more, though something of it may be left."""
 
 
 R = TypeVar("R", bound=Known)
@@ -106,4 +106,4 @@ class RequestTable(Generic[R]):
     def standings(self, keys: Iterable[Key]) -> tuple[Standing, ...]:
         """What is known of these requests."""
         found = ((key, self._open.get(key)) for key in keys)
-        return tuple(Standing(key, None if request is None else request.next_token) for key, request in found)
+        return tuple(Standing(key, None if request is None else request.standing) for key, request in found)

@@ -203,7 +203,10 @@ class SocketEnd:
 
     def __init__(self, host: str, pool: Memory, layout: KVLayout) -> None:
         self._pool, self._layout = pool.data, layout
-        self._listener = socket.create_server((host, 0))
+        try:
+            self._listener = socket.create_server((host, 0))
+        except OSError as error:
+            raise TransferError(f"nothing can listen on {host}: {error}") from error
         self._connection: socket.socket | None = None
         self._receiver = threading.Thread(target=self._receive, name="receiver", daemon=True)
         self._receiver.start()

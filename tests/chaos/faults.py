@@ -32,8 +32,8 @@ WHOLE_S = 90.0
 
 @dataclass(slots=True)
 class Fault:
-    """at_s: when the signal was sent. over_s: when the process had ended, or could go on; whole_s: when the instance was whole
-    again. In seconds of the loop's clock."""
+    """at_s: when the signal was sent. over_s: when the process had ended, or could go on; back_s: when it ran again; whole_s: when
+    it was live and linked again. In seconds of the loop's clock."""
 
     number: int
     kind: Kind
@@ -41,6 +41,7 @@ class Fault:
     victim: str
     at_s: float
     over_s: float = 0.0
+    back_s: float = 0.0
     whole_s: float = 0.0
 
 
@@ -131,6 +132,7 @@ class Faults:
         fault.over_s = asyncio.get_running_loop().time()
         if fault.kind != "stop":
             await self._fleet.start_instance(fault.victim)
+        fault.back_s = asyncio.get_running_loop().time()
 
 
 def _signal(kind: Kind) -> signal.Signals:

@@ -15,6 +15,7 @@ from common.engine.plan import Plan
 from common.ids import InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
 from common.messages import Cancel, Generate, Grant, Peers, Probe, Renewed, Reserve, Terms, Withdraw
+from decode.scheduler import DecodeMessage
 from kv_transfer.lease import LEASE_S, OVERRUN_S
 from tests.builders import EOS, instance, key, result
 from tests.decode.rig import (
@@ -30,7 +31,7 @@ from tests.decode.rig import (
 TOTAL_PAGES = 7
 LATE_S = 30.0
 """The longest that a message about a request is on its way, less than its key is remembered."""
-TOKENS = st.integers(1, 14)
+TOKENS = st.integers(1, 9)
 AGES_S = st.floats(0.0, 3.0)
 WRITERS = st.sampled_from([InstanceId("p"), InstanceId("q")])
 SECONDS = st.sampled_from([0.0, 0.4, 0.4, 1.1, 1.1, 6.0, 21.0])
@@ -74,9 +75,19 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.endings[delta.key.request_id] == 0, "nothing follows the ending"
             self.endings[delta.key.request_id] += delta.ending is not None
 
+    def hear(self, sender: InstanceId, message: DecodeMessage) -> None:
+        """A turn of the worker in which this has arrived."""
+        self.do(self.made.receive(sender, message, self.now))
+        self.turn()
+
+    def turn(self) -> None:
+        self.do(self.made.tick(self.now))
+        while len(self.in_flight) < 2 and self.decide():
+            pass
+
     def meet(self, *writers: str) -> None:
         there = tuple(instance(writer, "prefill") for writer in writers)
-        self.do(self.made.receive(ROUTER, Peers(instances=there), self.now))
+        self.hear(ROUTER, Peers(instances=there))
 
     def recent(self) -> list[str]:
         """Requests about which a message may be on its way."""
@@ -86,14 +97,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     def ask(self, sender: InstanceId, message: Reserve | Generate) -> None:
         self.asked.setdefault(message.key.request_id, (self.now, sender, message))
-        self.do(self.made.receive(sender, message, self.now))
+        self.hear(sender, message)
 
-    @rule(tokens=TOKENS, answer=st.integers(2, 12), age_s=AGES_S, writer=WRITERS, priority=st.integers(0, 1))
+    @rule(tokens=TOKENS, answer=st.integers(2, 18), age_s=AGES_S, writer=WRITERS, priority=st.integers(0, 1))
     def a_reserve(self, tokens: int, answer: int, age_s: float, writer: InstanceId, priority: int) -> None:
         terms = Terms(priority=priority, age_s=age_s)
         self.ask(writer, reserve(f"r{len(self.asked)}", tokens, answer, sent_s=self.now - age_s, terms=terms))
 
-    @rule(tokens=TOKENS, answer=st.integers(1, 12), age_s=AGES_S)
+    @rule(tokens=TOKENS, answer=st.integers(1, 18), age_s=AGES_S)
     def a_generate(self, tokens: int, answer: int, age_s: float) -> None:
         self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, terms=Terms(age_s=age_s)))
 
@@ -110,29 +121,29 @@ class AnyOrder(RuleBasedStateMachine):
         for name, writing in self.writing.items():
             if writing.writer == writer:
                 claims[name] = int(writing.grant.generation) if knows_grants else 0
-        self.do(self.made.receive(writer, renew(self.now - age_s, *claims.items()), self.now))
+        self.hear(writer, renew(self.now - age_s, *claims.items()))
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), first_token=st.sampled_from([50, -1]), twice=st.booleans())
     def a_handoff(self, data: st.DataObject, first_token: int, twice: bool) -> None:
         writing = self.writing.pop(data.draw(st.sampled_from(sorted(self.writing))))
         for _ in range(1 + twice):
-            self.do(self.made.receive(writing.writer, handoff(writing.grant, first_token), self.now))
+            self.hear(writing.writer, handoff(writing.grant, first_token))
 
     @rule(data=st.data(), is_lost=st.booleans())
     def a_withdraw(self, data: st.DataObject, is_lost: bool) -> None:
         name = data.draw(st.sampled_from(self.recent()))
         self.writing.pop(name, None)
         if name in self.asked and not is_lost:
-            self.do(self.made.receive(self.asked[name][1], Withdraw(key=key(name)), self.now))
+            self.hear(self.asked[name][1], Withdraw(key=key(name)))
 
     @rule(data=st.data())
     def a_cancel(self, data: st.DataObject) -> None:
-        self.do(self.made.receive(ROUTER, Cancel(key=key(data.draw(st.sampled_from(self.recent())))), self.now))
+        self.hear(ROUTER, Cancel(key=key(data.draw(st.sampled_from(self.recent())))))
 
     @rule(data=st.data())
     def a_probe(self, data: st.DataObject) -> None:
-        self.do(self.made.receive(ROUTER, Probe(keys=(key(data.draw(st.sampled_from(self.recent()))),)), self.now))
+        self.hear(ROUTER, Probe(keys=(key(data.draw(st.sampled_from(self.recent()))),)))
 
     @rule(there=st.sampled_from([("p", "q"), ("p", "q"), ("q",), ()]))
     def peers(self, there: tuple[str, ...]) -> None:
@@ -146,37 +157,43 @@ class AnyOrder(RuleBasedStateMachine):
     # --- what happens here -----------------------------------------------------------------------------------------------
 
     @rule(seconds=SECONDS)
-    def tick(self, seconds: float) -> None:
+    def time_passes(self, seconds: float) -> None:
         self.now += seconds
         for name, writing in list(self.writing.items()):
             if self.may_write_until_s[writing.writer] <= self.now:
                 del self.writing[name]
-        self.do(self.made.tick(self.now))
+        self.turn()
 
-    @precondition(lambda self: len(self.in_flight) < 2)
-    @rule()
-    def decide(self) -> None:
+    def decide(self) -> bool:
+        """False when there is nothing to do."""
         decision = self.made.decide(self.now)
         self.do(decision.actions)
         plan = decision.plan
         if plan is None:
-            return
+            return False
         for start in plan.starts:
             self.pages[start.row] = start.pages.tolist()
         for row, page in zip(plan.grown_rows.tolist(), plan.grown_pages.tolist(), strict=True):
             self.pages[row].append(page)
         self.in_flight.append(plan)
+        return True
 
     @precondition(lambda self: self.in_flight)
-    @rule(token=st.sampled_from([60, 60, 60, EOS]))
-    def a_step_returns(self, token: int) -> None:
-        plan = self.in_flight.pop(0)
-        self.do(self.made.step_done(result(plan, [token] * len(plan.sampled_rows)), self.now))
+    @rule(steps=st.integers(1, 6), token=st.sampled_from([60, 60, 60, EOS]))
+    def steps_return(self, steps: int, token: int) -> None:
+        for _ in range(steps):
+            if not self.in_flight:
+                return
+            plan = self.in_flight.pop(0)
+            self.do(self.made.step_done(result(plan, [token] * len(plan.sampled_rows)), self.now))
+            self.turn()
+            self.a_page_is_in_one_hand()
 
     @precondition(lambda self: self.settling)
     @rule()
     def settled(self) -> None:
         self.do(self.made.transfer_event(Settled(self.settling.pop(0).key), self.now))
+        self.turn()
 
     # --- what must hold --------------------------------------------------------------------------------------------------
 
@@ -193,11 +210,10 @@ class AnyOrder(RuleBasedStateMachine):
         for second in range(70):
             self.now += 1.0
             for name in list(self.writing):
-                self.do(self.made.receive(self.writing.pop(name).writer, Withdraw(key=key(name)), self.now))
-            self.do(self.made.tick(self.now))
-            self.decide()
+                self.hear(self.writing.pop(name).writer, Withdraw(key=key(name)))
+            self.turn()
             while self.in_flight:
-                self.a_step_returns(60)
+                self.steps_return(2, 60)
             while self.settling:
                 self.settled()
             self.a_page_is_in_one_hand()
@@ -209,4 +225,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestAnyOrder.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

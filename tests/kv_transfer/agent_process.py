@@ -1,7 +1,7 @@
 """One agent in a process of its own: a transport and a pool of bytes, driven over pipes with lines of JSON.
 
-Owns the words between a test and the agent, and the agent's loop. Knows no pages; the test decides what happens and when. It runs
-as `python -m tests.kv_transfer.agent_process TRANSPORT POOL_BYTES SILENCE_S`, says Started, and then answers each command with one
+Owns the words between a test and the agent, and the agent's loop. Knows no pages; the test decides what happens and when. Run as
+`python -m tests.kv_transfer.agent_process TRANSPORT POOL_BYTES SILENCE_S` it says Started, and then answers each command with one
 Answer; what the transport reports comes in between. It ends when it is told to, or when its stdin closes.
 """
 
@@ -122,7 +122,7 @@ Report: TypeAlias = Started | Answer | Done | Failed | Lost
 
 
 def random_bytes(seed: int, pool_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    """The same bytes for the same seed, in any process. They begin anew after a stretch that no size of a page or slice divides."""
+    """The same bytes for the same seed, in any process. They repeat with a period that divides no page or slice."""
     return np.resize(np.frombuffer(np.random.default_rng(seed).bytes(PERIOD_BYTES), dtype=np.uint8), pool_bytes)
 
 

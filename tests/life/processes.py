@@ -60,6 +60,11 @@ class RouterProcess:
         """As POST /cluster/{instance}/drain does."""
         self._deliver(self.core.drain(instance))
 
+    def connection_broken(self, instance: InstanceId) -> None:
+        """As the mailbox says when the other side has closed."""
+        self.core.connection_broken(instance, self._clock.now)
+        self._loop.wake(self.next_at())
+
     def _deliver(self, sends: Sequence[Send]) -> None:
         if self.core.addresses_version != self._routes_version:
             self._learn_routes()

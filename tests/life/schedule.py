@@ -17,6 +17,8 @@ WINDOW_S = 12.0
 LONGEST_PROMPT, LONGEST_ANSWER = 44, 30
 FEWEST_PAGES, MOST_PAGES = 19, 32
 """The fewest hold the longest prompt with the longest answer."""
+LONGEST_HANG_S = 22.0
+"""So long that what the instance had in flight must not go on."""
 TRIGGERS = ("Generate", "Reserve", "Grant", "Handoff", "TokenBatch", "Renew", "Withdraw", "Decline", "Renewed", "Cancel", "Probe")
 """Kinds of letters upon which a fault may strike, so that it strikes within the protocol."""
 
@@ -48,12 +50,13 @@ class Ask:
 @dataclass(frozen=True, kw_only=True)
 class Kill:
     """The process is gone, memory and all. noticed_s: how long its peers' transports take to see it. back_s: until a successor
-    starts. inherits: the successor has its address, and so its mail."""
+    starts. inherits: the successor has its address, and so its mail. breaks: the router sees its connection break."""
 
     name: str
     noticed_s: float
     back_s: float
     inherits: bool
+    breaks: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,14 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Nothing passes between two of them for so many seconds; letters are lost, or queued until then."""
+    """Nothing passes between two of them for so many seconds; letters are lost, or queued until then. breaks: the router sees the
+    connection break, if it is one of them."""
 
     one: str
     other: str
     seconds: float
     queued: bool
+    breaks: bool
 
 
 Deed: TypeAlias = Kill | Hang | Leave | Part
@@ -179,13 +184,14 @@ def _rough(random: Random) -> Rough:
 def _asks(random: Random) -> tuple[Ask, ...]:
     """All at once, or over the window."""
     span_s = random.choice((0.5, 0.3 * WINDOW_S, 0.8 * WINDOW_S))
-    return tuple(_ask(random, number, random.uniform(0.0, span_s)) for number in range(random.randint(3, 8)))
+    shortest = random.choice((1, 1, LONGEST_ANSWER // 2))
+    return tuple(_ask(random, number, random.uniform(0.0, span_s), shortest) for number in range(random.randint(3, 8)))
 
 
-def _ask(random: Random, number: int, at_s: float) -> Ask:
+def _ask(random: Random, number: int, at_s: float, shortest: int) -> Ask:
     prompt = tuple(random.randrange(10, 1000) for _ in range(random.choice((random.randint(1, 10), random.randint(1, 44)))))
     both = 2 if random.random() < 0.15 else 1
-    max_tokens = 1 if random.random() < 0.1 else random.randint(1, LONGEST_ANSWER)
+    max_tokens = 1 if random.random() < 0.1 else random.randint(shortest, LONGEST_ANSWER)
     is_sampled = random.random() < 0.3
     choices = tuple(
         Choice(
@@ -221,13 +227,26 @@ def _deed(random: Random, names: list[str], victims: list[str], survivor: str | 
     match random.choice(("kill", "kill", "hang", "hang", "leave", "part")):
         case "kill":
             noticed_s = random.choice((0.01, random.uniform(0.1, 9.0)))
-            return Kill(name=name, noticed_s=noticed_s, back_s=random.uniform(0.3, 6.0), inherits=random.random() < 0.5)
+            return Kill(
+                name=name,
+                noticed_s=noticed_s,
+                back_s=random.uniform(0.3, 6.0),
+                inherits=random.random() < 0.5,
+                breaks=random.random() < 0.5,
+            )
         case "hang":
-            return Hang(name=name, seconds=random.choice((random.uniform(0.5, 3.0), random.uniform(3.0, 12.0))))
+            seconds = random.choice((random.uniform(0.5, 3.0), random.uniform(3.0, 12.0), random.uniform(0.5, LONGEST_HANG_S)))
+            return Hang(name=name, seconds=seconds)
         case "leave":
             return Leave(name=name, by_signal=random.random() < 0.5)
         case _:
             one, other = random.choice(victims), random.choice(["router", "detokenizer", *names])
             if other == one or (other in ("router", "detokenizer") and one == survivor):
                 other = "router"
-            return Part(one=one, other=other, seconds=random.uniform(0.5, 8.0), queued=random.random() < 0.5)
+            return Part(
+                one=one,
+                other=other,
+                seconds=random.uniform(0.5, 8.0),
+                queued=random.random() < 0.5,
+                breaks=random.random() < 0.5,
+            )

@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from common.messages import Failed
+from common.messages import Finished
+from router.attempts import ResumeReason
 from tests.life.expected import undisturbed
 from tests.life.fleet import Fleet
 
@@ -50,16 +51,17 @@ def test_clients_that_leave_at_any_moment_disturb_nobody(seed: int) -> None:
 
 
 @pytest.mark.parametrize("quiescent", [True, False])
-def test_a_failed_push_ends_its_request_once(quiescent: bool) -> None:
+def test_a_request_whose_push_failed_is_served_again(quiescent: bool) -> None:
+    prompt = list(range(10, 29))
     fleet = Fleet()
     fleet.memory.hold = True
-    client = fleet.submit("r", list(range(10, 29)), 5)
+    client = fleet.submit("r", prompt, 5)
     fleet.turn_until(lambda: ("prefill-0", "TokenBatch", "detokenizer") in fleet.network.log)
-    fleet.turn()
     fleet.instances["prefill-0"].transport.fail("cable", quiescent)
+    fleet.memory.hold = False
     fleet.turn_until(lambda: client.ended)
-    (ending,) = client.endings
-    assert isinstance(ending, Failed) and "cable" in ending.message
-    for _ in range(50):
-        fleet.turn()
+    assert client.token_ids == undisturbed(prompt, 5)
+    assert client.endings == [Finished(reason="length")]
+    assert fleet.observer.resumes == [ResumeReason.FAILED_ATTEMPT]
+    fleet.run_for(5.0)
     assert fleet.is_home() == quiescent, "without proof that it stopped, the pages under the push stay away"

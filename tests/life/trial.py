@@ -201,7 +201,9 @@ class Trial(Fleet):
 
     def _on_letter(self, letter: Letter, message: AnyMessage, delays: Sequence[float]) -> None:
         if isinstance(message, Generate):
-            self._serving[message.key.request_id] = (letter.to,) if message.decode is None else (letter.to, message.decode)
+            serving = (letter.to,) if message.decode is None else (letter.to, message.decode)
+            self._serving[message.key.request_id] = serving
+            self.blows[message.key.request_id] += not all(self._is_up(name) for name in serving)
         if not delays:
             self.blows.update({key.request_id for key in keys_of(message)})
         for deed in self._armed.pop(letter.kind, ()):
@@ -216,6 +218,8 @@ class Trial(Fleet):
             case Kill():
                 if deed.name in self.instances:
                     killed = self.kill(deed.name, deed.noticed_s)
+                    if deed.breaks:
+                        self.router_process.connection_broken(killed.name.id)
                     self.clock.at(now + deed.back_s, lambda: self._start_again(killed, deed.inherits))
             case Hang():
                 if deed.name in self.instances:
@@ -224,6 +228,8 @@ class Trial(Fleet):
                 self._drain(deed)
             case Part():
                 self.storm.cut(_correspondent(deed.one), _correspondent(deed.other), Cut(now + deed.seconds, deed.queued))
+                if deed.breaks and deed.other == ROUTER:
+                    self.router_process.connection_broken(_correspondent(deed.one))
             case _:
                 assert_never(deed)
 
@@ -257,14 +263,16 @@ class Trial(Fleet):
 
     def _could_serve(self, instance: Instance, pages: int) -> bool:
         """A decode instance serves alone, if need be, as long as not too much of its memory waits for the end of writes."""
-        now = self.clock.now
-        reachable = self.storm.cut_until(instance.name.id, ROUTER, now) <= now
-        runs = now >= instance.stopped_until_s and instance not in self._leaving
-        if instance.name.role != "decode" or not runs or not reachable:
+        if instance.name.role != "decode" or not self._is_up(instance.name.id) or instance in self._leaving:
             return False
         load = instance.scheduler.load()
         is_whole = load.pages_quarantined * QUARANTINE_DIVISOR <= load.pages_total
         return is_whole and pages <= load.pages_total - load.pages_quarantined
+
+    def _is_up(self, name: InstanceId) -> bool:
+        """Its process runs, and the router can reach it."""
+        now, instance = self.clock.now, self.instances.get(name)
+        return instance is not None and now >= instance.stopped_until_s and self.storm.cut_until(name, ROUTER, now) <= now
 
     def _note(self, event: str) -> None:
         self.on_event(f"{self.clock.now:9.4f}  == {event}")

@@ -371,3 +371,16 @@ def test_withdrawals_are_never_sent_while_a_push_is_in_flight() -> None:
     said += made.tick(60.0)
     assert not any(isinstance(message, Withdraw | Reserve) for message in messages(said))
     assert kinds(finish_pushes(made, push)) == ["Withdraw"] and is_home(made)
+
+
+def test_a_request_that_has_ended_is_not_known_though_its_pages_wait_for_a_push() -> None:
+    """Its failure may have been lost: a router that asks must learn that nobody serves it."""
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 4), 0.0)
+    decision = made.decide(0.0)
+    made.receive(DECODE, grant_for(decision.actions), 0.0)
+    made.step_done(result(decision.plan, [5]), 0.1)
+    made.receive(ROUTER, Cancel(key=key("a")), 0.2)
+    assert made.load().pages_free < made.load().pages_total
+    (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.3))
+    assert answer == Probed(id=ME, incarnation=LIFE, standings=(Standing(key("a"), None),))

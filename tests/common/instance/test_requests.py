@@ -16,7 +16,7 @@ from tests.builders import key
 @dataclass(slots=True, eq=False)
 class Request:
     key: Key
-    next_token: int = 0
+    standing: int | None = 0
 
 
 def table(request_timeout_s: float = 600.0) -> RequestTable[Request]:
@@ -101,7 +101,7 @@ def test_requests_may_be_removed_while_one_goes_through_them() -> None:
 
 def test_standings_say_which_token_comes_next_and_which_keys_are_not_known() -> None:
     made, request = opened("a")
-    request.next_token = 7
+    request.standing = 7
     made.add(Request(key("over")), None, 0.0)
     made.remove(key("over"), 0.0)
     asked = (key("over"), key("a"), key("unknown"))

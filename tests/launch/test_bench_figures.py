@@ -1,0 +1,119 @@
+"""What becomes of samples: figures, ratios and verdicts, from numbers that are worked out by hand."""
+
+import pytest
+
+from launch.bench.figures import Goal, Outcome, Place, Row, Sample, judge
+from launch.bench.hardware import this_hardware
+from launch.bench.plan import Point, Way
+from launch.bench.plot import draw
+from launch.bench.report import markdown, text
+
+KIB = 2**10
+ONE, MANY = Point(64 * KIB, 1, "contiguous"), Point(64 * KIB, 8, "scattered")
+FAR = Point(256 * KIB, 8, "scattered")
+NIXL, THREAD, MEMMOVE, SOCKET = Way("transport", "nixl"), Way("thread", "nixl"), Way("memmove"), Way("socket")
+
+
+def sample(gb_per_s: float, median_s: float = 40e-6, cpu_s_per_gb: float = 0.3) -> Sample:
+    return Sample(pushes=3, gb_per_s=gb_per_s, median_s=median_s, p99_s=2 * median_s, cpu_s_per_gb=cpu_s_per_gb)
+
+
+def row(way: Way, point: Point, *samples: Sample) -> Row:
+    return Row(way=way, point=point, samples=list(samples))
+
+
+def place(*rows: Row, **idle_cores: float) -> Place:
+    return Place(name="host", rows=list(rows), idle_cores=idle_cores)
+
+
+def verdicts(host: Place, network: Place) -> list[bool | None]:
+    """Of NIXL through the port: memory's share, latency, CPU, idle, network."""
+    return [goal.met for goal in judge(host, network)[:5]]
+
+
+def test_a_sample_counts_bytes_over_the_whole_time_and_latency_push_by_push() -> None:
+    pushes = [0.001] * 98 + [0.004, 0.010]
+    made = Sample.of(Point(1000, 10, "scattered"), pushes, elapsed_s=0.5, cpu_s=0.002)
+    assert made.pushes == 100
+    assert made.gb_per_s == pytest.approx(100 * 10_000 / 1e9 / 0.5)
+    assert (made.median_s, made.p99_s) == (0.001, 0.010)
+    assert made.cpu_s_per_gb == pytest.approx(2.0)
+
+
+def test_goals_that_are_met_are_judged_so() -> None:
+    host = place(row(MEMMOVE, MANY, sample(8.0)), row(NIXL, MANY, sample(6.1)), row(NIXL, ONE, sample(1.0)), nixl=0.001)
+    network = place(row(SOCKET, FAR, sample(1.0)), row(NIXL, FAR, sample(1.2)))
+    assert verdicts(host, network) == [True, True, True, True, True]
+
+
+def test_each_goal_can_be_missed() -> None:
+    host = place(
+        row(MEMMOVE, MANY, sample(8.0)),
+        row(NIXL, MANY, sample(5.9, cpu_s_per_gb=0.41)),
+        row(NIXL, ONE, sample(1.0, median_s=51e-6)),
+        nixl=0.006,
+    )
+    network = place(row(SOCKET, FAR, sample(1.0)), row(NIXL, FAR, sample(0.9)))
+    assert verdicts(host, network) == [False, False, False, False, False]
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    nothing = place()
+    assert verdicts(nothing, nothing) == [None] * 5
+    assert {goal.figure for goal in judge(nothing, nothing)} == {"not measured"}
+
+
+def test_speeds_are_compared_round_by_round() -> None:
+    """A round in which the machine was slow for both says nothing about their ratio; the medians alone would say 50 %."""
+    host = place(
+        row(MEMMOVE, MANY, sample(8.0), sample(8.0), sample(4.0)),
+        row(NIXL, MANY, sample(6.4), sample(4.0), sample(3.2)),
+    )
+    assert judge(host, place())[0].figure == "80 %"
+
+
+def test_the_worst_page_size_decides_and_the_fullest_push_of_each_counts() -> None:
+    small, large = Point(64 * KIB, 2, "scattered"), Point(128 * KIB, 8, "scattered")
+    host = place(
+        *(row(MEMMOVE, point, sample(8.0)) for point in (small, MANY, large)),
+        row(NIXL, small, sample(0.1)),
+        row(NIXL, MANY, sample(7.2)),
+        row(NIXL, large, sample(6.8)),
+    )
+    assert judge(host, place())[0].figure == "85 %"
+
+
+def outcome(host: Place) -> Outcome:
+    network = Place(name="network", skipped={"namespaces": "they were not asked for"})
+    goals = [Goal(rule="a rule", met=False, figure="a figure")]
+    return Outcome(
+        command="launch bench transfer --quick",
+        hardware=this_hardware(),
+        pool_bytes=2**20,
+        host=host,
+        network=network,
+        goals=goals,
+    )
+
+
+def test_a_report_says_every_figure_the_spread_and_what_was_skipped() -> None:
+    host = place(row(NIXL, MANY, sample(3.0), sample(5.0), sample(4.0)), nixl=0.0123)
+    for report in (text(outcome(host)), markdown(outcome(host))):
+        for said in ("4.00", "3.00 … 5.00", "64 KiB", "scattered", "0.30", "nixl 1.23%", "they were not asked for", "not met"):
+            assert said in report
+        assert "Linux" in report and "1 MiB" in report
+    assert "launch bench transfer --quick" in markdown(outcome(host))
+    assert "| 64 KiB | 8 | scattered | nixl | 4.00 | 3.00 … 5.00 | 40 | 80 | 0.30 |" in markdown(outcome(host))
+
+
+def test_a_drawing_has_a_line_for_each_way_and_is_higher_where_speed_is() -> None:
+    larger = Point(128 * KIB, 8, "scattered")
+    drawing = draw(place(row(NIXL, MANY, sample(2.0)), row(NIXL, larger, sample(4.0)), row(SOCKET, MANY, sample(1.0))))
+    assert drawing.startswith("<svg") and drawing.count("<polyline") == 2 and ">tcp socket<" in drawing
+    path = drawing.partition('<polyline points="')[2].partition('"')[0]
+    (left, low), (right, high) = (map(float, dot.split(",")) for dot in path.split())
+    assert left < right and low > high, "SVG counts from the top"
+
+
+def test_nothing_measured_is_an_empty_drawing() -> None:
+    assert "<polyline" not in draw(place())
