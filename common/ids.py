@@ -18,7 +18,7 @@ Incarnation = NewType("Incarnation", str)
 """One life of an instance's process: a restarted instance keeps its id and gets a new incarnation."""
 
 Generation = NewType("Generation", int)
-"""The number of a reservation on its decode instance; never used twice within an incarnation."""
+"""The number of a reservation on its decode instance: never used twice, nor by another incarnation."""
 
 Ticket = NewType("Ticket", int)
 """The number of a push within the process that posts it."""

@@ -79,7 +79,7 @@ class DecodeScheduler:
         self.pool = PagePool(engine.total_pages)
         self._rows = Rows(engine.max_rows)
         self._line = AdmissionLine(self.pool, self._rows, PATIENCE_S)
-        self._target = HandoffTarget()
+        self._target = HandoffTarget(incarnation)
         self._batch = Batch(engine.max_rows, engine.eos_token_ids)
         self._requests: RequestTable[DecodeRequest] = RequestTable(limits.request_timeout_s)
         self._by_row: dict[int, DecodeRequest] = {}

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import Future, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -27,8 +28,8 @@ from kv_transfer.pushes import Pushes, SliceFailed
 from kv_transfer.transport import TransportEvent
 
 SILENCE_S = 10.0
-"""A peer that answers nothing for so long is lost."""
-CONNECT_S = 5.0
+"""A peer that does not answer a slice for so long is lost."""
+CONNECT_S = 3.0
 ACCEPT_S = 5e-3
 """How often the store is asked for joiners."""
 CLOSE_S = 2.0
@@ -66,6 +67,7 @@ class _Sender:
         self._wire = msgspec.msgpack.decode(pool.wire, type=_Wire)
         self._pair: Pair | None = None
         self._failure = ""
+        self._closed = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="torch-sender", daemon=True)
         self.thread.start()
@@ -76,6 +78,7 @@ class _Sender:
         return job.ended
 
     def close(self) -> None:
+        self._closed = True
         self._jobs.put(None)
 
     # --- on the thread -----------------------------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ class _Sender:
                     job.ended.set_result(None)
                 else:
                     job.ended.set_exception(failed)
-        self._pair = None
+        self._part("the link was closed")
 
     def _join(self) -> Pair:
         """Meet the receiver at its store. Raises what torch raises, OSError and TransferError."""
@@ -116,15 +119,21 @@ class _Sender:
             return _Job(NOTHING)
 
     def _send(self, runs: Int64Array) -> SliceFailed | None:
+        if self._closed:
+            self._part("the link was closed")
         if self._pair is None:
             return SliceFailed(self._failure, quiescent=True)
         try:
             self._pair.send_slice(bytes_of(self._source), runs)
         except ERRORS as error:
-            self._pair = None
-            self._failure = reason_of(error)
+            self._part(reason_of(error))
             return SliceFailed(self._failure, quiescent=is_closed_by_peer(error))
         return None
+
+    def _part(self, reason: str) -> None:
+        if self._pair is not None:
+            self._pair.close()
+            self._pair, self._failure = None, reason
 
 
 class TorchTransport:
@@ -197,7 +206,7 @@ class TorchTransport:
         except msgspec.DecodeError as error:
             raise TransferError(f"{what}: {error}") from error
         self._threads.append(sender.thread)
-        until = time.monotonic() + 2 * CONNECT_S
+        until = time.monotonic() + CONNECT_S
         while not wait([sender.ready], ACCEPT_S).done and time.monotonic() < until:
             self._accept()
         try:
@@ -233,7 +242,7 @@ class TorchTransport:
                 self._host, self._port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False
             )
             pair = Pair(store, name, 0, self._host, self._region.device, CONNECT_S, self._silence_s)
-            with stream_of(self._region.device):
+            with closing(pair), stream_of(self._region.device):
                 while pair.take_slice(self._landing):
                     pass
         except ERRORS:

@@ -12,6 +12,7 @@ Does not know tokens (what they mean), models, sockets or libraries.
 A cancelled reservation keeps its pages until then: a write may still be under way.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,13 +66,14 @@ class Renewal:
 
 
 class HandoffTarget:
-    """All reservations of one decode instance."""
+    """All reservations of one decode instance. Its generations begin at a number that is its incarnation's own: a late message
+    for a former one matches none of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation: Incarnation) -> None:
         self._by_key: dict[Key, Reservation] = {}
         self._heard: dict[Writer, _Heard] = {}
         self._silence: DeadlineWheel[Writer] = DeadlineWheel()
-        self._generations = 0
+        self._generations = zlib.crc32(incarnation.encode()) << 24
         self.stale = 0
         """Messages that belong to no reservation: dropped and counted."""
 

@@ -8,7 +8,7 @@ Owns the engine, and threads for each link. Knows no pages. Measured behaviour t
   What does prove an end is that the peer is gone: the port that it holds as long as it lives refuses a connection.
 - The engine chooses TCP or RDMA by the devices that it finds, whatever protocol it is told.
 - A process that exits while a call is under way is aborted, so its exit waits for the threads: for MC_TRANSFER_TIMEOUT seconds,
-  which is also how long a silent peer goes unnoticed.
+  which is also how long a silent peer goes unnoticed. The environment is the only way to set it.
 
 Mooncake: https://github.com/kvcache-ai/Mooncake, transfer engine of 0.3.13.
 """
@@ -36,6 +36,8 @@ SLICE_BYTES = 16 * 2**20
 SLICE_RUNS = 512
 WINDOW = 2
 """Slices under way on a link, and so its threads."""
+SILENCE_S = 8
+"""A peer that acknowledges nothing for so long is lost, unless MC_TRANSFER_TIMEOUT says otherwise."""
 CONNECT_S = 2.0
 DYING_S = 0.5
 NAME_BYTES = 64
@@ -146,6 +148,7 @@ class MooncakeTransport:
 
 
 def _make_engine() -> Any:
+    os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(SILENCE_S))
     try:
         return importlib.import_module("mooncake.engine").TransferEngine()
     except ImportError as error:

@@ -70,92 +70,104 @@ class Landing:
 
 
 class _Gloo:
-    """A process group whose tensors are on the CPU. Its messages arrive in the order in which they were sent."""
+    """A process group whose tensors are on the CPU. Its messages arrive in the order in which they were sent. until: of the
+    monotonic clock."""
 
-    def __init__(self, store: Store, rank: int, host: str, connect_s: float, silence_s: float) -> None:
+    def __init__(self, store: Store, rank: int, host: str, connect_s: float) -> None:
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=connect_s)
         options._threads = 1
         options._devices = [gloo.create_device(hostname=host)]
-        self._group = gloo(store, rank, 2, options)
+        self._group: Any = gloo(store, rank, 2, options)
         self._peer = 1 - rank
-        self._silence = timedelta(seconds=silence_s)
 
-    def send(self, tensor: Tensor) -> None:
-        self._group.send([tensor], self._peer, 0).wait(self._silence)
+    def send(self, tensor: Tensor, until: float) -> None:
+        self._group.send([tensor], self._peer, 0).wait(_left(until))
 
-    def receive(self, tensor: Tensor) -> None:
-        self._group.recv([tensor], self._peer, 0).wait(self._silence)
+    def receive(self, tensor: Tensor, until: float) -> None:
+        self._group.recv([tensor], self._peer, 0).wait(_left(until))
+
+    def close(self) -> None:
+        """The peer's wait ends at once."""
+        self._group = None
 
 
 class _Nccl:
     """A process group whose tensors are on a CUDA device. Silence is watched here: NCCL's own watchdog would end the process."""
 
-    def __init__(self, store: Store, rank: int, silence_s: float) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         nccl: Any = torch.distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(days=1)
-        self._group = nccl(store, rank, 2, options)
+        self._group: Any = nccl(store, rank, 2, options)
         self._peer = 1 - rank
-        self._silence_s = silence_s
 
-    def send(self, tensor: Tensor) -> None:
-        self._finish(self._group.send([tensor], self._peer, 0))
+    def send(self, tensor: Tensor, until: float) -> None:
+        self._finish(self._group.send([tensor], self._peer, 0), until)
 
-    def receive(self, tensor: Tensor) -> None:
-        self._finish(self._group.recv([tensor], self._peer, 0))
+    def receive(self, tensor: Tensor, until: float) -> None:
+        self._finish(self._group.recv([tensor], self._peer, 0), until)
 
-    def _finish(self, work: Any) -> None:
+    def close(self) -> None:
+        self._group.abort()
+
+    def _finish(self, work: Any, until: float) -> None:
         """Wait for the device's copy: `wait` of NCCL orders streams and does not wait."""
-        until = time.monotonic() + self._silence_s
         while not work.is_completed():
             if time.monotonic() > until:
-                self._group.abort()
-                raise RuntimeError(f"Timed out: nothing from the peer for {self._silence_s:g} s")
+                raise RuntimeError("Timed out waiting for NCCL")
             time.sleep(NCCL_POLL_S)
         work.wait()
 
 
 class Pair:
-    """One end of a pair. name: of the pair, at the store. rank: 0 receives, 1 sends. host: our address. Its methods block until
-    nothing was heard for `silence_s`. All raise RuntimeError and ValueError, and then the pair is of no more use."""
+    """One end of a pair. name: of the pair, at the store. rank: 0 receives, 1 sends. host: our address. silence_s: most that
+    a slice may take. All methods raise RuntimeError and ValueError, and then the pair is of no more use."""
 
     def __init__(self, store: Store, name: str, rank: int, host: str, device: str, connect_s: float, silence_s: float) -> None:
-        self._control = _Gloo(PrefixStore(f"{name}/control", store), rank, host, connect_s, silence_s)
+        self._control = _Gloo(PrefixStore(f"{name}/control", store), rank, host, connect_s)
         self._data: _Gloo | _Nccl = self._control
         if device != "cpu":
-            self._data = _Nccl(PrefixStore(f"{name}/data", store), rank, silence_s)
+            self._data = _Nccl(PrefixStore(f"{name}/data", store), rank)
+        self._silence_s = silence_s
         self._header = torch.zeros(1 + 2 * SLICE_RUNS, dtype=torch.int64)
         self._answer = torch.zeros(1, dtype=torch.int64)
         self._staging = torch.empty(SLICE_BYTES, dtype=torch.uint8, device=device)
 
     def send_slice(self, pool: Tensor, runs: Int64Array) -> None:
         """Returns when the runs have landed."""
+        until = time.monotonic() + self._silence_s
         self._header[0] = len(runs)
         self._rows(len(runs))[:] = runs[:, 1:]
-        self._control.send(self._header)
+        self._control.send(self._header, until)
         staged = self._staging[: int(runs[:, 2].sum())]
         if len(staged):
             torch.cat([pool[offset : offset + run_bytes] for offset, _, run_bytes in runs.tolist()], out=staged)
-            self._data.send(staged)
-        self._control.receive(self._answer)
+            self._data.send(staged, until)
+        self._control.receive(self._answer, until)
 
     def take_slice(self, landing: Landing) -> bool:
-        """Returns False when the landing is closed: the pair is to be let go of."""
-        self._control.receive(self._header)
+        """Returns False when the landing is closed: the pair is to be closed as well."""
+        self._control.receive(self._header, time.monotonic() + self._silence_s)
+        until = time.monotonic() + self._silence_s
         rows = self._rows(int(self._header[0]))
         landing.check(rows)
         staged = self._staging[: int(rows[:, 1].sum())]
         if len(staged):
-            self._data.receive(staged)
+            self._data.receive(staged, until)
         if not landing.scatter(staged, rows):
             return False
         if staged.is_cuda:
             torch.cuda.current_stream().synchronize()
-        self._control.send(self._answer)
+        self._control.send(self._answer, until)
         return True
+
+    def close(self) -> None:
+        """Also after an error. No other method may be under way, or be called after it."""
+        self._data.close()
+        self._control.close()
 
     def _rows(self, runs: int) -> Int64Array:
         """The header's rows of (target offset, bytes)."""
@@ -163,6 +175,11 @@ class Pair:
             raise ValueError(f"a slice of {runs} runs")
         rows: Int64Array = self._header[1 : 1 + 2 * runs].numpy().reshape(-1, 2)
         return rows
+
+
+def _left(until: float) -> timedelta:
+    """At least a millisecond: Gloo takes 0 for no limit."""
+    return timedelta(seconds=max(1e-3, until - time.monotonic()))
 
 
 class _CudaBytes:

@@ -135,7 +135,7 @@ def _goals_of(way: Way, host: Place, network: Place) -> Iterator[Goal]:
         yield Goal(
             rule=f"{way.label}: at {'least' if at_least else 'most'} {limit:g}{unit} {rule}",
             met=None if worst is None else (worst >= limit if at_least else worst <= limit),
-            figure="not measured" if worst is None else f"{worst:.3g}{unit}",
+            figure="not measured" if worst is None else f"{float(f'{worst:.3g}'):g}{unit}",
         )
 
 

@@ -3,11 +3,11 @@
 Owns the columns and their order. Measures and judges nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from launch.bench.figures import Goal, Outcome, Place, Row, cpu_s_per_gb, gb_per_s, median_us, p99_us
 
-COLUMNS = ("page", "pages", "arrangement", "way", "GB/s", "least … most", "median us", "p99 us", "CPU-s/GB")
+COLUMNS = ("page", "pages", "arrangement", "way", "GB/s (least … most)", "us: median / p99", "CPU-s/GB")
 _VERDICTS = {True: "met", False: "not met", None: "not measured"}
 
 
@@ -15,22 +15,39 @@ def text(outcome: Outcome) -> str:
     """For a terminal: columns of equal width."""
     parts = [_machine(outcome)]
     for place in (outcome.host, outcome.network):
-        parts += [f"{place.name}:", _columns([COLUMNS, *_cells(place)]), *_notes(place)]
+        table = [_columns([COLUMNS, *_cells(place)])] if place.rows else []
+        parts += [f"{place.name}:", *table, *_notes(place)]
     parts += [_goal_line(goal) for goal in outcome.goals]
     return "\n".join(parts)
 
 
 def markdown(outcome: Outcome) -> str:
-    """The section of docs/performance.md: what was run on what, every figure, and the goals."""
-    parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), "| goal | | measured |\n|---|---|---|"]
-    parts[-1] += "".join(f"\n| {goal.rule} | {_VERDICTS[goal.met]} | {goal.figure} |" for goal in outcome.goals)
+    """The section of docs/performance.md: what was run on what, the goals, and every figure with the ways side by side."""
+    goals = [("goal", "", "measured"), *((goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals)]
+    parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), _table(goals)]
     for place in (outcome.host, outcome.network):
         if place.rows:
-            rule = ("---",) * len(COLUMNS)
-            table = "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, rule, *_cells(place)))
-            parts += [f"### Over the {place.name}", table]
+            parts += [f"### {place.name.capitalize()}: GB/s, median (least … most of the rounds)", _side_by_side(place, _speed)]
+            parts += [f"### {place.name.capitalize()}: microseconds of a push, median / p99", _side_by_side(place, _latency)]
+            parts += [f"### {place.name.capitalize()}: CPU-s/GB, both processes", _side_by_side(place, _cost)]
         parts += [f"- {note}" for note in _notes(place)]
     return "\n\n".join(parts)
+
+
+def _side_by_side(place: Place, cell: Callable[[Row], str]) -> str:
+    """A line for each point, a column for each way."""
+    ways = list(dict.fromkeys(row.way for row in place.rows))
+    lines = [("page", "pages", "", *(way.label for way in ways))]
+    for point in dict.fromkeys(row.point for row in place.rows):
+        cells = {row.way: cell(row) for row in place.rows if row.point == point}
+        lines.append((bytes_text(point.page_bytes), str(point.pages), point.arrangement, *(cells[way] for way in ways)))
+    return _table(lines)
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    """The first line is the head."""
+    head, *rest = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest))
 
 
 def bytes_text(number: int) -> str:
@@ -46,18 +63,29 @@ def _cells(place: Place) -> list[tuple[str, ...]]:
 
 
 def _row_cells(row: Row) -> tuple[str, ...]:
-    speed = row.figure(gb_per_s)
+    point = row.point
     return (
-        bytes_text(row.point.page_bytes),
-        str(row.point.pages),
-        row.point.arrangement,
+        bytes_text(point.page_bytes),
+        str(point.pages),
+        point.arrangement,
         row.way.label,
-        f"{speed.median:.2f}",
-        f"{speed.least:.2f} … {speed.most:.2f}",
-        f"{row.figure(median_us).median:.0f}",
-        f"{row.figure(p99_us).median:.0f}",
-        f"{row.figure(cpu_s_per_gb).median:.2f}",
+        _speed(row),
+        _latency(row),
+        _cost(row),
     )
+
+
+def _speed(row: Row) -> str:
+    speed = row.figure(gb_per_s)
+    return f"{speed.median:.2f} ({speed.least:.2f} … {speed.most:.2f})"
+
+
+def _latency(row: Row) -> str:
+    return f"{row.figure(median_us).median:.0f} / {row.figure(p99_us).median:.0f}"
+
+
+def _cost(row: Row) -> str:
+    return f"{row.figure(cpu_s_per_gb).median:.2f}"
 
 
 def _columns(lines: Sequence[Sequence[str]]) -> str:

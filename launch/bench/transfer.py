@@ -82,6 +82,7 @@ def _measure(bench: TransferBench, name: str, ways: Sequence[Way], spots: Spots,
         alive = _Alive([stack.enter_context(Pair(bench, way, spots, environment)) for way in ways])
         alive.each(Pair.connect)
         idle_cores = _watch_idle(alive.pairs, bench.idle_s)
+        _say(f"{name}: the first pushes")
         for point in points:
             alive.each(partial(Pair.check, point=point, seed=0))
         for number in range(1, bench.repeat + 1):

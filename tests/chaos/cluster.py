@@ -4,8 +4,10 @@ Owns the questions to /cluster, /ready and /metrics. Knows these pages; does not
 """
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ import httpx
 ASK_S = 10.0
 WAIT_S = 0.1
 """Between two looks at a page."""
+RECORD_S = 0.5
 IDLE = ("waiting_requests", "running_requests", "reservations", "pushes_in_flight", "pages_quarantined")
 _SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -74,6 +77,13 @@ class Cluster:
             return _not_home(await self._page(), members)
 
         await _until(lacking, limit_s)
+
+    async def record(self, path: Path) -> None:
+        """Write the page to a file again and again, a line each time, until cancelled: to find the cause of what goes wrong."""
+        with path.open("w") as lines:
+            while True:
+                lines.write(json.dumps({"at_s": asyncio.get_running_loop().time(), **await self._page()}) + "\n")
+                await asyncio.sleep(RECORD_S)
 
     async def _page(self) -> Json:
         page: Json = (await self._http.get("/cluster")).json()

@@ -32,7 +32,7 @@ WHOLE_S = 90.0
 
 @dataclass(slots=True)
 class Fault:
-    """at_s: when the signal was sent. over_s: when the process had ended, or could go on; back_s: when it ran again; whole_s: when
+    """at_s: when the signal was sent. over_s: when the process had ended, or could go on. back_s: when it ran again. whole_s: when
     it was live and linked again. In seconds of the loop's clock."""
 
     number: int
@@ -58,7 +58,8 @@ class _Role:
 
 
 class Faults:
-    """Strikes the instances of `roles` by rotation. on_whole is called with every fault when its victim is whole again."""
+    """Strikes the instances of `roles` by rotation. away_s: how long one that has ended stays away before it is started again.
+    on_whole is called with every fault when its victim is whole again."""
 
     def __init__(
         self,
@@ -67,10 +68,12 @@ class Faults:
         roles: Sequence[Role],
         kinds: Sequence[Kind],
         seed: int,
+        away_s: float,
         on_whole: Callable[[Fault], object],
     ) -> None:
         self._fleet = fleet
         self._cluster = cluster
+        self._away_s = away_s
         self._random = Random(f"faults {seed}")
         self._on_whole = on_whole
         self._roles = [_Role(role, itertools.cycle(itertools.product(fleet.shape.names(role), kinds))) for role in roles]
@@ -131,6 +134,7 @@ class Faults:
                 assert_never(fault.kind)
         fault.over_s = asyncio.get_running_loop().time()
         if fault.kind != "stop":
+            await asyncio.sleep(self._away_s)
             await self._fleet.start_instance(fault.victim)
         fault.back_s = asyncio.get_running_loop().time()
 

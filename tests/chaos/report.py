@@ -3,8 +3,11 @@
 Owns the tables. Judges nothing.
 
 Which instance serves a stream cannot be seen from outside. A stream that was on an instance when it was killed or stopped waits
-until the router misses heartbeats: so a gap that spans the moment, and is as long as that takes at least, is one of those. A
-drain has no such mark: there, the longest gap of every stream that was open meanwhile counts.
+until the router knows: so a gap that spans the moment, and is as long as that takes at least, is one of those.
+
+    kill    the connection breaks, and two heartbeats pass, or the next life of the instance registers
+    stop    --dead-after-s pass since the last heartbeat, or the instance goes on
+    term    nothing waits for the drain to end: the longest gap of every stream that was open meanwhile counts
 """
 
 import itertools
@@ -117,8 +120,16 @@ def _gaps_of(answer: Answer, fault: Fault, shape: Shape) -> list[Gap]:
             meanwhile = (gap for gap in counted if gap.overlaps(*_unknown(fault, shape)))
             made += sorted(meanwhile, key=lambda gap: gap.seconds)[-1:]
         else:
-            made += [gap for gap in counted if gap.spans(fault.at_s) and gap.seconds >= shape.dead_after_s - shape.heartbeat_s]
+            made += [gap for gap in counted if gap.spans(fault.at_s) and gap.end_s >= _known_s(fault, shape)]
     return made
+
+
+def _known_s(fault: Fault, shape: Shape) -> float:
+    """When the router knows at the earliest that the victim was killed or stopped. A stop may count from two heartbeats before it,
+    for a busy machine beats late."""
+    beats_s = 2 * shape.heartbeat_s
+    alone_s = fault.at_s + (beats_s if fault.kind == "kill" else shape.dead_after_s - beats_s)
+    return min(alone_s, fault.back_s)
 
 
 def _unknown(fault: Fault, shape: Shape) -> tuple[float, float]:

@@ -30,7 +30,8 @@ WHOLE_S = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """requests: different ones; they are sent again and again until the faults are through. at_once: open at the same time.
-    is_compared: whether a run without faults goes first, and answers are held against it."""
+    away_s: how long an instance that has ended stays away. is_compared: whether a run without faults goes first, and answers are
+    held against it."""
 
     shape: Shape = field(default_factory=Shape)
     requests: int = 500
@@ -39,6 +40,7 @@ class Plan:
     kinds: tuple[Kind, ...] = KINDS
     seed: int = 1
     at_once: int = 12
+    away_s: float = 0.0
     is_compared: bool = True
 
 
@@ -81,10 +83,12 @@ class _Run:
                 await self._send(client, iter(requests), self._outcome.reference)
                 self._say(f"without faults: {len(requests)} requests in {self._clock() - began_s:.0f} s")
             before = await _resumes(cluster)
+            recording = asyncio.create_task(cluster.record(self._fleet.logs / "cluster.jsonl"))
             try:
                 await self._send_under_faults(client, cluster, requests)
                 await cluster.until_home([*prefill, *decode], HOME_S)
             finally:
+                recording.cancel()
                 self._outcome.resumes = await _resumes(cluster) - before
                 self._outcome.most_attempts = await _most_attempts(cluster)
 
@@ -96,7 +100,7 @@ class _Run:
             words = f"{fault.at_s - began_s:6.1f} s  {fault.kind} {fault.victim}, whole after {fault.whole_s - fault.at_s:.1f} s"
             self._say(f"{words}; {len(outcome.answers)} answers, {sum(bool(a.errors) for a in outcome.answers)} with errors")
 
-        faults = Faults(self._fleet, cluster, plan.roles, plan.kinds, plan.seed, on_whole)
+        faults = Faults(self._fleet, cluster, plan.roles, plan.kinds, plan.seed, plan.away_s, on_whole)
         striking = asyncio.create_task(faults.run(plan.faults))
         try:
             await self._send(client, _until(requests, striking.done), outcome.answers)

@@ -17,14 +17,20 @@ def answer(sent_s: float, *arrivals: float) -> Answer:
 
 
 def test_a_stream_on_a_killed_decode_instance_waits_over_the_moment_of_the_kill() -> None:
-    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0)
-    waited, passed, late = answer(8.0, 9.0, 13.2), answer(8.0, 9.9, 10.1, 10.2), answer(9.0, 14.0)
+    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0, back_s=15.0)
+    waited, passed, late = answer(8.0, 9.0, 11.5), answer(8.0, 9.9, 10.9, 12.0), answer(9.0, 14.0)
     outcome = Outcome(SHAPE, answers=[waited, passed, late], faults=[fault])
-    assert [round(gap.seconds, 3) for gap in disturbed(outcome, [fault])] == [4.2], "a first token waits for no decode instance"
+    assert [gap.seconds for gap in disturbed(outcome, [fault])] == [2.5], "a first token waits for no decode instance"
+
+
+def test_a_stream_goes_on_when_the_next_life_of_its_instance_registers_early() -> None:
+    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0, back_s=10.5)
+    outcome = Outcome(SHAPE, answers=[answer(8.0, 9.5, 10.75)], faults=[fault])
+    assert [gap.seconds for gap in disturbed(outcome, [fault])] == [1.25]
 
 
 def test_a_first_token_waits_for_a_stopped_prefill_instance() -> None:
-    fault = Fault(0, "stop", "prefill", "prefill-0", at_s=10.0, over_s=16.0)
+    fault = Fault(0, "stop", "prefill", "prefill-0", at_s=10.0, over_s=16.0, back_s=16.0)
     outcome = Outcome(SHAPE, answers=[answer(9.0, 14.0), answer(9.9, 10.2)], faults=[fault])
     assert [gap.seconds for gap in disturbed(outcome, [fault])] == [5.0]
 

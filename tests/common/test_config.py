@@ -51,6 +51,9 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (InstanceConfig, "request_timeout_s", 0.0),
         (InstanceConfig, "startup_timeout_s", float("nan")),
         (InstanceConfig, "transport", "pigeon"),
+        (InstanceConfig, "drain_timeout_s", -0.1),
+        (InstanceConfig, "drain_timeout_s", float("nan")),
+        (InstanceConfig, "verify_pages", "maybe"),
         (RouterConfig, "port", 65536),
         (RouterConfig, "control_port", -1),
         (RouterConfig, "max_requests", 0),
@@ -59,6 +62,9 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (RouterConfig, "heartbeat_s", 0.0),
         (RouterConfig, "dead_after_s", 1.0),
         (RouterConfig, "request_timeout_s", -1.0),
+        (RouterConfig, "max_attempts", 0),
+        (RouterConfig, "resume_wait_s", -1.0),
+        (RouterConfig, "resume_wait_s", float("nan")),
         (LogConfig, "log_level", "loud"),
     ],
 )
@@ -75,8 +81,12 @@ def test_a_value_out_of_range_is_refused_by_the_name_of_its_flag(slice_type: Any
         (EngineConfig, "kv_memory", "1.5GiB"),
         (InstanceConfig, "rank", "0-0"),
         (InstanceConfig, "inbox_port", 65535),
+        (InstanceConfig, "drain_timeout_s", 0.0),
+        (InstanceConfig, "verify_pages", "on"),
         (RouterConfig, "port", 0),
         (RouterConfig, "dead_after_s", 1.01),
+        (RouterConfig, "max_attempts", 1),
+        (RouterConfig, "resume_wait_s", 0.0),
     ],
 )
 def test_a_value_at_its_limit_is_taken(slice_type: Any, field: str, value: object) -> None:

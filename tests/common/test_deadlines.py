@@ -47,6 +47,7 @@ class WheelAgainstDictionary(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         assert len(self.wheel) == len(self.known)
+        assert [key for key in range(6) if key in self.wheel] == sorted(self.known)
         assert self.wheel.next_at() == min(self.known.values(), default=None)
 
 

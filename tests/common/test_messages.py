@@ -23,6 +23,7 @@ INBOXES: dict[str, Any] = {
 KEY = Key(RequestId("request"), 1)
 PREFILL, LIFE = InstanceId("prefill-1"), Incarnation("life")
 SAMPLING = SamplingParams(max_new_tokens=5, temperature=0.5, stop_token_ids=(1, 2), seed=2**63 - 1)
+TERMS = messages.Terms(priority=-2, age_s=1.5, timeout_s=30.0)
 INFO = messages.InstanceInfo(
     id=PREFILL,
     incarnation=LIFE,
@@ -43,7 +44,7 @@ INFO = messages.InstanceInfo(
 )
 SAMPLES: tuple[AnyMessage, ...] = (
     messages.Register(instance=INFO),
-    messages.Welcome(router=LIFE, detokenizer="tcp://127.0.0.1:2", heartbeat_s=0.5),
+    messages.Welcome(router=LIFE, detokenizer="tcp://127.0.0.1:2", heartbeat_s=0.5, dead_after_s=2.0),
     messages.Refused(reason="no"),
     messages.Peers(instances=(INFO, INFO)),
     messages.Heartbeat(
@@ -55,12 +56,23 @@ SAMPLES: tuple[AnyMessage, ...] = (
         draining=True,
     ),
     messages.Goodbye(id=PREFILL, incarnation=LIFE),
-    messages.Generate(key=KEY, prompt=pack_ids([1, 2, 3]), sampling=SAMPLING, decode=InstanceId("decode-1")),
+    messages.Drain(),
+    messages.Generate(
+        key=KEY, prompt=pack_ids([1, 2, 3]), sampling=SAMPLING, decode=InstanceId("decode-1"), first=2, terms=TERMS
+    ),
+    messages.Probe(keys=(KEY, Key(RequestId("other"), 0))),
+    messages.Probed(id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
     messages.Cancel(key=KEY),
-    messages.Reserve(key=KEY, source=PREFILL, prompt=pack_ids([1]), sampling=SAMPLING),
-    messages.Grant(key=KEY, generation=Generation(3), pages=pack_ids([5]), have_tokens=16),
-    messages.Decline(key=KEY, failed=messages.Failed(message="full", status=429)),
-    messages.Handoff(key=KEY, generation=Generation(3), first_token=7, pushed_pages=1, pushed_bytes=64),
+    messages.Reserve(key=KEY, incarnation=LIFE, prompt=pack_ids([1]), sampling=SAMPLING, sent_s=12.5, first=1, terms=TERMS),
+    messages.Grant(key=KEY, generation=Generation(3), pages=pack_ids([5]), sent_s=12.5, lease_s=5.0, have_tokens=16),
+    messages.Decline(key=KEY, failed=messages.Failed(message="full", status=429, retryable=True)),
+    messages.Renew(
+        incarnation=LIFE, sent_s=13.5, claims=(messages.Claim(KEY, Generation(0)), messages.Claim(KEY, Generation(3)))
+    ),
+    messages.Renewed(sent_s=13.5, lease_s=5.0, over=(KEY,)),
+    messages.Handoff(
+        key=KEY, generation=Generation(3), first_token=7, pushed_pages=1, pushed_bytes=64, digests=b"\x00\xff\x01\x02"
+    ),
     messages.Withdraw(key=KEY),
     messages.TokenBatch(
         deltas=(
@@ -69,9 +81,12 @@ SAMPLES: tuple[AnyMessage, ...] = (
             messages.TokenDelta(KEY, 3, (), messages.Failed("broken")),
         )
     ),
-    messages.Open(key=KEY, stop=("a", "日本"), first=2, context=pack_ids([1, 2]), text="t", skip_special_tokens=False),
+    messages.Open(
+        key=KEY, stop=("a", "日本"), first=2, context=pack_ids([1, 2]), text="t", skip_special_tokens=False, life_s=60.0
+    ),
     messages.Close(key=KEY),
     messages.TextBatch(deltas=(messages.TextDelta(KEY, 0, (1,), "text", messages.Finished("stop", matched="t")),)),
+    messages.DetokenizerHeartbeat(open_answers=1, early_answers=2, dropped=3),
 )
 
 
@@ -104,8 +119,9 @@ def test_fields_that_a_newer_version_added_are_passed_over(sample: AnyMessage) -
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
 def test_a_message_cannot_be_changed(sample: AnyMessage) -> None:
-    with pytest.raises(AttributeError, match="immutable"):
-        setattr(sample, sample.__struct_fields__[0], None)
+    for field in sample.__struct_fields__:
+        with pytest.raises(AttributeError, match="immutable"):
+            setattr(sample, field, None)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)

@@ -472,7 +472,6 @@ def test_a_correspondent_that_closes_is_told_of_once_and_the_others_are_not(
         leaver.close()
         await asyncio.wait_for(told.wait(), WAIT_S)
         await asyncio.sleep(0.2)  # while it tries in vain to connect again
-        router.route(PREFILL, None)
         router.close()
 
     with asyncio.Runner(loop_factory=new_loop) as runner:

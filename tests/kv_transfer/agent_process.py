@@ -10,7 +10,6 @@ import select
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import TypeAlias, assert_never
 
 import msgspec
@@ -184,7 +183,7 @@ class AgentProcess:
                 case Wipe():
                     self._pool[command.start : command.end] = command.value
                 case Dump():
-                    Path(command.path).write_bytes(self._pool.tobytes())
+                    self._pool.tofile(command.path)
                 case Close():
                     self._transport.close(command.agent)
                 case _:

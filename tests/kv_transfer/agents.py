@@ -241,10 +241,10 @@ class ProcessAgent:
         self._do(Close(agent=agent))
 
     def stop(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
+        self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
         if self._gone:
@@ -334,6 +334,7 @@ class ProcessBackend:
     def finish(self) -> None:
         try:
             for agent in self._agents:
+                agent.go_on()
                 agent.end()
         finally:
             for agent in self._agents:

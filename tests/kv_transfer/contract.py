@@ -77,9 +77,9 @@ class Pair:
         assert not len(wrong), f"{len(wrong)} bytes are wrong, between {wrong[0]} and {wrong[-1]}"
 
 
-def pair_of(backend: Backend, pool_bytes: int = POOL_BYTES) -> Pair:
+def pair_of(backend: Backend) -> Pair:
     """Two new agents."""
-    source, target = backend.start(pool_bytes, pool_bytes)
+    source, target = backend.start(POOL_BYTES, POOL_BYTES)
     return Pair(source, target)
 
 
@@ -121,10 +121,15 @@ class TransportContract:
         pair.check_target()
 
     def test_a_run_of_many_megabytes_arrives(self, backend: Backend) -> None:
-        pair = pair_of(backend, 257 * MIB)
-        ticket = pair.push_and_expect(rows((MIB - 5, 77, 256 * MIB)))
-        assert pair.ended(ticket) == [done(ticket)]
-        pair.check_target()
+        source, target = backend.start(257 * MIB, 257 * MIB)
+        source.fill(SOURCE_SEED)
+        source.connect(target.pool)
+        source.push(1, target.pool.agent, rows((MIB - 5, 77, 256 * MIB)))
+        assert outcomes(source, [1]) == {1: done(1)}
+        moved = random_bytes(SOURCE_SEED, 257 * MIB)[MIB - 5 : 257 * MIB - 5]
+        memory = target.memory()
+        assert (memory[77 : 77 + 256 * MIB] == moved).all()
+        assert not memory[:77].any() and not memory[77 + 256 * MIB :].any()
 
     def test_runs_of_odd_sizes_at_odd_places_arrive(self, pair: Pair) -> None:
         pair.refresh()

@@ -21,8 +21,8 @@ CLOCKS_S = 1000.0
 class Reader:
     """A target with its pool, which hears what is sent at once."""
 
-    def __init__(self) -> None:
-        self.pool, self.target, self.now = PagePool(16), HandoffTarget(), CLOCKS_S
+    def __init__(self, incarnation: str = "1") -> None:
+        self.pool, self.target, self.now = PagePool(16), HandoffTarget(Incarnation(incarnation)), CLOCKS_S
 
     @property
     def writers_now(self) -> float:
@@ -118,6 +118,14 @@ def test_generations_are_never_used_twice() -> None:
     assert reader.target.withdraw(P, key()) is not None
     again, _ = reader.reserve()
     assert again.generation != grant.generation
+
+
+def test_a_late_handoff_for_a_former_life_of_the_reader_lands_nowhere() -> None:
+    grant, _ = Reader("1").reserve()
+    reader = Reader("2")
+    reader.reserve()
+    late = Handoff(key=key(), generation=grant.generation, first_token=1, pushed_pages=2, pushed_bytes=2)
+    assert reader.target.land(P, late) is None and reader.target.stale == 1
 
 
 def test_a_cancelled_reservation_keeps_its_lease_until_the_writer_speaks() -> None:

@@ -155,6 +155,26 @@ def test_a_process_that_was_stopped_drives_no_write_before_it_ends() -> None:
     assert written(two) == [], "neither what was held nor the next slice"
 
 
+def test_a_process_that_was_stopped_makes_no_link_before_it_ends() -> None:
+    """Making one would drive the writes of the others."""
+    connected: list[str] = []
+
+    class Remembers(MemoryTransport):
+        def connect(self, pool: PoolDescriptor) -> str:
+            connected.append(pool.agent)
+            return super().connect(pool)
+
+    two = leased(Remembers)
+    two.push(1, [0], [0])
+    two.source.events()
+    two.clock.now += LEASE_S + OVERRUN_S
+    other = msgspec.structs.replace(two.side(seed=3).info(), id="other")
+    two.source.loop.submit(Connect((two.target.info(), other)))
+    with pytest.raises(LeaseOverrun):
+        two.source.loop.step()
+    assert connected == [two.target.loop.descriptor.agent]
+
+
 def test_a_write_that_ends_in_time_ends_nothing_else() -> None:
     two = leased(SlowTransport)
     two.push(1, [0], [0])

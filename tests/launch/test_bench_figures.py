@@ -103,7 +103,15 @@ def test_a_report_says_every_figure_the_spread_and_what_was_skipped() -> None:
             assert said in report
         assert "Linux" in report and "1 MiB" in report
     assert "launch bench transfer --quick" in markdown(outcome(host))
-    assert "| 64 KiB | 8 | scattered | nixl | 4.00 | 3.00 … 5.00 | 40 | 80 | 0.30 |" in markdown(outcome(host))
+
+
+def test_markdown_has_the_ways_side_by_side() -> None:
+    report = markdown(outcome(place(row(NIXL, MANY, sample(3.0), sample(5.0), sample(4.0)), row(SOCKET, MANY, sample(1.0)))))
+    assert "| page | pages |  | nixl | tcp socket |" in report
+    assert "| 64 KiB | 8 | scattered | 4.00 (3.00 … 5.00) | 1.00 (1.00 … 1.00) |" in report
+    assert "| 64 KiB | 8 | scattered | 40 / 80 | 40 / 80 |" in report
+    assert "| 64 KiB | 8 | scattered | 0.30 | 0.30 |" in report
+    assert "| a rule | not met | a figure |" in report
 
 
 def test_a_drawing_has_a_line_for_each_way_and_is_higher_where_speed_is() -> None:

@@ -52,7 +52,7 @@ def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Pat
     assert "namespaces was skipped: --namespaces was not given" in done.stdout
     host = json.loads(figures.read_text())["host"]
     if "cma" not in host["skipped"]:
-        assert "| 64 KiB | 16 | scattered | cma thread |" in done.stdout
+        assert "| page | pages |  | memmove | tcp socket | cma | cma thread |" in done.stdout
     rows = [(row["way"]["kind"], row["point"]["pages"], row["samples"][0]) for row in host["rows"]]
     assert {kind for kind, _, _ in rows} >= {"memmove", "socket"}
     for _, pages, sample in rows:

@@ -28,6 +28,10 @@ class Client:
         self.outbox = Outbox(lambda: None)
         self._answers = [Answer(request_id) for request_id in request_ids]
 
+    def stop_reading(self) -> None:
+        """From now on whatever comes is too much."""
+        self.outbox._limit_chars = 0
+
     @property
     def answers(self) -> list[Answer]:
         """One for each choice."""

@@ -1,78 +1,112 @@
 """Every phase of a request's life, and everything that can befall it there: one ending, the right tokens, every page at home.
 
-A scene is a fleet of two and two in which a request has been brought exactly into a phase. Then one thing happens. The request is
-served to its end all the same, if its client still wants it and its time has not passed.
+The request is served to its end whatever fails, unless its client does not want it any more or its time is over.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from common.config import RouterConfig
-from common.engine.timed import StepCost
-from common.ids import InstanceId, RequestId, pack_ids
-from common.messages import AnyMessage, Ending, Failed, Finished
-from common.sampling_params import SamplingParams
+from common.ids import InstanceId
+from common.messages import Ending, Failed, Finished
 from kv_transfer.lease import LEASE_S, MARGIN_S
-from router.requests import RequestSpec
-from tests.life.client import Client
 from tests.life.expected import undisturbed
-from tests.life.fleet import Fleet, World
-from tests.life.instance import Instance, Size
-from tests.life.network import DELAY_S, Letter
+from tests.life.scenes import MAX_TOKENS, PROMPT, Phase, Scene
 
-PROMPT = [100 + n for n in range(19)]
-"""Three chunks of 8 tokens, five pages of 4."""
-MAX_TOKENS = 12
-LONG_PROMPT = [300 + n for n in range(40)]
-STEP_S = 0.05
-TIMEOUT_S = 2.4
-"""Of the request: longer than any phase takes to bring about, and not so long that a stopped instance is given up."""
-SETTLE_S = LEASE_S + MARGIN_S + 30.0
-SIZE = Size(rows=2, cost=StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0))
+TIMEOUT_S = 2.5
+"""Longer than any phase takes to come about, and short enough that an instance that does nothing meanwhile is not given up."""
+SETTLE_S = LEASE_S + MARGIN_S + 15.0
+PUSH_S = 10.0
+"""Within which a push that is to fail begins."""
 
 
-class SlowGrants:
-    """Letters from decode to prefill instances take long, if they are told to."""
-
-    def __init__(self) -> None:
-        self.grant_s = DELAY_S
-
-    def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
-        return (self.grant_s if sender.startswith("decode") and to.startswith("prefill") else DELAY_S,)
+def is_served(ending: Ending) -> bool:
+    return ending == Finished(reason="length")
 
 
-@dataclass(slots=True)
-class Scene:
-    """A fleet and a request in it; others came before it, which must not suffer. prefill, decode: who has the request."""
+def is_cancelled(ending: Ending) -> bool:
+    return ending == Finished(reason="cancelled")
 
-    fleet: Fleet
-    weather: SlowGrants
-    client: Client | None = None
-    others: tuple[tuple[Client, list[int]], ...] = ()
-    prefill: str = "prefill-0"
-    decode: str = "decode-0"
 
-    def ask(self) -> Client:
-        """The request comes."""
-        self.client = self.fleet.ask(spec("r", PROMPT, MAX_TOKENS, TIMEOUT_S))
-        return self.client
+def is_failed_with(status: int) -> Callable[[Ending], bool]:
+    return lambda ending: isinstance(ending, Failed) and ending.status == status
 
-    def other(self, name: str, prompt: list[int], max_tokens: int) -> None:
-        client = self.fleet.ask(spec(name, prompt, max_tokens, None))
-        self.others += ((client, undisturbed(prompt, max_tokens)),)
 
-    @property
-    def at_prefill(self) -> Instance:
-        return self.fleet.instances[self.prefill]
+def drain(scene: Scene, name: str) -> None:
+    scene.fleet.router_process.drain(InstanceId(name))
 
-    @property
-    def at_decode(self) -> Instance:
-        return self.fleet.instances[self.decode]
 
-    def until(self, done: Callable[[], bool]) -> None:
-        self.fleet.turn_until(done, seconds=TIMEOUT_S)
+def fail_transfer(scene: Scene, quiescent: bool) -> None:
+    """The pushes fail that are in flight, or that come next."""
+    scene.hold_pushes()
+    scene.until_pushing(PUSH_S)
+    scene.at_prefill.transport.fail("cable", quiescent)
 
-    def sent(self, sender: str, kind: str, to: str) -> bool:
-        return (sender, kind, to) in self.fleet.network.log
+
+def let_time_pass(scene: Scene) -> None:
+    """Those who serve the request do nothing until its deadline has passed."""
+    for instance in (scene.at_prefill, scene.at_decode):
+        instance.stop_until(scene.fleet.clock.now + TIMEOUT_S)
+    scene.fleet.run_for(TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happens, and how the request must end then."""
+
+    title: str
+    happen: Callable[[Scene], object]
+    ends: Callable[[Ending], bool] = is_served
+
+
+EVENTS = (
+    Event("is cancelled", lambda scene: scene.fleet.leave("r"), is_cancelled),
+    Event("loses its client", lambda scene: scene.client.stop_reading(), is_failed_with(408)),
+    Event("its prefill instance dies", lambda scene: scene.fleet.kill(scene.prefill)),
+    Event("its decode instance dies", lambda scene: scene.fleet.kill(scene.decode)),
+    Event("its prefill instance drains", lambda scene: drain(scene, scene.prefill)),
+    Event("its decode instance drains", lambda scene: drain(scene, scene.decode)),
+    Event("its deadline passes", let_time_pass, is_failed_with(504)),
+)
+TRANSFER_FAILS = Event("its transfer fails", lambda scene: fail_transfer(scene, quiescent=True))
+CASES = [*itertools.product(Phase, EVENTS), *((phase, TRANSFER_FAILS) for phase in Phase if phase.pushes)]
+
+
+@pytest.mark.parametrize(("phase", "event"), [pytest.param(*case, id=f"{case[0].title}, {case[1].title}") for case in CASES])
+def test_whatever_befalls_a_request_it_ends_once_as_it_should_and_everything_comes_home(phase: Phase, event: Event) -> None:
+    scene = phase.scene(TIMEOUT_S if event.happen is let_time_pass else None)
+    before, serving = set(scene.fleet.instances), {scene.prefill, scene.decode}
+    event.happen(scene)
+    scene.let_pushes_go()
+    fleet, client = scene.fleet, scene.client
+    fleet.turn_until(lambda: client.ended and all(other.ended for other, _ in scene.others), SETTLE_S)
+    fleet.turn_until(lambda: fleet.is_home() and not fleet.detokenizer.open_answers, SETTLE_S)
+    (ending,) = client.endings
+    assert event is not TRANSFER_FAILS or scene.attempts == 2, "it was served again"
+    assert event.ends(ending), ending
+    answer = undisturbed(PROMPT, MAX_TOKENS)
+    assert client.token_ids == (answer if is_served(ending) else answer[: len(client.token_ids)])
+    for other, expected in scene.others:
+        assert other.token_ids == expected and [is_served(ending) for ending in other.endings] == [True]
+    assert len(fleet.observer.endings) == 1 + len(scene.others)
+    assert all(member.assigned_tokens == 0 for member in fleet.router.fleet.members())
+    assert before - set(fleet.instances) <= serving and all(reason == "drained" for _, reason in fleet.ends)
+
+
+@pytest.mark.parametrize("phase", [pytest.param(phase, id=phase.title) for phase in Phase if phase.pushes])
+def test_pages_under_a_transfer_that_is_not_proven_to_have_ended_stay_away_on_both_sides(phase: Phase) -> None:
+    scene = phase.scene()
+    prefill, decode = scene.at_prefill, scene.at_decode
+    fail_transfer(scene, quiescent=False)
+    scene.let_pushes_go()
+    scene.fleet.turn_until(lambda: scene.client.ended and all(other.ended for other, _ in scene.others), SETTLE_S)
+    assert [is_served(ending) for ending in scene.client.endings] == [True]
+    assert scene.client.token_ids == undisturbed(PROMPT, MAX_TOKENS)
+    scene.fleet.run_for(SETTLE_S)
+    for instance in scene.fleet.instances.values():
+        load = instance.scheduler.load()
+        # Of 19 tokens the prompt takes 5 pages; a reservation has one more, for the answer.
+        away = 5 if instance is prefill else 6 if instance is decode else 0
+        assert load.pages_total - load.pages_free == load.pages_quarantined == away

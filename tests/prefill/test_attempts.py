@@ -131,6 +131,15 @@ def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
     assert answer == Probed(id=ME, incarnation=LIFE, standings=standings)
 
 
+def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_not_home() -> None:
+    made = scheduler()
+    pushing(made)
+    made.receive(ROUTER, Cancel(key=key("a")), 0.2)
+    (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.3))
+    assert isinstance(answer, Probed) and answer.standings == (Standing(key("a"), None),)
+    assert made.load().pages_free < made.load().pages_total
+
+
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
     made = scheduler(chunk_tokens=4)
     push = pushing(made, "pushing")

@@ -51,3 +51,8 @@ def test_large_scores_do_not_overflow(kernel: PagedAttentionKernel) -> None:
     keys, values = memory.view(0, value=False), memory.view(0, value=True)
     got = kernel(query, keys, values, torch.arange(4, dtype=torch.int32)[None], torch.tensor([13]), 1.0)
     assert torch.allclose(got, torch.full_like(got, 100.0))
+
+
+def test_loading_it_leaves_subnormal_numbers_alone(kernel: PagedAttentionKernel) -> None:
+    smallest = np.nextafter(np.float64(0), np.float64(1))
+    assert smallest + np.float64(0) > 0

@@ -1,0 +1,202 @@
+"""The Mooncake transport over an engine that does what was measured of the real one: it refuses long batches, and its failures
+are all alike. The real engine runs in `test_transports.py` where it is installed.
+"""
+
+import ctypes
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.errors import TransferError
+from common.ids import Int64Array, Ticket
+from common.messages import PoolDescriptor
+from common.pages.layout import MemoryRegion
+from kv_transfer.mooncake import MooncakeTransport
+from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+from tests.kv_transfer.agent_process import pool_descriptor, random_bytes
+
+QUEUE_RUNS = 1024
+POOL_BYTES = 2**20
+WAIT_S = 5.0
+NO_DEVICES = '{"cpu:0": [[], []]}'
+
+
+@dataclass(slots=True, eq=False)
+class Network:
+    """What the engines of one test share. under_way: ranges of calls that have not returned; stopped: no write is answered."""
+
+    under_way: int = 0
+    most_under_way: int = 0
+    stopped: bool = False
+    topology: str = NO_DEVICES
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class FakeEngine:
+    """`mooncake.engine.TransferEngine`: a listening port, and memmove. The network is the test's."""
+
+    network: Network
+
+    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+        assert (metadata, devices) == ("P2PHANDSHAKE", "")
+        self.listener = socket.create_server((host, 0))
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return int(self.listener.getsockname()[1])
+
+    def get_local_topology(self) -> str:
+        return self.network.topology
+
+    def register_memory(self, address: int, length: int) -> int:
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        self.listener.close()
+        return 0
+
+    def transfer_sync_read(self, session: str, ours: int, theirs: int, length: int) -> int:
+        ctypes.memmove(ours, theirs, length)
+        return 0
+
+    def batch_transfer_sync_write(self, session: str, ours: list[int], theirs: list[int], lengths: list[int]) -> int:
+        with self.network.lock:
+            self.network.under_way += len(ours)
+            self.network.most_under_way = max(self.network.most_under_way, self.network.under_way)
+            refused = self.network.under_way > QUEUE_RUNS
+        time.sleep(1e-3)
+        if not refused and not self.network.stopped:
+            for source, target, length in zip(ours, theirs, lengths, strict=True):
+                ctypes.memmove(target, source, length)
+        with self.network.lock:
+            self.network.under_way -= len(ours)
+        return -1 if refused or self.network.stopped else 0
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    made = Network()
+    monkeypatch.setattr(FakeEngine, "network", made, raising=False)
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "5")
+    module = ModuleType("mooncake.engine")
+    module.__dict__["TransferEngine"] = FakeEngine
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
+    yield made
+    for thread in threading.enumerate():
+        if thread.name.startswith("mooncake"):
+            thread.join(WAIT_S)
+
+
+class Agent:
+    """A transport with its pool."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(POOL_BYTES, dtype=np.uint8)
+        self.transport = MooncakeTransport("127.0.0.1")
+        region = MemoryRegion(address=self.bytes.ctypes.data, region_bytes=POOL_BYTES, device="cpu")
+        agent, wire = self.transport.register(region)
+        self.pool: PoolDescriptor = pool_descriptor(agent, region.address, POOL_BYTES, wire, "mooncake")
+
+    def push_all(self, *pushes: tuple[int, Int64Array], to: PoolDescriptor) -> list[TransportEvent]:
+        """Push, and return what was reported until each ticket has ended."""
+        for ticket, runs in pushes:
+            self.transport.push(Ticket(ticket), to.agent, runs)
+        events: list[TransportEvent] = []
+        until = time.monotonic() + WAIT_S
+        while sum(isinstance(event, RunsDone | RunsFailed) for event in events) < len(pushes):
+            assert time.monotonic() < until
+            events += self.transport.poll()
+            time.sleep(1e-3)
+        return events
+
+
+@pytest.fixture
+def pair(network: Network) -> Iterator[tuple[Agent, Agent]]:
+    source, target = Agent(), Agent()
+    source.bytes[:] = random_bytes(1, POOL_BYTES)
+    source.transport.connect(target.pool)
+    yield source, target
+    for agent in (source, target):
+        agent.transport.close()
+
+
+def reversed_runs(number: int, run_bytes: int) -> Int64Array:
+    starts = np.arange(number, dtype=np.int64) * run_bytes
+    return np.stack([starts, starts[::-1], np.full(number, run_bytes)], axis=1)
+
+
+EVERYTHING = reversed_runs(1, POOL_BYTES)
+
+
+def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(network: Network, pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    runs = reversed_runs(4096, 256)
+    events = source.push_all(*((ticket, part) for ticket, part in enumerate(np.split(runs, 2))), to=target.pool)
+    assert events == [RunsDone(Ticket(0)), RunsDone(Ticket(1))]
+    np.testing.assert_array_equal(target.bytes.reshape(-1, 256), source.bytes.reshape(-1, 256)[::-1])
+    assert network.most_under_way == QUEUE_RUNS
+
+
+def test_a_write_that_fails_while_the_peer_lives_is_not_proven_to_have_ended(network: Network, pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    network.stopped = True
+    lost, failed = source.push_all((1, EVERYTHING), to=target.pool)
+    assert isinstance(lost, AgentLost) and lost.agent == target.pool.agent
+    assert isinstance(failed, RunsFailed) and not failed.quiescent
+    network.stopped = False
+    source.transport.connect(target.pool)
+    assert source.push_all((2, EVERYTHING), to=target.pool) == [RunsDone(Ticket(2))]
+
+
+def test_a_write_that_fails_and_whose_peer_is_gone_has_ended(network: Network, pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    target.transport.close()
+    network.stopped = True
+    _, failed = source.push_all((1, EVERYTHING), to=target.pool)
+    assert isinstance(failed, RunsFailed) and failed.quiescent and "is gone" in failed.reason
+    with pytest.raises(TransferError, match="refused"):
+        source.transport.connect(target.pool)
+
+
+def test_a_descriptor_that_leads_to_another_agent_is_refused(pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    with pytest.raises(TransferError, match="could not connect to impostor: the descriptor belongs to another agent"):
+        source.transport.connect(msgspec.structs.replace(target.pool, agent="impostor"))
+
+
+@pytest.mark.parametrize(
+    ("topology", "forced", "detail"),
+    [
+        (NO_DEVICES, False, "Mooncake TCP"),
+        ('{"cpu:0": [["mlx5_1"], ["mlx5_0"]], "cuda:0": [["mlx5_0"], []]}', False, "Mooncake RDMA on mlx5_0, mlx5_1"),
+        ('{"cpu:0": [["mlx5_0"], []]}', True, "Mooncake TCP"),
+    ],
+)
+def test_the_link_says_what_the_engine_has_chosen(
+    network: Network, monkeypatch: pytest.MonkeyPatch, topology: str, forced: bool, detail: str
+) -> None:
+    network.topology = topology
+    if forced:
+        monkeypatch.setenv("MC_FORCE_TCP", "1")
+    source, target = Agent(), Agent()
+    assert source.transport.connect(target.pool) == detail
+    for agent in (source, target):
+        agent.transport.close()
+
+
+def test_an_engine_that_cannot_be_loaded_is_refused_with_the_names_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(TransferError) as refused:
+        MooncakeTransport("127.0.0.1")
+    for name in ("-engine-cuda13", "-engine ", "-engine-non-cuda", "libibverbs1", "librdmacm1", "libnuma1", "libcurl4"):
+        assert name in str(refused.value)

@@ -1,0 +1,142 @@
+"""What two ranks say to each other: slices that land as a whole and are answered, silence, and a pool that is closed."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from common.ids import Int64Array
+from kv_transfer.process_pair import SLICE_BYTES, SLICE_RUNS, Landing, Pair, is_closed_by_peer, reason_of
+
+POOL_BYTES = 2**20
+SILENCE_S = 1.0
+LOOPBACK = "127.0.0.1"
+
+
+class Two:
+    """A sender and a receiver, each with a pool and a thread."""
+
+    def __init__(self) -> None:
+        self.source = torch.from_numpy(np.random.default_rng(1).integers(0, 255, POOL_BYTES, dtype=np.uint8))
+        self.target = torch.zeros(POOL_BYTES, dtype=torch.uint8)
+        self.landing = Landing(self.target)
+        self._threads = ThreadPoolExecutor(2)
+        store = HashStore()
+        joining = [self._threads.submit(Pair, store, "pair", rank, LOOPBACK, "cpu", 5.0, SILENCE_S) for rank in (0, 1)]
+        self.receiver, self.sender = (each.result() for each in joining)
+
+    def send(self, *runs: tuple[int, int, int]) -> "Future[None]":
+        return self._threads.submit(self.sender.send_slice, self.source, rows(*runs))
+
+    def take(self) -> "Future[bool]":
+        return self._threads.submit(self.receiver.take_slice, self.landing)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    made = Two()
+    yield made
+    made.close()
+
+
+def rows(*runs: tuple[int, int, int]) -> Int64Array:
+    return np.array(runs, dtype=np.int64).reshape(-1, 3)
+
+
+def test_runs_land_where_they_should_before_the_answer_comes(two: Two) -> None:
+    sent, taken = two.send((0, 500, 100), (4000, 0, 7), (77, 90000, 4096)), two.take()
+    sent.result()
+    expected = np.zeros(POOL_BYTES, dtype=np.uint8)
+    source = two.source.numpy()
+    expected[500:600], expected[:7], expected[90000:94096] = source[:100], source[4000:4007], source[77:4173]
+    np.testing.assert_array_equal(two.target.numpy(), expected)
+    assert taken.result()
+
+
+def test_a_slice_may_have_as_many_runs_as_a_header_holds(two: Two) -> None:
+    starts = range(0, SLICE_RUNS * 64, 64)
+    sent, taken = two.send(*((at, at, 64) for at in starts)), two.take()
+    sent.result()
+    assert taken.result()
+    assert torch.equal(two.target[: SLICE_RUNS * 64], two.source[: SLICE_RUNS * 64])
+
+
+def test_a_slice_of_nothing_is_answered(two: Two) -> None:
+    sent, taken = two.send(), two.take()
+    sent.result()
+    assert taken.result()
+    assert not two.target.any()
+
+
+@pytest.mark.parametrize("run", [(0, POOL_BYTES - 9, 10), (0, -1, 10), (0, 2**62, 2**20)])
+def test_a_run_that_would_land_outside_is_refused_by_the_receiver(two: Two, run: tuple[int, int, int]) -> None:
+    sent, taken = two.send((0, 0, 100), run), two.take()
+    with pytest.raises(ValueError, match="outside of the pool"):
+        taken.result()
+    two.receiver.close()
+    with pytest.raises(RuntimeError) as broken:
+        sent.result()
+    assert is_closed_by_peer(broken.value)
+    assert not two.target.any()
+
+
+def test_nothing_lands_in_a_pool_that_is_closed_and_the_sender_learns_of_it(two: Two) -> None:
+    two.landing.close()
+    sent, taken = two.send((0, 0, 100)), two.take()
+    assert not taken.result()
+    two.receiver.close()
+    with pytest.raises(RuntimeError) as broken:
+        sent.result()
+    assert is_closed_by_peer(broken.value)
+    assert not two.target.any()
+
+
+def test_a_receiver_that_says_nothing_is_given_up_and_nothing_is_proven(two: Two) -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as silent:
+        two.send((0, 0, 100)).result()
+    assert time.monotonic() - began >= 0.9 * SILENCE_S
+    assert not is_closed_by_peer(silent.value)
+    assert reason_of(silent.value).startswith("Timed out waiting ")
+
+
+def test_a_sender_that_is_gone_ends_the_wait_of_the_receiver_at_once(two: Two) -> None:
+    taken = two.take()
+    two.sender.close()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as gone:
+        taken.result()
+    assert time.monotonic() - began < 0.9 * SILENCE_S
+    assert is_closed_by_peer(gone.value)
+
+
+@pytest.mark.parametrize("rows", [[(0, 2**20 + 1)], [(-1, 1)], [(0, -1)], [(0, SLICE_BYTES), (0, 1)]])
+def test_rows_that_cannot_land_are_refused(rows: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="outside of the pool"):
+        Landing(torch.zeros(2**20, dtype=torch.uint8)).check(np.array(rows, dtype=np.int64))
+
+
+def test_closing_a_landing_waits_for_what_is_landing() -> None:
+    """A page is whole, or untouched."""
+    pool = torch.zeros(SLICE_BYTES, dtype=torch.uint8)
+    landing = Landing(pool)
+    staged, everything = torch.ones(SLICE_BYTES, dtype=torch.uint8), np.array([(0, SLICE_BYTES)], dtype=np.int64)
+    scatter: Callable[[], bool] = lambda: landing.scatter(staged, everything)  # noqa: E731
+    thread = threading.Thread(target=scatter)
+    thread.start()
+    landing.close()
+    seen = pool.sum().item()
+    thread.join()
+    assert pool.sum().item() == seen
+    assert seen in (0, SLICE_BYTES)
+    assert not scatter()

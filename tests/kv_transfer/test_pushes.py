@@ -1,0 +1,189 @@
+"""Pushes in slices: order, window, and how tickets end when links are closed, lost, or say nothing."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from common.errors import TransferError
+from common.ids import Int64Array, Ticket
+from common.pages.layout import MemoryRegion
+from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+from tests.kv_transfer.agent_process import pool_descriptor
+
+POOL_BYTES = 1000
+SLICE_BYTES = 100
+SLICE_RUNS = 4
+WINDOW = 2
+
+
+@dataclass(slots=True, eq=False)
+class HeldLink:
+    """A link whose slices end when the test says so."""
+
+    detail: str = "held"
+    written: list[tuple[Int64Array, "Future[None]"]] = field(default_factory=list)
+    closed: int = 0
+
+    def write(self, runs: Int64Array) -> "Future[None]":
+        self.written.append((runs, Future()))
+        return self.written[-1][1]
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def end(self, number: int, failed: SliceFailed | None = None) -> None:
+        if failed is None:
+            self.written[number][1].set_result(None)
+        else:
+            self.written[number][1].set_exception(failed)
+
+
+@pytest.fixture
+def pushes() -> Pushes:
+    made = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
+    made.register(MemoryRegion(address=0, region_bytes=POOL_BYTES, device="cpu"))
+    return made
+
+
+def linked(pushes: Pushes, agent: str = "peer") -> HeldLink:
+    link = HeldLink()
+    assert pushes.connect(pool_descriptor(agent, 0, POOL_BYTES, b"", "held"), lambda: link) == "held"
+    return link
+
+
+def run_of(run_bytes: int, at: int = 0) -> Int64Array:
+    return np.array([(at, at, run_bytes)], dtype=np.int64)
+
+
+def test_slices_are_begun_in_order_and_no_more_than_the_window_at_once(pushes: Pushes) -> None:
+    link = linked(pushes)
+    pushes.push(Ticket(1), "peer", run_of(250))
+    pushes.push(Ticket(2), "peer", run_of(50, at=500))
+    assert not link.written, "a push begins with the next poll"
+    begun = [[0], [0, 100], [0, 100, 200], [0, 100, 200, 500]]
+    for ended, starts in enumerate(begun[1:]):
+        assert pushes.poll() == []
+        assert [int(runs[0, 0]) for runs, _ in link.written] == starts
+        link.end(ended)
+        pushes.poll()
+    link.end(3)
+    assert pushes.poll() == [RunsDone(Ticket(2))]
+
+
+def test_a_ticket_is_done_when_its_last_slice_is(pushes: Pushes) -> None:
+    link = linked(pushes)
+    pushes.push(Ticket(1), "peer", run_of(200))
+    pushes.poll()
+    link.end(1)
+    assert pushes.poll() == []
+    link.end(0)
+    assert pushes.poll() == [RunsDone(Ticket(1))]
+    assert pushes.poll() == []
+
+
+def test_a_slice_has_no_more_runs_than_it_may(pushes: Pushes) -> None:
+    link = linked(pushes)
+    runs = np.stack([np.arange(10) * 7, np.arange(10) * 11, np.full(10, 3)], axis=1)
+    pushes.push(Ticket(1), "peer", runs)
+    events: list[TransportEvent] = []
+    for number in range(3):
+        events += pushes.poll()
+        link.end(number)
+    assert [len(runs) for runs, _ in link.written] == [4, 4, 2]
+    np.testing.assert_array_equal(np.concatenate([runs for runs, _ in link.written]), runs)
+    assert events + pushes.poll() == [RunsDone(Ticket(1))]
+
+
+def test_a_push_of_nothing_is_done(pushes: Pushes) -> None:
+    linked(pushes)
+    pushes.push(Ticket(1), "peer", np.empty((0, 3), dtype=np.int64))
+    assert pushes.poll() == [RunsDone(Ticket(1))]
+
+
+@pytest.mark.parametrize("run", [(-1, 0, 5), (0, -1, 5), (0, 0, -5), (996, 0, 5), (0, 996, 5)])
+def test_a_run_outside_of_a_pool_fails_the_push_before_anything_is_written(pushes: Pushes, run: tuple[int, int, int]) -> None:
+    link = linked(pushes)
+    pushes.push(Ticket(1), "peer", np.array([(0, 0, 10), run], dtype=np.int64))
+    assert pushes.poll() == [RunsFailed(Ticket(1), "a run is outside of its pool", quiescent=True)]
+    assert not link.written
+
+
+def test_a_closed_link_begins_nothing_more_and_its_tickets_end_with_their_slices(pushes: Pushes) -> None:
+    link = linked(pushes)
+    pushes.push(Ticket(1), "peer", run_of(400))
+    pushes.push(Ticket(2), "peer", run_of(100))
+    pushes.poll()
+    pushes.close("peer")
+    assert link.closed == 1
+    assert pushes.poll() == [RunsFailed(Ticket(2), "the link was closed", quiescent=True)]
+    link.end(0)
+    assert pushes.poll() == []
+    link.end(1)
+    assert pushes.poll() == [RunsFailed(Ticket(1), "the link was closed", quiescent=True)]
+    assert len(link.written) == 2
+    pushes.push(Ticket(3), "peer", run_of(1))
+    assert pushes.poll() == [RunsFailed(Ticket(3), "no link to peer", quiescent=True)]
+
+
+def test_a_link_that_was_closed_is_made_anew_while_the_old_one_still_writes(pushes: Pushes) -> None:
+    old = linked(pushes)
+    pushes.push(Ticket(1), "peer", run_of(100))
+    pushes.poll()
+    pushes.close("peer")
+    new = linked(pushes)
+    pushes.push(Ticket(2), "peer", run_of(100))
+    pushes.poll()
+    new.end(0)
+    assert pushes.poll() == [RunsDone(Ticket(2))]
+    old.end(0)
+    assert pushes.poll() == [RunsFailed(Ticket(1), "the link was closed", quiescent=True)]
+
+
+@pytest.mark.parametrize("quiescent", [True, False])
+def test_a_slice_that_fails_loses_the_link_once_and_fails_all_that_was_pushed_over_it(pushes: Pushes, quiescent: bool) -> None:
+    link, other = linked(pushes), linked(pushes, "other")
+    for ticket in (1, 2, 3):
+        pushes.push(Ticket(ticket), "peer", run_of(100))
+    pushes.push(Ticket(4), "other", run_of(100))
+    pushes.poll()
+    link.end(0, SliceFailed("it broke", quiescent))
+    assert pushes.poll() == [
+        AgentLost("peer", "it broke"),
+        RunsFailed(Ticket(1), "it broke", quiescent),
+        RunsFailed(Ticket(3), "the link was lost: it broke", quiescent=True),
+    ]
+    link.end(1, SliceFailed("it broke too", quiescent=False))
+    other.end(0)
+    assert pushes.poll() == [RunsDone(Ticket(4)), RunsFailed(Ticket(2), "the link was lost: it broke", quiescent=False)]
+    assert (link.closed, other.closed) == (1, 0)
+
+
+def test_one_slice_without_proof_makes_the_whole_push_unproven(pushes: Pushes) -> None:
+    link = linked(pushes)
+    pushes.push(Ticket(1), "peer", run_of(200))
+    pushes.poll()
+    link.end(0, SliceFailed("it broke", quiescent=False))
+    pushes.poll()
+    link.end(1, SliceFailed("it broke", quiescent=True))
+    assert pushes.poll() == [RunsFailed(Ticket(1), "it broke", quiescent=False)]
+
+
+def test_a_link_that_cannot_be_made_leaves_nothing_behind(pushes: Pushes) -> None:
+    def refused() -> HeldLink:
+        raise TransferError("not today")
+
+    with pytest.raises(TransferError, match="not today"):
+        pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b"", "held"), refused)
+    linked(pushes)
+    pushes.push(Ticket(1), "peer", run_of(1))
+    assert pushes.poll() == []
+
+
+def test_closing_everything_closes_every_link(pushes: Pushes) -> None:
+    links = [linked(pushes, "one"), linked(pushes, "two")]
+    pushes.close()
+    pushes.close()
+    assert [link.closed for link in links] == [1, 1]
