@@ -8,6 +8,11 @@ from collections.abc import Callable, Sequence
 from launch.bench.figures import Goal, Outcome, Place, Row, cpu_s_per_gb, gb_per_s, median_us, p99_us
 
 COLUMNS = ("page", "pages", "arrangement", "way", "GB/s (least … most)", "us: median / p99", "CPU-s/GB")
+QUIET_LOAD = 0.5
+BUSY = (
+    "The machine had other work: speeds, times and their ratios depend on who got the cores when, also where a goal is met. "
+    "CPU-s/GB suffers least."
+)
 _VERDICTS = {True: "met", False: "not met", None: "not measured"}
 
 
@@ -18,13 +23,14 @@ def text(outcome: Outcome) -> str:
         table = [_columns([COLUMNS, *_cells(place)])] if place.rows else []
         parts += [f"{place.name}:", *table, *_notes(place)]
     parts += [_goal_line(goal) for goal in outcome.goals]
+    parts += _caution(outcome)
     return "\n".join(parts)
 
 
 def markdown(outcome: Outcome) -> str:
     """The section of docs/performance.md: what was run on what, the goals, and every figure with the ways side by side."""
     goals = [("goal", "", "measured"), *((goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals)]
-    parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), _table(goals)]
+    parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), *_caution(outcome), _table(goals)]
     for place in (outcome.host, outcome.network):
         if place.rows:
             parts += [f"### {place.name.capitalize()}: GB/s, median (least … most of the rounds)", _side_by_side(place, _speed)]
@@ -106,6 +112,10 @@ def _machine(outcome: Outcome) -> str:
         f"{it.date}: {it.cores} cores of {it.cpu}, {it.memory_bytes / 2**30:.0f} GiB, Linux {it.kernel}, "
         f"Python {it.python}, {libraries}; load {it.load:.1f} at the start, pools of {bytes_text(outcome.pool_bytes)}."
     )
+
+
+def _caution(outcome: Outcome) -> list[str]:
+    return [BUSY] if outcome.hardware.load > QUIET_LOAD else []
 
 
 def _goal_line(goal: Goal) -> str:
