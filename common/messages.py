@@ -203,6 +203,9 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     pushes_failed: int = 0
     push_seconds: float = 0.0
+    """From the begin of each push to its end; pushes overlap."""
+    exposed_seconds: float = 0.0
+    """From each first token to its handoff: what the transfers did not hide behind computing."""
     messages_stale: int = 0
     frames_refused: int = 0
     messages_lost: int = 0

@@ -138,6 +138,9 @@ class DecodeScheduler:
                 actions += self._end(request, Failed.of(self._drainage.refusal), now)
         return actions
 
+    def layers_done(self, plan: Plan, layers: int, now: float) -> list[Action]:
+        return []  # nothing is pushed from here
+
     def step_done(self, result: StepResult, now: float) -> list[Action]:
         """Tokens came back: send them on, end who has ended."""
         plan = result.plan

@@ -16,6 +16,7 @@ import errno
 import os
 import uuid
 from concurrent.futures import Future
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -37,8 +38,8 @@ _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
 class _Wire(msgspec.Struct, frozen=True):
     """The descriptor. beacon: the address of the agent's name in its memory."""
 
-    pid: int
-    beacon: int
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    beacon: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Kernel:

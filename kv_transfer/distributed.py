@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -46,7 +47,7 @@ class _Wire(msgspec.Struct, frozen=True):
     """The descriptor: where the agent's store is."""
 
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ from common.errors import InstanceFailed, Unavailable
 from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Ticket, unpack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
+from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
 from kv_transfer.lease import RENEW_S, RENEWALS_AFTER
 
@@ -60,6 +61,9 @@ class _Outgoing:
     """pages [0, posted) are written or in flight, [posted, complete) wait for a grant or are posted next.
 
     0 ······ posted ······ complete ······ len(source_pages)
+
+    While the last chunk is computed, the first layers_complete layers of all pages from `complete` on are there, and of those
+    from `posted` on the first layers_posted layers are written or in flight.
     """
 
     key: Key
@@ -72,6 +76,8 @@ class _Outgoing:
     generation: Generation = Generation(0)
     posted: int = 0
     complete: int = 0
+    layers_complete: int = 0
+    layers_posted: int = 0
     in_flight: set[Ticket] = field(default_factory=set)
     first_token: int | None = None
     failure: Failed | None = None
@@ -105,9 +111,10 @@ class HandoffSource:
     digest: with --verify-pages, what computes the digests that go with a handoff.
     """
 
-    def __init__(self, incarnation: Incarnation, page_size: int, digest: Digest | None = None) -> None:
+    def __init__(self, incarnation: Incarnation, layout: KVLayout, digest: Digest | None = None) -> None:
         self._incarnation = incarnation
-        self._page_size = page_size
+        self._layers = layout.layers
+        self._page_size = layout.page_size
         self._digest = digest
         self._by_key: dict[Key, _Outgoing] = {}
         self._by_ticket: dict[Ticket, _Outgoing] = {}
@@ -147,6 +154,14 @@ class HandoffSource:
         if outgoing is None:
             return []
         outgoing.complete = max(outgoing.complete, tokens // self._page_size)
+        return self._advance(outgoing)
+
+    def layers_computed(self, key: Key, layers: int) -> list[Output]:
+        """Of the last chunk, which is being computed, the KV of the first `layers` layers is in the source pages: push those."""
+        outgoing = self._by_key.get(key)
+        if outgoing is None:
+            return []
+        outgoing.layers_complete = layers
         return self._advance(outgoing)
 
     def sampled(self, key: Key, first_token: int) -> list[Output]:
@@ -281,7 +296,13 @@ class HandoffSource:
             return []
         outputs: list[Output] = []
         if outgoing.posted < outgoing.complete:
-            outputs.append(self._post(outgoing, outgoing.target_pages))
+            rest = range(outgoing.layers_posted, self._layers) if outgoing.layers_posted else None
+            outputs.append(self._post(outgoing, outgoing.target_pages, outgoing.complete, rest))
+            outgoing.posted = outgoing.complete
+        if outgoing.posted < len(outgoing.source_pages) and outgoing.layers_posted < outgoing.layers_complete:
+            layers = range(outgoing.layers_posted, outgoing.layers_complete)
+            outputs.append(self._post(outgoing, outgoing.target_pages, len(outgoing.source_pages), layers))
+            outgoing.layers_posted = outgoing.layers_complete
         done = outgoing.posted >= len(outgoing.source_pages) and not outgoing.in_flight
         if done and outgoing.first_token is not None:
             outputs.append(Send(outgoing.peer.id, self._handoff(outgoing, outgoing.first_token)))
@@ -299,15 +320,15 @@ class HandoffSource:
             digests=b"" if self._digest is None else self._digest(pushed),
         )
 
-    def _post(self, outgoing: _Outgoing, target_pages: Int32Array) -> Push:
+    def _post(self, outgoing: _Outgoing, target_pages: Int32Array, end: int, layers: range | None) -> Push:
+        """Pages [posted, end), and of them only these layers."""
         self._tickets += 1
         ticket = Ticket(self._tickets)
-        span = slice(outgoing.posted, outgoing.complete)
-        outgoing.posted = outgoing.complete
+        span = slice(outgoing.posted, end)
         outgoing.in_flight.add(ticket)
         self._by_ticket[ticket] = outgoing
         peer = outgoing.peer
-        return Push(ticket, peer.id, peer.incarnation, outgoing.source_pages[span], target_pages[span])
+        return Push(ticket, peer.id, peer.incarnation, outgoing.source_pages[span], target_pages[span], layers)
 
     def _drain(self, outgoing: _Outgoing, failure: Failed | None) -> list[Output]:
         if outgoing.phase != "draining":

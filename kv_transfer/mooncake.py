@@ -21,7 +21,7 @@ import socket
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -48,10 +48,16 @@ WHEELS = (
 
 
 class _Wire(msgspec.Struct, frozen=True):
-    """The descriptor. session: host:port of the engine. beacon: the address of the agent's name, padded to NAME_BYTES."""
+    """The descriptor: where the engine listens. beacon: the address of the agent's name, padded to NAME_BYTES."""
 
-    session: str
-    beacon: int
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    beacon: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+    @property
+    def session(self) -> str:
+        """The engine's name for it."""
+        return f"{self.host}:{self.port}"
 
 
 class _MooncakeLink:
@@ -65,7 +71,7 @@ class _MooncakeLink:
     def greet(self, landing: int) -> None:
         """Read the agent's name into `landing`, NAME_BYTES of memory that the engine knows: then the link is wired up, and leads
         where it should. Raises TransferError, OSError, ValueError."""
-        _reach(self._wire.session)
+        _reach(self._wire)
         reading = self._threads.submit(
             self._engine.transfer_sync_read, self._wire.session, landing, self._wire.beacon, NAME_BYTES
         )
@@ -83,9 +89,14 @@ class _MooncakeLink:
     def _write(self, runs: Int64Array) -> None:
         """On a thread of the link."""
         ours, theirs = runs[:, 0] + self._source.address, runs[:, 1] + self._pool.address
-        status = self._engine.batch_transfer_sync_write(self._wire.session, ours.tolist(), theirs.tolist(), runs[:, 2].tolist())
+        try:
+            status = self._engine.batch_transfer_sync_write(
+                self._wire.session, ours.tolist(), theirs.tolist(), runs[:, 2].tolist()
+            )
+        except RuntimeError as error:
+            raise SliceFailed(f"Mooncake failed to write: {error}", quiescent=False) from error
         if status != 0:
-            gone = _is_gone(self._wire.session)
+            gone = _is_gone(self._wire)
             raise SliceFailed(
                 f"Mooncake failed to write ({status}) to a peer that {'is gone' if gone else 'may live'}", quiescent=gone
             )
@@ -101,7 +112,7 @@ class MooncakeTransport:
         self._region: MemoryRegion | None = None
         self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
         self._accepted("start", self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""))
-        self._session = f"{host}:{self._engine.get_rpc_port()}"
+        self._host = host
         self._detail = f"Mooncake {_protocol(self._engine.get_local_topology())}"
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
@@ -110,7 +121,7 @@ class MooncakeTransport:
         self._accepted("register its name", self._engine.register_memory(beacon, len(self._beacon)))
         self._region = region
         self._pushes.register(region)
-        return self._name, msgspec.msgpack.encode(_Wire(self._session, beacon))
+        return self._name, msgspec.msgpack.encode(_Wire(self._host, self._engine.get_rpc_port(), beacon))
 
     def connect(self, pool: PoolDescriptor) -> str:
         return self._pushes.connect(pool, lambda: self._link(pool))
@@ -165,18 +176,17 @@ def _padded(name: str) -> bytes:
     return name.encode().ljust(NAME_BYTES, b"\0")
 
 
-def _reach(session: str) -> None:
-    """Raises OSError or ValueError unless something answers at host:port."""
-    host, _, port = session.rpartition(":")
-    socket.create_connection((host, int(port)), CONNECT_S).close()
+def _reach(wire: _Wire) -> None:
+    """Raises OSError, or ValueError for a host that cannot be, unless something answers there."""
+    socket.create_connection((wire.host, wire.port), CONNECT_S).close()
 
 
-def _is_gone(session: str) -> bool:
+def _is_gone(wire: _Wire) -> bool:
     """Nobody holds the port. A peer that is stopped or cut off is not gone; one that is dying takes a moment."""
     until = time.monotonic() + DYING_S
     while time.monotonic() < until:
         try:
-            _reach(session)
+            _reach(wire)
         except ConnectionRefusedError:
             return True
         except OSError:

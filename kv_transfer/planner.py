@@ -79,11 +79,11 @@ def plan_runs(
     if len(source_pages) != len(target_pages):
         raise TransferError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
     within = _runs_of_a_page(source, target, range(source.layout.layers) if layers is None else layers)
-    pages = np.stack([source_pages, target_pages], axis=1).astype(np.int64)
-    bases = pages * np.array([source.layout.page_bytes, target.layout.page_bytes], dtype=np.int64)
-    runs = np.empty((len(pages), len(within), 3), dtype=np.int64)
-    runs[:, :, :2] = bases[:, None, :] + within[None, :, :2]
-    runs[:, :, 2] = within[None, :, 2]
+    runs = np.empty((len(source_pages), len(within), 3), dtype=np.int64)
+    np.multiply(source_pages[:, None], np.int64(source.layout.page_bytes), out=runs[:, :, 0])
+    np.multiply(target_pages[:, None], np.int64(target.layout.page_bytes), out=runs[:, :, 1])
+    runs[:, :, :2] += within[:, :2]
+    runs[:, :, 2] = within[:, 2]
     return _merged(runs.reshape(-1, 3))
 
 
@@ -116,8 +116,13 @@ def _block_offsets(held: PageSlice, layer: Int64Array, part: Int64Array, head: I
 
 def _merged(runs: Int64Array) -> Int64Array:
     """Neighbours that continue each other on both sides become one run."""
-    if not len(runs):
+    is_start = np.ones(len(runs), dtype=bool)
+    ends = runs[:-1, :2] + runs[:-1, 2:]
+    np.not_equal(ends[:, 0], runs[1:, 0], out=is_start[1:])
+    is_start[1:] |= ends[:, 1] != runs[1:, 1]
+    starts = np.flatnonzero(is_start)
+    if len(starts) == len(runs):
         return runs
-    goes_on = (runs[:-1, :2] + runs[:-1, 2:] == runs[1:, :2]).all(axis=1)
-    starts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1])
-    return np.concatenate([runs[starts, :2], np.add.reduceat(runs[:, 2], starts)[:, None]], axis=1)
+    merged = runs[starts]
+    merged[:, 2] = np.add.reduceat(runs[:, 2], starts)
+    return merged

@@ -54,13 +54,15 @@ class Landing:
             raise ValueError("a run is outside of the pool")
 
     def scatter(self, staged: Tensor, rows: Int64Array) -> bool:
-        """Copy what has arrived to where it belongs. False when the pool is closed: nothing was written."""
+        """Copy what has arrived to where it belongs, and wait for it. False when the pool is closed: nothing was written."""
         with self._lock:
             if self._open:
                 at = 0
                 for offset, run_bytes in rows.tolist():
                     self._pool[offset : offset + run_bytes] = staged[at : at + run_bytes]
                     at += run_bytes
+                if self._pool.is_cuda:
+                    torch.cuda.current_stream().synchronize()
             return self._open
 
     def close(self) -> None:
@@ -159,8 +161,6 @@ class Pair:
             self._data.receive(staged, until)
         if not landing.scatter(staged, rows):
             return False
-        if staged.is_cuda:
-            torch.cuda.current_stream().synchronize()
         self._control.send(self._answer, until)
         return True
 

@@ -33,23 +33,10 @@ def check_pool(pool: PoolDescriptor) -> None:
         raise TransferError(f"its device {pool.device!r} is neither cpu nor cuda:N")
 
 
-def plan_runs(source_pages: Int32Array, target_pages: Int32Array, layout: KVLayout) -> Int64Array:
-    """The byte runs that copy source_pages[i] to target_pages[i], merged where both sides are contiguous.
-
-    source_pages, target_pages: [pages] int32. Returns [runs, 3] int64: source offset, target offset, bytes. With equal
-    layouts a page is one block, so a run is one or more whole pages.
-    """
-    if len(source_pages) != len(target_pages):
-        raise TransferError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
-    source, target = source_pages.astype(np.int64), target_pages.astype(np.int64)
-    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
-    starts = np.concatenate([[0], breaks]) if len(source) else np.empty(0, dtype=np.int64)
-    pages = np.diff(np.append(starts, len(source)))
-    return np.stack([source[starts], target[starts], pages], axis=1) * layout.page_bytes
-
-
 def slice_runs(runs: Int64Array, slice_bytes: int) -> list[Int64Array]:
     """The same runs in groups of about `slice_bytes`, in order; runs longer than a slice are cut first."""
+    if runs[:, 2].sum() <= slice_bytes:
+        return [runs] if len(runs) else []
     pieces = -(-runs[:, 2] // slice_bytes)
     index = np.repeat(np.arange(len(runs)), pieces)
     number = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

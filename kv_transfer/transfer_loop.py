@@ -29,7 +29,8 @@ from common.instance.ports import (
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.lease import OVERRUN_S
-from kv_transfer.runs import check_pages, check_pool, mismatch, plan_runs
+from kv_transfer.planner import PageSlice, plan_runs
+from kv_transfer.runs import check_pages, check_pool, mismatch
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
 
 STALL_S = 10.0
@@ -271,7 +272,8 @@ class TransferLoop:
                 raise TransferError(f"the lease to write to {push.peer} has ended")
             check_pages(push.source_pages, self.descriptor.total_pages, "our")
             check_pages(push.target_pages, link.info.pool.total_pages, f"{push.peer}'s")
-            runs = plan_runs(push.source_pages, push.target_pages, self.descriptor.layout)
+            ours, theirs = PageSlice(self.descriptor.layout), PageSlice(link.info.pool.layout)
+            runs = plan_runs(push.source_pages, push.target_pages, ours, theirs, push.layers)
         except TransferError as error:
             self._events.append(PushFailed(push.ticket, str(error), quiescent=True))
             return

@@ -31,6 +31,9 @@ def prepare(threads: int) -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not _INFINIBAND.exists():
         # The library that UCX loads for InfiniBand crashes at exit on a host that has none.
         os.environ.setdefault("UCX_MODULES", "^ib")

@@ -30,7 +30,7 @@ class Phase(Enum):
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
     """asked: what the router sent. decode: where the KV goes; None when the answer is one token. emitted: tokens sent to the
-    client, 0 or 1. deadline_s: on this instance's clock."""
+    client, 0 or 1. deadline_s, and sampled_s, when that was: on this instance's clock."""
 
     asked: Generate
     prompt: Int32Array
@@ -42,6 +42,7 @@ class PrefillRequest:
     progress: PromptProgress | None = None
     source_open: bool = False
     emitted: int = 0
+    sampled_s: float = 0.0
 
     @property
     def key(self) -> Key:

@@ -73,7 +73,7 @@ class PrefillScheduler:
         self._limits = limits
         self.pool = PagePool(engine.total_pages)
         self._rows = Rows(engine.max_rows)
-        self._source = HandoffSource(incarnation, engine.layout.page_size, digest)
+        self._source = HandoffSource(incarnation, engine.layout, digest)
         self._requests: RequestTable[PrefillRequest] = RequestTable(limits.request_timeout_s)
         self._waiting: Line[PrefillRequest] = Line()
         self._computing: dict[int, PrefillRequest] = {}
@@ -81,8 +81,8 @@ class PrefillScheduler:
         self._drainage = Drainage(instance, limits.drain_timeout_s)
         self._steps = 0
         self._ended = self._prompt_tokens = self._tokens = 0
-        self._pages_pushed = self._bytes_pushed = self._handoffs = self._pushes_failed = 0
-        self._push_seconds = 0.0
+        self._bytes_pushed = self._handoffs = self._pushes_failed = 0
+        self._push_seconds = self._exposed_seconds = 0.0
         self._pages_quarantined = 0
         self._links_lost: set[InstanceId] = set()
 
@@ -112,7 +112,6 @@ class PrefillScheduler:
                 return self._link_changed(event.link, now)
             case PushDone():
                 self._bytes_pushed += event.pushed_bytes
-                self._pages_pushed += event.pushed_bytes // self._engine.layout.page_bytes
                 self._push_seconds += event.seconds
                 return self._apply(self._source.transfer_ended(event), now)
             case PushFailed():
@@ -131,6 +130,15 @@ class PrefillScheduler:
         if self._drainage.tick(now):
             for request in self._requests:
                 actions += self._end(request, Failed.of(self._drainage.refusal), now)
+        return actions
+
+    def layers_done(self, plan: Plan, layers: int, now: float) -> list[Action]:
+        """The last chunk of a prompt has no next one behind whose forward its push could hide: it goes layer by layer."""
+        actions: list[Action] = []
+        for chunk in plan.chunks:
+            request = self._computing[chunk.row]
+            if chunk.last and request.source_open:
+                actions += self._apply(self._source.layers_computed(request.key, layers), now)
         return actions
 
     def step_done(self, result: StepResult, now: float) -> list[Action]:
@@ -223,11 +231,12 @@ class PrefillScheduler:
             prompt_tokens_computed=self._prompt_tokens,
             tokens_generated=self._tokens,
             steps=self._steps,
-            pages_pushed=self._pages_pushed,
+            pages_pushed=self._bytes_pushed // self._engine.layout.page_bytes,
             bytes_pushed=self._bytes_pushed,
             handoffs=self._handoffs,
             pushes_failed=self._pushes_failed,
             push_seconds=self._push_seconds,
+            exposed_seconds=self._exposed_seconds,
             messages_stale=self._source.stale + self._requests.stale,
         )
 
@@ -323,7 +332,7 @@ class PrefillScheduler:
         """The prompt is computed: its first token is on its way to the client before anything is handed off."""
         ending = self._ending_after(request, token)
         deltas.append(TokenDelta(request.key, request.next_token, (token,), ending))
-        request.phase, request.emitted = Phase.HANDING_OFF, 1
+        request.phase, request.emitted, request.sampled_s = Phase.HANDING_OFF, 1, now
         self._tokens += 1
         if ending is None:
             actions = self._apply(self._source.sampled(request.key, token), now)
@@ -388,6 +397,7 @@ class PrefillScheduler:
         request.source_open = False
         if closed.failure is None and request.phase is Phase.HANDING_OFF:
             self._handoffs += 1
+            self._exposed_seconds += now - request.sampled_s
         if not closed.quiescent and request.lease is not None:
             # A write that is not proven to have stopped may still read these pages: they never come home in this process.
             self._pages_quarantined += len(request.lease)

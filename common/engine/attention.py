@@ -11,7 +11,7 @@ memory nor as a view with a stride of 0 (which CUDA's kernels have not always re
 A chunk that begins a prompt is the exception: it needs no mask, and `enable_gqa` without a mask is in every fast kernel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ class StepAttention:
 
     pages, slots: [tokens] int64, where each token's KV is written. segments: the chunks, first in the step. decode_table:
     [rows, pages] int32 and decode_lengths: [rows] int64 (this token included), for the rows after them; host_lengths: the same
-    lengths on the host, so that nothing waits for the device.
+    lengths on the host, so that nothing waits for the device. written: told after how many layers the step's KV has been written.
     """
 
     def __init__(
@@ -77,8 +77,10 @@ class StepAttention:
         decode_table: Tensor,
         decode_lengths: Tensor,
         host_lengths: Int64Array,
+        written: Callable[[int], None],
     ) -> None:
         self._memory = memory
+        self._written = written
         self._kernel = kernel
         self._pages = pages
         self._slots = slots
@@ -95,6 +97,7 @@ class StepAttention:
         keys, values = self._memory.view(layer, value=False), self._memory.view(layer, value=True)
         keys[self._pages, :, self._slots] = key
         values[self._pages, :, self._slots] = value
+        self._written(layer + 1)
         parts = [
             self._chunk(query[segment.begin : segment.end], keys, values, segment, mask)
             for segment, mask in zip(self._segments, self._masks, strict=True)

@@ -38,6 +38,11 @@ class StepHandle(Protocol):
     def ends_s(self) -> float | None:
         """When the step ends, if that is known beforehand; None: the executor wakes its process's loop."""
 
+    @property
+    def layers_done(self) -> int:
+        """Of how many layers, from the first on, the KV of the plan's chunks is in the pages. The executor wakes its process's
+        loop a few times while it grows, not at every layer; it may also stay 0 until the step is complete."""
+
     def poll(self) -> StepResult | None:
         """The result once the step is complete (its KV is in the pages), None before. Raises ExecutorFailed."""
 

@@ -18,6 +18,7 @@ from common.engine.checkpoint import ModelShape, fingerprint, read_shape, read_w
 from common.engine.executor import EngineDescription
 from common.engine.kv_budget import KVBudget, auto_kv_bytes, kv_budget, workspace_bytes
 from common.engine.kv_memory import KVMemory
+from common.engine.layer_progress import LayerProgress
 from common.engine.models.decoder import Decoder
 from common.engine.native import load_kernel
 from common.engine.plan import Plan, RowStart, StepResult
@@ -73,17 +74,23 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> StepResult:
-        """One forward: rows that start, rows that grow, then chunks and decode rows together."""
+    def run(self, plan: Plan, layers_done: Callable[[int], None] | None = None) -> StepResult:
+        """One forward: rows that start, rows that grow, then chunks and decode rows together.
+
+        layers_done: told a few times, while a last chunk is computed, of how many layers its KV is in the pages; None: nobody
+        asks.
+        """
         began = time.perf_counter()
+        progress = LayerProgress(self._device, self._memory.layout.layers, layers_done if plan.has_last_chunk else None)
         for start in plan.starts:
             self._start(start)
         self._grow(plan.grown_rows, plan.grown_pages)
         rows = torch.as_tensor(plan.sampled_rows.astype(np.int64), device=self._device)
         token_ids, positions, at_rows, last = self._inputs(plan)
-        attention = self._attention(plan, positions, at_rows)
+        attention = self._attention(plan, positions, at_rows, progress.written)
         hidden = self._model.hidden(token_ids, positions, attention)
         tokens = np.empty(0, dtype=np.int32)
+        progress.wait()
         if len(rows):
             tokens = self._sample(rows, self._model.logits(hidden[last]))
         if self._device.type == "cuda":
@@ -171,7 +178,7 @@ class ModelRunner:
         sampling = np.concatenate([last, np.arange(len(ids), len(token_ids))])
         return token_ids, positions, rows, torch.as_tensor(sampling, device=device)
 
-    def _attention(self, plan: Plan, positions: Tensor, rows: Tensor) -> StepAttention:
+    def _attention(self, plan: Plan, positions: Tensor, rows: Tensor, written: Callable[[int], None]) -> StepAttention:
         """Where the step's KV goes and what each token attends to; the lengths of the rows move on."""
         page_size = self._memory.layout.page_size
         segments, begin = [], 0
@@ -195,6 +202,7 @@ class ModelRunner:
             self._page_table[decode, :width],
             self._length[decode],
             self._host_length[plan.decode_rows],
+            written,
         )
 
     def _advance(self, rows: Int64Array, lengths: Int64Array) -> None:

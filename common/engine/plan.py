@@ -79,6 +79,10 @@ class Plan:
         return np.concatenate([chunks, self.decode_rows])
 
     @property
+    def has_last_chunk(self) -> bool:
+        return any(chunk.last for chunk in self.chunks)
+
+    @property
     def chunk_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 

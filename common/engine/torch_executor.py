@@ -6,6 +6,7 @@ Owns the engine thread and the steps in flight. Knows no model. Implements `comm
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -27,6 +28,7 @@ class _Step:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.result: StepResult | None = None
+        self.layers_done = 0
         self.failure: Exception | None = None
 
     def poll(self) -> StepResult | None:
@@ -71,7 +73,11 @@ class TorchExecutor:
         torch.set_num_threads(self._threads)
         while (step := self._steps.get()) is not None:
             try:
-                step.result = self._runner.run(step.plan)
+                step.result = self._runner.run(step.plan, partial(self._advance, step))
             except Exception as error:  # noqa: BLE001 - the thread's outermost door; the step's poll raises it
                 step.failure = error
             self._wake()
+
+    def _advance(self, step: _Step, layers: int) -> None:
+        step.layers_done = layers
+        self._wake()

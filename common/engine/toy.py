@@ -42,6 +42,7 @@ class ToyStep:
         self.plan = plan
         self.ends_s = ends_s
         self.result: StepResult | None = None
+        self.layers_done = 0
         self._catch_up = catch_up
 
     def poll(self) -> StepResult | None:

@@ -27,7 +27,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
-    """Write our pages into a peer's: source_pages[i] → target_pages[i]. [pages] int32 each.
+    """Write our pages into a peer's: source_pages[i] → target_pages[i]. [pages] int32 each. layers: only these; None: all.
 
     The peer is named with its incarnation: a push meant for a dead incarnation fails instead of landing in its successor.
     """
@@ -37,6 +37,7 @@ class Push:
     incarnation: Incarnation
     source_pages: Int32Array
     target_pages: Int32Array
+    layers: range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,9 @@ class Scheduler(Protocol[M_contra]):
     clock but the time that it is given."""
 
     def receive(self, sender: InstanceId, message: M_contra, now: float) -> list[Action]: ...
+
+    def layers_done(self, plan: Plan, layers: int, now: float) -> list[Action]:
+        """Of the step that is being computed, the KV of the first `layers` layers is in the pages."""
 
     def step_done(self, result: StepResult, now: float) -> list[Action]: ...
 

@@ -6,12 +6,14 @@ the same code runs as a process and on a hand-turned clock.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar, assert_never
 
 import msgspec
 
 from common.deadlines import DeadlineWheel
 from common.engine.executor import Executor, StepHandle
+from common.engine.plan import Plan
 from common.ids import DETOKENIZER, InstanceId
 from common.instance.membership import Membership
 from common.instance.ports import (
@@ -38,6 +40,16 @@ ROUTE_MEMORY_S = 60.0
 M = TypeVar("M")
 
 
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """A step that was launched. layers_seen: how many of its layers the scheduler knows to be done."""
+
+    plan: Plan
+    handle: StepHandle
+    launched_s: float
+    layers_seen: int = 0
+
+
 class InstanceWorker(Generic[M]):
     """One instance. M is the union of messages that its scheduler takes; Welcome, Refused and Drain are the worker's.
 
@@ -59,8 +71,7 @@ class InstanceWorker(Generic[M]):
         self._transfers = transfers
         self._mail = mail
         self._pushes = pushes
-        self._in_flight: deque[tuple[StepHandle, float]] = deque()
-        """Steps, and when each was launched."""
+        self._in_flight: deque[_InFlight] = deque()
         self._links: dict[InstanceId, LinkInfo] = {}
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._detokenizer: str | None = None
@@ -84,9 +95,7 @@ class InstanceWorker(Generic[M]):
             if isinstance(event, LinkChanged):
                 self._link_changed(event.link, now)
             self._act(scheduler.transfer_event(event, now))
-        while self._in_flight and (result := self._in_flight[0][0].poll()) is not None:
-            self._in_flight.popleft()
-            self._act(scheduler.step_done(result, now))
+        self._take_steps(now)
         for gone in self._former.expired(now):
             self._mail.route(gone, None)
         self._act(scheduler.tick(now))
@@ -110,7 +119,7 @@ class InstanceWorker(Generic[M]):
 
     def next_at(self) -> float:
         """When the next turn is due even if nothing happens before."""
-        step_ends = self._in_flight[0][0].ends_s if self._in_flight else None
+        step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
         known = (self._scheduler.next_deadline(), self._former.next_at(), step_ends, self._membership.next_at)
         return min(at for at in known if at is not None)
 
@@ -127,13 +136,27 @@ class InstanceWorker(Generic[M]):
         goodbye = self._membership.goodbye()
         self._mail.send(goodbye.to, goodbye.message)
 
+    def _take_steps(self, now: float) -> None:
+        """What has been computed since the last turn: whole steps, and layers of the one that is under way."""
+        while self._in_flight:
+            step = self._in_flight[0]
+            result = step.handle.poll()
+            if result is None:
+                layers = step.handle.layers_done
+                if layers > step.layers_seen:
+                    step.layers_seen = layers
+                    self._act(self._scheduler.layers_done(step.plan, layers, now))
+                return
+            self._in_flight.popleft()
+            self._act(self._scheduler.step_done(result, now))
+
     def _launch(self, now: float) -> None:
         while len(self._in_flight) < STEPS_IN_FLIGHT:
             decision = self._scheduler.decide(now)
             self._act(decision.actions)
             if decision.plan is None:
                 return
-            self._in_flight.append((self._executor.launch(decision.plan), now))
+            self._in_flight.append(_InFlight(decision.plan, self._executor.launch(decision.plan), now))
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -149,7 +172,7 @@ class InstanceWorker(Generic[M]):
         """Tell the router how we are; a router that does not answer any more has lost its requests."""
         if self._membership.router_lost():
             self._act(self._scheduler.abandon(now))
-        step_s = now - self._in_flight[0][1] if self._in_flight else 0.0
+        step_s = now - self._in_flight[0].launched_s if self._in_flight else 0.0
         transfer_s = max(0.0, now - self._transfers.progress_s)
         load = msgspec.structs.replace(self._scheduler.load(), oldest_step_s=step_s, oldest_transfer_s=transfer_s)
         self._act(self._membership.due(now, load, self._counters(), tuple(self._links.values()), self._draining))

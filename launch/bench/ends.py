@@ -21,7 +21,7 @@ from common.instance.ports import Push as PushPages
 from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.backends import make_transport
-from kv_transfer.runs import plan_runs
+from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import BUSY_S, IDLE_S, TransferThread
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
@@ -110,7 +110,7 @@ class TransportEnd:
         self._peer = pool.agent
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
-        runs = plan_runs(source_pages, target_pages, self._layout)
+        runs = plan_runs(source_pages, target_pages, PageSlice(self._layout), PageSlice(self._layout))
         return lambda: self._push(runs)
 
     def expect(self, pushes: bool) -> None:
@@ -221,7 +221,7 @@ class SocketEnd:
             raise TransferError(f"no connection to {address.host}:{address.port}: {error}") from error
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
-        runs = plan_runs(source_pages, target_pages, self._layout)
+        runs = plan_runs(source_pages, target_pages, PageSlice(self._layout), PageSlice(self._layout))
         head = np.int64(len(runs)).tobytes() + np.ascontiguousarray(runs[:, 1:]).tobytes()
         pieces = [self._pool[start : start + length] for start, _, length in runs.tolist()]
         connection = self._connection
@@ -274,7 +274,7 @@ class MemmoveEnd:
         """Both pools are here."""
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
-        runs = plan_runs(source_pages, target_pages, self._layout)
+        runs = plan_runs(source_pages, target_pages, PageSlice(self._layout), PageSlice(self._layout))
         from_address, to_address = self._pool.ctypes.data, self.landing.ctypes.data
         moves = [(to_address + there, from_address + here, length) for here, there, length in runs.tolist()]
 

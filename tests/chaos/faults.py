@@ -32,8 +32,8 @@ WHOLE_S = 90.0
 
 @dataclass(slots=True)
 class Fault:
-    """at_s: when the signal was sent. over_s: when the process had ended, or could go on. back_s: when it ran again. whole_s: when
-    it was live and linked again. In seconds of the loop's clock."""
+    """at_s: when the signal was sent. over_s: when the process had ended, or could go on. back_s: when it ran again. whole_s:
+    when it was live and linked again. In seconds of the loop's clock."""
 
     number: int
     kind: Kind

@@ -23,6 +23,8 @@ from tests.chaos.fleet import Shape
 
 AFTER_S = 1.0
 """What waited for an instance goes on within this of when its loss is known."""
+LONGEST = 8
+"""Gaps that are listed."""
 HEADER = f"{'gaps between tokens, s':<44} {'streams':>8} {'median':>8} {'p90':>8} {'worst':>8}"
 LATENCY_HEADER = f"{'heartbeat-s':>11} {'dead-after-s':>12} {'kills':>6} " + " ".join(
     f"{name:>16}" for name in ("resumed streams", "median", "p90", "worst", "others: p90", "others: worst")
@@ -73,6 +75,8 @@ def summary(outcome: Outcome) -> Iterator[str]:
     yield from (f"{name:<28} {value}" for name, value in rows.items())
     yield ""
     yield from latencies(outcome)
+    yield ""
+    yield from longest(outcome)
 
 
 def latencies(outcome: Outcome) -> Iterator[str]:
@@ -85,6 +89,18 @@ def latencies(outcome: Outcome) -> Iterator[str]:
     yield _row("longest of each undisturbed stream", undisturbed(outcome))
     if outcome.reference:
         yield _row("longest of each stream without faults", _longest(outcome.reference))
+
+
+def longest(outcome: Outcome) -> Iterator[str]:
+    """The longest gaps of all, and the faults that they may come from, for whoever looks for the cause in the logs."""
+    began_s = min((fault.at_s for fault in outcome.faults), default=0.0)
+    gaps = [(gap, answer) for answer in outcome.answers for gaps in answer.gaps() for gap in gaps]
+    for gap, answer in sorted(gaps, key=lambda pair: pair[0].seconds, reverse=True)[:LONGEST]:
+        near = [fault for fault in outcome.faults if gap.overlaps(*_unknown(fault, outcome.shape))]
+        causes = ", ".join(f"{fault.kind} {fault.victim} at {fault.at_s - began_s:.1f}" for fault in near)
+        what = "first token" if gap.is_first else "next token"
+        times = f"{gap.start_s - began_s:.1f} to {gap.end_s - began_s:.1f} ({gap.seconds:.1f} s)"
+        yield f"request {answer.request.number} waited for its {what} from {times}; {causes or 'no fault'}"
 
 
 def latency_line(outcome: Outcome) -> str:
@@ -125,7 +141,7 @@ def _gaps_of(answer: Answer, fault: Fault, shape: Shape) -> list[Gap]:
 
 
 def _known_s(fault: Fault, shape: Shape) -> float:
-    """When the router knows at the earliest that the victim was killed or stopped. A stop may count from two heartbeats before it,
+    """When the router knows at the earliest that the victim was killed or stopped. A stop may count from two heartbeats before,
     for a busy machine beats late."""
     beats_s = 2 * shape.heartbeat_s
     alone_s = fault.at_s + (beats_s if fault.kind == "kill" else shape.dead_after_s - beats_s)

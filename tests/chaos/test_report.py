@@ -3,7 +3,7 @@
 from tests.chaos.client import Answer, Choice
 from tests.chaos.faults import Fault
 from tests.chaos.fleet import Shape
-from tests.chaos.report import Outcome, disturbed, percentile, undisturbed
+from tests.chaos.report import Outcome, disturbed, longest, percentile, undisturbed
 from tests.chaos.workload import Request
 
 SHAPE = Shape(heartbeat_s=0.5, dead_after_s=3.0)
@@ -50,3 +50,11 @@ def test_undisturbed_gaps_are_those_away_from_every_fault() -> None:
 def test_percentiles_are_values_that_occurred() -> None:
     values = [5.0, 1.0, 4.0, 2.0, 3.0]
     assert [percentile(values, share) for share in (0.2, 0.5, 0.9, 1.0)] == [1.0, 3.0, 5.0, 5.0]
+
+
+def test_the_longest_gap_is_listed_with_the_fault_beside_it() -> None:
+    fault = Fault(0, "kill", "decode", "decode-0", at_s=10.0, over_s=10.0, back_s=15.0)
+    outcome = Outcome(SHAPE, answers=[answer(1.0, 1.5), answer(8.0, 9.5, 13.0)], faults=[fault])
+    first, *_, last = longest(outcome)
+    assert "next token from -0.5 to 3.0 (3.5 s); kill decode-0 at 0.0" in first
+    assert last.endswith("no fault")

@@ -88,6 +88,14 @@ def test_a_process_that_is_not_the_agents_is_refused_though_it_lives(
         source.transport.connect(msgspec.structs.replace(target.pool, agent="reused", wire=wire))
 
 
+@pytest.mark.parametrize("change", [{"pid": 0}, {"pid": 2**40}, {"beacon": -1}, {"beacon": 2**64 - 1}, {"pid": "1"}])
+def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
+    source, target = pair
+    wire = msgspec.msgpack.encode({**msgspec.msgpack.decode(target.wire), **change})
+    with pytest.raises(TransferError, match="could not connect to odd: Expected"):
+        source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=wire))
+
+
 def test_a_process_that_has_become_another_is_not_written_to(pair: tuple[Agent, Agent]) -> None:
     source, target = pair
     source.push(target.pool, EVERYTHING)

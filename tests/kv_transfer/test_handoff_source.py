@@ -11,13 +11,12 @@ from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
 from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed
 from kv_transfer.lease import LEASE_S
-from tests.builders import key, sampling
+from tests.builders import LAYOUT, key, sampling
 
 ME, LIFE = Incarnation("writer"), Incarnation("1")
 D, OTHER = InstanceId("d"), InstanceId("other")
 PEER = Peer(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
-PAGE_SIZE = 4
 BEGAN_S = 100.0
 CLOSED = SourceClosed(key(), None, quiescent=True)
 WITHDRAWN = [Send(D, Withdraw(key=key())), CLOSED]
@@ -28,7 +27,7 @@ def reserve(name: str = "r", sent_s: float = BEGAN_S) -> Reserve:
 
 
 def opened() -> HandoffSource:
-    source = HandoffSource(ME, PAGE_SIZE)
+    source = HandoffSource(ME, LAYOUT)
     assert source.open(reserve(), PEER, SOURCE_PAGES) == [Send(D, reserve())]
     return source
 
@@ -71,6 +70,40 @@ def test_complete_pages_are_pushed_chunk_by_chunk_and_the_last_page_with_the_fir
     assert len(source) == 0 and source.pushes_in_flight == 0
 
 
+def layered(outputs: list[Output]) -> list[tuple[list[int], range | None]]:
+    return [(o.target_pages.tolist(), o.layers) for o in outputs if isinstance(o, Push)]
+
+
+def test_the_last_chunk_is_pushed_layer_by_layer_while_it_is_computed_and_the_rest_with_the_first_token() -> None:
+    source = granted()
+    assert layered(source.computed(key(), 4)) == [([20], None)]
+    assert layered(source.layers_computed(key(), 1)) == [([21, 22], range(1))]
+    assert layered(source.layers_computed(key(), 1)) == []
+    assert layered(source.sampled(key(), 99)) == [([21, 22], range(1, LAYOUT.layers))]
+    assert [source.transfer_ended(done(ticket)) for ticket in (1, 2)] == [[], []]
+    handoff = Handoff(key=key(), generation=Generation(5), first_token=99, pushed_pages=3, pushed_bytes=300)
+    assert source.transfer_ended(done(3)) == [Send(D, handoff), CLOSED]
+
+
+def test_layers_wait_for_a_late_grant_and_go_behind_the_pages_that_were_complete_before_them() -> None:
+    source = opened()
+    assert source.computed(key(), 4) == source.layers_computed(key(), 1) == []
+    assert layered(source.receive(D, grant(), BEGAN_S + 0.1)) == [([20], None), ([21, 22], range(1))]
+
+
+def test_when_the_grant_comes_after_the_first_token_nothing_is_pushed_in_layers() -> None:
+    source = opened()
+    source.layers_computed(key(), 1)
+    source.sampled(key(), 99)
+    assert layered(source.receive(D, grant(), BEGAN_S + 0.1)) == [([20, 21, 22], None)]
+
+
+def test_layers_of_a_request_that_was_given_up_are_not_pushed() -> None:
+    source = granted()
+    source.give_up(key())
+    assert source.layers_computed(key(), 1) == []
+
+
 def test_a_push_names_the_life_of_the_peer_that_was_asked() -> None:
     (push,) = granted().computed(key(), 4)
     assert isinstance(push, Push) and (push.peer, push.incarnation) == (D, LIFE)
@@ -102,7 +135,7 @@ def test_a_handoff_without_any_push_follows_the_first_token_at_once() -> None:
 
 
 def test_a_handoff_carries_the_digests_of_the_pages_that_were_pushed() -> None:
-    source = HandoffSource(ME, PAGE_SIZE, digest=lambda pages: b"".join(bytes([page] * 4) for page in pages.tolist()))
+    source = HandoffSource(ME, LAYOUT, digest=lambda pages: b"".join(bytes([page] * 4) for page in pages.tolist()))
     source.open(reserve(), PEER, SOURCE_PAGES)
     source.receive(D, grant(have_tokens=4), BEGAN_S)
     source.sampled(key(), 99)

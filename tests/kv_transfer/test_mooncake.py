@@ -158,6 +158,19 @@ def test_a_write_that_fails_while_the_peer_lives_is_not_proven_to_have_ended(net
     assert source.push_all((2, EVERYTHING), to=target.pool) == [RunsDone(Ticket(2))]
 
 
+def test_a_write_that_fails_and_whose_peer_cannot_be_asked_is_not_proven_to_have_ended(
+    network: Network, pair: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    source, target = pair
+    network.stopped = True
+    monkeypatch.setattr(socket, "create_connection", cut_off)
+    _, failed = source.push_all((1, EVERYTHING), to=target.pool)
+    assert isinstance(failed, RunsFailed) and not failed.quiescent
+
+
 def test_a_write_that_fails_and_whose_peer_is_gone_has_ended(network: Network, pair: tuple[Agent, Agent]) -> None:
     source, target = pair
     target.transport.close()
@@ -172,6 +185,14 @@ def test_a_descriptor_that_leads_to_another_agent_is_refused(pair: tuple[Agent, 
     source, target = pair
     with pytest.raises(TransferError, match="could not connect to impostor: the descriptor belongs to another agent"):
         source.transport.connect(msgspec.structs.replace(target.pool, agent="impostor"))
+
+
+@pytest.mark.parametrize("change", [{"port": 0}, {"port": 65536}, {"beacon": -1}, {"host": "no such host"}, {"host": "." * 99}])
+def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
+    source, target = pair
+    wire = msgspec.msgpack.encode({**msgspec.msgpack.decode(target.pool.wire), **change})
+    with pytest.raises(TransferError, match="could not connect to odd: "):
+        source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=wire))
 
 
 @pytest.mark.parametrize(

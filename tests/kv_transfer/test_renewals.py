@@ -9,7 +9,7 @@ from common.instance.ports import Allow, PushDone, PushFailed, Send
 from common.messages import Failed, Grant, Renew, Renewed, Reserve, Withdraw
 from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed
 from kv_transfer.lease import LEASE_S, RENEW_S, RENEWALS_AFTER
-from tests.builders import key, sampling
+from tests.builders import LAYOUT, key, sampling
 
 ME = Incarnation("writer")
 D, E = InstanceId("d"), InstanceId("e")
@@ -22,7 +22,7 @@ class Writer:
     """A source, its clock, and what it is told."""
 
     def __init__(self) -> None:
-        self.source = HandoffSource(ME, page_size=4)
+        self.source = HandoffSource(ME, LAYOUT)
         self.now = BEGAN_S
 
     def open(self, name: str, peer: InstanceId = D, incarnation: Incarnation = FIRST) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from common.errors import TransferError
 from common.ids import Int32Array, Int64Array
 from common.pages.layout import ITEM_BYTES, KVLayout
-from kv_transfer.runs import check_pages, mismatch, plan_runs, slice_runs
+from kv_transfer.planner import PageSlice, plan_runs
+from kv_transfer.runs import check_pages, mismatch, slice_runs
 from tests.builders import LAYOUT
 
 POOL_PAGES = 24
@@ -73,7 +74,7 @@ def test_runs_move_what_copying_page_by_page_moves(pages: tuple[Int32Array, Int3
     expected = target.copy().reshape(POOL_PAGES, -1)
     for source_page, target_page in zip(*pages, strict=True):
         expected[target_page] = source.reshape(POOL_PAGES, -1)[source_page]
-    runs = plan_runs(*pages, layout)
+    runs = plan_runs(*pages, PageSlice(layout), PageSlice(layout))
     assert runs.dtype == np.int64 and runs.shape[1] == 3
     assert runs[:, 2].sum() == len(pages[0]) * layout.page_bytes
     np.testing.assert_array_equal(copied(runs, source, target), expected.reshape(-1))
@@ -81,7 +82,7 @@ def test_runs_move_what_copying_page_by_page_moves(pages: tuple[Int32Array, Int3
 
 @given(page_pairs(), LAYOUTS)
 def test_runs_that_continue_each_other_on_both_sides_are_one(pages: tuple[Int32Array, Int32Array], layout: KVLayout) -> None:
-    runs = plan_runs(*pages, layout)
+    runs = plan_runs(*pages, PageSlice(layout), PageSlice(layout))
     ends = runs[:-1, :2] + runs[:-1, 2:]
     assert not (ends == runs[1:, :2]).all(axis=1).any()
     assert (runs % layout.page_bytes == 0).all() and (runs[:, 2] > 0).all()
@@ -89,19 +90,21 @@ def test_runs_that_continue_each_other_on_both_sides_are_one(pages: tuple[Int32A
 
 def test_one_stretch_is_one_run_however_long_it_is() -> None:
     pages = np.arange(5000, dtype=np.int32)
-    runs = plan_runs(pages + 7, pages, LAYOUT)
+    runs = plan_runs(pages + 7, pages, PageSlice(LAYOUT), PageSlice(LAYOUT))
     assert runs.tolist() == [[7 * LAYOUT.page_bytes, 0, 5000 * LAYOUT.page_bytes]]
 
 
 def test_offsets_pass_four_gigabytes() -> None:
     layout = msgspec.structs.replace(LAYOUT, page_size=4096, layers=64)
     page = np.array([2**31 - 1], dtype=np.int32)
-    assert plan_runs(page, page, layout).tolist() == [[(2**31 - 1) * layout.page_bytes] * 2 + [layout.page_bytes]]
+    assert plan_runs(page, page, PageSlice(layout), PageSlice(layout)).tolist() == [
+        [(2**31 - 1) * layout.page_bytes] * 2 + [layout.page_bytes]
+    ]
 
 
 def test_unequal_numbers_of_pages_are_refused_with_both() -> None:
     with pytest.raises(TransferError, match="3 source pages for 2 target pages"):
-        plan_runs(np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32), LAYOUT)
+        plan_runs(np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32), PageSlice(LAYOUT), PageSlice(LAYOUT))
 
 
 @given(run_lists(max_bytes=100), st.integers(1, 150))

@@ -86,8 +86,8 @@ class Two:
         self.source.loop.submit(Allow(PEER, incarnation, self.clock.now + lease_s))
 
     def push(self, ticket: int, source_pages: list[int], target_pages: list[int], incarnation: Incarnation = LIFE) -> None:
-        pages = (np.array(side, dtype=np.int32) for side in (source_pages, target_pages))
-        self.source.loop.submit(Push(Ticket(ticket), PEER, incarnation, *pages))
+        source, target = (np.array(side, dtype=np.int32) for side in (source_pages, target_pages))
+        self.source.loop.submit(Push(Ticket(ticket), PEER, incarnation, source, target))
 
 
 def linked(state: LinkState, detail: str, incarnation: str = "1") -> LinkChanged:

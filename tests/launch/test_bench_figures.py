@@ -1,5 +1,8 @@
 """What becomes of samples: figures, ratios and verdicts, from numbers that are worked out by hand."""
 
+from collections.abc import Callable
+
+import msgspec
 import pytest
 
 from launch.bench.figures import Goal, Outcome, Place, Row, Sample, judge
@@ -103,6 +106,16 @@ def test_a_report_says_every_figure_the_spread_and_what_was_skipped() -> None:
             assert said in report
         assert "Linux" in report and "1 MiB" in report
     assert "launch bench transfer --quick" in markdown(outcome(host))
+
+
+@pytest.mark.parametrize("form", [text, markdown])
+@pytest.mark.parametrize(("load", "cautious"), [(0.2, False), (7.0, True)])
+def test_a_report_from_a_busy_machine_says_what_that_does_to_it(
+    form: Callable[[Outcome], str], load: float, cautious: bool
+) -> None:
+    measured = outcome(place())
+    on = msgspec.structs.replace(measured, hardware=msgspec.structs.replace(measured.hardware, load=load))
+    assert ("The machine had other work" in form(on)) == cautious
 
 
 def test_markdown_has_the_ways_side_by_side() -> None:

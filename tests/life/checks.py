@@ -71,7 +71,7 @@ def stuck_pages(trial: Trial, instance: Instance) -> int:
 def misanswered(trial: Trial) -> Iterator[str]:
     """Answers that are not as they must be."""
     for asked in trial.asked:
-        if asked.given_up and not trial.unserved:
+        if asked.given_up and not asked.unserved:
             yield f"{asked.ask.choices[0].request_id} was refused though an instance could have served it"
         if asked.client is None:
             continue
@@ -107,8 +107,21 @@ def _excuse(trial: Trial, asked: Asked, answer: Answer, failed: Failed) -> str |
         return None
     if failed.kind == "overloaded_error" and trial.schedule.size.max_waiting < FEW:
         return None
-    if failed.retryable and any(at >= asked.began_s for at in trial.unserved):
+    if failed.retryable and asked.unserved:
         return None
     if failed.retryable and trial.blows[answer.request_id] >= FRUITLESS_ATTEMPTS:
         return None
     return f"failed though an instance could have served it: {failed}"
+
+
+def misplaced(trial: Trial) -> Iterator[str]:
+    """Bytes where they must not be."""
+    yield from trial.fabric.problems
+    for life in trial.lives:
+        corrupt = life.scheduler.counters().pages_corrupt
+        if corrupt:
+            yield f"{life.name.id} found {corrupt} pages corrupt"
+    for instance in trial.instances.values():
+        pages = trial.ledger_of(instance).spoiled()
+        if pages:
+            yield f"somebody wrote into the free pages {pages} of {instance.name.id}"

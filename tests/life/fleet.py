@@ -22,7 +22,8 @@ from tests.life.network import Calm, Network, Weather
 from tests.life.processes import DetokenizerProcess, RouterProcess
 
 FIRST_PORT = 1000
-JOIN_S = 5.0
+JOIN_S, JOIN_LOOK_S = 5.0, 0.01
+"""Within which the fleet is ready, and how often it is looked whether it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ class Fleet:
             self.start(f"prefill-{number}", "prefill")
         for number in range(decode):
             self.start(f"decode-{number}", "decode")
-        self.turn_until(lambda: not self.router.unready(), JOIN_S)
+        while self.router.unready():
+            assert self.clock.now < JOIN_S, self.router.unready()
+            self.run_for(JOIN_LOOK_S)
 
     @property
     def router(self) -> RouterCore:

@@ -136,7 +136,7 @@ def draw_schedule(seed: int) -> Schedule:
         seed=seed,
         prefill=prefill,
         decode=decode,
-        size=_size(random),
+        size=_size(random, verify_pages=seed % 2 == 0),
         heartbeat_s=random.choice((0.5, 1.0)),
         chances=_chances(random),
         rough=_rough(random),
@@ -146,7 +146,7 @@ def draw_schedule(seed: int) -> Schedule:
     )
 
 
-def _size(random: Random) -> Size:
+def _size(random: Random, verify_pages: bool) -> Size:
     return Size(
         pages=random.randint(FEWEST_PAGES, MOST_PAGES),
         rows=random.randint(2, 6),
@@ -155,6 +155,7 @@ def _size(random: Random) -> Size:
         request_timeout_s=90.0,
         drain_timeout_s=random.choice((0.0, 2.0, 30.0)),
         cost=StepCost(step_s=random.choice((0.01, 0.03, 0.1)), chunk_token_s=0.001, decode_row_s=0.001),
+        verify_pages=verify_pages,
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
-from tests.life.checks import misanswered, unsettled
+from tests.life.checks import misanswered, misplaced, unsettled
 from tests.life.network import MEMBERSHIP, Letter
 from tests.life.schedule import draw_schedule
 from tests.life.trial import Trial
@@ -51,7 +51,9 @@ def run_schedule(seed: int, trace: bool = False) -> Report:
     try:
         trial.run_window()
         _settle(trial)
-        problems = [*unsettled(trial), *misanswered(trial), *trial.fabric.problems, *_spoiled(trial)]
+        trial.ask_once_more()
+        _settle(trial)
+        problems = [*unsettled(trial), *misanswered(trial), *misplaced(trial)]
     except _BUGS:
         problems = [traceback.format_exc()]
     return Report(seed, tuple(problems), _counts(trial))
@@ -61,16 +63,6 @@ def _settle(trial: Trial) -> None:
     ends_s = trial.clock.now + SETTLE_S
     while trial.clock.now < ends_s and any(True for _ in unsettled(trial)):
         trial.run_for(LOOK_S)
-
-
-def _spoiled(trial: Trial) -> Iterator[str]:
-    for instance in trial.instances.values():
-        pages = trial.ledger_of(instance).spoiled()
-        if pages:
-            yield f"somebody wrote into the free pages {pages} of {instance.name.id}"
-        corrupt = instance.scheduler.counters().pages_corrupt
-        if corrupt:
-            yield f"{instance.name.id} found {corrupt} pages corrupt"
 
 
 def _counts(trial: Trial) -> Counter[str]:
@@ -87,7 +79,7 @@ def _counts(trial: Trial) -> Counter[str]:
         counts["pushes failed"] += total.pushes_failed
     counts["lives"] += len(trial.lives)
     counts["unproven writes"] += len(trial.fabric.unproven)
-    counts["with nobody to serve"] += bool(trial.unserved)
+    counts["unserved for a while"] += sum(asked.unserved for asked in trial.asked)
     for _, reason in trial.ends:
         counts[f"ended by itself: {reason.split(':')[0]}"] += 1
     return counts
@@ -95,6 +87,7 @@ def _counts(trial: Trial) -> Counter[str]:
 
 def _say(*lines: str) -> None:
     sys.stdout.writelines(f"{line}\n" for line in lines)
+    sys.stdout.flush()
 
 
 def _say_letter(trial: Trial, letter: Letter, message: AnyMessage, delays: tuple[float, ...]) -> None:

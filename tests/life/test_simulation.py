@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = 10_000
 SECONDS = 240.0
 """No schedule is begun after so long: a busy machine does fewer of them."""
-FEWEST = 1000
+FEWEST = 200
 HAPPENS = (
     "finished: length",
     "finished: stop",

@@ -5,7 +5,7 @@ Owns the carrying out of a schedule, and when nobody could have served. Judges n
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import assert_never
 
@@ -62,14 +62,20 @@ class Tides:
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """What a client asked for, and what became of it. client: None until the router has taken it in."""
+    """What a client asked for, and what became of it. client: None until the router has taken it in. gives_up_s: when it stops
+    asking. unserved: for some time no instance could have served it."""
 
     ask: Ask
     expected: tuple[Expected, ...]
     client: Client | None = None
-    began_s: float = 0.0
+    gives_up_s: float | None = None
     left: bool = False
     given_up: bool = False
+    unserved: bool = False
+
+    @property
+    def begun(self) -> bool:
+        return self.gives_up_s is not None
 
     @property
     def pages(self) -> int:
@@ -94,8 +100,6 @@ class Trial(Fleet):
         self.ledgers: dict[str, Ledger] = {}
         """By agent."""
         self.on_event: Callable[[str], None] = lambda _: None
-        self.unserved: list[float] = []
-        """Times at which no instance could have served."""
         self.blows: Counter[RequestId] = Counter()
         """How often something befell an attempt of a request: a letter lost, an instance of its, or a write between them."""
         self._serving: dict[RequestId, tuple[InstanceId, ...]] = {}
@@ -124,6 +128,16 @@ class Trial(Fleet):
         self._look()
         self.run_for(WINDOW_S)
         self._armed.clear()
+
+    def ask_once_more(self) -> None:
+        """Another client asks for what the first one did: whatever has happened, the fleet serves."""
+        choices = tuple(
+            replace(choice, request_id=RequestId(f"again.{choice.request_id}")) for choice in self.asked[0].ask.choices
+        )
+        asked = Asked(Ask(at_s=0.0, choices=choices), self.asked[0].expected)
+        self.asked.append(asked)
+        self._plan_ask(asked, self.clock.now)
+        self._look()
 
     # --- who is there ------------------------------------------------------------------------------------------------------
 
@@ -172,14 +186,15 @@ class Trial(Fleet):
         """A client that is told to come back later does, for a while."""
         if asked.left:
             return
-        asked.began_s = asked.began_s or self.clock.now
+        if asked.gives_up_s is None:
+            asked.gives_up_s = self.clock.now + PATIENCE_S
         choices = zip(asked.ask.choices, asked.expected, strict=True)
         specs = [spec_of(choice, expected, asked.ask, index) for index, (choice, expected) in enumerate(choices)]
         try:
             asked.client = self.ask(*specs)
         except (Unavailable, Overloaded) as error:
             self._note(f"{asked.ask.choices[0].request_id} is told to come back later: {error}")
-            if self.clock.now > asked.began_s + PATIENCE_S:
+            if self.clock.now >= asked.gives_up_s:
                 asked.given_up = True
             else:
                 self.clock.at(self.clock.now + ASK_AGAIN_S, lambda: self._ask(asked))
@@ -254,20 +269,20 @@ class Trial(Fleet):
     # --- who could serve ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        waiting = [asked for asked in self.asked if not asked.over]
-        pages = max((asked.pages for asked in waiting), default=0)
-        if not any(self._could_serve(instance, pages) for instance in self.instances.values()):
-            self.unserved.append(self.clock.now)
-        if waiting:
+        room = max((self._room(instance) for instance in self.instances.values()), default=0)
+        for asked in self.asked:
+            asked.unserved = asked.unserved or (asked.begun and not asked.over and asked.pages > room)
+        if not all(asked.over for asked in self.asked):
             self.clock.at(self.clock.now + LOOK_S, self._look)
 
-    def _could_serve(self, instance: Instance, pages: int) -> bool:
-        """A decode instance serves alone, if need be, as long as not too much of its memory waits for the end of writes."""
+    def _room(self, instance: Instance) -> int:
+        """Pages that it could give to one request: a decode instance serves alone, if need be, unless too much of its memory
+        waits for the end of writes."""
         if instance.name.role != "decode" or not self._is_up(instance.name.id) or instance in self._leaving:
-            return False
+            return 0
         load = instance.scheduler.load()
         is_whole = load.pages_quarantined * QUARANTINE_DIVISOR <= load.pages_total
-        return is_whole and pages <= load.pages_total - load.pages_quarantined
+        return load.pages_total - load.pages_quarantined if is_whole else 0
 
     def _is_up(self, name: InstanceId) -> bool:
         """Its process runs, and the router can reach it."""

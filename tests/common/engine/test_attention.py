@@ -51,6 +51,7 @@ class Step:
             pages = layout.pages_for(length)
             decode_table[number, :pages] = self.table[len(chunks) + number, :pages]  # beyond it: page 0, which is all NaN
         at = torch.tensor(self.places)
+        self.written: list[int] = []
         self.attend = StepAttention(
             self.memory,
             None,
@@ -61,6 +62,7 @@ class Step:
             decode_table,
             torch.tensor(lengths),
             np.array(lengths, dtype=np.int64),
+            self.written.append,
         )
         self.query = torch.randn(len(at), HEADS, DIM, generator=generator)
         self.key, self.value = torch.randn(2, len(at), KV_HEADS, DIM, generator=generator).unbind()

@@ -1,5 +1,6 @@
 """The model runner against transformers' generate, token by token, on random-weight checkpoints."""
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,3 +184,25 @@ def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypa
     made = ModelRunner(ModelConfig(model=str(saved(llama(), tmp_path))), engine, lines.append)
     assert [line.split(":")[0].split(" ")[0] for line in lines] == ["loading", "measured", "making"]
     assert made.description.total_pages == 2**20 // made.description.layout.page_bytes
+
+
+def test_what_is_said_of_layers_while_a_last_chunk_is_computed_holds(tmp_path: Path) -> None:
+    """Of so many layers the KV is what it is after the step; pages may be pushed by then."""
+    made = runner(saved(llama(num_hidden_layers=6), tmp_path))
+    layout, region = made.description.layout, made.description.memory
+    pages = np.arange(3, dtype=np.int32)
+    memory = memoryview((ctypes.c_char * (3 * layout.page_bytes)).from_address(region.address))
+    kv = np.frombuffer(memory, dtype=np.float32)
+    kv = kv.reshape(3, layout.layers, -1)
+    seen: list[tuple[int, np.ndarray]] = []
+    prompt = np.arange(3, 23, dtype=np.int32)
+    starts = (RowStart(0, pages, GREEDY),)
+    made.run(
+        Plan(1, starts=starts, chunks=(Chunk(0, 0, prompt[:10], last=False),)), lambda layers: seen.append((layers, kv.copy()))
+    )
+    assert seen == [], "nobody pushes layers of a chunk that another one follows"
+    made.run(Plan(2, chunks=(Chunk(0, 10, prompt[10:], last=True),)), lambda layers: seen.append((layers, kv.copy())))
+    assert [layers for layers, _ in seen] == [1, 3, 4]
+    for layers, then in seen:
+        np.testing.assert_array_equal(then[:, :layers], kv[:, :layers])
+        assert (then[:, layers:] != kv[:, layers:]).any()

@@ -51,6 +51,7 @@ class FakeStep:
 
     def __init__(self) -> None:
         self.result: StepResult | None = None
+        self.layers_done = 0
 
     def poll(self) -> StepResult | None:
         return self.result
@@ -107,6 +108,10 @@ class FakeScheduler:
 
     def receive(self, sender: InstanceId, message: PrefillMessage, now: float) -> list[Action]:
         self.told.append(type(message).__name__)
+        return []
+
+    def layers_done(self, plan: Plan, layers: int, now: float) -> list[Action]:
+        self.told.append(f"{layers} layers")
         return []
 
     def step_done(self, result: StepResult, now: float) -> list[Action]:

@@ -247,3 +247,20 @@ def test_the_router_is_told_also_when_something_fails() -> None:
     with pytest.raises(TransferError):
         run(rig.worker, wait, lambda: 0.0, lambda: False)
     assert rig.mail.names()[-1] == "Goodbye"
+
+
+def test_layers_of_the_step_under_way_are_told_once_each_time_there_are_more() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    scheduler.steps_to_plan = 2
+    rig.turn(0.0)
+    (_, first), (_, second) = rig.executor.steps
+    first.layers_done, second.layers_done = 1, 1
+    rig.turn(0.1)
+    rig.turn(0.2)
+    assert scheduler.told == ["1 layers"], "steps are computed in order: the second is not under way"
+    first.layers_done = 2
+    rig.turn(0.3)
+    rig.executor.finish_one()
+    rig.turn(0.4)
+    assert scheduler.told == ["1 layers", "2 layers", "step done", "1 layers"]

@@ -1,0 +1,133 @@
+"""The torch transport in one process: who is refused, how soon, and that threads end. The contract is in `test_transports.py`."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.errors import TransferError
+from common.ids import Ticket
+from common.messages import PoolDescriptor
+from common.pages.layout import MemoryRegion
+from kv_transfer.distributed import CONNECT_S, TorchTransport
+from kv_transfer.transport import RunsDone, TransportEvent
+from tests.kv_transfer.agent_process import pool_descriptor
+
+POOL_BYTES = 4096
+WAIT_S = 5.0
+
+
+class Agent:
+    """A transport with its pool. While it is `attended`, a thread polls it, as its process would."""
+
+    def __init__(self, device: str = "cpu", host: str = "127.0.0.1") -> None:
+        self.bytes = np.zeros(POOL_BYTES, dtype=np.uint8)
+        self.transport = TorchTransport(host, silence_s=1.0)
+        region = MemoryRegion(address=int(self.bytes.ctypes.data), region_bytes=POOL_BYTES, device=device)
+        agent, wire = self.transport.register(region)
+        self.pool: PoolDescriptor = pool_descriptor(agent, region.address, POOL_BYTES, wire, "torch")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="attendant")
+
+    def attend(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.transport.close()
+
+    def _poll(self) -> None:
+        while not self._over.wait(1e-3):
+            self.transport.poll()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Agent, Agent]]:
+    source, target = Agent(), Agent()
+    yield source, target
+    for agent in (source, target):
+        agent.end()
+
+
+def threads_of_links() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("torch-"))
+
+
+def without_threads_within(seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while threads_of_links() and time.monotonic() < until:
+        time.sleep(0.01)
+    return not threads_of_links()
+
+
+def test_each_end_of_a_link_has_a_thread_that_ends_with_it(pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    target.attend()
+    assert source.transport.connect(target.pool) == "torch.distributed Gloo"
+    source.bytes[:] = 7
+    source.transport.push(Ticket(1), target.pool.agent, np.array([(0, 0, POOL_BYTES)], dtype=np.int64))
+    events: list[TransportEvent] = []
+    until = time.monotonic() + WAIT_S
+    while not events and time.monotonic() < until:
+        events = source.transport.poll()
+    assert events == [RunsDone(Ticket(1))]
+    assert (target.bytes == 7).all()
+    assert threads_of_links() == ["torch-receiver", "torch-sender"]
+    source.transport.close(target.pool.agent)
+    assert without_threads_within(WAIT_S)
+
+
+def test_a_receiver_that_closes_ends_both_threads(pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    target.attend()
+    source.transport.connect(target.pool)
+    target.end()
+    source.transport.close()
+    assert without_threads_within(WAIT_S)
+
+
+def test_a_peer_that_does_not_let_us_in_is_given_up_in_bounded_time(pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    began = time.monotonic()
+    with pytest.raises(TransferError, match=f"could not connect to {target.pool.agent}"):
+        source.transport.connect(target.pool)
+    assert time.monotonic() - began < CONNECT_S + 1.0
+
+
+def test_a_peer_that_is_gone_is_refused_at_once(pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    target.transport.close()
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="refused"):
+        source.transport.connect(target.pool)
+    assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("change", [{"port": 0}, {"port": 65536}, {"host": 1}, {"host": "no such host"}, {"host": "." * 99}])
+def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
+    source, target = pair
+    wire = msgspec.msgpack.encode({**msgspec.msgpack.decode(target.pool.wire), **change})
+    with pytest.raises(TransferError, match=f"could not connect to {target.pool.agent}"):
+        source.transport.connect(msgspec.structs.replace(target.pool, wire=wire))
+
+
+def test_a_pool_of_another_kind_of_device_is_refused(pair: tuple[Agent, Agent]) -> None:
+    source, target = pair
+    with pytest.raises(TransferError, match="its pool is on cuda:0 and ours on cpu"):
+        source.transport.connect(msgspec.structs.replace(target.pool, device="cuda:0"))
+
+
+def test_a_device_for_which_this_torch_has_no_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.distributed.is_nccl_available", lambda: False)
+    with pytest.raises(TransferError, match="no NCCL"):
+        Agent(device="cuda:0")
+
+
+def test_an_address_that_is_not_this_hosts_is_refused() -> None:
+    with pytest.raises(TransferError, match=r"could not start on 192\.0\.2\.99"):
+        Agent(host="192.0.2.99")
