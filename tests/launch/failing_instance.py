@@ -44,13 +44,13 @@ def break_threads(which: str) -> None:
     stepped = threading.Event()
     run, step = ModelRunner.run, TransferLoop.step
 
-    def failing_run(self: ModelRunner, plan: Any) -> Any:
+    def failing_run(self: ModelRunner, plan: Any, layers_done: Any) -> Any:
         stepped.set()
         if which == "engine":
             raise RuntimeError("the device fell off the bus")
         if which == "stuck":
             threading.Event().wait(FOREVER_S)
-        return run(self, plan)
+        return run(self, plan, layers_done)
 
     def failing_step(self: TransferLoop) -> bool:
         if which in ("transfer", "stuck") and stepped.is_set():
