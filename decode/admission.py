@@ -49,10 +49,10 @@ class AdmissionLine:
         """True when the key was waiting."""
         return self._line.leave(key)
 
-    def head(self) -> Key | None:
-        """Who is to be admitted next."""
+    def overdue(self, now: float, after_s: float) -> Key | None:
+        """Who is to be admitted next, if it has waited for longer than this."""
         head = self._line.head()
-        return None if head is None else head.key
+        return head.key if head is not None and now - head.since_s > after_s else None
 
     def admit(self, now: float, running: int) -> list[Admitted]:
         """Everyone whose turn it is and who fits. running: requests that may each want another page soon; so many pages are left

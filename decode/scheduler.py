@@ -54,6 +54,7 @@ from decode.preemption import choose_victims
 from decode.request import DecodeRequest, Phase
 from kv_transfer.digests import Digest
 from kv_transfer.handoff_target import HandoffTarget, Reservation, Writer
+from kv_transfer.lease import LEASE_S, MARGIN_S
 
 DecodeMessage = Generate | Cancel | Probe | Reserve | Renew | Handoff | Withdraw | Peers
 PATIENCE_S = 2.0
@@ -305,8 +306,9 @@ class DecodeScheduler:
         self._starts.append(RowStart(request.row, pages, request.sampling, length, last_token))
 
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:
-        """Where transfers that never end hold so much memory that the head of the line waits for them alone, it goes away."""
-        head = self._line.head()
+        """Where transfers that never end hold so much memory that the head of the line waits for them alone, it goes away; not
+        before those that are only silent have had their time."""
+        head = self._line.overdue(now, LEASE_S + MARGIN_S)
         if head is None or not all(self._target.is_stuck(request.key, now) for request in self._by_row.values()):
             return []
         return self._end(self._requests[head], Failed.of(Unavailable(f"{self._id} lacks memory for the request")), now)

@@ -308,7 +308,10 @@ def test_what_cannot_fit_beside_them_waits_a_while_and_is_then_sent_away() -> No
     made.receive(WRITER, reserve("small", 4, sent_s=105.0), 105.0)
     assert granted(made.decide(105.0).actions) == ["small"], "the pages may still come home"
     settle(made, made.receive(WRITER, Withdraw(key=key("small")), 105.05))
-    actions = made.decide(105.1).actions
+    for second in range(106, 126):
+        made.receive(WRITER, renew(second, ("stuck", 0), ("large", 0)), float(second))
+        assert declined(made.decide(float(second - 1)).actions) == {}, "a silent writer's pages come home within this time"
+    actions = made.decide(125.1).actions
     assert declined(actions)["large"].retryable and "lacks memory" in declined(actions)["large"].message
     assert made.load().waiting_requests == 0
 
