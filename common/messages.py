@@ -332,10 +332,14 @@ class Decline(Message, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """A handoff that the writer holds open. generation: 0 while no grant has arrived."""
+    """A handoff that the writer holds open. generation: 0 while no grant has arrived.
+
+    stuck: it was given up, but a write may still be under way, so the pages must wait.
+    """
 
     key: Key
     generation: Generation
+    stuck: bool = False
 
 
 class Renew(Message, frozen=True):

@@ -395,6 +395,8 @@ class DecodeScheduler:
         for reservation in renewal.lost:
             self._handoffs_lost += 1
             actions += self._writer_done(reservation, Failed.of(InstanceFailed(f"the handoff of {sender} was lost")), now)
+        for reservation in renewal.stuck:
+            actions += self._end(self._requests[reservation.key], None, now)
         claimed = {claim.key for claim in message.claims}
         for request in waiting:
             assert isinstance(request.asked, Reserve)

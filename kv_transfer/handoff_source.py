@@ -243,7 +243,7 @@ class HandoffSource:
         for peer in self._renewals.expired(now):
             session = self._sessions[peer]
             session.renewals_left = RENEWALS_AFTER if session.open else session.renewals_left - 1
-            claims = tuple(Claim(outgoing.key, outgoing.generation) for outgoing in session.open.values())
+            claims = tuple(Claim(each.key, each.generation, each.phase == "stuck") for each in session.open.values())
             outputs.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=claims)))
             if session.renewals_left > 0:
                 self._renewals.set(peer, now + RENEW_S)

@@ -59,10 +59,12 @@ class _Heard:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What a Renew brought: the answer, and the reservations of which the writer knows nothing (any more)."""
+    """What a Renew brought: the answer, the reservations of which the writer knows nothing (any more), and those that it gave up
+    and yet cannot let go."""
 
     sends: list[Send]
     lost: list[Reservation]
+    stuck: list[Reservation]
 
 
 class HandoffTarget:
@@ -129,22 +131,25 @@ class HandoffTarget:
         """A writer said which handoffs it holds open. waits: whether a key is in line for a reservation here."""
         writer = Writer(sender, renew.incarnation)
         self.heard(writer, renew.sent_s, now)
-        claims = {claim.key: claim.generation for claim in renew.claims}
+        claims = {claim.key: claim for claim in renew.claims}
         sends: list[Send] = []
         over: list[Key] = []
-        for key, generation in claims.items():
+        stuck: list[Reservation] = []
+        for key, claim in claims.items():
             reservation = self._by_key.get(key)
             if reservation is None or reservation.writer != writer:
                 over += [] if waits(key) else [key]
+            elif claim.stuck:
+                stuck.append(reservation)
             elif reservation.cancelled_s is not None:
                 over.append(key)
-            elif not generation:
+            elif not claim.generation:
                 sends.append(self._grant_of(reservation))  # the first one may have been lost; one that comes twice is dropped
         lost = [r for r in self._by_key.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
         for reservation in lost:
             del self._by_key[reservation.key]
         answer = Renewed(sent_s=renew.sent_s, lease_s=LEASE_S, over=tuple(over))
-        return Renewal([Send(sender, answer), *sends], lost)
+        return Renewal([Send(sender, answer), *sends], lost, stuck)
 
     def fenced(self, now: float) -> list[Reservation]:
         """The reservations of writers that have been silent for so long that they write no more, by their own clock."""

@@ -6,7 +6,7 @@ Owns the open requests and everything that is due for them. Opens no socket, rea
                 │  ▲                      │  ▲
                 └──┴─────── resume ───────┴──┘    instance lost, attempt failed, preempted, messages lost, detokenizer moved
                               │ ▲
-                           RESUMING               nobody can serve it: it waits a while for somebody who can
+                           RESUMING               nobody can serve it, or two attempts failed at once: it waits a while
 
 Resume is the only recovery: what is left of the attempt is withdrawn, and the next one begins with prompt + tokens so far under
 the next attempt number. Token numbers go on, so the client gets every token once. Messages may be lost: an attempt of which
@@ -32,6 +32,8 @@ from router.requests import Record, RequestSpec
 
 FRUITLESS_ATTEMPTS = 4
 """After so many in a row that brought no token a request ends."""
+PAUSE_HEARTBEATS = 2
+"""After two such attempts in a row the next one waits so long: an instance refuses faster than its heartbeat says why."""
 PROBE_S = 2.0
 """The members of an attempt are asked about it when no token came for so long, and again after as long."""
 
@@ -56,6 +58,7 @@ class Alarm(Enum):
 
     DEADLINE = "its time is over"
     WAIT = "it has waited long enough for an instance"
+    RETRY = "it may be tried again where it failed"
     NEWS = "no token came for a while"
 
 
@@ -68,7 +71,7 @@ class RequestBook:
         self._config = config
         self._open: dict[RequestId, Record] = {}
         self._parked: dict[RequestId, Failed] = {}
-        """Those that wait for an instance, and why there is none for them."""
+        """Those that wait for an instance, and why."""
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
         self._choices = 0
         self.stale = 0
@@ -205,6 +208,10 @@ class RequestBook:
             self._end(record, Finished(reason="length"), now)
         elif record.attempts >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
             self._end(record, setback.failed, now)
+        elif record.fruitless >= 2:
+            self._observer.resumed(setback.reason)
+            self._parked[record.spec.request_id] = setback.failed
+            self._alarms.set((Alarm.RETRY, record.spec.request_id), now + PAUSE_HEARTBEATS * self._config.heartbeat_s)
         else:
             self._observer.resumed(setback.reason)
             sends += self._next_attempt(record, now)
@@ -216,12 +223,13 @@ class RequestBook:
         try:
             attempt = self._place(record, now)
         except TandemError as error:
-            if request_id not in self._parked:
-                self._alarms.set((Alarm.WAIT, request_id), now + self._config.resume_wait_s)
             self._parked[request_id] = Failed.of(error)
+            if (Alarm.WAIT, request_id) not in self._alarms:
+                self._alarms.set((Alarm.WAIT, request_id), now + self._config.resume_wait_s)
             return []
         self._parked.pop(request_id, None)
         self._alarms.clear((Alarm.WAIT, request_id))
+        self._alarms.clear((Alarm.RETRY, request_id))
         return self._launch(record, attempt, now)
 
     # --- probes ----------------------------------------------------------------------------------------------------------
@@ -283,6 +291,8 @@ class RequestBook:
                     sends += self._break_off(record, Failed.of(late), now)
                 case Alarm.WAIT:
                     sends += self._break_off(record, self._parked[request_id], now)
+                case Alarm.RETRY:
+                    sends += self._next_attempt(record, now)
                 case Alarm.NEWS:
                     if record.attempt is not None and self._is_silent(record.attempt, now, text_flows=text_flows):
                         silent.append(record.attempt)

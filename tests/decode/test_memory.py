@@ -5,7 +5,7 @@ import pytest
 
 from common.engine.plan import Plan
 from common.instance.line import Rank
-from common.messages import Cancel, Grant, Terms, Withdraw
+from common.messages import Cancel, Claim, Grant, Renew, Terms, Withdraw
 from common.pages.pool import PagePool
 from decode.preemption import choose_victims
 from decode.request import DecodeRequest
@@ -15,6 +15,7 @@ from tests.builders import EOS, LAYOUT, key, result
 from tests.decode.rig import (
     ROUTER,
     WRITER,
+    WRITERS_LIFE,
     declined,
     deltas,
     failures,
@@ -314,6 +315,20 @@ def test_what_cannot_fit_beside_them_waits_a_while_and_is_then_sent_away() -> No
     actions = made.decide(125.1).actions
     assert declined(actions)["large"].retryable and "lacks memory" in declined(actions)["large"].message
     assert made.load().waiting_requests == 0
+
+
+def test_what_a_writer_gave_up_and_cannot_let_go_ends_here_too_though_the_cancel_was_lost() -> None:
+    made = scheduler(total_pages=6)
+    grant = reserved(made, "stuck", tokens=8, now=100.0)
+    claim = Claim(key("stuck"), grant.generation, stuck=True)
+    for second in (101.0, 102.0):
+        actions = made.receive(WRITER, Renew(incarnation=WRITERS_LIFE, sent_s=second, claims=(claim,)), second)
+        assert failures(actions) == {}, "its writer has told the client"
+    assert made.load().running_requests == 0
+    made.tick(101.0 + LEASE_S + 0.1)
+    assert made.load().pages_quarantined == 3, "they do not come home before its word"
+    settle(made, made.receive(WRITER, Withdraw(key=key("stuck")), 108.0))
+    assert is_home(made)
 
 
 def test_what_fits_beside_them_is_served() -> None:

@@ -345,5 +345,16 @@ def test_a_reservation_is_stuck_while_its_writer_is_silent_and_not_any_more_when
     assert not is_stuck(reader)
 
 
+def test_a_reservation_that_its_writer_gave_up_and_cannot_let_go_keeps_its_pages() -> None:
+    reader = Reader()
+    grant, lease = reader.reserve()
+    claim = Claim(key(), grant.generation, stuck=True)
+    stale = Claim(key("unknown"), Generation(1), stuck=True)
+    renew = Renew(incarnation=WRITER.incarnation, sent_s=reader.writers_now, claims=(claim, stale))
+    renewal = reader.target.renew(P, renew, reader.now, lambda asked: False)
+    assert [reservation.lease for reservation in renewal.stuck] == [lease]
+    assert lost(renewal) == [] and over(renewal) == ["unknown"] and key() in reader.target
+
+
 def test_what_has_no_reservation_is_not_stuck() -> None:
     assert not is_stuck(Reader(), key("nobody"))

@@ -192,6 +192,18 @@ def test_a_stuck_handoff_stays_claimed_whatever_is_said_of_it() -> None:
     assert writer.tick() == {D: [("a", 5)]}
 
 
+def test_the_claim_of_a_stuck_handoff_says_so_and_no_other_does() -> None:
+    """The reader may never have heard that the request is over."""
+    writer = Writer()
+    writer.open("a")
+    writer.stick("a")
+    writer.open("b")
+    writer.now += RENEW_S
+    (sent,) = writer.source.tick(writer.now)
+    assert isinstance(sent, Send) and isinstance(sent.message, Renew)
+    assert {claim.key.request_id: claim.stuck for claim in sent.message.claims} == {"a": True, "b": False}
+
+
 def test_a_stuck_handoff_is_claimed_while_its_peer_is_away_and_forgotten_when_that_has_a_successor() -> None:
     writer = Writer()
     writer.open("a")

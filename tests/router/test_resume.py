@@ -30,6 +30,8 @@ from tests.router.bench import (
 
 PUSH_FAILED = Failed.of(Unavailable("the push failed"))
 PREEMPTED = Failed.of(Preempted("an older request needs the memory"))
+PAUSED_S = 2.5
+"""After what the tests do at 1 s, and after the longest pause between attempts."""
 STOLEN = instance("d0", "decode", incarnation="2")
 
 
@@ -88,6 +90,8 @@ def test_when_no_token_had_come_the_gap_is_counted_from_the_first_resume() -> No
     bench.submit(spec())
     bench.text(0, "", PUSH_FAILED, now=3.0)
     bench.text(0, "", PUSH_FAILED, now=4.0, attempt=1)
+    bench.beat(4.0)
+    bench.core.tick(5.0)
     bench.text(0, "a", now=7.0, attempt=2)
     bench.text(1, "b", now=7.5, attempt=2)
     assert bench.observer.resume_gaps == [4.0]
@@ -239,6 +243,7 @@ def test_a_request_that_brings_no_token_however_often_it_is_tried_ends_with_the_
     for attempt in range(FRUITLESS_ATTEMPTS):
         assert bench.endings() == []
         sent = bench.text(0, "", Failed.of(error), attempt=attempt)
+        bench.core.tick(PAUSED_S)
     assert generates(sent) == []
     assert bench.observer.endings == [Failed.of(error)]
     assert bench.observer.attempts == [FRUITLESS_ATTEMPTS]
@@ -249,11 +254,27 @@ def test_a_token_makes_attempts_count_anew() -> None:
     bench.submit(spec())
     for attempt in range(FRUITLESS_ATTEMPTS - 1):
         bench.text(0, "", PUSH_FAILED, attempt=attempt)
+        bench.core.tick(PAUSED_S)
     bench.text(0, "a", PUSH_FAILED, attempt=FRUITLESS_ATTEMPTS - 1)
     for attempt in range(FRUITLESS_ATTEMPTS, 2 * FRUITLESS_ATTEMPTS):
         assert bench.observer.endings == []
         bench.text(1, "", PUSH_FAILED, attempt=attempt)
+        bench.core.tick(PAUSED_S)
     assert bench.observer.endings == [PUSH_FAILED]
+
+
+def test_after_two_fruitless_attempts_there_is_time_for_the_fleets_state_to_arrive() -> None:
+    """An instance that leaves refuses faster than its heartbeat says so."""
+    config = RouterConfig(dispatch="colocated", heartbeat_s=0.25)
+    bench = Bench(P0, D0, D1, config=config)
+    bench.submit(spec())
+    refused = Failed.of(Unavailable("it is leaving the fleet"))
+    assert len(generates(bench.text(0, "", refused, attempt=0, now=1.0))) == 1, "somebody else may do better at once"
+    for attempt, begins_s, ends_s in ((1, 1.0, 1.5), (2, 1.5, 2.0)):
+        assert generates(bench.text(0, "", refused, attempt=attempt, now=begins_s)) == []
+        assert phases(bench) == [Phase.RESUMING] and bench.core.next_deadline() is not None
+        assert generates(bench.core.tick(ends_s - 0.01)) == []
+        assert len(generates(bench.core.tick(ends_s))) == 1
 
 
 def test_preemption_is_no_fruitless_attempt_but_all_attempts_together_are_bounded() -> None:
