@@ -14,6 +14,7 @@ Token and page ids travel as packed little-endian int32 (`common.ids.pack_ids`).
 """
 
 import re
+from operator import add
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -88,6 +89,7 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank publishes once so that peers can write into its pool.
 
     backend: the transport's name. agent: unique per incarnation. address: base of the pool. wire: opaque to all but the backend.
+    spare_pages: pages behind those of the pool, which hold nothing: links are measured by writing there.
     """
 
     backend: str
@@ -97,10 +99,11 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     layout: KVLayout
     wire: bytes
+    spare_pages: int = 0
 
     @property
     def pool_bytes(self) -> int:
-        return self.total_pages * self.layout.page_bytes
+        return (self.total_pages + self.spare_pages) * self.layout.page_bytes
 
     @property
     def is_addressable(self) -> bool:
@@ -159,11 +162,50 @@ class Peers(Message, frozen=True):
 LinkState = Literal["connecting", "ready", "lost"]
 
 
+class LinkTraffic(msgspec.Struct, frozen=True):
+    """What was pushed over a link, in totals."""
+
+    pushes: int = 0
+    """That arrived."""
+    runs: int = 0
+    """Contiguous pieces of them."""
+    bytes_pushed: int = 0
+    push_seconds: float = 0.0
+    """From the begin of each push to its end; pushes overlap."""
+    handoffs: int = 0
+    exposed_seconds: float = 0.0
+    """From each first token to its handoff: what the transfers did not hide behind computing."""
+    pushes_refused: int = 0
+    """Failed before anything was written: no link, no lease, pages that cannot be."""
+    pushes_broken: int = 0
+    """Failed on the way, and it is proven that nothing of them is under way any more."""
+    pushes_unproven: int = 0
+    """Failed without that proof: their pages are in quarantine."""
+
+    def __add__(self, other: "LinkTraffic") -> "LinkTraffic":
+        return LinkTraffic(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+
+    @property
+    def pushes_failed(self) -> int:
+        return self.pushes_refused + self.pushes_broken + self.pushes_unproven
+
+
 class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The way from an instance to one life of a peer.
+
+    detail: for people: the library and what it really uses, or why there is no link. bytes_per_s: as measured when it came up;
+    None: not measured. host_bytes_per_s: what this host could do in its place, as far as that is known. warning: not empty when
+    the link is much slower than that.
+    """
+
     peer: InstanceId
     incarnation: Incarnation
     state: LinkState
     detail: str = ""
+    bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
+    warning: str = ""
+    traffic: LinkTraffic = LinkTraffic()
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ from common.messages import (
     Finished,
     Generate,
     Handoff,
+    LinkTraffic,
     Load,
     Peers,
     Probe,
@@ -226,6 +227,9 @@ class DecodeScheduler:
             reservations=len(self._target),
             pages_quarantined=sum(len(lease) for lease in stuck if lease is not None),
         )
+
+    def traffic(self, peer: InstanceId) -> LinkTraffic:
+        return LinkTraffic()  # nothing is pushed from here
 
     def counters(self) -> Counters:
         return Counters(

@@ -28,6 +28,7 @@ from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renew
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
 from kv_transfer.lease import RENEW_S, RENEWALS_AFTER
+from kv_transfer.traffic import Traffic
 
 Phase = Literal["reserving", "pushing", "draining", "stuck"]
 
@@ -121,6 +122,7 @@ class HandoffSource:
         self._sessions: dict[Peer, _Session] = {}
         self._renewals: DeadlineWheel[Peer] = DeadlineWheel()
         self._tickets = 0
+        self.traffic = Traffic()
         self.stale = 0
         """Messages and events that belong to nothing we know: dropped and counted."""
 
@@ -207,6 +209,7 @@ class HandoffSource:
             self.stale += 1
             return []
         outgoing.in_flight.discard(event.ticket)
+        self.traffic.pushed(outgoing.peer.id, event)
         match event:
             case PushDone():
                 outgoing.pushed_bytes += event.pushed_bytes
@@ -221,6 +224,7 @@ class HandoffSource:
         One that has a successor of its name is dead: it reuses no page, and hears nothing more.
         """
         incarnations = dict(alive)
+        self.traffic.keep(incarnations)
         outputs: list[Output] = []
         for peer, session in list(self._sessions.items()):
             if incarnations.get(peer.id) == peer.incarnation:

@@ -29,6 +29,7 @@ from common.instance.ports import (
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.lease import OVERRUN_S
+from kv_transfer.link_speed import LinkProbe, slowness
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.runs import check_pages, check_pool, mismatch
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
@@ -40,13 +41,15 @@ SETTLE_POLLS = 16
 """After so many polls, what had arrived before is in memory: a receive buffer takes a few."""
 RETRY_S, RETRY_MOST_S = 5.0, 60.0
 """A lost link is tried again, after twice the time each time: a dead peer has left the fleet by then."""
+TURN_S = 1.0
+"""Links are measured one after the other, but none waits longer than this for the one before."""
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
     """bytes_in_flight, progress_s: of pushes since the link last came up, and when one of them last began or ended.
 
-    until_s: when the lease ends under which its pushes are written.
+    until_s: when the lease ends under which its pushes are written. library: what the transport calls it. probe: its measurement.
     """
 
     info: InstanceInfo
@@ -56,13 +59,19 @@ class _Link:
     progress_s: float = 0.0
     retry_s: float = RETRY_S
     until_s: float = -math.inf
+    library: str = ""
+    probe: LinkProbe | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
+    """probe: the measurement to which it belongs, which needs no lease: nobody is given the page."""
+
     link: _Link
     push_bytes: int
     began: float
+    runs: int
+    probe: LinkProbe | None = None
 
 
 class LeaseOverrun(TransferError):
@@ -70,7 +79,8 @@ class LeaseOverrun(TransferError):
 
 
 class TransferLoop:
-    """One transport, its links and its pushes."""
+    """One transport, its links and its pushes. measures: a link that comes up is measured before it is ready, where both pools
+    have a spare page."""
 
     def __init__(
         self,
@@ -80,9 +90,11 @@ class TransferLoop:
         layout: KVLayout,
         total_pages: int,
         clock: Callable[[], float],
+        measures: bool = False,
     ) -> None:
         self._transport = transport
         self._clock = clock
+        self._measures = measures
         agent, wire = transport.register(region)
         self.descriptor = PoolDescriptor(
             backend=backend,
@@ -92,6 +104,7 @@ class TransferLoop:
             device=region.device,
             layout=layout,
             wire=wire,
+            spare_pages=region.region_bytes // layout.page_bytes - total_pages,
         )
         self._commands: deque[TransferCommand] = deque()
         self._events: deque[TransferEvent] = deque()
@@ -102,6 +115,9 @@ class TransferLoop:
         self._leases: DeadlineWheel[_Link] = DeadlineWheel()
         self._settling: deque[tuple[int, Key]] = deque()
         """Keys, and the number of the poll after which each is settled."""
+        self._unmeasured: deque[_Link] = deque()
+        self._turn_ends_s = -math.inf
+        self._probes = 0
         self._polls = 0
         self._expected = 0
         self._closed = False
@@ -135,7 +151,7 @@ class TransferLoop:
     @property
     def active(self) -> bool:
         """Whether progress must be driven often."""
-        return bool(self._commands or self._in_flight or self._expected or self._settling)
+        return bool(self._commands or self._in_flight or self._expected or self._settling or self._unmeasured)
 
     @property
     def idle(self) -> bool:
@@ -161,6 +177,8 @@ class TransferLoop:
             self._stalled(self._links[peer])
         for peer in self._retries.expired(now):
             self._open(self._links[peer])
+        while self._unmeasured and now >= self._turn_ends_s:
+            self._measure(self._unmeasured.popleft())
         self._progress_s = min((flight.link.progress_s for flight in self._in_flight.values()), default=now)
         return bool(self._events)
 
@@ -175,7 +193,7 @@ class TransferLoop:
             case Settle():
                 self._settling.append((self._polls + SETTLE_POLLS, command.key))
             case Expect():
-                self._expected = command.reservations
+                self._expected = command.writes
             case _:
                 assert_never(command)
 
@@ -186,7 +204,7 @@ class TransferLoop:
         """
         now = self._clock()
         for link in self._leases.expired(now):
-            if not any(flight.link is link for flight in self._in_flight.values()):
+            if not any(flight.link is link and flight.probe is None for flight in self._in_flight.values()):
                 continue
             if now >= link.until_s + OVERRUN_S:
                 late_s = now - link.until_s
@@ -227,7 +245,7 @@ class TransferLoop:
                 self._stalls.clear(link.info.id)
                 self._retries.clear(link.info.id)
                 self._transport.close(link.info.pool.agent)
-                link.state = "lost"
+                link.state, link.probe = "lost", None
         for peer in peers:
             if peer.id not in self._links:
                 self._links[peer.id] = _Link(peer, "connecting")
@@ -242,26 +260,89 @@ class TransferLoop:
             if difference is not None:
                 raise TransferError(f"its KV layout differs: {difference}")
             check_pool(pool)
-            detail = self._transport.connect(pool)
+            link.library = self._transport.connect(pool)
         except TransferError as error:
             self._lose(link, str(error))
+            return
+        link.bytes_in_flight = 0
+        if self._measures and pool.spare_pages and self.descriptor.spare_pages:
+            link.probe = LinkProbe(self.descriptor, pool)
+            if link not in self._unmeasured:
+                self._unmeasured.append(link)
+            self._set(link, "connecting", f"{link.library}: measuring")
         else:
-            link.retry_s, link.bytes_in_flight = RETRY_S, 0
-            self._set(link, "ready", detail)
+            link.retry_s = RETRY_S
+            self._set(link, "ready", link.library)
 
     def _lose(self, link: _Link, reason: str) -> None:
         """Pushes on the link end by their own events; new ones are refused until it is up again."""
         self._stalls.clear(link.info.id)
+        link.probe = None
         self._retries.set(link.info.id, self._clock() + link.retry_s)
         link.retry_s = min(2 * link.retry_s, RETRY_MOST_S)
         self._set(link, "lost", reason)
 
-    def _set(self, link: _Link, state: LinkState, detail: str) -> None:
+    def _set(
+        self,
+        link: _Link,
+        state: LinkState,
+        detail: str,
+        bytes_per_s: float | None = None,
+        host_bytes_per_s: float | None = None,
+        warning: str = "",
+    ) -> None:
         if (link.state, link.detail) == (state, detail):
             return
         link.state, link.detail = state, detail
-        info = LinkInfo(peer=link.info.id, incarnation=link.info.incarnation, state=state, detail=detail)
+        info = LinkInfo(
+            peer=link.info.id,
+            incarnation=link.info.incarnation,
+            state=state,
+            detail=detail,
+            bytes_per_s=bytes_per_s,
+            host_bytes_per_s=host_bytes_per_s,
+            warning=warning,
+        )
         self._events.append(LinkChanged(info))
+
+    # --- measuring -----------------------------------------------------------------------------------------------------------
+
+    def _measure(self, link: _Link) -> None:
+        """Its turn has come, if it is still there."""
+        if link.probe is not None:
+            self._turn_ends_s = self._clock() + TURN_S
+            self._probe(link, link.probe)
+
+    def _probe(self, link: _Link, probe: LinkProbe) -> None:
+        """The next write of a measurement."""
+        runs = probe.next_runs()
+        self._probes += 1
+        ticket, probe_bytes = Ticket(-self._probes), int(runs[:, 2].sum())
+        self._in_flight[ticket] = _InFlight(link, probe_bytes, self._clock(), len(runs), probe)
+        self._moved(link, probe_bytes)
+        self._transport.push(ticket, link.info.pool.agent, runs)
+
+    def _probed(self, flight: _InFlight, probe: LinkProbe, event: RunsDone | RunsFailed) -> None:
+        """A write of a measurement has ended: the next one, or the link is ready."""
+        link = flight.link
+        if link.probe is not probe:
+            return  # the link was lost, or closed, since
+        if isinstance(event, RunsFailed):
+            self._transport.close(link.info.pool.agent)
+            self._lose(link, f"it could not be measured: {event.reason}")
+        else:
+            probe.took(flight.push_bytes, self._clock() - flight.began)
+            if not probe.done:
+                self._probe(link, probe)
+                return
+            link.probe, link.retry_s = None, RETRY_S
+            wire = probe.wire()
+            carrier, host_bytes_per_s = probe.carrier(wire), probe.host_bytes_per_s(wire)
+            warning = slowness(probe.bytes_per_s, host_bytes_per_s, carrier)
+            self._set(link, "ready", f"{link.library}: {carrier}", probe.bytes_per_s, host_bytes_per_s, warning)
+        self._turn_ends_s = -math.inf
+
+    # --- pushing -------------------------------------------------------------------------------------------------------------
 
     def _begin(self, push: Push) -> None:
         link = self._links.get(push.peer)
@@ -275,16 +356,16 @@ class TransferLoop:
             ours, theirs = PageSlice(self.descriptor.layout), PageSlice(link.info.pool.layout)
             runs = plan_runs(push.source_pages, push.target_pages, ours, theirs, push.layers)
         except TransferError as error:
-            self._events.append(PushFailed(push.ticket, str(error), quiescent=True))
+            self._events.append(PushFailed(push.ticket, str(error), quiescent=True, begun=False))
             return
         push_bytes = int(runs[:, 2].sum())
-        self._in_flight[push.ticket] = _InFlight(link, push_bytes, self._clock())
+        self._in_flight[push.ticket] = _InFlight(link, push_bytes, self._clock(), len(runs))
         self._moved(link, push_bytes)
         self._transport.push(push.ticket, link.info.pool.agent, runs)
 
     def _moved(self, link: _Link, push_bytes: int) -> None:
         """A push began (bytes above 0) or ended (below) on the link. A link that was lost since then is not watched."""
-        if link.state != "ready":
+        if link.state == "lost":
             return
         if push_bytes < 0 or not link.bytes_in_flight:
             link.progress_s = self._clock()
@@ -297,9 +378,12 @@ class TransferLoop:
     def _ended(self, event: RunsDone | RunsFailed) -> None:
         flight = self._in_flight.pop(event.ticket)
         self._moved(flight.link, -flight.push_bytes)
+        if flight.probe is not None:
+            self._probed(flight, flight.probe, event)
+            return
         match event:
             case RunsDone():
-                self._events.append(PushDone(event.ticket, flight.push_bytes, self._clock() - flight.began))
+                self._events.append(PushDone(event.ticket, flight.push_bytes, self._clock() - flight.began, flight.runs))
             case RunsFailed():
                 self._events.append(PushFailed(event.ticket, event.reason, event.quiescent))
 

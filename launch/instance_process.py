@@ -102,7 +102,8 @@ def _turn_until_drained(process: ChildProcess, worker: InstanceWorker[Any], mail
 def _transfers(instance: InstanceConfig, engine: EngineDescription, mailbox: Mailbox[Any]) -> TransferThread:
     def make_loop() -> TransferLoop:
         transport = make_transport(instance.transport, instance.host)
-        return TransferLoop(transport, instance.transport, engine.memory, engine.layout, engine.total_pages, time.monotonic)
+        region, layout, total_pages = engine.memory, engine.layout, engine.total_pages
+        return TransferLoop(transport, instance.transport, region, layout, total_pages, time.monotonic, measures=True)
 
     return TransferThread(make_loop, mailbox.wake)
 

@@ -39,6 +39,7 @@ from common.messages import (
     Generate,
     Grant,
     LinkInfo,
+    LinkTraffic,
     Load,
     Peers,
     Probe,
@@ -81,8 +82,6 @@ class PrefillScheduler:
         self._drainage = Drainage(instance, limits.drain_timeout_s)
         self._steps = 0
         self._ended = self._prompt_tokens = self._tokens = 0
-        self._bytes_pushed = self._handoffs = self._pushes_failed = 0
-        self._push_seconds = self._exposed_seconds = 0.0
         self._pages_quarantined = 0
         self._links_lost: set[InstanceId] = set()
 
@@ -110,12 +109,7 @@ class PrefillScheduler:
         match event:
             case LinkChanged():
                 return self._link_changed(event.link, now)
-            case PushDone():
-                self._bytes_pushed += event.pushed_bytes
-                self._push_seconds += event.seconds
-                return self._apply(self._source.transfer_ended(event), now)
-            case PushFailed():
-                self._pushes_failed += 1
+            case PushDone() | PushFailed():
                 return self._apply(self._source.transfer_ended(event), now)
             case Settled():
                 return []  # nobody writes to a prefill instance
@@ -224,19 +218,23 @@ class PrefillScheduler:
             pages_quarantined=self._pages_quarantined + sum(stuck),
         )
 
+    def traffic(self, peer: InstanceId) -> LinkTraffic:
+        return self._source.traffic.to(peer)
+
     def counters(self) -> Counters:
+        pushed = self._source.traffic.total
         return Counters(
             requests_accepted=self._requests.accepted,
             requests_ended=self._ended,
             prompt_tokens_computed=self._prompt_tokens,
             tokens_generated=self._tokens,
             steps=self._steps,
-            pages_pushed=self._bytes_pushed // self._engine.layout.page_bytes,
-            bytes_pushed=self._bytes_pushed,
-            handoffs=self._handoffs,
-            pushes_failed=self._pushes_failed,
-            push_seconds=self._push_seconds,
-            exposed_seconds=self._exposed_seconds,
+            pages_pushed=pushed.bytes_pushed // self._engine.layout.page_bytes,
+            bytes_pushed=pushed.bytes_pushed,
+            handoffs=pushed.handoffs,
+            pushes_failed=pushed.pushes_failed,
+            push_seconds=pushed.push_seconds,
+            exposed_seconds=pushed.exposed_seconds,
             messages_stale=self._source.stale + self._requests.stale,
         )
 
@@ -396,8 +394,8 @@ class PrefillScheduler:
         request = self._requests[closed.key]
         request.source_open = False
         if closed.failure is None and request.phase is Phase.HANDING_OFF:
-            self._handoffs += 1
-            self._exposed_seconds += now - request.sampled_s
+            assert request.decode is not None
+            self._source.traffic.handed_off(request.decode.id, now - request.sampled_s)
         if not closed.quiescent and request.lease is not None:
             # A write that is not proven to have stopped may still read these pages: they never come home in this process.
             self._pages_quarantined += len(request.lease)

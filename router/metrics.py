@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from common.instance.ports import Mail
-from common.messages import Counters, Ending, Failed, Load, RouterInbox
+from common.messages import Counters, Ending, Failed, LinkTraffic, Load, RouterInbox
 from router.attempts import ResumeReason
 from router.core import RouterCore
 from router.members import Member
@@ -22,6 +22,7 @@ LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 INSTANCE_LABELS = ("instance", "role")
+LINK_LABELS = ("instance", "peer")
 
 
 class RouterMetrics:
@@ -114,6 +115,7 @@ class FleetCollector(Collector):
             up.add_metric(_labels(member), float(member.takes_requests))
         yield up
         yield from _reported(members)
+        yield from _links(members)
 
 
 class DetokenizerCollector(Collector):
@@ -165,6 +167,23 @@ def _reported(members: Iterable[Member]) -> Iterator[Metric]:
         )
         for member in members:
             counter.add_metric(_labels(member), msgspec.structs.asdict(member.counters)[field.name])
+        yield counter
+
+
+def _links(members: Iterable[Member]) -> Iterator[Metric]:
+    """What those that push say of each of their links."""
+    links = [(member.info.id, link) for member in members if member.info.role == "prefill" for link in member.links.values()]
+    up = GaugeMetricFamily("tandem_link_up", "1 for a link that is ready.", labels=LINK_LABELS)
+    speed = GaugeMetricFamily("tandem_link_bytes_per_second", "As measured when the link came up.", labels=LINK_LABELS)
+    for name, link in links:
+        up.add_metric((name, link.peer), float(link.state == "ready"))
+        if link.bytes_per_s is not None:
+            speed.add_metric((name, link.peer), link.bytes_per_s)
+    yield from (up, speed)
+    for field in msgspec.structs.fields(LinkTraffic):
+        counter = CounterMetricFamily(f"tandem_link_{field.name}", "As reported by the instance that pushes.", labels=LINK_LABELS)
+        for name, link in links:
+            counter.add_metric((name, link.peer), msgspec.structs.asdict(link.traffic)[field.name])
         yield counter
 
 

@@ -1,4 +1,5 @@
-"""The KV memory: one page-major tensor, and a strided view of it per layer.
+"""The KV memory: one page-major tensor, and a strided view of it per layer. Behind the pages of the pool lies a spare one, which
+nobody is given: links are measured by writing there.
 
 Owns the bytes of the pool. Does not know how many pages there should be (`kv_budget.py`) or which are free
 (`common/pages/pool.py`).
@@ -10,7 +11,10 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.ids import Int32Array
 from common.pages.digest import digest
+from common.pages.host_memory import host_memory
 from common.pages.layout import ITEM_BYTES, KVLayout, MemoryRegion
+
+SPARE_PAGES = 1
 
 
 class KVMemory:
@@ -19,19 +23,21 @@ class KVMemory:
     def __init__(self, layout: KVLayout, total_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.total_pages = total_pages
-        dtype = _dtype_of(layout)
-        shape = (total_pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
+        pages = total_pages + SPARE_PAGES
+        region_bytes = pages * layout.page_bytes
         try:
-            self.pool = torch.zeros(shape, dtype=dtype, device=device)
-            """[pages, elements of a page]"""
-        except RuntimeError as error:  # torch's way to say that memory is short, on CPU and (as a subclass) on CUDA
+            if device.type == "cpu":
+                memory = torch.from_numpy(host_memory(region_bytes))
+            else:
+                memory = torch.zeros(region_bytes, dtype=torch.uint8, device=device)
+        except (MemoryError, RuntimeError) as error:  # the latter is torch's way to say that memory is short
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"--kv-memory: {total_pages * layout.page_bytes} bytes for KV pages are not to be had on {device}: {reason}"
+                f"--kv-memory: {region_bytes} bytes for KV pages are not to be had on {device}: {reason}"
             ) from error
-        self.region = MemoryRegion(
-            address=self.pool.data_ptr(), region_bytes=total_pages * layout.page_bytes, device=_region_device(device)
-        )
+        self.pool = memory.view(_dtype_of(layout)).view(pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
+        """[pages, elements of a page]"""
+        self.region = MemoryRegion(address=self.pool.data_ptr(), region_bytes=region_bytes, device=_region_device(device))
 
     def view(self, layer: int, value: bool) -> Tensor:
         """One layer's keys (or values): [pages, kv_heads, page_size, head_dim], strided over the pool."""

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from common.engine.plan import Plan, StepResult
 from common.ids import Incarnation, InstanceId, Int32Array, Key, Ticket
-from common.messages import AnyMessage, Counters, InstanceInfo, LinkInfo, Load
+from common.messages import AnyMessage, Counters, InstanceInfo, LinkInfo, LinkTraffic, Load
 
 M = TypeVar("M")
 
@@ -58,9 +58,9 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """How many reservations await writes from peers: while there are any, progress is driven often."""
+    """How many writes of peers are awaited: while there are any, progress is driven often."""
 
-    reservations: int
+    writes: int
 
 
 TransferCommand: TypeAlias = Connect | Push | Allow | Settle | Expect
@@ -73,15 +73,18 @@ class PushDone:
     ticket: Ticket
     pushed_bytes: int
     seconds: float
+    runs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """The push did not complete. `quiescent` says that no byte of it is or will be under way."""
+    """The push did not complete. `quiescent` says that no byte of it is or will be under way. begun: something may have been
+    written."""
 
     ticket: Ticket
     reason: str
     quiescent: bool
+    begun: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,9 @@ class Scheduler(Protocol[M_contra]):
     def load(self) -> Load: ...
 
     def counters(self) -> Counters: ...
+
+    def traffic(self, peer: InstanceId) -> LinkTraffic:
+        """What was pushed to this peer."""
 
     @property
     def open_reservations(self) -> int: ...

@@ -4,6 +4,7 @@ Owns the steps in flight. Decides nothing: the scheduler does. Opens no socket a
 the same code runs as a process and on a hand-turned clock.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,10 +35,13 @@ from common.messages import Counters, Drain, LinkInfo, LinkState, Peers, Refused
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
 
+MEASURED_S = 2.0
+"""Who meets a peer awaits its writes for so long: links are measured when they come up, and some need both ends for it."""
 ROUTE_MEMORY_S = 60.0
 """How long a peer that left is still written to: longer than a push to it takes to end."""
 
 M = TypeVar("M")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +81,7 @@ class InstanceWorker(Generic[M]):
         self._detokenizer: str | None = None
         self._draining = False
         self._expected = 0
+        self._measured_by_s = 0.0
 
     def turn(self, now: float) -> None:
         """Take in everything that happened, act on it, and keep the executor busy."""
@@ -100,9 +105,10 @@ class InstanceWorker(Generic[M]):
             self._mail.route(gone, None)
         self._act(scheduler.tick(now))
         self._launch(now)
-        if scheduler.open_reservations != self._expected:
-            self._expected = scheduler.open_reservations
-            self._transfers.submit(Expect(self._expected))
+        expected = scheduler.open_reservations + (now < self._measured_by_s)
+        if expected != self._expected:
+            self._expected = expected
+            self._transfers.submit(Expect(expected))
         if now >= self._membership.next_at:
             self._report(now)
 
@@ -175,7 +181,8 @@ class InstanceWorker(Generic[M]):
         step_s = now - self._in_flight[0].launched_s if self._in_flight else 0.0
         transfer_s = max(0.0, now - self._transfers.progress_s)
         load = msgspec.structs.replace(self._scheduler.load(), oldest_step_s=step_s, oldest_transfer_s=transfer_s)
-        self._act(self._membership.due(now, load, self._counters(), tuple(self._links.values()), self._draining))
+        links = tuple(msgspec.structs.replace(link, traffic=self._scheduler.traffic(link.peer)) for link in self._links.values())
+        self._act(self._membership.due(now, load, self._counters(), links, self._draining))
 
     def _counters(self) -> Counters:
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
@@ -195,6 +202,10 @@ class InstanceWorker(Generic[M]):
         if known is not None and known.incarnation == link.incarnation:
             self._links[link.peer] = link
             self._membership.hurry(now)
+            speed = "" if link.bytes_per_s is None else f", {link.bytes_per_s / 1e9:.2f} GB/s"
+            _log.info("link to %s %s: %s%s", link.peer, link.state, link.detail, speed)
+            if link.warning:
+                _log.warning("link to %s is %s", link.peer, link.warning)
 
     def _meet(self, peers: Peers, now: float) -> None:
         """The set of peers is new: learn their addresses, and link to them if we write to them.
@@ -211,6 +222,8 @@ class InstanceWorker(Generic[M]):
             known = self._links.get(peer.id)
             if known is None or known.incarnation != peer.incarnation:
                 state: LinkState = "connecting" if self._pushes else "ready"
+                if not self._pushes:
+                    self._measured_by_s = now + MEASURED_S
                 self._links[peer.id] = LinkInfo(peer=peer.id, incarnation=peer.incarnation, state=state)
         if self._pushes:
             self._transfers.submit(Connect(peers.instances))

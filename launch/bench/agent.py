@@ -4,7 +4,6 @@ Owns the pool, the pages of each push, the clock around them and the loop. It ru
 Started, and gives one answer to each command; it ends when it is told to, or when its stdin closes. Does not know who measures.
 """
 
-import mmap
 import os
 import select
 import sys
@@ -17,18 +16,16 @@ import numpy as np
 
 from common.errors import TransferError
 from common.ids import Int32Array
+from common.pages.host_memory import host_memory
 from launch.bench.ends import End as WayEnd
 from launch.bench.ends import Memory, make_end
 from launch.bench.lines import AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
 from launch.bench.plan import Point
 
 
-def anonymous_memory(pool_bytes: int, huge_pages: bool) -> Memory:
-    """Private memory, all of it there. Without huge pages it is as `torch.zeros` gets it for a pool on CPU."""
-    mapping = mmap.mmap(-1, pool_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge_pages:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(mapping, dtype=np.uint8)
+def touched_memory(pool_bytes: int, huge_pages: bool) -> Memory:
+    """As an instance's pool on CPU (with huge pages), but all of it there."""
+    memory = host_memory(pool_bytes, huge_pages)
     memory[:] = 0
     return memory
 
@@ -58,7 +55,7 @@ class Agent:
         self.started = Started(address=self._end.address)
 
     def _memory(self) -> Memory:
-        return anonymous_memory(self._plan.pool_bytes, self._plan.huge_pages)
+        return touched_memory(self._plan.pool_bytes, self._plan.huge_pages)
 
     def run(self, reports: int) -> None:
         """Obey until End, or until nobody is there to command."""

@@ -12,7 +12,7 @@ from kv_transfer.lease import LEASE_S, MARGIN_S, OVERRUN_S, RENEW_S
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.transfer_loop import RETRY_S, STALL_S, LeaseOverrun
 from tests.builders import LAYOUT
-from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked
+from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked, refused
 
 EXPIRED = linked("lost", "the lease ended: it does not answer")
 NO_LEASE = "the lease to write to d has ended"
@@ -42,7 +42,7 @@ def test_a_push_without_a_lease_is_refused() -> None:
     two = Two()
     two.source.loop.submit(Connect((two.target.info(),)))
     two.push(1, [0], [0])
-    assert two.source.events() == [linked("ready", "memmove"), failed(1, NO_LEASE, quiescent=True)]
+    assert two.source.events() == [linked("ready", "memmove"), refused(1, NO_LEASE)]
     assert written(two) == []
 
 
@@ -54,7 +54,7 @@ def test_a_push_at_the_end_of_its_lease_is_refused_and_one_just_before_is_not() 
     assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
     two.clock.now += 1e-3
     two.push(2, [1], [1])
-    assert two.source.events() == [failed(2, NO_LEASE, quiescent=True)]
+    assert two.source.events() == [refused(2, NO_LEASE)]
     assert written(two) == [0]
 
 
@@ -70,7 +70,7 @@ def test_a_lease_that_ends_in_mid_push_posts_no_further_slice_and_loses_the_link
     assert two.source.events() == [EXPIRED, failed(1, "the link was closed", quiescent=True)]
     assert written(two) == [0]
     two.push(2, [3], [3])
-    assert two.source.events() == [failed(2, "there is no link to d", quiescent=True)]
+    assert two.source.events() == [refused(2, "there is no link to d")]
 
 
 def test_a_lease_that_is_extended_in_time_goes_on() -> None:
@@ -101,7 +101,7 @@ def test_a_lease_of_another_incarnation_or_for_a_stranger_is_none() -> None:
     two.source.loop.submit(Connect((two.target.info(),)))
     two.allow(incarnation=Incarnation("2"))
     two.push(1, [0], [0])
-    assert two.source.events() == [linked("ready", "memmove"), failed(1, NO_LEASE, quiescent=True)]
+    assert two.source.events() == [linked("ready", "memmove"), refused(1, NO_LEASE)]
 
 
 def test_a_peer_that_came_back_needs_a_new_lease() -> None:
@@ -109,7 +109,7 @@ def test_a_peer_that_came_back_needs_a_new_lease() -> None:
     two.source.loop.submit(Connect(()))
     two.source.loop.submit(Connect((two.target.info(),)))
     two.push(1, [0], [0])
-    assert two.source.events() == [linked("ready", "memmove"), failed(1, NO_LEASE, quiescent=True)]
+    assert two.source.events() == [linked("ready", "memmove"), refused(1, NO_LEASE)]
 
 
 def test_an_idle_link_outlives_its_lease_and_is_written_to_under_the_next() -> None:

@@ -10,7 +10,7 @@ from common.ids import Incarnation, Ticket
 from common.instance.ports import Connect, Expect, LinkChanged, PushDone, Settle, Settled
 from kv_transfer.transfer_loop import RETRY_MOST_S, RETRY_S, SETTLE_POLLS, SLOWEST_BYTES_PER_S, STALL_S
 from tests.builders import LAYOUT, key
-from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked
+from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked, refused
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_peer_with_another_layout_is_refused_by_the_field_that_differs(two: Tw
     two.source.loop.submit(Connect((two.target.info(),)))
     assert two.source.events() == [linked("lost", "its KV layout differs: page_size is 16 there and 4 here")]
     two.push(1, [0], [0])
-    assert two.source.events() == [failed(1, "there is no link to d", quiescent=True)]
+    assert two.source.events() == [refused(1, "there is no link to d")]
 
 
 def test_a_peer_with_another_backend_is_refused_by_both_names(two: Two) -> None:
@@ -92,7 +92,7 @@ def test_a_peer_that_came_back_with_another_incarnation_gets_a_new_link(connecte
     connected.source.loop.submit(Connect((connected.target.info("2"),)))
     assert connected.source.events() == [linked("ready", "memmove", "2")]
     connected.push(1, [0], [0], incarnation=LIFE)
-    assert connected.source.events() == [failed(1, "there is no link to d", quiescent=True)]
+    assert connected.source.events() == [refused(1, "there is no link to d")]
     connected.allow(incarnation=Incarnation("2"))
     connected.push(2, [0], [0], incarnation=Incarnation("2"))
     assert connected.source.events() == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
@@ -101,7 +101,7 @@ def test_a_peer_that_came_back_with_another_incarnation_gets_a_new_link(connecte
 def test_a_peer_that_left_has_no_link(connected: Two) -> None:
     connected.source.loop.submit(Connect(()))
     connected.push(1, [0], [0])
-    assert connected.source.events() == [failed(1, "there is no link to d", quiescent=True)]
+    assert connected.source.events() == [refused(1, "there is no link to d")]
 
 
 def test_what_is_in_flight_to_a_peer_that_left_ends(held: Two) -> None:
@@ -115,7 +115,7 @@ def test_a_peer_that_dies_is_reported_and_pushes_to_it_fail(connected: Two) -> N
     connected.target.loop.close()
     assert connected.source.events() == [linked("lost", "the agent died")]
     connected.push(1, [0], [0])
-    assert connected.source.events() == [failed(1, "there is no link to d", quiescent=True)]
+    assert connected.source.events() == [refused(1, "there is no link to d")]
 
 
 # --- pushes ----------------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_push_writes_its_pages_and_reports_bytes_and_seconds(held: Two) -> Non
     assert held.source.events() == []
     held.clock.now += 0.5
     held.source.transport.release()
-    assert held.source.events() == [PushDone(Ticket(1), 3 * LAYOUT.page_bytes, 0.5)]
+    assert held.source.events() == [PushDone(Ticket(1), 3 * LAYOUT.page_bytes, 0.5, runs=2)]
     assert held.source.loop.idle
     before[[6, 7, 0]] = held.source.memory[[3, 4, 1]]
     np.testing.assert_array_equal(held.target.memory, before)
@@ -135,7 +135,7 @@ def test_a_push_writes_its_pages_and_reports_bytes_and_seconds(held: Two) -> Non
 
 def test_a_push_without_a_link_fails_and_is_quiescent(two: Two) -> None:
     two.push(1, [0], [0])
-    assert two.source.events() == [failed(1, "there is no link to d", quiescent=True)]
+    assert two.source.events() == [refused(1, "there is no link to d")]
 
 
 def test_commands_are_carried_out_in_their_order(two: Two) -> None:
@@ -159,7 +159,7 @@ def test_pages_that_cannot_be_pushed_are_named(
 ) -> None:
     before = connected.target.memory.copy()
     connected.push(1, source_pages, target_pages)
-    assert connected.source.events() == [failed(1, reason, quiescent=True)]
+    assert connected.source.events() == [refused(1, reason)]
     np.testing.assert_array_equal(connected.target.memory, before)
 
 
@@ -186,7 +186,7 @@ def test_a_link_without_progress_is_lost_and_closed(held: Two) -> None:
     held.clock.now += 2e-6
     assert held.source.events() == [STALLED]
     held.push(2, [0], [0])
-    assert held.source.events() == [failed(2, "there is no link to d", quiescent=True), failed(1, CLOSED, quiescent=True)]
+    assert held.source.events() == [refused(2, "there is no link to d"), failed(1, CLOSED, quiescent=True)]
 
 
 def test_a_push_that_completes_is_progress_for_the_others(held: Two) -> None:

@@ -61,20 +61,23 @@ class SlowTransport(MemoryTransport):
 
 
 class Two:
-    """A source, and a target that it may connect to."""
+    """A source, and a target that it may connect to. measures: links are measured, for both have a spare page."""
 
-    def __init__(self, make_transport: type[MemoryTransport] = MemoryTransport) -> None:
+    def __init__(self, make_transport: type[MemoryTransport] = MemoryTransport, measures: bool = False) -> None:
         self.clock = Clock()
+        self.measures = measures
         self.network = MemoryNetwork()
         self.make_transport = make_transport
         self.source = self.side(seed=1)
         self.target = self.side(seed=2)
 
     def side(self, seed: int, layout: KVLayout = LAYOUT) -> Side:
-        memory = np.random.default_rng(seed).integers(0, 256, (PAGES, layout.page_bytes), dtype=np.uint8)
+        shape = (PAGES + self.measures, layout.page_bytes)
+        memory = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
         transport = self.make_transport(self.network)
         region = MemoryRegion(address=memory.ctypes.data, region_bytes=memory.nbytes, device="cpu")
-        return Side(memory, transport, TransferLoop(transport, "memory", region, layout, PAGES, self.clock))
+        loop = TransferLoop(transport, "memory", region, layout, PAGES, self.clock, measures=self.measures)
+        return Side(memory, transport, loop)
 
     def connect(self, lease_s: float = LONG_S) -> None:
         """The link from source to target is up, and may be written over for so long."""
@@ -96,3 +99,8 @@ def linked(state: LinkState, detail: str, incarnation: str = "1") -> LinkChanged
 
 def failed(ticket: int, reason: str, quiescent: bool) -> PushFailed:
     return PushFailed(Ticket(ticket), reason, quiescent)
+
+
+def refused(ticket: int, reason: str) -> PushFailed:
+    """Nothing of it was begun."""
+    return PushFailed(Ticket(ticket), reason, quiescent=True, begun=False)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from launch.bench.agent import anonymous_memory
+from launch.bench.agent import touched_memory
 from launch.bench.ends import layout_of, make_end
 from launch.bench.figures import Sample
 from launch.bench.lines import AgentPlan
@@ -24,7 +24,7 @@ UNIT, POOL = 4096, 64 * 4096
 @pytest.mark.parametrize("kind", ["socket", "memmove"])
 def test_a_push_lands_where_it_should_and_nowhere_else(kind: str) -> None:
     plan = AgentPlan(way=Way(kind), host="127.0.0.1", unit_bytes=UNIT, pool_bytes=POOL, huge_pages=False)  # type: ignore[arg-type]
-    pools = [anonymous_memory(POOL, huge_pages=False) for _ in range(2)]
+    pools = [touched_memory(POOL, huge_pages=False) for _ in range(2)]
     pools[0][:] = np.random.default_rng(1).integers(1, 256, POOL, dtype=np.uint8)
     source = make_end(plan, pools[0], lambda: pools[1])
     target = source if kind == "memmove" else make_end(plan, pools[1], lambda: pools[1])

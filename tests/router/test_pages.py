@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from common.ids import DETOKENIZER
-from common.messages import DetokenizerHeartbeat, Drain, Load, Register
+from common.messages import DetokenizerHeartbeat, Drain, LinkInfo, LinkTraffic, Load, Register
 from tests.router.calls import assert_error, chat, get, metric, post
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
 
@@ -99,6 +99,31 @@ async def test_cluster_shows_every_instance_with_ranks_load_and_links() -> None:
     assert prefill["ranks"] == [{"rank": 0, "pid": 1, "host": "localhost", "device": "cpu"}]
     assert [(link["peer"], link["state"]) for link in prefill["links"]] == [("d0", "ready")]
     assert decode["incarnation"] == "1" and {"load", "counters", "pages_free"} <= decode.keys()
+
+
+async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_in_the_metrics() -> None:
+    traffic = LinkTraffic(pushes=3, runs=9, bytes_pushed=2**20, push_seconds=0.5, pushes_broken=1)
+    async with Site() as site:
+        prefill, decode = site.fleet.prefill, site.fleet.decode
+        link = LinkInfo(
+            peer=decode.id,
+            incarnation=decode.incarnation,
+            state="ready",
+            detail="NIXL UCX: TCP over eth0",
+            bytes_per_s=1e9,
+            warning="slow",
+            traffic=traffic,
+        )
+        site.fleet.say(msgspec.structs.replace(beat(prefill), links=(link,)))
+        while not any(member.links.get(decode.id) == link for member in site.core.fleet.members()):
+            await asyncio.sleep(0)
+        page, text = (await get(site, "/cluster")).json(), (await get(site, "/metrics")).text
+    (shown,) = page["instances"][0]["links"]
+    assert (shown["detail"], shown["bytes_per_s"], shown["warning"]) == ("NIXL UCX: TCP over eth0", 1e9, "slow")
+    assert shown["traffic"] == msgspec.to_builtins(traffic)
+    for name, value in (("up", 1), ("bytes_per_second", 1e9), ("runs_total", 9), ("pushes_broken_total", 1)):
+        assert metric(text, f'tandem_link_{name}{{instance="p0",peer="d0"}}') == value
+    assert 'tandem_link_up{instance="d0"' not in text, "nothing is pushed from there"
 
 
 async def test_metrics_count_responses_endings_and_what_instances_report() -> None:

@@ -13,7 +13,7 @@ from common.ids import ROUTER, Incarnation, InstanceId, Int32Array
 from common.instance.membership import Membership
 from common.instance.ports import Action, Decision, Scheduler, TransferCommand, TransferEvent
 from common.instance.worker import InstanceWorker
-from common.messages import AnyMessage, Counters, Drain, Heartbeat, Load, Refused, Welcome
+from common.messages import AnyMessage, Counters, Drain, Heartbeat, LinkTraffic, Load, Refused, Welcome
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 
@@ -102,6 +102,7 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.open_reservations = 0
+        self.pushed: dict[InstanceId, LinkTraffic] = {}
         self.drained = False
         self.steps_to_plan = 0
         self.deadline_s: float | None = None
@@ -144,6 +145,9 @@ class FakeScheduler:
 
     def load(self) -> Load:
         return Load(pages_free=5)
+
+    def traffic(self, peer: InstanceId) -> LinkTraffic:
+        return self.pushed.get(peer, LinkTraffic())
 
     def counters(self) -> Counters:
         return Counters(steps=6)

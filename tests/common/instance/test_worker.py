@@ -7,8 +7,8 @@ from common.errors import PeerRefused, TransferError
 from common.ids import Incarnation, InstanceId, Ticket, pack_ids
 from common.instance.membership import HEARTBEATS_PER_REGISTER
 from common.instance.ports import Connect, Expect, LinkChanged, PushDone, Settled
-from common.instance.worker import ROUTE_MEMORY_S, run
-from common.messages import Cancel, Drain, Generate, LinkInfo, LinkState, Peers, Refused, Reserve, TokenBatch
+from common.instance.worker import MEASURED_S, ROUTE_MEMORY_S, run
+from common.messages import Cancel, Drain, Generate, LinkInfo, LinkState, LinkTraffic, Peers, Refused, Reserve, TokenBatch
 from tests.builders import instance, key, sampling
 from tests.common.instance.rig import WELCOME, FakeScheduler, Rig
 
@@ -145,7 +145,25 @@ def test_links_are_reported_as_they_change() -> None:
 def test_an_instance_that_does_not_push_makes_no_links() -> None:
     rig = Rig(FakeScheduler(), pushes=False)
     assert rig.heartbeat(0.0, WELCOME, THERE).links == (link("ready"),)
-    assert rig.transfers.submitted == []
+    assert not any(isinstance(command, Connect) for command in rig.transfers.submitted)
+
+
+def test_who_does_not_push_awaits_the_writes_with_which_a_new_peer_measures_its_link() -> None:
+    rig = Rig(FakeScheduler(), pushes=False)
+    rig.turn(0.0, WELCOME, THERE)
+    rig.turn(MEASURED_S / 2)
+    assert rig.transfers.submitted == [Expect(1)]
+    rig.turn(MEASURED_S, THERE)
+    assert rig.transfers.submitted == [Expect(1), Expect(0)], "a peer that is known is not measured again"
+
+
+def test_what_was_pushed_to_a_peer_is_reported_with_its_link() -> None:
+    scheduler = FakeScheduler()
+    rig = Rig(scheduler)
+    rig.turn(0.0, WELCOME, THERE)
+    scheduler.pushed[D] = LinkTraffic(pushes=2, bytes_pushed=512)
+    (reported,) = rig.heartbeat(1.0).links
+    assert reported.traffic == LinkTraffic(pushes=2, bytes_pushed=512)
 
 
 def test_what_became_of_the_link_to_a_peer_that_has_left_is_not_reported() -> None:

@@ -1,0 +1,24 @@
+"""Memory of the host for a pool of pages: private, zeroed, and in huge pages where the system has them.
+
+Owns the mapping. Knows no pages. What copies between processes looks up every page of the system that it touches, of which a huge
+one replaces 512 (measured: docs/performance.md).
+"""
+
+import mmap
+import sys
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def host_memory(size: int, huge_pages: bool = True) -> NDArray[np.uint8]:
+    """[size] zeros, of which the system holds none before it is touched. Raises MemoryError."""
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(str(error)) from error
+    if huge_pages and sys.platform == "linux":
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, dtype=np.uint8)
