@@ -13,7 +13,8 @@ Knows messages and page ids; the time is an argument. Does not know tokens (what
 Nothing is acknowledged one by one: while a handoff with an instance is open, and a little longer, Renew says every second which
 ones are. That keeps the lease (`kv_transfer/lease.py`), and brings to light on either side what a lost message left behind.
 
-The source pages are read by pushes until `SourceClosed`: only then may their lease be closed.
+The source pages are read by pushes until `SourceRead` says that they are not, or `SourceClosed` says so of all: only then may their
+lease end.
 """
 
 from collections.abc import Iterable
@@ -46,7 +47,15 @@ class SourceClosed:
     quiescent: bool
 
 
-Output: TypeAlias = Send | Push | Allow | SourceClosed
+@dataclass(frozen=True, slots=True)
+class SourceRead:
+    """The next `pages` of the source pages, from the first on, are written, and the prompt is computed: nothing reads them any more."""
+
+    key: Key
+    pages: int
+
+
+Output: TypeAlias = Send | Push | Allow | SourceRead | SourceClosed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +70,11 @@ class Peer:
 class _Outgoing:
     """pages [0, posted) are written or in flight, [posted, complete) wait for a grant or are posted next.
 
-    0 ······ posted ······ complete ······ len(source_pages)
+    0 ····· read ····· posted ····· complete ····· len(source_pages)
 
     While the last chunk is computed, the first layers_complete layers of all pages from `complete` on are there, and of those
-    from `posted` on the first layers_posted layers are written or in flight.
+    from `posted` on the first layers_posted layers are written or in flight. in_flight: the first page of each push. read: of how
+    many pages SourceRead was said.
     """
 
     key: Key
@@ -79,7 +89,8 @@ class _Outgoing:
     complete: int = 0
     layers_complete: int = 0
     layers_posted: int = 0
-    in_flight: set[Ticket] = field(default_factory=set)
+    in_flight: dict[Ticket, int] = field(default_factory=dict)
+    read: int = 0
     first_token: int | None = None
     failure: Failed | None = None
     quiescent: bool = True
@@ -208,7 +219,7 @@ class HandoffSource:
         if outgoing is None:
             self.stale += 1
             return []
-        outgoing.in_flight.discard(event.ticket)
+        outgoing.in_flight.pop(event.ticket, None)
         self.traffic.pushed(outgoing.peer.id, event)
         match event:
             case PushDone():
@@ -310,8 +321,18 @@ class HandoffSource:
         done = outgoing.posted >= len(outgoing.source_pages) and not outgoing.in_flight
         if done and outgoing.first_token is not None:
             outputs.append(Send(outgoing.peer.id, self._handoff(outgoing, outgoing.first_token)))
-            outputs += self._close(outgoing, failure=None, withdraw=False)
-        return outputs
+            return outputs + self._close(outgoing, failure=None, withdraw=False)
+        return outputs + self._read(outgoing)
+
+    def _read(self, outgoing: _Outgoing) -> list[Output]:
+        """Once the prompt is computed, its pages are needed for the pushes alone (and for their digests, which come last)."""
+        if outgoing.first_token is None or self._digest is not None:
+            return []
+        read = min(outgoing.in_flight.values(), default=outgoing.posted)
+        if read <= outgoing.read:
+            return []
+        more, outgoing.read = read - outgoing.read, read
+        return [SourceRead(outgoing.key, more)]
 
     def _handoff(self, outgoing: _Outgoing, first_token: int) -> Handoff:
         pushed = outgoing.source_pages[outgoing.have_pages :]
@@ -329,7 +350,7 @@ class HandoffSource:
         self._tickets += 1
         ticket = Ticket(self._tickets)
         span = slice(outgoing.posted, end)
-        outgoing.in_flight.add(ticket)
+        outgoing.in_flight[ticket] = outgoing.posted
         self._by_ticket[ticket] = outgoing
         peer = outgoing.peer
         return Push(ticket, peer.id, peer.incarnation, outgoing.source_pages[span], target_pages[span], layers)

@@ -13,7 +13,7 @@ from common.messages import PoolDescriptor
 from kv_transfer.transfer_loop import TransferLoop
 
 BUSY_S = 100e-6
-IDLE_S = 20e-3
+IDLE_S = 0.2
 """How often progress is driven. NIXL has nothing to wait on; an idle thread looks in for peers that connect to us."""
 DRAIN_S = 5.0
 

@@ -9,6 +9,7 @@ A request's life here, top to bottom:
              ─► chunk after chunk, several prompts in one forward
     step_done ─► complete pages are pushed while the next chunk computes
              ─► last chunk: the first token goes to the client at once, the last page is pushed, Handoff follows the last write
+    SourceRead ─► pages that are written come home, before the others if those take long
     SourceClosed ─► the lease is closed
 
 Every way out goes through `_release`, which waits until no step and no push can touch the pages. An attempt that fails for a
@@ -25,7 +26,18 @@ from common.instance.drain import Drainage
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.line import Line
-from common.instance.ports import Action, Decision, LinkChanged, PushDone, PushFailed, Send, Settled, TransferEvent
+from common.instance.ports import (
+    Action,
+    Allow,
+    Decision,
+    LinkChanged,
+    Push,
+    PushDone,
+    PushFailed,
+    Send,
+    Settled,
+    TransferEvent,
+)
 from common.instance.prompts import PromptProgress, next_chunks, read_prompt
 from common.instance.requests import RequestTable, read_terms
 from common.instance.rows import Rows
@@ -51,7 +63,7 @@ from common.messages import (
 )
 from common.pages.pool import Lease, PagePool
 from kv_transfer.digests import Digest
-from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed
+from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed, SourceRead
 from prefill.request import Phase, PrefillRequest
 
 PrefillMessage = Generate | Cancel | Probe | Grant | Decline | Renewed | Peers
@@ -381,13 +393,20 @@ class PrefillScheduler:
         self._requests.remove(request.key, now)
 
     def _apply(self, outputs: list[Output], now: float) -> list[Action]:
-        """Carry out what the handoff wants: its sends and pushes pass through, its closings bring pages home."""
+        """Carry out what the handoff wants: its sends and pushes pass through, what it has read comes home."""
         actions: list[Action] = []
         for output in outputs:
-            if isinstance(output, SourceClosed):
-                actions += self._source_closed(output, now)
-            else:
-                actions.append(output)
+            match output:
+                case SourceClosed():
+                    actions += self._source_closed(output, now)
+                case SourceRead():
+                    lease = self._requests[output.key].lease
+                    assert lease is not None
+                    lease.give_back(output.pages)
+                case Send() | Push() | Allow():
+                    actions.append(output)
+                case _:
+                    assert_never(output)
         return actions
 
     def _source_closed(self, closed: SourceClosed, now: float) -> list[Action]:

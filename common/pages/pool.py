@@ -1,7 +1,7 @@
 """The page pool: which pages are free, and the leases that hold the others.
 
-Owns page ids. Knows no tensors, tokens, requests or time. Pages leave only inside a lease and come home only by its
-`close()`, so at any time  free + sum(len(lease) for open leases) == total.
+Owns page ids. Knows no tensors, tokens, requests or time. Pages leave only inside a lease and come home only by it,
+so at any time  free + sum(len(lease) for open leases) == total.
 """
 
 import numpy as np
@@ -40,6 +40,16 @@ class Lease:
         if more is not None:
             self._pages = np.concatenate([self._pages, more])
         return more
+
+    def give_back(self, page_count: int) -> None:
+        """Give the first `page_count` pages back (from 0 to all of them, or ValueError), and keep the others. Raises RuntimeError
+        once the lease is closed."""
+        if not self._open:
+            raise RuntimeError("a closed lease has no pages")
+        if not 0 <= page_count <= len(self._pages):
+            raise ValueError(f"{page_count} of {len(self._pages)} pages")
+        self._pool._take_back(self._pages[:page_count])
+        self._pages = self._pages[page_count:]
 
     def close(self) -> None:
         """Give the pages back. A second close is a bug in the caller and raises RuntimeError."""

@@ -9,7 +9,7 @@ import pytest
 from common.ids import Generation, Incarnation, InstanceId, Ticket, pack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
-from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed
+from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed, SourceRead
 from kv_transfer.lease import LEASE_S
 from tests.builders import LAYOUT, key, sampling
 
@@ -64,10 +64,35 @@ def test_complete_pages_are_pushed_chunk_by_chunk_and_the_last_page_with_the_fir
     assert pushes(source.computed(key(), 6)) == [([10], [20])]
     assert pushes(source.computed(key(), 7)) == []
     assert pushes(source.sampled(key(), 99)) == [([11, 12], [21, 22])]
-    assert source.transfer_ended(done(1)) == []
+    assert source.transfer_ended(done(1)) == [SourceRead(key(), 1)]
     handoff = Handoff(key=key(), generation=Generation(5), first_token=99, pushed_pages=3, pushed_bytes=200)
     assert source.transfer_ended(done(2)) == [Send(D, handoff), CLOSED]
     assert len(source) == 0 and source.pushes_in_flight == 0
+
+
+def test_pages_are_read_for_the_last_time_when_the_prompt_is_computed_and_every_push_of_them_has_ended() -> None:
+    source = granted()
+    source.computed(key(), 4)
+    source.computed(key(), 8)
+    assert source.transfer_ended(done(1)) == [], "the chunks that follow attend to them"
+    assert SourceRead(key(), 1) in source.sampled(key(), 99)
+    assert source.transfer_ended(done(3)) == [], "an earlier one is on its way"
+    assert source.transfer_ended(done(2))[-1] == CLOSED
+
+
+def test_pages_whose_digests_go_with_the_handoff_are_read_until_then() -> None:
+    source = HandoffSource(ME, LAYOUT, digest=lambda pages: b"")
+    source.open(reserve(), PEER, SOURCE_PAGES)
+    source.receive(D, grant(), BEGAN_S + 0.1)
+    source.computed(key(), 8)
+    source.sampled(key(), 99)
+    assert source.transfer_ended(done(1)) == []
+
+
+def test_pages_that_are_there_already_are_read_as_soon_as_the_prompt_is_computed() -> None:
+    source = opened()
+    source.receive(D, grant(have_tokens=8), BEGAN_S + 0.1)
+    assert SourceRead(key(), 2) in source.sampled(key(), 99)
 
 
 def layered(outputs: list[Output]) -> list[tuple[list[int], range | None]]:
@@ -80,7 +105,7 @@ def test_the_last_chunk_is_pushed_layer_by_layer_while_it_is_computed_and_the_re
     assert layered(source.layers_computed(key(), 1)) == [([21, 22], range(1))]
     assert layered(source.layers_computed(key(), 1)) == []
     assert layered(source.sampled(key(), 99)) == [([21, 22], range(1, LAYOUT.layers))]
-    assert [source.transfer_ended(done(ticket)) for ticket in (1, 2)] == [[], []]
+    assert [source.transfer_ended(done(ticket)) for ticket in (1, 2)] == [[SourceRead(key(), 1)], []]
     handoff = Handoff(key=key(), generation=Generation(5), first_token=99, pushed_pages=3, pushed_bytes=300)
     assert source.transfer_ended(done(3)) == [Send(D, handoff), CLOSED]
 

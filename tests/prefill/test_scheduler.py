@@ -128,6 +128,21 @@ def test_a_cancel_under_a_push_keeps_the_pages_until_the_push_is_terminal() -> N
     assert is_home(made)
 
 
+def test_pages_that_are_written_come_home_while_the_last_push_goes_on() -> None:
+    made = scheduler(chunk_tokens=8)
+    made.receive(ROUTER, generate("a", 12), 0.0)
+    first = made.decide(0.0)
+    made.receive(DECODE, grant_for(first.actions), 0.0)
+    second = made.decide(0.0)
+    pushed = made.step_done(result(first.plan), 0.1)
+    finish_pushes(made, pushed)
+    assert made.load().pages_free == made.load().pages_total - 3, "the second chunk attends to them"
+    last = made.step_done(result(second.plan, [5]), 0.2)
+    assert made.load().pages_free == made.load().pages_total - 1
+    assert kinds(finish_pushes(made, last)) == ["Handoff"]
+    assert is_home(made)
+
+
 def test_a_failed_push_ends_the_request_after_its_first_token() -> None:
     made = scheduler()
     made.receive(ROUTER, generate("a", 4), 0.0)

@@ -116,6 +116,24 @@ def test_a_lease_that_grew_brings_everything_home() -> None:
     assert pool.free_pages == 7
 
 
+def test_the_first_pages_of_a_lease_can_come_home_before_the_others() -> None:
+    pool = PagePool(8)
+    lease = pool.lease(5)
+    assert lease is not None
+    first, rest = lease.pages[:2].tolist(), lease.pages[2:].tolist()
+    lease.give_back(2)
+    assert lease.pages.tolist() == rest and len(lease) == 3 and pool.free_pages == 5
+    again = pool.lease(2)
+    assert again is not None and again.pages.tolist() == first
+    for pages in (-1, 4):
+        with pytest.raises(ValueError, match="of 3 pages"):
+            lease.give_back(pages)
+    lease.close()
+    assert pool.free_pages == 6
+    with pytest.raises(RuntimeError):
+        lease.give_back(0)
+
+
 def test_fewer_pages_than_none_are_refused() -> None:
     pool = PagePool(4)
     with pytest.raises(ValueError, match="-1 pages"):
