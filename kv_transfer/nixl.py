@@ -7,10 +7,13 @@ its progress thread, which would spin on a core. Measured behaviour that shapes 
 - A handle must be polled to its end, also after a failure: NIXL cannot abort, and releasing a handle does not stop it.
 - A cut link is reported only with TCP_USER_TIMEOUT, which in turn wants the receiver to poll more often than that.
 - A peer is removed only when nothing is in flight to it: before, its handles would fail while their bytes flow on.
+- Removing a peer that lives leaves its socket open on both sides: a link that is closed is kept for a while, to be used again.
 
 NIXL: https://github.com/ai-dynamo/nixl, API of 1.5.
 """
 
+import math
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +34,8 @@ SLICE_BYTES = 16 * 2**20
 SLICES_IN_FLIGHT = 4
 SILENCE_S = 10
 """A peer that acknowledges nothing for so long is lost."""
+KEPT_S = 120.0
+"""A link that was closed can be used again for so long: longer than it takes until a lost link is tried again."""
 ENGINE_CONFIG = "TCP_USER_TIMEOUT={silence_s}s,TLS=^posix,MAX_RMA_RAILS=1"
 """Silence is reported. On one host bytes go straight from memory to memory, but links are made over TCP: over shared memory, UCX
 1.23 crashes in a receiver that was stopped while a sender linked to it and was killed. One rail: it corrupts its heap when one of
@@ -39,13 +44,14 @@ two TCP rails times out and the other lives on. UCX_MAX_RMA_RAILS=2 in the envir
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """in_flight: handles that have not ended."""
+    """in_flight: handles that have not ended. kept_until_s: when a closed one is forgotten."""
 
     agent: str
     address: int
     device: int
     memory: str
     in_flight: int = 0
+    kept_until_s: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +83,7 @@ class NixlTransport:
         self._region: MemoryRegion | None = None
         self._registered: Any = None
         self._peers: dict[str, _Peer] = {}
-        self._leaving: dict[str, _Peer] = {}  # closed, with handles in flight
+        self._closed: dict[str, _Peer] = {}
         self._pushing: dict[Ticket, _Pushing] = {}
         self._events: list[TransportEvent] = []
 
@@ -90,8 +96,7 @@ class NixlTransport:
 
     def connect(self, pool: PoolDescriptor) -> str:
         if pool.agent not in self._peers:
-            leaving = self._leaving.pop(pool.agent, None)
-            self._peers[pool.agent] = leaving or self._add(pool)
+            self._peers[pool.agent] = self._closed.pop(pool.agent, None) or self._add(pool)
         return "NIXL UCX"
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
@@ -108,18 +113,15 @@ class NixlTransport:
             self._agent.get_new_notifs()
         for pushing in list(self._pushing.values()):
             self._advance(pushing)
-        self._forget_drained()
+        self._forget()
         events, self._events = self._events, []
         return events
 
     def close(self, agent: str | None = None) -> None:
-        for pushing in self._pushing.values():
-            if agent in (None, pushing.peer.agent):
-                pushing.failure = pushing.failure or "the link was closed"
-                pushing.slices.clear()
+        self._stop_pushes(agent)
         for name in [name for name in self._peers if agent in (None, name)]:
-            self._leaving[name] = self._peers.pop(name)
-        self._forget_drained()
+            self._leave(self._peers[name], KEPT_S if agent else 0.0)
+        self._forget()
         if agent is None and self._registered is not None:
             with self._ignoring_errors():
                 self._agent.deregister_memory(self._registered)
@@ -133,16 +135,30 @@ class NixlTransport:
             name = self._agent.add_remote_agent(pool.wire)
             known = name.decode() if isinstance(name, bytes) else str(name)
             if known != pool.agent:
-                if known not in self._peers and known not in self._leaving:
+                if known not in self._peers and known not in self._closed:
                     self._agent.remove_remote_agent(known)
                 raise TransferError(f"the descriptor of {pool.agent} belongs to {known}")
             self._agent.make_connection(pool.agent)
         return _Peer(pool.agent, pool.address, device, memory)
 
-    def _forget_drained(self) -> None:
-        """Remove the closed peers to which nothing is in flight any more."""
-        for name in [name for name, peer in self._leaving.items() if not peer.in_flight]:
-            del self._leaving[name]
+    def _stop_pushes(self, agent: str | None) -> None:
+        for pushing in self._pushing.values():
+            if agent in (None, pushing.peer.agent):
+                pushing.failure = pushing.failure or "the link was closed"
+                pushing.slices.clear()
+
+    def _leave(self, peer: _Peer, kept_s: float) -> None:
+        del self._peers[peer.agent]
+        self._closed[peer.agent] = peer
+        peer.kept_until_s = time.monotonic() + kept_s
+
+    def _forget(self) -> None:
+        """Remove the closed peers to which nothing is in flight any more, when they have been kept for long enough."""
+        if not self._closed:
+            return
+        now = time.monotonic()
+        for name in [name for name, peer in self._closed.items() if not peer.in_flight and now >= peer.kept_until_s]:
+            del self._closed[name]
             with self._ignoring_errors():
                 self._agent.remove_remote_agent(name)
 
@@ -214,7 +230,8 @@ class NixlTransport:
         pushing.quiescent = pushing.quiescent and dead
         if dead and self._peers.get(peer.agent) is peer:
             self._events.append(AgentLost(peer.agent, kind))
-            self.close(peer.agent)
+            self._leave(peer, kept_s=0.0)
+            self._stop_pushes(peer.agent)
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
