@@ -96,7 +96,8 @@ class NixlTransport:
 
     def connect(self, pool: PoolDescriptor) -> str:
         if pool.agent not in self._peers:
-            self._peers[pool.agent] = self._closed.pop(pool.agent, None) or self._add(pool)
+            kept = self._closed.pop(pool.agent, None)
+            self._peers[pool.agent] = kept or self._add(pool)
         return "NIXL UCX"
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from common.errors import TransferError
 from common.ids import Int64Array
+from common.pages.layout import KVLayout
+from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transport import RunsDone, RunsFailed
 from tests.kv_transfer.agent_process import random_bytes
 from tests.kv_transfer.agents import WAIT_S, Agent, Backend, Bytes, done, outcomes
@@ -102,6 +104,13 @@ def at_once(*actions: Callable[[], object]) -> None:
             doing.result()
 
 
+def blocks_of(pool: Bytes, layout: KVLayout) -> Bytes:
+    """The first pages of a pool as [pages, layer, key or value, head, bytes of a block], in the order "layer": a view."""
+    pages = len(pool) // layout.page_bytes
+    shape = (pages, layout.layers, 2, layout.kv_heads, layout.page_size * layout.slot_bytes)
+    return pool[: pages * layout.page_bytes].reshape(shape)
+
+
 class TransportContract:
     """Takes the fixtures `pair`, two connected agents, and `backend`, which makes more."""
 
@@ -130,6 +139,26 @@ class TransportContract:
         memory = target.memory()
         assert (memory[77 : 77 + 256 * MIB] == moved).all()
         assert not memory[:77].any() and not memory[77 + 256 * MIB :].any()
+
+    @pytest.mark.parametrize("target_heads", [range(2, 3), range(1, 4), range(8)], ids=["fewer", "some of each", "more"])
+    def test_pages_of_unequal_tensor_parallelism_arrive_head_by_head(self, pair: Pair, target_heads: range) -> None:
+        """The source rank holds heads 2 and 3. What both hold arrives, in whole pages, also where the last one is not full."""
+        pair.refresh()
+        source_heads = range(2, 4)
+        ours, theirs = (
+            KVLayout(layers=3, kv_heads=len(heads), head_dim=32, page_size=16, dtype="float32")
+            for heads in (source_heads, target_heads)
+        )
+        source_pages, target_pages = np.array([7, 3, 8], dtype=np.int32), np.array([1, 9, 4], dtype=np.int32)
+        sides = PageSlice(ours, source_heads.start), PageSlice(theirs, target_heads.start)
+        ticket = pair.push(plan_runs(source_pages, target_pages, *sides))
+        held, wanted = blocks_of(pair.source_bytes, ours), blocks_of(pair.expected, theirs)
+        for source_page, target_page in zip(source_pages, target_pages, strict=True):
+            for head in set(source_heads) & set(target_heads):
+                moved = held[source_page, :, :, head - source_heads.start]
+                wanted[target_page, :, :, head - target_heads.start] = moved
+        assert pair.ended(ticket) == [done(ticket)]
+        pair.check_target()
 
     def test_runs_of_odd_sizes_at_odd_places_arrive(self, pair: Pair) -> None:
         pair.refresh()
