@@ -44,7 +44,8 @@ class LinkProbe:
 
     @property
     def done(self) -> bool:
-        return self._probes == PROBES
+        """Also when there is nothing to write: no head is held by both."""
+        return self._probes == PROBES or not self._page_bytes
 
     def next_runs(self) -> Int64Array:
         """What to write next, [runs, 3] int64 as for `Transport.push`: the spare page, again and again."""

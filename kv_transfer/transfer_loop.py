@@ -265,8 +265,9 @@ class TransferLoop:
             self._lose(link, str(error))
             return
         link.bytes_in_flight = 0
-        if self._measures and pool.spare_pages and self.descriptor.spare_pages:
-            link.probe = LinkProbe(self.descriptor, pool)
+        probe = LinkProbe(self.descriptor, pool)
+        if self._measures and pool.spare_pages and self.descriptor.spare_pages and not probe.done:
+            link.probe = probe
             if link not in self._unmeasured:
                 self._unmeasured.append(link)
             self._set(link, "connecting", f"{link.library}: measuring")

@@ -202,8 +202,9 @@ class InstanceWorker(Generic[M]):
         if known is not None and known.incarnation == link.incarnation:
             self._links[link.peer] = link
             self._membership.hurry(now)
-            speed = "" if link.bytes_per_s is None else f", {link.bytes_per_s / 1e9:.2f} GB/s"
-            _log.info("link to %s %s: %s%s", link.peer, link.state, link.detail, speed)
+            if link.state != "connecting":
+                speed = "" if link.bytes_per_s is None else f", {link.bytes_per_s / 1e9:.2f} GB/s"
+                _log.info("link to %s %s: %s%s", link.peer, link.state, link.detail, speed)
             if link.warning:
                 _log.warning("link to %s is %s", link.peer, link.warning)
 
