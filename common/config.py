@@ -62,12 +62,16 @@ class EngineConfig:
     context_tokens: int = option(0, "longest prompt and answer together; 0: the model's own, capped to what the KV memory holds")
     max_running: int = option(64, "requests computed at once (rows of the batch)")
     chunk_tokens: int = option(512, "prompt tokens computed in one forward, over all requests")
+    layer_groups: int = option(
+        4, "the last chunk of a prompt is pushed in so many groups of layers while it computes; 0: after it"
+    )
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local divides them)")
 
     def __post_init__(self) -> None:
         _require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
         _require(1 <= self.max_running <= 4096, "max-running", "between 1 and 4096", self.max_running)
         _require(self.chunk_tokens >= 1, "chunk-tokens", "at least 1", self.chunk_tokens)
+        _require(self.layer_groups >= 0, "layer-groups", "0 or more", self.layer_groups)
         _require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
         _require(self.threads >= 0, "threads", "0 or more", self.threads)
         parse_bytes(self.kv_memory, "kv-memory")

@@ -13,8 +13,8 @@ Knows messages and page ids; the time is an argument. Does not know tokens (what
 Nothing is acknowledged one by one: while a handoff with an instance is open, and a little longer, Renew says every second which
 ones are. That keeps the lease (`kv_transfer/lease.py`), and brings to light on either side what a lost message left behind.
 
-The source pages are read by pushes until `SourceRead` says that they are not, or `SourceClosed` says so of all: only then may their
-lease end.
+The source pages are read by pushes until `SourceRead` says that they are not, or `SourceClosed` says so of all: only then may
+their lease end.
 """
 
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ class SourceClosed:
 
 @dataclass(frozen=True, slots=True)
 class SourceRead:
-    """The next `pages` of the source pages, from the first on, are written, and the prompt is computed: nothing reads them any more."""
+    """The next `pages` of the source pages, from the first on, are written, and the prompt is computed: nothing reads them now."""
 
     key: Key
     pages: int
@@ -175,6 +175,8 @@ class HandoffSource:
         if outgoing is None:
             return []
         outgoing.layers_complete = layers
+        if layers == self._layers:
+            outgoing.complete = len(outgoing.source_pages)
         return self._advance(outgoing)
 
     def sampled(self, key: Key, first_token: int) -> list[Output]:

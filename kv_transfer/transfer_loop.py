@@ -151,7 +151,12 @@ class TransferLoop:
     @property
     def active(self) -> bool:
         """Whether progress must be driven often."""
-        return bool(self._commands or self._in_flight or self._expected or self._settling or self._unmeasured)
+        return bool(self._commands or self._in_flight or self._settling or self._unmeasured)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether peers write to us, for which some transports need our help."""
+        return self._expected > 0
 
     @property
     def idle(self) -> bool:

@@ -13,8 +13,10 @@ from common.messages import PoolDescriptor
 from kv_transfer.transfer_loop import TransferLoop
 
 BUSY_S = 100e-6
+EXPECT_S = 1e-3
 IDLE_S = 0.2
-"""How often progress is driven. NIXL has nothing to wait on; an idle thread looks in for peers that connect to us."""
+"""How often progress is driven: of our own pushes, of our peers' (some transports want our help, and a receive buffer holds what
+comes in between), and of peers that connect to us. NIXL has nothing to wait on, and what is spent here is lost to computing."""
 DRAIN_S = 5.0
 
 
@@ -84,6 +86,13 @@ class TransferThread:
                 drain_until = drain_until or now + DRAIN_S
                 if loop.idle or now >= drain_until:
                     break
-            self._kick.wait(BUSY_S if loop.active else IDLE_S)
+            self._kick.wait(_pace(loop))
             self._kick.clear()
         loop.close()
+
+
+def _pace(loop: TransferLoop) -> float:
+    """Seconds until progress is driven again."""
+    if loop.active:
+        return BUSY_S
+    return EXPECT_S if loop.expecting else IDLE_S

@@ -7,16 +7,19 @@ answers at once.
 import argparse
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
 from common.names import check_instance_id
 from launch import environment, logs
-from launch.bench.plan import TransferBench, quick
+from launch.bench import overlap_plan
+from launch.bench import plan as transfer_plan
+from launch.bench.overlap_plan import OverlapBench
+from launch.bench.plan import TransferBench
 from launch.child import ChildProcess, run_child
-from launch.flags import add_flags, read_config, to_flags
+from launch.flags import ConfigClass, add_flags, read_config, to_flags
 from launch.reports import BAD_FLAG
 
 if TYPE_CHECKING:
@@ -33,10 +36,12 @@ LOCAL_LIFE = (
 )
 
 BENCH_SWITCHES = {
-    "--namespaces": "measure between two network namespaces too, as between hosts (where making them is allowed: as root)",
     "--quick": "a run of seconds, which shows that all of it works: small figures for the flags that are not given",
     "--markdown": "print a section of Markdown, with the command and the machine",
 }
+TRANSFER_SWITCHES = {
+    "--namespaces": "measure between two network namespaces too, as between hosts (where making them is allowed: as root)",
+} | BENCH_SWITCHES
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -77,8 +82,16 @@ def _add_bench(commands: Any) -> None:
         benches, "transfer", "a measurement of the KV transports between two processes of this machine", _bench_transfer
     )
     add_flags(transfer, TransferBench)
-    for flag, explanation in BENCH_SWITCHES.items():
-        transfer.add_argument(flag, action="store_true", help=explanation)
+    overlap = _add(
+        benches,
+        "overlap",
+        "a measurement of fleets: how much of the KV transfer hides behind computing, and when the first token comes",
+        _bench_overlap,
+    )
+    add_flags(overlap, OverlapBench, EngineConfig)
+    for parser, switches in ((transfer, TRANSFER_SWITCHES), (overlap, BENCH_SWITCHES)):
+        for flag, explanation in switches.items():
+            parser.add_argument(flag, action="store_true", help=explanation)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,8 +145,24 @@ def _bench_transfer(flags: argparse.Namespace) -> int:
     from launch.bench.transfer import run
 
     bench = read_config(TransferBench, flags)
-    command = [flags.prog, *(flag for flag in BENCH_SWITCHES if vars(flags)[flag.strip("-")]), *to_flags(bench)]
-    return run(quick(bench) if flags.quick else bench, " ".join(command), flags.namespaces, flags.markdown)
+    command = _bench_command(flags, TRANSFER_SWITCHES, bench)
+    return run(transfer_plan.quick(bench) if flags.quick else bench, command, flags.namespaces, flags.markdown)
+
+
+def _bench_overlap(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from launch.bench.overlap import run
+
+    bench, engine = read_config(OverlapBench, flags), read_config(EngineConfig, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench, engine)
+    if flags.quick:
+        bench, engine = overlap_plan.quick(bench, engine)
+    return run(bench, engine, command, flags.markdown)
+
+
+def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:
+    """The command line that was given, for whoever wants to repeat it."""
+    return " ".join([flags.prog, *(flag for flag in switches if vars(flags)[flag.strip("-")]), *to_flags(*configs)])
 
 
 def _detokenizer(flags: argparse.Namespace) -> int:

@@ -10,17 +10,18 @@ from collections.abc import Callable
 
 import torch
 
-GROUPS = 4
-"""Each group costs a turn of the instance's loop and a push; what is left to push after the forward is one group."""
-
 
 class LayerProgress:
-    """told: called with the number of layers that are done, a few times in a step; None: nobody asks."""
+    """groups: of layers; each costs a turn of the instance's loop and a push. The last is pushed while the last layer attends and
+    the first token is sampled. 0: nothing is told.
 
-    def __init__(self, device: torch.device, layers: int, told: Callable[[int], None] | None) -> None:
+    told: called after each group with the number of layers that are done; None: nobody asks.
+    """
+
+    def __init__(self, device: torch.device, layers: int, groups: int, told: Callable[[int], None] | None) -> None:
         self._told = told
         self._on_stream = device.type == "cuda"
-        self._ends = {layers * group // GROUPS for group in range(1, GROUPS)} - {0}
+        self._ends = {layers * group // groups for group in range(1, groups + 1)} - {0}
         self._events: list[tuple[int, torch.cuda.Event]] = []
 
     def written(self, layers: int) -> None:

@@ -36,6 +36,7 @@ class ModelRunner:
     def __init__(self, model: ModelConfig, engine: EngineConfig, progress: Callable[[str], None]) -> None:
         path = resolve_model_path(model.model)
         self._device = _device_of(engine.device)
+        self._layer_groups = engine.layer_groups
         dtype = _dtype_of(engine.dtype, self._device)
         shape = read_shape(path)
         layout = KVLayout(
@@ -81,7 +82,12 @@ class ModelRunner:
         asks.
         """
         began = time.perf_counter()
-        progress = LayerProgress(self._device, self._memory.layout.layers, layers_done if plan.has_last_chunk else None)
+        progress = LayerProgress(
+            self._device,
+            self._memory.layout.layers,
+            self._layer_groups,
+            layers_done if plan.has_last_chunk else None,
+        )
         for start in plan.starts:
             self._start(start)
         self._grow(plan.grown_rows, plan.grown_pages)

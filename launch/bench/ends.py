@@ -23,7 +23,7 @@ from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.backends import make_transport
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transfer_thread import BUSY_S, IDLE_S, TransferThread
+from kv_transfer.transfer_thread import EXPECT_S, IDLE_S, TransferThread
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
 from launch.bench.lines import Address, AgentPlan
 
@@ -118,7 +118,7 @@ class TransportEnd:
 
     def turn(self) -> float:
         self._has_ended(Ticket(-1))
-        return BUSY_S if self._expecting else IDLE_S
+        return EXPECT_S if self._expecting else IDLE_S
 
     def close(self) -> None:
         self._transport.close()

@@ -3,7 +3,6 @@
 Owns names, defaults and limits. Imports nothing heavy, measures nothing.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -12,6 +11,7 @@ import msgspec
 
 from common.config import Switch, TransportName, option, parse_bytes
 from common.errors import ConfigError
+from launch.bench.quick import shrink
 
 Arrangement = Literal["contiguous", "scattered"]
 Kind = Literal["transport", "thread", "socket", "memmove"]
@@ -66,7 +66,7 @@ class TransferBench:
     page_bytes: str = option("16KiB,64KiB,256KiB,1MiB,2MiB", "page sizes; each a multiple of the smallest")
     pages: str = option("1,32,1024", "pages of a push, capped by what --memory holds")
     memory: str = option("256MiB", "size of each pool; every pair of processes has two")
-    huge_pages: Switch = option("off", "on: ask the system for huge pages for the pools")
+    huge_pages: Switch = option("on", "ask the system for huge pages for the pools, as instances do for theirs on CPU")
     seconds: float = option(0.2, "how long each point is measured in each round")
     repeat: int = option(5, "rounds over all points and transports")
     idle_s: float = option(3.0, "how long connected pairs are watched while they have nothing to do, in seconds")
@@ -130,9 +130,7 @@ QUICK: dict[str, Any] = {"page_bytes": "64KiB", "pages": "1,16", "memory": "4MiB
 
 def quick(bench: TransferBench) -> TransferBench:
     """A run of seconds, which shows that all of it works: small figures for what was left at its default."""
-    defaults = {known.name: known.default for known in dataclasses.fields(bench)}
-    small = {name: value for name, value in QUICK.items() if getattr(bench, name) == defaults[name]}
-    return dataclasses.replace(bench, **small)
+    return shrink(bench, QUICK)
 
 
 def _bytes_of(text: str, flag: str) -> int:

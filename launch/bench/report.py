@@ -1,36 +1,30 @@
-"""The figures of a measurement as text: a table for a terminal, or a section of Markdown.
+"""The figures of `launch bench transfer` as text: a table for a terminal, or a section of Markdown.
 
 Owns the columns and their order. Measures and judges nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from launch.bench.figures import Goal, Outcome, Place, Row, cpu_s_per_gb, gb_per_s, median_us, p99_us
+from launch.bench.figures import Outcome, Place, Row, cpu_s_per_gb, gb_per_s, median_us, p99_us
+from launch.bench.tables import cautions, machine_line, markdown_goals, markdown_table, text_goals, text_table
 
-COLUMNS = ("page", "pages", "arrangement", "way", "GB/s (least … most)", "us: median / p99", "CPU-s/GB")
-QUIET_LOAD = 0.5
-BUSY = (
-    "The machine had other work: speeds, times and their ratios depend on who got the cores when, also where a goal is met. "
-    "CPU-s/GB suffers least."
-)
-_VERDICTS = {True: "met", False: "not met", None: "not measured"}
+COLUMNS = ("page", "pages", "arrangement", "way", "GB/s (least … most)", "us: median / p99", "CPU-s/GB suffers least.")
 
 
 def text(outcome: Outcome) -> str:
     """For a terminal: columns of equal width."""
     parts = [_machine(outcome)]
     for place in (outcome.host, outcome.network):
-        table = [_columns([COLUMNS, *_cells(place)])] if place.rows else []
+        table = [text_table([COLUMNS, *_cells(place)])] if place.rows else []
         parts += [f"{place.name}:", *table, *_notes(place)]
-    parts += [_goal_line(goal) for goal in outcome.goals]
-    parts += _caution(outcome)
+    parts += text_goals(outcome.goals)
+    parts += _cautions(outcome)
     return "\n".join(parts)
 
 
 def markdown(outcome: Outcome) -> str:
     """The section of docs/performance.md: what was run on what, the goals, and every figure with the ways side by side."""
-    goals = [("goal", "", "measured"), *((goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals)]
-    parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), *_caution(outcome), _table(goals)]
+    parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), *_cautions(outcome), markdown_goals(outcome.goals)]
     for place in (outcome.host, outcome.network):
         if place.rows:
             parts += [f"### {place.name.capitalize()}: GB/s, median (least … most of the rounds)", _side_by_side(place, _speed)]
@@ -47,13 +41,7 @@ def _side_by_side(place: Place, cell: Callable[[Row], str]) -> str:
     for point in dict.fromkeys(row.point for row in place.rows):
         cells = {row.way: cell(row) for row in place.rows if row.point == point}
         lines.append((bytes_text(point.page_bytes), str(point.pages), point.arrangement, *(cells[way] for way in ways)))
-    return _table(lines)
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    """The first line is the head."""
-    head, *rest = lines
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rest))
+    return markdown_table(lines)
 
 
 def bytes_text(number: int) -> str:
@@ -94,11 +82,6 @@ def _cost(row: Row) -> str:
     return f"{row.figure(cpu_s_per_gb).median:.2f}"
 
 
-def _columns(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
 def _notes(place: Place) -> list[str]:
     idle = [f"{label} {cores:.2%}" for label, cores in place.idle_cores.items()]
     notes = [f"an idle pair uses of one core: {', '.join(idle)}"] if idle else []
@@ -106,17 +89,8 @@ def _notes(place: Place) -> list[str]:
 
 
 def _machine(outcome: Outcome) -> str:
-    it = outcome.hardware
-    libraries = ", ".join(f"{name} {version}" for name, version in it.libraries.items())
-    return (
-        f"{it.date}: {it.cores} cores of {it.cpu}, {it.memory_bytes / 2**30:.0f} GiB, Linux {it.kernel}, "
-        f"Python {it.python}, {libraries}; load {it.load:.1f} at the start, pools of {bytes_text(outcome.pool_bytes)}."
-    )
+    return machine_line(outcome.hardware, f"pools of {bytes_text(outcome.pool_bytes)}")
 
 
-def _caution(outcome: Outcome) -> list[str]:
-    return [BUSY] if outcome.hardware.load > QUIET_LOAD else []
-
-
-def _goal_line(goal: Goal) -> str:
-    return f"{_VERDICTS[goal.met]:>12}: {goal.rule}: {goal.figure}"
+def _cautions(outcome: Outcome) -> list[str]:
+    return cautions(outcome.hardware, "CPU-s/GB suffers least.")

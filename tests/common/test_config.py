@@ -41,6 +41,7 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (EngineConfig, "max_running", 0),
         (EngineConfig, "max_running", 4097),
         (EngineConfig, "chunk_tokens", 0),
+        (EngineConfig, "layer_groups", -1),
         (EngineConfig, "threads", -1),
         (EngineConfig, "kv_memory", "much"),
         (InstanceConfig, "tp", 2),

@@ -110,6 +110,16 @@ def test_the_last_chunk_is_pushed_layer_by_layer_while_it_is_computed_and_the_re
     assert source.transfer_ended(done(3)) == [Send(D, handoff), CLOSED]
 
 
+def test_when_every_layer_was_pushed_while_the_last_chunk_was_computed_the_first_token_waits_for_those_pushes_alone() -> None:
+    source = granted()
+    source.computed(key(), 4)
+    source.layers_computed(key(), 1)
+    assert layered(source.layers_computed(key(), LAYOUT.layers)) == [([21, 22], range(1, LAYOUT.layers))]
+    for ticket in (1, 2, 3):
+        source.transfer_ended(done(ticket))
+    assert [type(output.message) for output in source.sampled(key(), 99) if isinstance(output, Send)] == [Handoff]
+
+
 def test_layers_wait_for_a_late_grant_and_go_behind_the_pages_that_were_complete_before_them() -> None:
     source = opened()
     assert source.computed(key(), 4) == source.layers_computed(key(), 1) == []

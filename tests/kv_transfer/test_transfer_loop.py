@@ -325,13 +325,13 @@ def test_closing_ends_what_is_in_flight_without_proof(held: Two) -> None:
     assert held.source.loop.idle
 
 
-def test_expected_writes_keep_the_loop_active(two: Two) -> None:
+def test_a_loop_expects_writes_for_as_long_as_it_is_told(two: Two) -> None:
     two.target.loop.submit(Expect(1))
     two.target.events()
-    assert two.target.loop.active and two.target.loop.idle
+    assert two.target.loop.expecting and two.target.loop.idle
     two.target.loop.submit(Expect(0))
     two.target.events()
-    assert not two.target.loop.active
+    assert not two.target.loop.expecting
 
 
 # --- what landed -----------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class Instance:
             return
         if self.worker.drained:
             self.leave("drained")
-        elif self.transfers.active:
+        elif self.transfers.active or self.transfers.expecting:
             self._transfer_thread.wake(0.0)
 
     def next_at(self) -> float:
@@ -174,6 +174,6 @@ class _TransferThread:
 
     def next_at(self) -> float:
         transfers = self._instance.transfers
-        looks_s = self._clock() + (LOOK_S if transfers.active else IDLE_LOOK_S)
+        looks_s = self._clock() + (LOOK_S if transfers.active or transfers.expecting else IDLE_LOOK_S)
         deadline = transfers.next_at()
         return self._clock.simulated(looks_s if deadline is None else min(looks_s, deadline))

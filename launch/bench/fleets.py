@@ -1,0 +1,123 @@
+"""A fleet of real processes that is measured: started, sent one request at a time, asked what it counted, stopped.
+
+Owns the processes, and the clock of the client. Knows the public API and /cluster. Does not know what is compared with what.
+"""
+
+import contextlib
+import http.client
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from launch.fleet_page import FleetPage
+from launch.local import FleetFailed, LocalFleet, LocalPlan
+from launch.processes import launch_command
+
+ANSWER_TOKENS = 2
+"""The second token is the first that a decode instance computes."""
+ANSWER_S = 300.0
+COUNTED_S = 20.0
+LOOK_EVERY_S = 0.02
+EVENT = b"data: "
+
+
+class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
+    """When tokens came to the client, in seconds since it sent the request: the first one, and the last."""
+
+    first_s: float
+    last_s: float
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of all instances of a fleet, added up, since it was started."""
+
+    requests_ended: int = 0
+    bytes_pushed: int = 0
+    push_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+    def since(self, before: "Totals") -> "Totals":
+        ours, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(before)
+        return Totals(**{name: ours[name] - theirs[name] for name in ours})
+
+
+class Fleet:
+    """A running fleet. Every method raises FleetFailed."""
+
+    def __init__(self, url: str, instances: int) -> None:
+        self._netloc = urlsplit(url).netloc
+        self._page = FleetPage(url)
+        self._instances = instances
+        self._model = ""
+
+    def serve(self, prompt: Sequence[int]) -> tuple[Arrivals, Totals]:
+        """Send one request and wait until every instance has counted it. Returns the client's times and what was counted."""
+        before = self._totals()
+        arrivals = self._ask(prompt)
+        deadline = time.monotonic() + COUNTED_S
+        while (counted := self._totals().since(before)).requests_ended < self._instances:
+            if time.monotonic() > deadline:
+                raise FleetFailed(f"a request that was answered is not over on each instance after {COUNTED_S:g} s: {counted}")
+            time.sleep(LOOK_EVERY_S)
+        return arrivals, counted
+
+    def _totals(self) -> Totals:
+        cluster = self._page.get("/cluster")
+        if cluster is None or len(cluster["instances"]) < self._instances:
+            raise FleetFailed("the router does not answer, or an instance has left")
+        counters = [instance["counters"] for instance in cluster["instances"]]
+        self._model = cluster["instances"][0]["model"]["name"]
+        return Totals(**{name: sum(each[name] for each in counters) for name in Totals.__struct_fields__})
+
+    def _ask(self, prompt: Sequence[int]) -> Arrivals:
+        body = {
+            "model": self._model, "prompt": list(prompt), "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+            "stream": True, "return_token_ids": True,
+        }  # fmt: skip
+        data = json.dumps(body).encode()
+        connection = http.client.HTTPConnection(self._netloc, timeout=ANSWER_S)
+        try:
+            connection.connect()
+            began = time.perf_counter()
+            connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise FleetFailed(f"HTTP {response.status}: {response.read().decode(errors='replace')}")
+            times = [at - began for at in _token_times(response)]
+        except (OSError, http.client.HTTPException) as error:
+            raise FleetFailed(f"a request failed: {error!r}") from error
+        finally:
+            connection.close()
+        if len(times) != ANSWER_TOKENS:
+            raise FleetFailed(f"an answer has {len(times)} tokens instead of {ANSWER_TOKENS}")
+        return Arrivals(first_s=times[0], last_s=times[-1])
+
+
+def _token_times(response: http.client.HTTPResponse) -> Iterator[float]:
+    """When each token of a streamed completion arrived, on `time.perf_counter`. Raises FleetFailed for an error event."""
+    for line in response:
+        now = time.perf_counter()
+        data = line.strip().removeprefix(EVENT)
+        if not data or data == b"[DONE]":
+            continue
+        event: dict[str, Any] = json.loads(data)
+        if "error" in event:
+            raise FleetFailed(f"a request failed: {event['error']}")
+        for choice in event["choices"]:
+            yield from [now] * len(choice.get("token_ids", ()))
+
+
+@contextlib.contextmanager
+def running(plan: LocalPlan) -> Iterator[Fleet]:
+    """The fleet of a plan, until the end. What its processes say goes to stderr. Raises FleetFailed."""
+    local = LocalFleet(plan, launch_command)
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield Fleet(local.start(), plan.prefill + plan.decode)
+        finally:
+            local.stop()

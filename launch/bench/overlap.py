@@ -1,0 +1,111 @@
+"""`launch bench overlap`: how much of the KV transfer computing hides, and what separation costs until the first token.
+
+Owns the fleets and the order of what is measured: all are alive at once and idle but for one request, which goes to each of them
+in turn, so that what else the machine does hits all alike. Prints nothing but where it is, on stderr.
+"""
+
+import contextlib
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.text.tokenizer_manager import TokenizerManager
+from launch.bench import overlap_report
+from launch.bench.fleets import Fleet, running
+from launch.bench.hardware import this_hardware
+from launch.bench.overlap_figures import Measured, Outcome, Sample, judge
+from launch.bench.overlap_plan import FLEETS, RANDOM, FleetKind, OverlapBench, prompt_tokens
+from launch.bench.random_model import random_model
+from launch.environment import core_count, divide_cores
+from launch.local import FleetFailed, LocalPlan
+
+HEARTBEAT_S = 0.2
+"""Counters come with heartbeats."""
+
+
+def run(bench: OverlapBench, engine: EngineConfig, command: str, markdown: bool) -> int:
+    """Measure, print and write what was asked for. Returns the exit status: 1 when a fleet failed, else 0, goals met or not."""
+    hardware = this_hardware()
+    engine = replace(engine, threads=engine.threads or divide_cores(core_count(), 2))
+    try:
+        models = [_measure(model, bench, engine) for model in bench.models]
+    except FleetFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    outcome = Outcome(
+        command=command,
+        hardware=hardware,
+        transport=bench.transport,
+        threads=engine.threads,
+        models=models,
+        goals=judge(models),
+    )
+    print(overlap_report.markdown(outcome) if markdown else overlap_report.text(outcome))
+    if bench.json:
+        Path(bench.json).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+    return 0
+
+
+def _measure(model: str, bench: OverlapBench, engine: EngineConfig) -> Measured:
+    lengths = {chunks: prompt_tokens(chunks, engine) for chunks in bench.lengths}
+    samples: list[Sample] = []
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_checkpoint(model, bench, engine))
+        vocab = TokenizerManager(folder).vocab_size
+        fleets = {kind: stack.enter_context(running(plan_of(kind, folder, bench, engine))) for kind in FLEETS}
+        _say(f"{model}: the first requests")
+        for fleet in fleets.values():
+            fleet.serve(_prompt(lengths[bench.lengths[-1]], vocab, 0))  # so that memory and links have been used
+        for number in range(1, bench.repeat + 1):
+            for chunks, tokens in lengths.items():
+                _say(f"{model}, round {number} of {bench.repeat}: {tokens} tokens")
+                prompt = _prompt(tokens, vocab, number)
+                order = random.Random(f"{number} {chunks}").sample(FLEETS, len(FLEETS))
+                samples += [_sample(kind, fleets[kind], prompt, chunks, number) for kind in order]
+    return Measured(model=model, prompt_tokens=lengths, samples=samples)
+
+
+def plan_of(kind: FleetKind, model: str, bench: OverlapBench, engine: EngineConfig) -> LocalPlan:
+    """The fleets differ in what is compared and in nothing else: an instance of each has as many threads."""
+    return LocalPlan(
+        prefill=0 if kind == "colocated" else 1,
+        decode=1,
+        router=RouterConfig(port=0, control_port=0, heartbeat_s=HEARTBEAT_S),
+        instance=InstanceConfig(transport=bench.transport),
+        model=ModelConfig(model=model),
+        engine=replace(engine, layer_groups=0) if kind == "page-wise" else engine,
+        log=LogConfig(log_level="warning"),
+    )
+
+
+def _checkpoint(model: str, bench: OverlapBench, engine: EngineConfig) -> contextlib.AbstractContextManager[str]:
+    if model != RANDOM:
+        return contextlib.nullcontext(model)
+    return random_model(bench, context_tokens=(bench.lengths[-1] + 1) * engine.chunk_tokens)
+
+
+def _prompt(tokens: int, vocab: int, number: int) -> list[int]:
+    """Another one in each round, so that nothing of it is known already."""
+    return random.Random(f"{number} {tokens}").choices(range(vocab), k=tokens)
+
+
+def _sample(kind: FleetKind, fleet: Fleet, prompt: list[int], chunks: int, number: int) -> Sample:
+    arrivals, counted = fleet.serve(prompt)
+    return Sample(
+        fleet=kind,
+        chunks=chunks,
+        round=number,
+        first_token_s=arrivals.first_s,
+        next_token_s=arrivals.last_s - arrivals.first_s,
+        push_s=counted.push_seconds,
+        exposed_s=counted.exposed_seconds,
+        pushed_bytes=counted.bytes_pushed,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

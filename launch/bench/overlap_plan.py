@@ -1,0 +1,77 @@
+"""What `launch bench overlap` is to measure: its flags, the fleets that it compares, the prompts' lengths, and a model's shape.
+
+Owns names, defaults and limits. Imports nothing heavy, starts nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from common.config import EngineConfig, TransportName, option
+from common.errors import ConfigError
+from launch.bench.quick import shrink
+
+FleetKind = Literal["layer-wise", "page-wise", "colocated"]
+"""layer-wise: one prefill and one decode instance. page-wise: the same, but the last chunk is pushed when it is computed.
+colocated: one decode instance, which does both."""
+FLEETS: tuple[FleetKind, ...] = get_args(FleetKind)
+RANDOM = "random"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapBench:
+    """What is measured, and how often."""
+
+    model: str = option(
+        f"{RANDOM},demo",
+        f"checkpoints, one after the other: {RANDOM} (random weights of the shape below), demo, a folder, or a Hugging Face name",
+    )
+    chunks: str = option("1,2,8", "lengths of the prompts, in chunks (less one page, which leaves room for the answer)")
+    repeat: int = option(9, "rounds: in each of them every fleet gets every prompt once, in random order")
+    transport: TransportName = option("nixl", "what moves KV pages")
+    layers: int = option(8, "random weights: layers")
+    hidden: int = option(512, "random weights: size of the hidden state; the MLP is three times as wide")
+    kv_heads: int = option(8, "random weights: heads, each with a KV head of its own")
+    head_dim: int = option(64, "random weights: size of a head")
+    json: str = option("", "write the figures of every request to this file")
+
+    def __post_init__(self) -> None:
+        for flag in ("repeat", "layers", "hidden", "kv_heads", "head_dim"):
+            if vars(self)[flag] < 1:
+                raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, is {vars(self)[flag]}")
+        if self.head_dim % 2:
+            raise ConfigError(f"--head-dim must be even, is {self.head_dim}")
+        if "" in self.models or len(set(self.models)) < len(self.models):
+            raise ConfigError(f"--model must name checkpoints, each once, with commas between them, is {self.model!r}")
+        if min(self.lengths) < 1:
+            raise ConfigError(f"--chunks must be at least 1, is {self.chunks}")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.model.split(","))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the prompts, in chunks, the shortest first."""
+        try:
+            return tuple(sorted({int(part) for part in self.chunks.split(",")}))
+        except ValueError:
+            raise ConfigError(f"--chunks must be numbers with commas between them, is {self.chunks!r}") from None
+
+
+def prompt_tokens(chunks: int, engine: EngineConfig) -> int:
+    """A prompt of so many chunks, less one page: so prompt and answer fit a context that is a whole number of chunks.
+
+    Raises ConfigError when nothing is left.
+    """
+    if engine.chunk_tokens <= engine.page_size:
+        raise ConfigError(f"--chunk-tokens must be more than --page-size, is {engine.chunk_tokens}")
+    return chunks * engine.chunk_tokens - engine.page_size
+
+
+QUICK: dict[str, Any] = {"model": RANDOM, "repeat": 1, "layers": 2, "hidden": 64, "kv_heads": 2, "head_dim": 32}
+QUICK_ENGINE: dict[str, Any] = {"chunk_tokens": 64}
+
+
+def quick(bench: OverlapBench, engine: EngineConfig) -> tuple[OverlapBench, EngineConfig]:
+    """A run of seconds, which shows that all of it works: small figures for what was left at its default."""
+    return shrink(bench, QUICK), shrink(engine, QUICK_ENGINE)

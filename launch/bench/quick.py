@@ -1,0 +1,19 @@
+"""A quick run of a measurement: small figures for what was left at its default.
+
+Owns the replacement. Does not know what is measured.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeVar
+
+from launch.flags import ConfigClass
+
+C = TypeVar("C", bound=ConfigClass)
+
+
+def shrink(config: C, small: Mapping[str, object]) -> C:
+    """The config with these values, but for the fields that were given another than their default."""
+    defaults = {known.name: known.default for known in dataclasses.fields(config)}
+    left = {name: value for name, value in small.items() if vars(config)[name] == defaults[name]}
+    return dataclasses.replace(config, **left)

@@ -1,0 +1,53 @@
+"""What the flags of `launch bench overlap` span, what they refuse, and the fleets that are compared."""
+
+import pytest
+
+from common.config import EngineConfig
+from common.errors import ConfigError
+from launch.bench.overlap import plan_of
+from launch.bench.overlap_plan import FLEETS, OverlapBench, prompt_tokens, quick
+
+
+def test_the_defaults_measure_random_weights_and_the_demo_model_at_one_two_and_eight_chunks() -> None:
+    bench = OverlapBench()
+    assert (bench.models, bench.lengths) == (("random", "demo"), (1, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"model": "demo,"}, "--model"),
+        ({"model": "demo,demo"}, "--model"),
+        ({"chunks": "1,two"}, "--chunks"),
+        ({"chunks": "0,1"}, "--chunks"),
+        ({"repeat": 0}, "--repeat"),
+        ({"layers": 0}, "--layers"),
+        ({"hidden": -1}, "--hidden"),
+        ({"kv_heads": 0}, "--kv-heads"),
+        ({"head_dim": 63}, "--head-dim"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_the_name_of_its_flag(flags: dict[str, str | int], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        OverlapBench(**flags)  # type: ignore[arg-type]
+
+
+def test_a_prompt_is_whole_chunks_less_a_page() -> None:
+    assert prompt_tokens(8, EngineConfig(chunk_tokens=512, page_size=16)) == 4080
+    with pytest.raises(ConfigError, match="--chunk-tokens"):
+        prompt_tokens(1, EngineConfig(chunk_tokens=16, page_size=16))
+
+
+def test_fleets_differ_in_their_instances_and_in_how_the_last_chunk_is_pushed_alone() -> None:
+    engine = EngineConfig(threads=3, layer_groups=2)
+    layer_wise, page_wise, colocated = (plan_of(kind, "demo", OverlapBench(transport="cma"), engine) for kind in FLEETS)
+    assert [(plan.prefill, plan.decode) for plan in (layer_wise, page_wise, colocated)] == [(1, 1), (1, 1), (0, 1)]
+    assert [plan.engine_of_each().layer_groups for plan in (layer_wise, page_wise)] == [2, 0]
+    assert {plan.engine_of_each().threads for plan in (layer_wise, page_wise, colocated)} == {3}
+    assert {plan.instance.transport for plan in (layer_wise, page_wise, colocated)} == {"cma"}
+
+
+def test_quick_is_small_and_leaves_what_was_said() -> None:
+    bench, engine = quick(OverlapBench(layers=3), EngineConfig(page_size=8))
+    assert (bench.models, bench.repeat, bench.layers) == (("random",), 1, 3)
+    assert (engine.page_size, engine.chunk_tokens) == (8, 64)
