@@ -49,7 +49,7 @@ class SourceClosed:
 
 @dataclass(frozen=True, slots=True)
 class SourceRead:
-    """The next `pages` of the source pages, from the first on, are written, and the prompt is computed: nothing reads them now."""
+    """The next `pages` of the source pages, from the first on, are written, and the prompt is computed: nothing reads them."""
 
     key: Key
     pages: int

@@ -7,33 +7,50 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from common.errors import TransferError
-from launch.bench.pair import Spot, Spots
+from launch.bench.pair import Spot
 
 HOSTS = ("10.213.77.1", "10.213.77.2")
 _COMMAND_S = 20.0
 
 
+@dataclass(frozen=True, slots=True)
+class Namespace(Spot):
+    """A spot of its own. link: the name of its end of the link."""
+
+    name: str
+    link: str
+
+    @classmethod
+    def named(cls, name: str, host: str, link: str) -> "Namespace":
+        return cls(("ip", "netns", "exec", name), host, name, link)
+
+
 @contextlib.contextmanager
-def two_namespaces() -> Iterator[Spots]:
+def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
     """What is in each of them can reach the other. Raises TransferError where that is not allowed."""
-    names = [f"tandem-{os.getpid()}-{number}" for number in (1, 2)]
-    links = [f"tandem{number}" for number in (1, 2)]
+    first, second = spots = (
+        Namespace.named(f"tandem-{os.getpid()}-1", HOSTS[0], "tandem1"),
+        Namespace.named(f"tandem-{os.getpid()}-2", HOSTS[1], "tandem2"),
+    )
     try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
-        for name, link, host in zip(names, links, HOSTS, strict=True):
-            _ip("-n", name, "address", "add", f"{host}/30", "dev", link)
-            _ip("-n", name, "link", "set", link, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        first, second = (Spot(("ip", "netns", "exec", name), host) for name, host in zip(names, HOSTS, strict=True))
-        yield first, second
+        for spot in spots:
+            _ip("netns", "add", spot.name)
+        _ip(
+            *("link", "add", first.link, "netns", first.name),
+            *("type", "veth", "peer", "name", second.link, "netns", second.name),
+        )
+        for spot in spots:
+            _ip("-n", spot.name, "address", "add", f"{spot.host}/30", "dev", spot.link)
+            _ip("-n", spot.name, "link", "set", spot.link, "up")
+            _ip("-n", spot.name, "link", "set", "lo", "up")
+        yield spots
     finally:
-        for name in names:
+        for spot in spots:
             with contextlib.suppress(TransferError):  # it was not made, and then that is said already
-                _ip("netns", "delete", name)
+                _ip("netns", "delete", spot.name)
 
 
 def _ip(*words: str) -> None:
