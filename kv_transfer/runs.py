@@ -34,13 +34,17 @@ def check_pool(pool: PoolDescriptor) -> None:
 
 
 def slice_runs(runs: Int64Array, slice_bytes: int) -> list[Int64Array]:
-    """The same runs in groups of about `slice_bytes`, in order; runs longer than a slice are cut first."""
-    if runs[:, 2].sum() <= slice_bytes:
+    """The same bytes in slices of at most `slice_bytes`, in order; a run that reaches from one slice into the next is cut there."""
+    ends = np.cumsum(runs[:, 2])
+    if not len(runs) or ends[-1] <= slice_bytes:
         return [runs] if len(runs) else []
-    pieces = -(-runs[:, 2] // slice_bytes)
+    starts = ends - runs[:, 2]
+    first = starts // slice_bytes
+    pieces = (ends - 1) // slice_bytes - first + 1
     index = np.repeat(np.arange(len(runs)), pieces)
-    number = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offset = number * slice_bytes
-    cut = np.stack([runs[index, 0] + offset, runs[index, 1] + offset, np.minimum(slice_bytes, runs[index, 2] - offset)], axis=1)
-    group = (np.cumsum(cut[:, 2]) - cut[:, 2]) // slice_bytes
-    return np.split(cut, np.flatnonzero(np.diff(group)) + 1) if len(cut) else []
+    number = first[index] + np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = np.maximum(starts[index], number * slice_bytes)
+    end = np.minimum(ends[index], (number + 1) * slice_bytes)
+    offset = begin - starts[index]
+    cut = np.stack([runs[index, 0] + offset, runs[index, 1] + offset, end - begin], axis=1)
+    return np.split(cut, np.flatnonzero(np.diff(number)) + 1)

@@ -6,7 +6,8 @@ Owns the namespaces while they exist. Does not know what runs in them.
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from common.errors import TransferError
@@ -14,6 +15,7 @@ from launch.bench.pair import Spot
 
 HOSTS = ("10.213.77.1", "10.213.77.2")
 _COMMAND_S = 20.0
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
             _ip("-n", spot.name, "address", "add", f"{spot.host}/30", "dev", spot.link)
             _ip("-n", spot.name, "link", "set", spot.link, "up")
             _ip("-n", spot.name, "link", "set", "lo", "up")
+        await_links(spots)
         yield spots
     finally:
         for spot in spots:
@@ -53,10 +56,23 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
                 _ip("netns", "delete", spot.name)
 
 
-def _ip(*words: str) -> None:
+def await_links(spots: Iterable[Namespace]) -> None:
+    """Wait until every link carries something: the system takes a moment to say so, and until then libraries do not see it. Raises
+    TransferError."""
+    until = time.monotonic() + _COMMAND_S
+    for spot in spots:
+        while "state UP" not in _ip("-n", spot.name, "link", "show", spot.link):
+            if time.monotonic() > until:
+                raise TransferError(f"the link of namespace {spot.name} does not come up")
+            time.sleep(_LOOK_S)
+
+
+def _ip(*words: str) -> str:
+    """What the command prints."""
     try:
         done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except OSError as error:
         raise TransferError(f"network namespaces cannot be made: {error}") from error
     if done.returncode != 0:
         raise TransferError(f"network namespaces cannot be made: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

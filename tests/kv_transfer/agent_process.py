@@ -205,7 +205,7 @@ class AgentProcess:
                     assert_never(event)
 
 
-def transport_of(name: TransportName, silence_s: int) -> Transport:
+def transport_of(name: TransportName, silence_s: int, host: str = LOOPBACK) -> Transport:
     """A transport that calls a peer lost after so long a silence, where that can be told to it; else it is in the environment."""
     match name:
         case "nixl":
@@ -216,9 +216,9 @@ def transport_of(name: TransportName, silence_s: int) -> Transport:
         case "torch":
             from kv_transfer.distributed import TorchTransport
 
-            return TorchTransport(LOOPBACK, silence_s)
+            return TorchTransport(host, silence_s)
         case "mooncake" | "cma":
-            return make_transport(name)
+            return make_transport(name, host)
         case _:
             assert_never(name)
 

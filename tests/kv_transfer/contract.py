@@ -120,6 +120,12 @@ class TransportContract:
         assert pair.ended(ticket) == [done(ticket)]
         pair.check_target()
 
+    def test_pages_that_divide_no_slice_arrive(self, pair: Pair) -> None:
+        pair.refresh()
+        ticket = pair.push_and_expect(pages(45, 28 * 16 * 1024, seed=3))
+        assert pair.ended(ticket) == [done(ticket)]
+        pair.check_target()
+
     @pytest.mark.parametrize("run_bytes", [1024, 64 * 1024, MIB])
     def test_runs_of_a_kilobyte_to_a_megabyte_arrive(self, pair: Pair, run_bytes: int) -> None:
         pair.refresh()

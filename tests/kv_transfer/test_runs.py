@@ -116,12 +116,16 @@ def test_slices_hold_the_same_bytes_in_the_same_order(runs: Int64Array, slice_by
 
 
 @given(run_lists(max_bytes=10**9), st.integers(10**7, 10**10))
-def test_slices_are_never_empty_and_less_than_twice_a_slice(runs: Int64Array, slice_bytes: int) -> None:
+def test_every_slice_is_full_but_the_last_which_is_not_empty(runs: Int64Array, slice_bytes: int) -> None:
     slices = slice_runs(runs, slice_bytes)
     sizes = [int(part[:, 2].sum()) for part in slices]
-    assert all(0 < size < 2 * slice_bytes for size in sizes)
-    assert all((part[:, 2] <= slice_bytes).all() for part in slices)
-    assert len(slices) <= -(-int(runs[:, 2].sum()) // slice_bytes), "no more slices than the bytes fill"
+    assert all(size == slice_bytes for size in sizes[:-1])
+    assert all(0 < size <= slice_bytes for size in sizes)
+
+
+def test_a_run_that_reaches_into_the_next_slice_is_cut_there() -> None:
+    runs = np.array([[0, 100, 6], [50, 200, 6], [90, 300, 1]], dtype=np.int64)
+    assert [part.tolist() for part in slice_runs(runs, 8)] == [[[0, 100, 6], [50, 200, 2]], [[52, 202, 4], [90, 300, 1]]]
 
 
 def test_a_run_longer_than_a_slice_is_cut() -> None:

@@ -1,0 +1,134 @@
+"""Two hosts: two network namespaces, a member in each of them, and the link between, which a test slows, cuts and heals.
+
+Owns the link's state and the members' processes. Knows no test. What members are told goes over pipes and never over the link.
+"""
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.bench.namespaces import Namespace, await_links
+from tests.kv_transfer.agents import Kind
+from tests.kv_transfer.child import WAIT_S, remaining
+from tests.kv_transfer.member_process import MemberPlan
+from tests.kv_transfer.members import Member, open_files, running_threads
+
+COMMAND_S = 20.0
+LOOK_S = 0.02
+"""How often something is looked at that does not announce itself."""
+REST_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    """The link from one namespace to the other."""
+
+    near: Namespace
+    far: Namespace
+
+    def slow(self, megabits_per_s: int) -> None:
+        """No more than so much goes to the far end."""
+        bucket = ("tbf", "rate", f"{megabits_per_s}mbit", "burst", "128kb", "latency", "50ms")
+        self._near("tc", "qdisc", "replace", "dev", self.near.link, "root", *bucket)
+
+    def cut(self) -> None:
+        """Silently: nothing arrives on either side, and nobody is told."""
+        _run("ip", "-n", self.far.name, "link", "set", self.far.link, "down")
+
+    def heal(self) -> None:
+        """As it was at first. Returns when it carries something."""
+        _run("ip", "-n", self.far.name, "link", "set", self.far.link, "up")
+        if "tbf" in self._near("tc", "qdisc", "show", "dev", self.near.link):
+            self._near("tc", "qdisc", "delete", "dev", self.near.link, "root")
+        await_links((self.near, self.far))
+
+    def _near(self, *command: str) -> str:
+        return _run(*self.near.prefix, *command)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the source and the target have open."""
+
+    files: tuple[int, int]
+    threads: tuple[int, int]
+
+    def is_within(self, limit: "Held") -> bool:
+        """Neither of them has more of anything."""
+        pairs = zip(self.files + self.threads, limit.files + limit.threads, strict=True)
+        return all(number <= most for number, most in pairs)
+
+
+class TwoHosts:
+    """A source in the near namespace and a target in the far one, of the same size."""
+
+    def __init__(self, cable: Cable, kind: Kind, total_pages: int, page_bytes: int, folder: Path) -> None:
+        self.cable = cable
+        members = []
+        for seed, (name, spot) in enumerate({"source": cable.near, "target": cable.far}.items(), 1):
+            plan = MemberPlan(
+                transport=kind.transport,
+                host=spot.host,
+                total_pages=total_pages,
+                page_bytes=page_bytes,
+                silence_s=kind.silence_s,
+                seed=seed,
+            )
+            members.append(Member(name, 1, plan, kind, folder, spot.prefix))
+        self.source, self.target = members
+
+    def start(self) -> None:
+        """Wait until both are there."""
+        self.source.started()
+        self.target.started()
+
+    def connect(self) -> None:
+        """Make the link anew, whatever has become of the former one and of the cable."""
+        self.disconnect()
+        self.cable.heal()
+        self.source.connect([self.target])
+        self.source.await_link(self.target, "ready")
+
+    def disconnect(self) -> None:
+        self.source.connect([])
+
+    def held(self) -> Held:
+        source, target = self.source.pid, self.target.pid
+        return Held((open_files(source), open_files(target)), (running_threads(source), running_threads(target)))
+
+    def held_at_rest(self) -> Held:
+        """When it has not changed for a while."""
+        seen = [self.held()]
+
+        def is_still() -> bool:
+            seen.append(self.held())
+            return seen[-1] == seen[-2]
+
+        assert await_true(is_still, every_s=REST_S), f"files and threads come and go: {seen}"
+        return seen[-1]
+
+    def kill(self) -> None:
+        self.source.kill()
+        self.target.kill()
+
+
+def await_true(is_so: Callable[[], bool], timeout_s: float = WAIT_S, every_s: float = LOOK_S) -> bool:
+    """Look again and again. False when it is not so within that time."""
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        if not remaining(until):
+            return False
+        time.sleep(every_s)
+    return True
+
+
+def processes_in(namespace: Namespace) -> list[str]:
+    return _run("ip", "netns", "pids", namespace.name).split()
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr or done.stdout}"
+    return done.stdout

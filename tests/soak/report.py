@@ -1,0 +1,119 @@
+"""The report: a line for each period of a soak, and what the periods say together.
+
+Owns the table, the verdict and their bounds. Knows no members.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from tests.soak.samples import Footprint
+
+MIB = 2**20
+GROWTH_BYTES = 2 * MIB
+"""Heaps settle within 0.5 MiB. In an hour at the default pace, 60 bytes that each push leaves behind, or 11 KiB that each strike
+does, are more than this."""
+NOISE_LEAST = 0.10
+LISTED = 10
+"""Problems that are named."""
+
+
+class Period(msgspec.Struct, frozen=True, kw_only=True):
+    """minute: when it ended, from the beginning. sender, receiver: those that stay. slow, median, fast: bytes per second of the
+    first sender's pushes, the first and the last being the borders of the slowest and the fastest tenth. counts: what happened.
+    duty, busy: CPU time of the run and of the whole machine, as shares of one core."""
+
+    minute: float
+    sender: Footprint
+    receiver: Footprint
+    slow: float
+    median: float
+    fast: float
+    counts: dict[str, int]
+    duty: float
+    busy: float
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One sentence of the verdict."""
+
+    holds: bool
+    text: str
+
+
+COLUMNS: dict[str, Callable[[Period], str]] = {
+    "minute": lambda period: f"{period.minute:.1f}",
+    "sender MiB": lambda period: f"{period.sender.resident_bytes / MIB:.2f}",
+    "files": lambda period: str(period.sender.files),
+    "threads": lambda period: str(period.sender.threads),
+    "receiver MiB": lambda period: f"{period.receiver.resident_bytes / MIB:.2f}",
+    "files ": lambda period: str(period.receiver.files),
+    "threads ": lambda period: str(period.receiver.threads),
+    "GB/s: 10 %": lambda period: f"{period.slow / 1e9:.2f}",
+    "50 %": lambda period: f"{period.median / 1e9:.2f}",
+    "90 %": lambda period: f"{period.fast / 1e9:.2f}",
+    "done": lambda period: _count(period, "done"),
+    "failed": lambda period: _count(period, "failed"),
+    "checked": lambda period: _count(period, "checked"),
+    "joins": lambda period: _count(period, "joins"),
+    "leaves": lambda period: _count(period, "receiver leaves", "sender leaves"),
+    "kills": lambda period: _count(period, "kill receiver", "kill sender"),
+    "reconnects": lambda period: _count(period, "reconnect"),
+    "duty": lambda period: f"{period.duty:.2f}",
+    "busy": lambda period: f"{period.busy:.2f}",
+}
+HEADER = " ".join(f"{name:>5}" for name in COLUMNS)
+
+
+def line(period: Period) -> str:
+    return " ".join(f"{text(period):>{max(5, len(name))}}" for name, text in COLUMNS.items())
+
+
+def _count(period: Period, *what: str) -> str:
+    return str(sum(period.counts.get(name, 0) for name in what))
+
+
+def verdict(periods: Sequence[Period], problems: Sequence[str]) -> Iterator[Check]:
+    """What holds of a whole run, sentence by sentence. Its second tenth is compared with its last: by then all is warm."""
+    yield Check(holds=not problems, text="; ".join(problems[:LISTED]) or "every push became what it should")
+    tenth, third = max(1, len(periods) // 10), max(1, len(periods) // 3)
+    early, late = periods[tenth : 2 * tenth], periods[-tenth:]
+    footprints: dict[str, Callable[[Period], Footprint]] = {
+        "sender": lambda period: period.sender,
+        "receiver": lambda period: period.receiver,
+    }
+    for name, footprint_of in footprints.items():
+        then, now = ([footprint_of(period) for period in part] for part in (early, late))
+        yield _flat(f"{name}: open files", [each.files for each in then], [each.files for each in now])
+        yield _flat(f"{name}: threads", [each.threads for each in then], [each.threads for each in now])
+        yield _grown(name, [each.resident_bytes for each in then], [each.resident_bytes for each in now])
+    yield _steady(periods[:third], periods[-third:])
+
+
+def _flat(what: str, then: Sequence[int], now: Sequence[int]) -> Check:
+    """It has not grown. The least of each counts, for a connection that is just being closed has its file for a moment more."""
+    return Check(holds=min(now) <= min(then), text=f"{what} {min(then)} in the second tenth, {min(now)} in the last")
+
+
+def _grown(name: str, then: Sequence[int], now: Sequence[int]) -> Check:
+    growth = statistics.median(now) - statistics.median(then)
+    return Check(
+        holds=growth <= GROWTH_BYTES,
+        text=f"{name}: resident memory {growth / MIB:+.2f} MiB from the second tenth to the last, at most {GROWTH_BYTES / MIB:g}",
+    )
+
+
+def _steady(then: Sequence[Period], now: Sequence[Period]) -> Check:
+    """Noise is how far the medians of the first third lie apart."""
+    first, last, medians = _typical(then), _typical(now), [period.median for period in then]
+    noise = max(NOISE_LEAST, (max(medians) - min(medians)) / first)
+    return Check(
+        holds=last >= first * (1 - noise),
+        text=f"{first / 1e9:.2f} GB/s in the first third, {last / 1e9:.2f} in the last, noise {noise:.0%}",
+    )
+
+
+def _typical(periods: Sequence[Period]) -> float:
+    """The median of the medians, in which a period counts for as much as it has pushes."""
+    return statistics.median(period.median for period in periods for _ in range(period.counts["done"]))

@@ -1,0 +1,163 @@
+"""python -m tests.soak.transfers: the command line of a soak, its periods, and its end. Exit status 0 only for a good verdict.
+
+Owns the flags and the order of things. Knows neither how members are reached nor what is a good figure.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from tests.chaos.report import percentile
+from tests.soak.fleet import AWAY_S, Fleet, Shape
+from tests.soak.report import HEADER, Check, Period, line, verdict
+from tests.soak.samples import Footprint, Pace, busy_s, cpu_s
+
+PERIOD_S = 60.0
+LEAST_PERIODS = 20
+"""So that a tenth of a run is two of them at least."""
+TURN_S = 0.25
+"""Also while nothing may be spent, the places are looked after so often."""
+NICENESS = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """duty: share of one core that everything together may use. strike_s: average time from one strike to the next."""
+
+    minutes: float = 60.0
+    duty: float = 0.12
+    strike_s: float = 20.0
+    seed: int = 1
+    shape: Shape = field(default_factory=Shape)
+
+    @property
+    def periods(self) -> int:
+        return max(LEAST_PERIODS, round(self.minutes * 60 / PERIOD_S))
+
+    @property
+    def period_s(self) -> float:
+        return self.minutes * 60 / self.periods
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """Everything that a run brought, as it is written to a file."""
+
+    flags: list[str]
+    periods: list[Period]
+    checks: list[Check]
+
+
+class Course:
+    """The fleet, and when what is done with it."""
+
+    def __init__(self, soak: Soak, fleet: Fleet, random: Random) -> None:
+        self._soak, self._fleet, self._random = soak, fleet, random
+        self._began = self._strike_at = time.monotonic()
+        self._pace = Pace(soak.duty, fleet.pids)
+
+    def period(self, number: int) -> Period:
+        """The next period, from 1."""
+        fleet, tally = self._fleet, self._fleet.new_tally()
+        began, began_cpu_s, began_busy_s = time.monotonic(), cpu_s(fleet.pids), busy_s()
+        while (left_s := self._began + number * self._soak.period_s - time.monotonic()) > 0:
+            fleet.mend()
+            wait_s = self._pace.wait_s(fleet.pids)
+            if wait_s:
+                time.sleep(min(wait_s, left_s, TURN_S))
+            else:
+                self._act()
+        fleet.mend(everything=True)
+        fleet.over_every_link()
+        ended = time.monotonic()
+        return Period(
+            minute=(ended - self._began) / 60,
+            sender=Footprint.of(fleet.senders[0].member.pid),
+            receiver=Footprint.of(fleet.receivers[0].member.pid),
+            slow=percentile(tally.speeds, 0.1),
+            median=percentile(tally.speeds, 0.5),
+            fast=percentile(tally.speeds, 0.9),
+            counts=dict(tally.counts),
+            duty=(cpu_s(fleet.pids) - began_cpu_s) / (ended - began),
+            busy=(busy_s() - began_busy_s) / (ended - began),
+        )
+
+    def _act(self) -> None:
+        now = time.monotonic()
+        if now < self._strike_at:
+            self._fleet.round()
+        else:
+            self._fleet.strike()
+            self._strike_at = now + self._random.uniform(0.5, 1.5) * self._soak.strike_s
+
+
+def run(soak: Soak, folder: Path, say: Callable[[Period], None]) -> list[str]:
+    """Returns the problems. Raises AssertionError when a member that should live is gone, or does not answer."""
+    random = Random(soak.seed)
+    fleet = Fleet(soak.shape, folder, random, min(AWAY_S, soak.period_s))
+    try:
+        fleet.join()
+        course = Course(soak, fleet, random)
+        for number in range(1, soak.periods + 1):
+            say(course.period(number))
+        fleet.close()
+    finally:
+        fleet.kill()
+    return fleet.problems
+
+
+def main() -> int:
+    flags = _parser().parse_args()
+    soak = Soak(flags.minutes, flags.duty, flags.strike_s, flags.seed, Shape(flags.senders, flags.receivers))
+    record = Record(flags=sys.argv[1:], periods=[], checks=[])
+
+    def write() -> None:
+        if flags.json is not None:
+            flags.json.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+
+    def say(period: Period) -> None:
+        _print(line(period))
+        record.periods.append(period)
+        write()  # at once: an hour is long
+
+    os.nice(NICENESS)
+    _print(HEADER)
+    with tempfile.TemporaryDirectory(prefix="tandem-soak-") as folder:
+        problems = run(soak, Path(folder), say)
+    record.checks += verdict(record.periods, problems)
+    write()
+    for check in record.checks:
+        _print(f"{'holds' if check.holds else 'FAILS'}: {check.text}")
+    return 0 if all(check.holds for check in record.checks) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.transfers", description="Transfers between processes that join, leave and die all along."
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="default: %(default)s")
+    parser.add_argument(
+        "--duty", type=float, default=0.12, help="share of one core for everything together (default: %(default)s)"
+    )
+    parser.add_argument("--strike-s", type=float, default=20.0, help="average time between strikes (default: %(default)s)")
+    parser.add_argument("--senders", type=int, default=2, help="the first of them stays (default: %(default)s)")
+    parser.add_argument("--receivers", type=int, default=2, help="the first of them stays (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of what happens (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the samples go, period by period")
+    return parser
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
