@@ -34,7 +34,7 @@ def check_pool(pool: PoolDescriptor) -> None:
 
 
 def slice_runs(runs: Int64Array, slice_bytes: int) -> list[Int64Array]:
-    """The same bytes in slices of at most `slice_bytes`, in order; a run that reaches from one slice into the next is cut there."""
+    """The same bytes in slices of at most `slice_bytes`, in order; a run that reaches into the next is cut."""
     ends = np.cumsum(runs[:, 2])
     if not len(runs) or ends[-1] <= slice_bytes:
         return [runs] if len(runs) else []

@@ -57,7 +57,7 @@ def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
 
 
 def await_links(spots: Iterable[Namespace]) -> None:
-    """Wait until every link carries something: the system takes a moment to say so, and until then libraries do not see it. Raises
+    """Wait until every link is up: the system takes a moment to say so, and until then libraries do not see it. Raises
     TransferError."""
     until = time.monotonic() + _COMMAND_S
     for spot in spots:
