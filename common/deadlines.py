@@ -54,18 +54,21 @@ class DeadlineWheel(Generic[K]):
 
     def next_at(self) -> float | None:
         """When the earliest deadline passes, or None when there is none."""
-        self._drop_stale()
-        return self._heap[0][0] if self._heap else None
+        while self._heap:
+            at_s, serial, key = self._heap[0]
+            known = self._at.get(key)
+            if known is not None and known[1] == serial:
+                return at_s
+            heapq.heappop(self._heap)
+        return None
 
     def expired(self, now: float) -> list[K]:
         """Remove and return the keys whose deadline has passed, earliest first."""
-        keys = []
+        keys: list[K] = []
+        if not self._heap or self._heap[0][0] > now:
+            return keys  # what is stale passes no later than it says
         while (at := self.next_at()) is not None and at <= now:
             _, _, key = heapq.heappop(self._heap)
             del self._at[key]
             keys.append(key)
         return keys
-
-    def _drop_stale(self) -> None:
-        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][:2]:
-            heapq.heappop(self._heap)

@@ -24,8 +24,8 @@ from tests.life.clock import Clock, LocalClock, Loop
 from tests.life.network import Network, Post
 
 ROUTER_ADDRESS = "tcp://127.0.0.1:1"
-LOOK_S, IDLE_LOOK_S = 0.025, 1.0
-"""How often a transfer loop looks what has become of its pushes, and when it has none."""
+LOOK_S, EXPECT_LOOK_S, IDLE_LOOK_S = 0.025, 0.2, 1.0
+"""How often a transfer loop looks what has become of its pushes, when it has none but awaits others', and when there are none."""
 STARTUP_TIMEOUT_S = 60.0
 
 
@@ -124,7 +124,7 @@ class Instance:
             return
         if self.worker.drained:
             self.leave("drained")
-        elif self.transfers.active or self.transfers.expecting:
+        elif self.transfers.active:
             self._transfer_thread.wake(0.0)
 
     def next_at(self) -> float:
@@ -174,6 +174,7 @@ class _TransferThread:
 
     def next_at(self) -> float:
         transfers = self._instance.transfers
-        looks_s = self._clock() + (LOOK_S if transfers.active or transfers.expecting else IDLE_LOOK_S)
+        pace_s = LOOK_S if transfers.active else EXPECT_LOOK_S if transfers.expecting else IDLE_LOOK_S
+        looks_s = self._clock() + pace_s
         deadline = transfers.next_at()
         return self._clock.simulated(looks_s if deadline is None else min(looks_s, deadline))

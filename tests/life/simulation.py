@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes at once")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no more after so long")
     flags = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # so that the other processes end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the other processes end too
     if flags.seed is not None:
         report = run_schedule(flags.seed, flags.trace)
         _say(*(report.problems or ("everything holds",)))

@@ -118,15 +118,21 @@ class Trial(Fleet):
         self.network.taps.append(self._on_letter)
 
     def run_window(self) -> None:
-        """Everything of the schedule happens; at the end of it the weather turns fine, though some of it lasts."""
+        """Everything of the schedule happens; then the weather turns fine, though some of it lasts. It is over early when nothing is
+        left that could befall a request."""
         begins_s = self.clock.now
+        faults_end_s = begins_s + max((fault.at_s for fault in self.schedule.faults if fault.trigger is None), default=0.0)
         self.storm.ends_s = begins_s + WINDOW_S
         for asked in self.asked:
             self._plan_ask(asked, begins_s)
         for fault in self.schedule.faults:
             self._plan_fault(fault, begins_s)
         self._look()
-        self.run_for(WINDOW_S)
+        while self.clock.now < self.storm.ends_s and not (
+            self.clock.now > faults_end_s and all(asked.over for asked in self.asked)
+        ):
+            self.run_for(LOOK_S)
+        self.storm.ends_s = min(self.storm.ends_s, self.clock.now)
         self._armed.clear()
 
     def ask_once_more(self) -> None:

@@ -8,15 +8,16 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import get_args
 
 import msgspec
 
 from tests.chaos.report import percentile
-from tests.soak.fleet import AWAY_S, Fleet, Shape
+from tests.soak.fleet import AWAY_S, Fleet, Shape, Strike
 from tests.soak.report import HEADER, Check, Period, line, verdict
 from tests.soak.samples import Footprint, Pace, busy_s, cpu_s
 
@@ -113,6 +114,11 @@ def run(soak: Soak, folder: Path, say: Callable[[Period], None]) -> list[str]:
     return fleet.problems
 
 
+def missing(periods: Sequence[Period]) -> list[str]:
+    """What should have happened and did not: a run must be longer."""
+    return [strike for strike in get_args(Strike) if not any(period.counts.get(strike) for period in periods)]
+
+
 def main() -> int:
     flags = _parser().parse_args()
     soak = Soak(flags.minutes, flags.duty, flags.strike_s, flags.seed, Shape(flags.senders, flags.receivers))
@@ -133,6 +139,8 @@ def main() -> int:
         problems = run(soak, Path(folder), say)
     record.checks += verdict(record.periods, problems)
     write()
+    if strikes := missing(record.periods):
+        record.checks.append(Check(holds=False, text=f"of some strikes there was none: {', '.join(strikes)}"))
     for check in record.checks:
         _print(f"{'holds' if check.holds else 'FAILS'}: {check.text}")
     return 0 if all(check.holds for check in record.checks) else 1
