@@ -118,7 +118,7 @@ class Trial(Fleet):
         self.network.taps.append(self._on_letter)
 
     def run_window(self) -> None:
-        """Everything of the schedule happens; then the weather turns fine, though some of it lasts. It is over early when nothing is
+        """Everything of the schedule happens; then the weather turns fine, though some of it lasts. It ends early when nothing is
         left that could befall a request."""
         begins_s = self.clock.now
         faults_end_s = begins_s + max((fault.at_s for fault in self.schedule.faults if fault.trigger is None), default=0.0)
