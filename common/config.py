@@ -63,7 +63,7 @@ class EngineConfig:
     max_running: int = option(64, "requests computed at once (rows of the batch)")
     chunk_tokens: int = option(512, "prompt tokens computed in one forward, over all requests")
     layer_groups: int = option(
-        4, "the last chunk of a prompt is pushed in so many groups of layers while it computes; 0: after it"
+        2, "the last chunk of a prompt is pushed in so many groups of layers while it computes; 0: after it"
     )
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local divides them)")
 

@@ -39,10 +39,10 @@ def test_a_prompt_is_whole_chunks_less_a_page() -> None:
 
 
 def test_fleets_differ_in_their_instances_and_in_how_the_last_chunk_is_pushed_alone() -> None:
-    engine = EngineConfig(threads=3, layer_groups=2)
+    engine = EngineConfig(threads=3, layer_groups=3)
     layer_wise, page_wise, colocated = (plan_of(kind, "demo", OverlapBench(transport="cma"), engine) for kind in FLEETS)
     assert [(plan.prefill, plan.decode) for plan in (layer_wise, page_wise, colocated)] == [(1, 1), (1, 1), (0, 1)]
-    assert [plan.engine_of_each().layer_groups for plan in (layer_wise, page_wise)] == [2, 0]
+    assert [plan.engine_of_each().layer_groups for plan in (layer_wise, page_wise)] == [3, 0]
     assert {plan.engine_of_each().threads for plan in (layer_wise, page_wise, colocated)} == {3}
     assert {plan.instance.transport for plan in (layer_wise, page_wise, colocated)} == {"cma"}
 

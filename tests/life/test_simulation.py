@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEDULES = 500
+SCHEDULES = 200
 """Here; `./check` runs the first 10,000 beside the tests, and these are of others."""
 CHECKED = 10_000
 FIRST = 1_000_000
