@@ -120,6 +120,7 @@ class TransferLoop:
         self._probes = 0
         self._polls = 0
         self._expected = 0
+        self._distant = False
         self._closed = False
         self._progress_s = clock()
 
@@ -151,7 +152,7 @@ class TransferLoop:
     @property
     def active(self) -> bool:
         """Whether progress must be driven often."""
-        return bool(self._commands or self._in_flight or self._settling or self._unmeasured)
+        return bool(self._commands or self._in_flight or self._settling or self._unmeasured or self._distant)
 
     @property
     def expecting(self) -> bool:
@@ -198,7 +199,7 @@ class TransferLoop:
             case Settle():
                 self._settling.append((self._polls + SETTLE_POLLS, command.key))
             case Expect():
-                self._expected = command.writes
+                self._expected, self._distant = command.writes, command.distant and command.writes > 0
             case _:
                 assert_never(command)
 

@@ -15,8 +15,9 @@ from kv_transfer.transfer_loop import TransferLoop
 BUSY_S = 100e-6
 EXPECT_S = 1e-3
 IDLE_S = 0.2
-"""How often progress is driven: of our own pushes, of our peers' (some transports want our help, and a receive buffer holds what
-comes in between), and of peers that connect to us. NIXL has nothing to wait on, and what is spent here is lost to computing."""
+"""How often progress is driven: of pushes, our own and those of other hosts (over TCP they come no faster than that); of what
+peers of this host write, in which we have hardly a part; and of peers that connect to us. NIXL has nothing to wait on, and what
+is spent here is lost to computing."""
 DRAIN_S = 5.0
 
 

@@ -58,9 +58,11 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """How many writes of peers are awaited: while there are any, progress is driven often."""
+    """How many writes of peers are awaited: while there are any, progress is driven often. distant: some may come from another
+    host, and over TCP they come no faster than it is driven."""
 
     writes: int
+    distant: bool = False
 
 
 TransferCommand: TypeAlias = Connect | Push | Allow | Settle | Expect

@@ -82,6 +82,7 @@ class InstanceWorker(Generic[M]):
         self._draining = False
         self._expected = 0
         self._measured_by_s = 0.0
+        self._has_distant_peers = False
 
     def turn(self, now: float) -> None:
         """Take in everything that happened, act on it, and keep the executor busy."""
@@ -108,7 +109,7 @@ class InstanceWorker(Generic[M]):
         expected = scheduler.open_reservations + (now < self._measured_by_s)
         if expected != self._expected:
             self._expected = expected
-            self._transfers.submit(Expect(expected))
+            self._transfers.submit(Expect(expected, distant=self._has_distant_peers))
         if now >= self._membership.next_at:
             self._report(now)
 
@@ -214,6 +215,8 @@ class InstanceWorker(Generic[M]):
         The address of a peer that left is kept for a while: it may only have been silent, and wait for our word about its pages.
         """
         ids = {peer.id for peer in peers.instances}
+        ours = {rank.host for rank in self._membership.info.ranks}
+        self._has_distant_peers = any(rank.host not in ours for peer in peers.instances for rank in peer.ranks)
         for gone in [id for id in self._links if id not in ids]:
             del self._links[gone]
             self._former.set(gone, now + ROUTE_MEMORY_S)

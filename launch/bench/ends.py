@@ -20,10 +20,10 @@ from common.instance.ports import Connect as ConnectPeers
 from common.instance.ports import Push as PushPages
 from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.backends import make_transport
+from kv_transfer.backends import LOOPBACK, make_transport
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transfer_thread import EXPECT_S, IDLE_S, TransferThread
+from kv_transfer.transfer_thread import BUSY_S, EXPECT_S, IDLE_S, TransferThread
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
 from launch.bench.lines import Address, AgentPlan
 
@@ -90,6 +90,7 @@ class TransportEnd:
         self._peer = ""
         self._tickets = 0
         self._expecting = False
+        self._expect_s = BUSY_S if _is_distant(host) else EXPECT_S
         region = _region_of(pool)
         agent, wire = self._transport.register(region)
         descriptor = PoolDescriptor(
@@ -118,7 +119,7 @@ class TransportEnd:
 
     def turn(self) -> float:
         self._has_ended(Ticket(-1))
-        return EXPECT_S if self._expecting else IDLE_S
+        return self._expect_s if self._expecting else IDLE_S
 
     def close(self) -> None:
         self._transport.close()
@@ -149,6 +150,8 @@ class ThreadEnd:
     """A transfer thread, with its pace, its links and its leases: what an instance sees."""
 
     def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
+        self._is_distant = _is_distant(host)
+
         def make_loop() -> TransferLoop:
             total_pages = len(pool) // layout.page_bytes
             return TransferLoop(make_transport(name, host), name, _region_of(pool), layout, total_pages, time.monotonic)
@@ -169,7 +172,7 @@ class ThreadEnd:
         return lambda: self._push(source_pages, target_pages)
 
     def expect(self, pushes: bool) -> None:
-        self._thread.submit(Expect(int(pushes)))
+        self._thread.submit(Expect(int(pushes), distant=self._is_distant))
 
     def turn(self) -> None:
         """The thread drives it."""
@@ -302,6 +305,11 @@ def _named(plan: AgentPlan) -> TransportName:
 def _pool_at(address: Address) -> PoolDescriptor:
     assert address.pool is not None, "the other end has registered a pool"
     return address.pool
+
+
+def _is_distant(host: str) -> bool:
+    """Whether the other process is, or stands for one, on another host."""
+    return host != LOOPBACK
 
 
 def _region_of(pool: Memory) -> MemoryRegion:

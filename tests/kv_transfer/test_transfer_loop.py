@@ -325,13 +325,15 @@ def test_closing_ends_what_is_in_flight_without_proof(held: Two) -> None:
     assert held.source.loop.idle
 
 
-def test_a_loop_expects_writes_for_as_long_as_it_is_told(two: Two) -> None:
-    two.target.loop.submit(Expect(1))
-    two.target.events()
-    assert two.target.loop.expecting and two.target.loop.idle
-    two.target.loop.submit(Expect(0))
-    two.target.events()
-    assert not two.target.loop.expecting
+def test_a_loop_expects_writes_for_as_long_as_it_is_told_and_is_active_for_those_of_another_host(two: Two) -> None:
+    """Over TCP they come no faster than progress is driven."""
+    paces = []
+    for expect in (Expect(1), Expect(1, distant=True), Expect(0, distant=True)):
+        two.target.loop.submit(expect)
+        two.target.events()
+        paces.append((two.target.loop.expecting, two.target.loop.active))
+    assert paces == [(True, False), (True, True), (False, False)]
+    assert two.target.loop.idle
 
 
 # --- what landed -----------------------------------------------------------------------------------------------------------

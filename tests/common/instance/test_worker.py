@@ -157,6 +157,14 @@ def test_who_does_not_push_awaits_the_writes_with_which_a_new_peer_measures_its_
     assert rig.transfers.submitted == [Expect(1), Expect(0)], "a peer that is known is not measured again"
 
 
+def test_writes_of_peers_on_another_host_are_said_to_be_distant() -> None:
+    there = instance("d", "decode")
+    elsewhere = tuple(msgspec.structs.replace(rank, host="elsewhere") for rank in there.ranks)
+    rig = Rig(FakeScheduler(), pushes=False)
+    rig.turn(0.0, WELCOME, Peers(instances=(msgspec.structs.replace(there, ranks=elsewhere),)))
+    assert rig.transfers.submitted == [Expect(1, distant=True)]
+
+
 def test_what_was_pushed_to_a_peer_is_reported_with_its_link() -> None:
     scheduler = FakeScheduler()
     rig = Rig(scheduler)
