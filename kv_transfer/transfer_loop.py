@@ -271,14 +271,14 @@ class TransferLoop:
             self._lose(link, str(error))
             return
         link.bytes_in_flight = 0
-        probe = LinkProbe(self.descriptor, pool)
-        if self._measures and pool.spare_pages and self.descriptor.spare_pages and not probe.done:
-            link.probe = probe
+        if self._measures and pool.spare_pages and self.descriptor.spare_pages:
+            link.probe = LinkProbe(self.descriptor, pool)
+        if link.probe is not None and not link.probe.done:
             if link not in self._unmeasured:
                 self._unmeasured.append(link)
             self._set(link, "connecting", f"{link.library}: measuring")
         else:
-            link.retry_s = RETRY_S
+            link.probe, link.retry_s = None, RETRY_S
             self._set(link, "ready", link.library)
 
     def _lose(self, link: _Link, reason: str) -> None:
