@@ -52,7 +52,7 @@ class DeadlineWheel(Generic[K]):
         """Forget the deadline; True when there was one."""
         return self._at.pop(key, None) is not None
 
-    def next_at(self) -> float | None:
+    def next_deadline(self) -> float | None:
         """When the earliest deadline passes, or None when there is none."""
         while self._heap:
             at_s, serial, key = self._heap[0]
@@ -67,7 +67,7 @@ class DeadlineWheel(Generic[K]):
         keys: list[K] = []
         if not self._heap or self._heap[0][0] > now:
             return keys  # what is stale passes no later than it says
-        while (at := self.next_at()) is not None and at <= now:
+        while (at := self.next_deadline()) is not None and at <= now:
             _, _, key = heapq.heappop(self._heap)
             del self._at[key]
             keys.append(key)

@@ -4,7 +4,7 @@ Owns no behaviour. Knows nothing of messages, pages or sockets.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NewType
+from typing import Literal, NamedTuple, NewType
 
 import msgspec
 import numpy as np
@@ -29,6 +29,13 @@ Int64Array = NDArray[np.int64]
 
 ROUTER = InstanceId(ROUTER_NAME)
 DETOKENIZER = InstanceId(DETOKENIZER_NAME)
+
+
+class Life(NamedTuple):
+    """One life of an instance: what is said to or by it is not for its successor of the same id."""
+
+    id: InstanceId
+    incarnation: Incarnation
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True):

@@ -354,15 +354,15 @@ class Grant(Message, frozen=True):
     """decode → prefill: the reservation exists.
 
     pages: packed page ids for the prompt's KV in token order, `layout.pages_for(prompt)` of them, of which the first
-    `have_tokens // page_size` are already there and must not be written. sent_s, lease_s: the writer may write until
-    sent_s + lease_s on its own clock; sent_s is the latest word of the writer (Reserve or Renew) that the reader has heard.
+    `have_tokens // page_size` are already there and must not be written. sent_s, write_lease_s: the writer may write until
+    sent_s + write_lease_s on its own clock; sent_s is the latest word of the writer (Reserve or Renew) that the reader has heard.
     """
 
     key: Key
     generation: Generation
     pages: bytes
     sent_s: float
-    lease_s: float
+    write_lease_s: float = msgspec.field(name="lease_s")
     have_tokens: int = 0
 
 
@@ -396,11 +396,11 @@ class Renew(Message, frozen=True):
 
 
 class Renewed(Message, frozen=True):
-    """decode → prefill: you may write until sent_s + lease_s on your clock, but not for the keys in `over`: drain and withdraw
-    them. (They were cancelled, or are unknown here.)"""
+    """decode → prefill: you may write until sent_s + write_lease_s on your clock, but not for the keys in `over`: drain
+    and withdraw them. (They were cancelled, or are unknown here.)"""
 
     sent_s: float
-    lease_s: float
+    write_lease_s: float = msgspec.field(name="lease_s")
     over: tuple[Key, ...] = ()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from common.ids import Key
 from common.instance.line import Line, Rank
 from common.instance.rows import Rows
-from common.pages.pool import Lease, PagePool
+from common.pages.pool import PageLease, PagePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Admitted:
     """The lease and the row are the request's from now on."""
 
     key: Key
-    lease: Lease
+    lease: PageLease
     row: int
 
 

@@ -6,13 +6,12 @@ Owns the record. Decides nothing: `scheduler.py` does.
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.ids import Int32Array, Key
+from common.ids import Int32Array, Key, Life
 from common.instance.line import Rank
 from common.instance.prompts import PromptProgress
 from common.messages import Failed, Generate, Reserve
-from common.pages.pool import Lease
+from common.pages.pool import PageLease
 from common.sampling_params import SamplingParams
-from kv_transfer.handoff_target import Writer
 
 
 class Phase(Enum):
@@ -39,10 +38,10 @@ class DecodeRequest:
 
     asked: Reserve | Generate
     prompt: Int32Array
-    writer: Writer | None
+    writer: Life | None
     rank: Rank
     phase: Phase = Phase.WAITING
-    lease: Lease | None = None
+    lease: PageLease | None = None
     row: int | None = None
     progress: PromptProgress | None = None
     emitted: int = 0

@@ -20,7 +20,7 @@ import numpy as np
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key
+from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, Life
 from common.instance.drain import Drainage
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
@@ -54,8 +54,8 @@ from decode.landing import find_objection
 from decode.preemption import choose_victims
 from decode.request import DecodeRequest, Phase
 from kv_transfer.digests import Digest
-from kv_transfer.handoff_target import HandoffTarget, Reservation, Writer
-from kv_transfer.lease import LEASE_S, MARGIN_S
+from kv_transfer.handoff_target import HandoffTarget, Reservation
+from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 
 DecodeMessage = Generate | Cancel | Probe | Reserve | Renew | Handoff | Withdraw | Peers
 PATIENCE_S = 2.0
@@ -100,7 +100,7 @@ class DecodeScheduler:
             case Generate():
                 return self._take_in(message, None, now)
             case Reserve():
-                writer = Writer(sender, message.incarnation)
+                writer = Life(sender, message.incarnation)
                 self._target.heard(writer, message.sent_s, now)
                 return self._take_in(message, writer, now)
             case Renew():
@@ -190,7 +190,7 @@ class DecodeScheduler:
         return Decision(plan, actions)
 
     def next_deadline(self) -> float | None:
-        known = (self._requests.next_at(), self._target.next_at(), self._drainage.next_at())
+        known = (self._requests.next_deadline(), self._target.next_deadline(), self._drainage.next_deadline())
         return min((at for at in known if at is not None), default=None)
 
     # --- the end of the instance -------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class DecodeScheduler:
 
     # --- in --------------------------------------------------------------------------------------------------------------
 
-    def _take_in(self, asked: Reserve | Generate, writer: Writer | None, now: float) -> list[Action]:
+    def _take_in(self, asked: Reserve | Generate, writer: Life | None, now: float) -> list[Action]:
         """A request asks for memory: with a writer its KV will arrive, without one its prompt is computed here."""
         if not self._requests.is_new(asked.key):
             return []
@@ -265,7 +265,7 @@ class DecodeScheduler:
         self._line.join(request.key, request.rank, pages, now)
         return []
 
-    def _accept(self, asked: Reserve | Generate, writer: Writer | None, now: float) -> DecodeRequest:
+    def _accept(self, asked: Reserve | Generate, writer: Life | None, now: float) -> DecodeRequest:
         model = self._engine.model
         prompt = read_prompt(asked.prompt, model.vocab_size)
         asked.sampling.validate()
@@ -312,7 +312,7 @@ class DecodeScheduler:
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:
         """Where transfers that never end hold so much memory that the head of the line waits for them alone, it goes away; not
         before those that are only silent have had their time."""
-        head = self._line.overdue(now, LEASE_S + MARGIN_S)
+        head = self._line.overdue(now, WRITE_LEASE_S + MARGIN_S)
         if head is None or not all(self._target.is_stuck(request.key, now) for request in self._by_row.values()):
             return []
         return self._end(self._requests[head], Failed.of(Unavailable(f"{self._id} lacks memory for the request")), now)
@@ -391,7 +391,7 @@ class DecodeScheduler:
 
     def _renew(self, sender: InstanceId, message: Renew, now: float) -> list[Action]:
         """A writer says what it holds open: everything else of it is over, whatever was lost on the way."""
-        writer = Writer(sender, message.incarnation)
+        writer = Life(sender, message.incarnation)
         waiting = [r for r in self._requests if r.writer == writer and r.phase is Phase.WAITING]
         waiting_keys = {request.key for request in waiting}
         renewal = self._target.renew(sender, message, now, lambda key: key in waiting_keys)
@@ -494,5 +494,5 @@ class DecodeScheduler:
         self._requests.remove(request.key, now)
 
 
-def _decline(writer: Writer, key: Key, failed: Failed) -> Send:
+def _decline(writer: Life, key: Key, failed: Failed) -> Send:
     return Send(writer.id, Decline(key=key, failed=failed))

@@ -11,7 +11,7 @@ Knows messages and page ids; the time is an argument. Does not know tokens (what
                                                                        └─ not proven drained ─► STUCK, claimed for ever
 
 Nothing is acknowledged one by one: while a handoff with an instance is open, and a little longer, Renew says every second which
-ones are. That keeps the lease (`kv_transfer/lease.py`), and brings to light on either side what a lost message left behind.
+ones are. That keeps the lease (`kv_transfer/write_lease.py`), and brings to light on either side what a lost message left behind.
 
 The source pages are read by pushes until `SourceRead` says that they are not, or `SourceClosed` says so of all: only then may
 their lease end.
@@ -23,13 +23,13 @@ from typing import Literal, TypeAlias, assert_never
 
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
-from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Ticket, unpack_ids
+from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
-from kv_transfer.lease import RENEW_S, RENEWALS_AFTER
 from kv_transfer.traffic import Traffic
+from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
 
 Phase = Literal["reserving", "pushing", "draining", "stuck"]
 
@@ -58,14 +58,6 @@ class SourceRead:
 Output: TypeAlias = Send | Push | Allow | SourceRead | SourceClosed
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One life of a decode instance."""
-
-    id: InstanceId
-    incarnation: Incarnation
-
-
 @dataclass(slots=True, eq=False)
 class _Outgoing:
     """pages [0, posted) are written or in flight, [posted, complete) wait for a grant or are posted next.
@@ -78,7 +70,7 @@ class _Outgoing:
     """
 
     key: Key
-    peer: Peer
+    peer: Life
     source_pages: Int32Array
     page_size: int
     reserved_s: float
@@ -130,8 +122,8 @@ class HandoffSource:
         self._digest = digest
         self._by_key: dict[Key, _Outgoing] = {}
         self._by_ticket: dict[Ticket, _Outgoing] = {}
-        self._sessions: dict[Peer, _Session] = {}
-        self._renewals: DeadlineWheel[Peer] = DeadlineWheel()
+        self._sessions: dict[Life, _Session] = {}
+        self._renewals: DeadlineWheel[Life] = DeadlineWheel()
         self._tickets = 0
         self.traffic = Traffic()
         self.stale = 0
@@ -144,12 +136,12 @@ class HandoffSource:
     def pushes_in_flight(self) -> int:
         return len(self._by_ticket)
 
-    def next_at(self) -> float | None:
-        return self._renewals.next_at()
+    def next_deadline(self) -> float | None:
+        return self._renewals.next_deadline()
 
     # --- what the scheduler says -------------------------------------------------------------------------------------------
 
-    def open(self, reserve: Reserve, peer: Peer, source_pages: Int32Array) -> list[Output]:
+    def open(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Output]:
         """Ask `peer` for a reservation. source_pages: [pages] int32, in token order; they stay leased until SourceClosed."""
         assert reserve.key not in self._by_key, f"{reserve.key} is handed off twice"
         outgoing = _Outgoing(reserve.key, peer, source_pages, self._page_size, reserve.sent_s)
@@ -279,7 +271,7 @@ class HandoffSource:
             return self._drain(outgoing, Failed(message=f"{outgoing.peer.id} granted what cannot be: {error}"))
         if outgoing.phase == "reserving":
             outgoing.phase = "pushing"
-        return [*self._extend(outgoing.peer, grant.sent_s + grant.lease_s), *self._advance(outgoing)]
+        return [*self._extend(outgoing.peer, grant.sent_s + grant.write_lease_s), *self._advance(outgoing)]
 
     def _declined(self, outgoing: _Outgoing, decline: Decline) -> list[Output]:
         """There will be no grant; or the one that there was is taken back, and then the pages wait for our word."""
@@ -290,7 +282,7 @@ class HandoffSource:
     def _renewed(self, sender: InstanceId, renewed: Renewed) -> list[Output]:
         outputs: list[Output] = []
         for peer in [peer for peer in self._sessions if peer.id == sender]:
-            outputs += self._extend(peer, renewed.sent_s + renewed.lease_s)
+            outputs += self._extend(peer, renewed.sent_s + renewed.write_lease_s)
         for key in renewed.over:
             outgoing = self._by_key.get(key)
             # A Reserve that was sent just before may still be behind.
@@ -299,7 +291,7 @@ class HandoffSource:
                 outputs += self._drain(outgoing, Failed.of(lost)) if outgoing.phase != "stuck" else []
         return outputs
 
-    def _extend(self, peer: Peer, until_s: float) -> list[Output]:
+    def _extend(self, peer: Life, until_s: float) -> list[Output]:
         session = self._sessions.get(peer)
         if session is None or until_s <= session.until_s:
             return []
@@ -382,7 +374,7 @@ class HandoffSource:
         del self._sessions[outgoing.peer].open[outgoing.key]
         self._drop_silent(outgoing.peer)
 
-    def _drop_silent(self, peer: Peer) -> None:
+    def _drop_silent(self, peer: Life) -> None:
         """A session in which nothing is open and nothing more is said is over."""
         session = self._sessions.get(peer)
         if session is not None and not session.open and peer not in self._renewals:

@@ -6,7 +6,7 @@ Does not know tokens (what they mean), models, sockets or libraries.
     grant ──► RESERVED ──Handoff(generation)──► landed: the lease passes to the caller
                  ├──────Withdraw─────────────────────────► the caller closes the lease
                  ├──────Renew that does not claim it ────► lost: its Handoff or Withdraw did not arrive; the same
-                 ├──────the writer is silent for too long ► fenced: the same (`kv_transfer/lease.py`)
+                 ├──────the writer is silent for too long ► fenced: the same (`kv_transfer/write_lease.py`)
                  └──────cancel───► CANCELLED ── any of these ──► the same
 
 A cancelled reservation keeps its pages until then: a write may still be under way.
@@ -17,19 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.deadlines import DeadlineWheel
-from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, pack_ids
+from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, pack_ids
 from common.instance.ports import Send
 from common.messages import Grant, Handoff, Renew, Renewed
-from common.pages.pool import Lease
-from kv_transfer.lease import LEASE_S, MARGIN_S
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """One life of a prefill instance."""
-
-    id: InstanceId
-    incarnation: Incarnation
+from common.pages.pool import PageLease
+from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +32,9 @@ class Reservation:
     """
 
     key: Key
-    writer: Writer
+    writer: Life
     generation: Generation
-    lease: Lease
+    lease: PageLease
     prompt_pages: int
     asked_s: float
     have_tokens: int = 0
@@ -73,8 +65,8 @@ class HandoffTarget:
 
     def __init__(self, incarnation: Incarnation) -> None:
         self._by_key: dict[Key, Reservation] = {}
-        self._heard: dict[Writer, _Heard] = {}
-        self._silence: DeadlineWheel[Writer] = DeadlineWheel()
+        self._heard: dict[Life, _Heard] = {}
+        self._silence: DeadlineWheel[Life] = DeadlineWheel()
         self._generations = zlib.crc32(incarnation.encode()) << 24
         self.stale = 0
         """Messages that belong to no reservation: dropped and counted."""
@@ -85,18 +77,18 @@ class HandoffTarget:
     def __contains__(self, key: Key) -> bool:
         return key in self._by_key
 
-    def heard(self, writer: Writer, sent_s: float, now: float) -> None:
+    def heard(self, writer: Life, sent_s: float, now: float) -> None:
         """A Reserve or Renew of this writer arrived; an older word than the latest changes nothing."""
         known = self._heard.get(writer)
         if known is None or sent_s > known.sent_s:
             self._heard[writer] = _Heard(sent_s, now)
-            self._silence.set(writer, now + LEASE_S + MARGIN_S)
+            self._silence.set(writer, now + WRITE_LEASE_S + MARGIN_S)
 
-    def hears(self, writer: Writer) -> bool:
+    def hears(self, writer: Life) -> bool:
         """Whether the writer has spoken lately, so that it can be granted anything."""
         return writer in self._heard
 
-    def grant(self, key: Key, writer: Writer, lease: Lease, prompt_pages: int, asked_s: float) -> Send:
+    def grant(self, key: Key, writer: Life, lease: PageLease, prompt_pages: int, asked_s: float) -> Send:
         """Open a reservation over `lease` and tell the writer where to write. It was heard before."""
         assert key not in self._by_key, f"{key} is reserved twice"
         assert prompt_pages <= len(lease)
@@ -129,7 +121,7 @@ class HandoffTarget:
 
     def renew(self, sender: InstanceId, renew: Renew, now: float, waits: Callable[[Key], bool]) -> Renewal:
         """A writer said which handoffs it holds open. waits: whether a key is in line for a reservation here."""
-        writer = Writer(sender, renew.incarnation)
+        writer = Life(sender, renew.incarnation)
         self.heard(writer, renew.sent_s, now)
         claims = {claim.key: claim for claim in renew.claims}
         sends: list[Send] = []
@@ -148,7 +140,7 @@ class HandoffTarget:
         lost = [r for r in self._by_key.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
         for reservation in lost:
             del self._by_key[reservation.key]
-        answer = Renewed(sent_s=renew.sent_s, lease_s=LEASE_S, over=tuple(over))
+        answer = Renewed(sent_s=renew.sent_s, write_lease_s=WRITE_LEASE_S, over=tuple(over))
         return Renewal([Send(sender, answer), *sends], lost, stuck)
 
     def fenced(self, now: float) -> list[Reservation]:
@@ -161,8 +153,8 @@ class HandoffTarget:
             del self._by_key[reservation.key]
         return fenced
 
-    def next_at(self) -> float | None:
-        return self._silence.next_at()
+    def next_deadline(self) -> float | None:
+        return self._silence.next_deadline()
 
     def is_stuck(self, key: Key, now: float) -> bool:
         """Whether the key's reservation waits longer than usual for a word of its writer: it was cancelled or the writer fell
@@ -170,8 +162,8 @@ class HandoffTarget:
         reservation = self._by_key.get(key)
         if reservation is None:
             return False
-        cancelled = reservation.cancelled_s is not None and now - reservation.cancelled_s > LEASE_S
-        return cancelled or now - self._heard[reservation.writer].heard_s > LEASE_S
+        cancelled = reservation.cancelled_s is not None and now - reservation.cancelled_s > WRITE_LEASE_S
+        return cancelled or now - self._heard[reservation.writer].heard_s > WRITE_LEASE_S
 
     def _grant_of(self, reservation: Reservation) -> Send:
         pages: Int32Array = reservation.lease.pages[: reservation.prompt_pages]
@@ -180,6 +172,6 @@ class HandoffTarget:
             generation=reservation.generation,
             pages=pack_ids(pages),
             sent_s=self._heard[reservation.writer].sent_s,
-            lease_s=LEASE_S,
+            write_lease_s=WRITE_LEASE_S,
         )
         return Send(reservation.writer.id, grant)

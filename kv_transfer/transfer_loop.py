@@ -28,11 +28,11 @@ from common.instance.ports import (
 )
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.lease import OVERRUN_S
 from kv_transfer.link_speed import LinkProbe, slowness
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.runs import check_pages, check_pool, mismatch
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
+from kv_transfer.write_lease import OVERRUN_S
 
 STALL_S = 10.0
 SLOWEST_BYTES_PER_S = 10 * 2**20
@@ -163,9 +163,9 @@ class TransferLoop:
     def idle(self) -> bool:
         return not (self._commands or self._in_flight)
 
-    def next_at(self) -> float | None:
+    def next_deadline(self) -> float | None:
         """When a deadline of a link passes; what is in flight or expected moves on before."""
-        wheels = (self._leases.next_at(), self._stalls.next_at(), self._retries.next_at())
+        wheels = (self._leases.next_deadline(), self._stalls.next_deadline(), self._retries.next_deadline())
         return min((at for at in wheels if at is not None), default=None)
 
     def step(self) -> bool:

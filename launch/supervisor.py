@@ -90,7 +90,7 @@ class Supervisor:
         return [Start(name) for name in self._restarts.expired(now)]
 
     def next_deadline(self) -> float | None:
-        return self._restarts.next_at()
+        return self._restarts.next_deadline()
 
     def _ended(self, event: Exited, now: float) -> list[Action]:
         part = self._parts[event.child]

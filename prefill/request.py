@@ -6,13 +6,12 @@ Owns the record. Decides nothing: `scheduler.py` does.
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.ids import Int32Array, Key
+from common.ids import Int32Array, Key, Life
 from common.instance.line import Rank
 from common.instance.prompts import PromptProgress
 from common.messages import Generate
-from common.pages.pool import Lease
+from common.pages.pool import PageLease
 from common.sampling_params import SamplingParams
-from kv_transfer.handoff_source import Peer
 
 
 class Phase(Enum):
@@ -34,11 +33,11 @@ class PrefillRequest:
 
     asked: Generate
     prompt: Int32Array
-    decode: Peer | None
+    decode: Life | None
     rank: Rank
     deadline_s: float = 0.0
     phase: Phase = Phase.WAITING
-    lease: Lease | None = None
+    lease: PageLease | None = None
     progress: PromptProgress | None = None
     source_open: bool = False
     emitted: int = 0

@@ -21,7 +21,7 @@ from typing import assert_never
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
-from common.ids import ROUTER, Incarnation, InstanceId
+from common.ids import ROUTER, Incarnation, InstanceId, Life
 from common.instance.drain import Drainage
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
@@ -61,9 +61,9 @@ from common.messages import (
     Terms,
     TokenDelta,
 )
-from common.pages.pool import Lease, PagePool
+from common.pages.pool import PageLease, PagePool
 from kv_transfer.digests import Digest
-from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed, SourceRead
+from kv_transfer.handoff_source import HandoffSource, Output, SourceClosed, SourceRead
 from prefill.request import Phase, PrefillRequest
 
 PrefillMessage = Generate | Cancel | Probe | Grant | Decline | Renewed | Peers
@@ -194,7 +194,7 @@ class PrefillScheduler:
         return Decision(plan, actions)
 
     def next_deadline(self) -> float | None:
-        known = (self._requests.next_at(), self._source.next_at(), self._drainage.next_at())
+        known = (self._requests.next_deadline(), self._source.next_deadline(), self._drainage.next_deadline())
         return min((at for at in known if at is not None), default=None)
 
     # --- the end of the instance -------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class PrefillScheduler:
 
     # --- peers -----------------------------------------------------------------------------------------------------------
 
-    def _is_here(self, peer: Peer) -> bool:
+    def _is_here(self, peer: Life) -> bool:
         return self._decode_instances.get(peer.id) == peer.incarnation
 
     def _peers_changed(self, now: float) -> list[Action]:
@@ -309,14 +309,14 @@ class PrefillScheduler:
             raise BadRequest(
                 f"{self._id} cannot decode: a request of more than one token needs a decode instance", field="decode"
             )
-        decode: Peer | None = None
+        decode: Life | None = None
         if message.decode is not None:
             if message.decode not in self._decode_instances:
                 raise Unavailable(f"{self._id} does not know the decode instance {message.decode}")
-            decode = Peer(message.decode, self._decode_instances[message.decode])
+            decode = Life(message.decode, self._decode_instances[message.decode])
         return PrefillRequest(message, prompt, decode, rank)
 
-    def _admit(self, request: PrefillRequest, lease: Lease, starts: list[RowStart], now: float) -> list[Action]:
+    def _admit(self, request: PrefillRequest, lease: PageLease, starts: list[RowStart], now: float) -> list[Action]:
         """Give the request its pages and a row, and ask for its reservation: not earlier, so that decode memory stays free."""
         row = self._rows.take()
         request.lease, request.phase = lease, Phase.COMPUTING

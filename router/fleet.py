@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from common.deadlines import DeadlineWheel
 from common.errors import BadRequest, ConfigError
-from common.ids import Incarnation, InstanceId, Role
+from common.ids import Incarnation, InstanceId, Life, Role
 from common.instance.ports import Send
 from common.messages import (
     Drain,
@@ -35,7 +35,7 @@ from common.messages import (
 )
 from common.wire import check_address
 from router.admission import difference, malformed
-from router.members import Life, Member
+from router.members import Member
 
 REMEMBERED = 32
 """Members that left and instances that were refused, with their addresses, that are remembered, each."""
@@ -218,7 +218,7 @@ class Fleet:
         return change
 
     def next_deadline(self) -> float | None:
-        return self._silence.next_at()
+        return self._silence.next_deadline()
 
     # --- changes of the set ----------------------------------------------------------------------------------------------
 

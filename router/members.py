@@ -5,9 +5,9 @@ tokens that the request book has assigned to it.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from common.ids import Incarnation, InstanceId
+from common.ids import InstanceId, Life
 from common.messages import Counters, InstanceInfo, LinkInfo, Load
 
 QUARANTINE_DIVISOR = 4
@@ -16,7 +16,6 @@ memory is left for others."""
 STUCK_S = 30.0
 """A step or a transfer that does not move for longer will not."""
 
-Life: TypeAlias = tuple[InstanceId, Incarnation]
 """Which incarnation of which instance."""
 State = Literal["live", "draining", "stuck", "quarantined"]
 
@@ -49,7 +48,7 @@ class Member:
 
     @property
     def life(self) -> Life:
-        return self.info.id, self.info.incarnation
+        return Life(self.info.id, self.info.incarnation)
 
     @property
     def draining(self) -> bool:
@@ -94,4 +93,4 @@ class Member:
 
     def ready_links(self) -> frozenset[Life]:
         """The peers to which it reports a ready link."""
-        return frozenset((link.peer, link.incarnation) for link in self.links.values() if link.state == "ready")
+        return frozenset(Life(link.peer, link.incarnation) for link in self.links.values() if link.state == "ready")

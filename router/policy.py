@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
-from common.ids import Role
+from common.ids import Life, Role
 from router.fleet import Fleet
-from router.members import Life, Member
+from router.members import Member
 
 NO_LINK = "no prefill instance has a ready link to a decode instance"
 

@@ -301,7 +301,7 @@ class RequestBook:
         return sends + self._probe([attempt for attempt in silent if self._find(attempt.key) is not None], now)
 
     def next_deadline(self) -> float | None:
-        return self._alarms.next_at()
+        return self._alarms.next_deadline()
 
     def _is_silent(self, attempt: Attempt, now: float, *, text_flows: bool) -> bool:
         """Whether its members are to be asked now. Tokens move no alarm: one that rings early is set again."""

@@ -9,12 +9,11 @@ from enum import StrEnum
 
 from msgspec.structs import replace
 
-from common.ids import DETOKENIZER, Key, RequestId, pack_ids
+from common.ids import DETOKENIZER, Key, Life, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import Generate, Open, Terms
 from common.sampling_params import SamplingParams
 from router.attempts import Attempt, ResumeReason, Setback
-from router.members import Life
 from router.outbox import Outbox
 from router.policy import Choice
 

@@ -40,5 +40,5 @@ class Drainage:
         self._handed_off, self._next_s = True, now + LAST_S
         return True
 
-    def next_at(self) -> float | None:
+    def next_deadline(self) -> float | None:
         return self._next_s

@@ -31,7 +31,7 @@ class Membership:
         return self._welcome is not None
 
     @property
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         return self._next_s
 
     def receive(self, message: Welcome | Refused) -> bool:
@@ -52,7 +52,7 @@ class Membership:
         return True
 
     def due(self, now: float, load: Load, counters: Counters, links: tuple[LinkInfo, ...], draining: bool) -> list[Send]:
-        """What is sent at `next_at`, which moves on. Raises PeerRefused at the start-up deadline."""
+        """What is sent at `next_deadline`, which moves on. Raises PeerRefused at the start-up deadline."""
         if self._welcome is None:
             if self._give_up_s is not None and now >= self._give_up_s:
                 raise PeerRefused("the router did not answer the registration in time: is --router right, and is it running?")

@@ -99,9 +99,9 @@ class RequestTable(Generic[R]):
         self._over.expired(now)
         return [self._open[key] for key in self._deadlines.expired(now)]
 
-    def next_at(self) -> float | None:
+    def next_deadline(self) -> float | None:
         """When the next deadline passes. What is remembered too long costs memory only and wakes nobody."""
-        return self._deadlines.next_at()
+        return self._deadlines.next_deadline()
 
     def standings(self, keys: Iterable[Key]) -> tuple[Standing, ...]:
         """What is known of these requests."""

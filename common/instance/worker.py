@@ -110,7 +110,7 @@ class InstanceWorker(Generic[M]):
         if expected != self._expected:
             self._expected = expected
             self._transfers.submit(Expect(expected, distant=self._has_distant_peers))
-        if now >= self._membership.next_at:
+        if now >= self._membership.next_deadline:
             self._report(now)
 
     def drain(self, now: float) -> None:
@@ -124,10 +124,10 @@ class InstanceWorker(Generic[M]):
     def drained(self) -> bool:
         return self._draining and not self._in_flight and self._scheduler.drained
 
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
-        known = (self._scheduler.next_deadline(), self._former.next_at(), step_ends, self._membership.next_at)
+        known = (self._scheduler.next_deadline(), self._former.next_deadline(), step_ends, self._membership.next_deadline)
         return min(at for at in known if at is not None)
 
     @property
@@ -249,6 +249,6 @@ def run(worker: InstanceWorker[M], wait: Wait, clock: Clock, should_drain: Calla
             if should_drain():
                 worker.drain(clock())
             worker.turn(clock())
-            wait(0.0 if worker.drained else max(0.0, worker.next_at() - clock()))
+            wait(0.0 if worker.drained else max(0.0, worker.next_deadline() - clock()))
     finally:
         worker.leave()

@@ -9,7 +9,7 @@ import numpy as np
 from common.ids import Int32Array
 
 
-class Lease:
+class PageLease:
     """The right to some pages, and the only way to give them back."""
 
     def __init__(self, pool: "PagePool", pages: Int32Array) -> None:
@@ -71,10 +71,10 @@ class PagePool:
     def free_pages(self) -> int:
         return self._free_count
 
-    def lease(self, page_count: int) -> Lease | None:
+    def lease(self, page_count: int) -> PageLease | None:
         """A lease of `page_count` pages (0 or more, or ValueError), or None when fewer are free."""
         pages = self._take(page_count)
-        return None if pages is None else Lease(self, pages)
+        return None if pages is None else PageLease(self, pages)
 
     def _take(self, page_count: int) -> Int32Array | None:
         if page_count < 0:

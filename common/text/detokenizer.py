@@ -116,7 +116,7 @@ class Detokenizer:
         return len(self._early)
 
     def next_deadline(self) -> float | None:
-        return self._deadlines.next_at()
+        return self._deadlines.next_deadline()
 
     def receive(self, message: DetokenizerInbox, now: float) -> list[TextBatch]:
         """Take a message in; returns at most one batch, with at most one delta per key."""

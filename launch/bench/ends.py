@@ -29,7 +29,7 @@ from launch.bench.lines import Address, AgentPlan
 
 PUSH_S = 60.0
 """A push that takes longer has failed."""
-LEASE_S = 86_400.0
+WRITE_LEASE_S = 86_400.0
 TARGET = InstanceId("target")
 LIFE = Incarnation("1")
 PushOnce: TypeAlias = Callable[[], None]
@@ -166,7 +166,7 @@ class ThreadEnd:
     def connect(self, address: Address) -> None:
         self._thread.submit(ConnectPeers((_instance_of(_pool_at(address)),)))
         self._wait(lambda event: isinstance(event, LinkChanged) and event.link.state == "ready")
-        self._thread.submit(Allow(TARGET, LIFE, time.monotonic() + LEASE_S))
+        self._thread.submit(Allow(TARGET, LIFE, time.monotonic() + WRITE_LEASE_S))
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
         return lambda: self._push(source_pages, target_pages)

@@ -48,7 +48,7 @@ class WheelAgainstDictionary(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert len(self.wheel) == len(self.known)
         assert [key for key in range(6) if key in self.wheel] == sorted(self.known)
-        assert self.wheel.next_at() == min(self.known.values(), default=None)
+        assert self.wheel.next_deadline() == min(self.known.values(), default=None)
 
 
 TestWheelAgainstDictionary = WheelAgainstDictionary.TestCase
@@ -67,7 +67,7 @@ def test_setting_a_deadline_again_moves_it_either_way() -> None:
     wheel: DeadlineWheel[str] = DeadlineWheel()
     for at_s in (5.0, 1.0, 3.0):
         wheel.set("a", at_s)
-        assert wheel.next_at() == at_s
+        assert wheel.next_deadline() == at_s
     assert wheel.expired(2.0) == []
     assert wheel.expired(3.0) == ["a"]
 

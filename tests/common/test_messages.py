@@ -64,12 +64,12 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.Probed(id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
     messages.Cancel(key=KEY),
     messages.Reserve(key=KEY, incarnation=LIFE, prompt=pack_ids([1]), sampling=SAMPLING, sent_s=12.5, first=1, terms=TERMS),
-    messages.Grant(key=KEY, generation=Generation(3), pages=pack_ids([5]), sent_s=12.5, lease_s=5.0, have_tokens=16),
+    messages.Grant(key=KEY, generation=Generation(3), pages=pack_ids([5]), sent_s=12.5, write_lease_s=5.0, have_tokens=16),
     messages.Decline(key=KEY, failed=messages.Failed(message="full", status=429, retryable=True)),
     messages.Renew(
         incarnation=LIFE, sent_s=13.5, claims=(messages.Claim(KEY, Generation(0)), messages.Claim(KEY, Generation(3)))
     ),
-    messages.Renewed(sent_s=13.5, lease_s=5.0, over=(KEY,)),
+    messages.Renewed(sent_s=13.5, write_lease_s=5.0, over=(KEY,)),
     messages.Handoff(
         key=KEY, generation=Generation(3), first_token=7, pushed_pages=1, pushed_bytes=64, digests=b"\x00\xff\x01\x02"
     ),

@@ -16,7 +16,7 @@ from common.ids import InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
 from common.messages import Cancel, Generate, Grant, Peers, Probe, Renewed, Reserve, Terms, Withdraw
 from decode.scheduler import DecodeMessage
-from kv_transfer.lease import LEASE_S, OVERRUN_S
+from kv_transfer.write_lease import OVERRUN_S, WRITE_LEASE_S
 from tests.builders import EOS, instance, key, result
 from tests.decode.rig import (
     ROUTER,
@@ -67,7 +67,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.settling += [action for action in actions if isinstance(action, Settle)]
         for action in actions:
             if isinstance(action, Send) and isinstance(action.message, Renewed | Grant):
-                until_s = action.message.sent_s + LEASE_S + OVERRUN_S
+                until_s = action.message.sent_s + WRITE_LEASE_S + OVERRUN_S
                 self.may_write_until_s[action.to] = max(until_s, self.may_write_until_s.get(action.to, until_s))
             if isinstance(action, Send) and isinstance(action.message, Grant):
                 self.writing.setdefault(action.message.key.request_id, Writing(action.message, action.to))

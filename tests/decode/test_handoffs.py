@@ -11,7 +11,7 @@ from common.ids import Incarnation
 from common.instance.ports import Action, Settle, Settled
 from common.messages import Cancel, Grant, Peers, Withdraw
 from decode.scheduler import DecodeScheduler
-from kv_transfer.lease import LEASE_S, MARGIN_S
+from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 from tests.builders import instance, key
 from tests.decode.rig import (
     ROUTER,
@@ -33,7 +33,7 @@ from tests.decode.rig import (
     settle,
 )
 
-SILENCE_S = LEASE_S + MARGIN_S
+SILENCE_S = WRITE_LEASE_S + MARGIN_S
 SUCCESSOR = Incarnation("2")
 
 
@@ -46,7 +46,7 @@ def test_a_renewal_is_answered_and_what_it_claims_goes_on() -> None:
     actions = made.receive(WRITER, renew(1.0, ("a", grant.generation)), 1.0)
     assert kinds(actions) == ["Renewed"]
     answer = renewed(actions)
-    assert (answer.sent_s, answer.lease_s, answer.over) == (1.0, LEASE_S, ())
+    assert (answer.sent_s, answer.write_lease_s, answer.over) == (1.0, WRITE_LEASE_S, ())
     made.receive(WRITER, handoff(grant), 1.1)
     assert len(planned(made.decide(1.1)).decode_rows) == 1
 

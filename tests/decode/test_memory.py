@@ -10,7 +10,7 @@ from common.pages.pool import PagePool
 from decode.preemption import choose_victims
 from decode.request import DecodeRequest
 from decode.scheduler import DecodeScheduler
-from kv_transfer.lease import LEASE_S
+from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import EOS, LAYOUT, key, result
 from tests.decode.rig import (
     ROUTER,
@@ -238,7 +238,7 @@ def test_when_the_writer_does_not_let_go_the_row_is_not_kept_waiting_for_ever() 
         answer = made.receive(WRITER, renew(100.0 + second, ("young", grant.generation)), 100.0 + second)
         assert renewed(answer).over == (key("young"),)
         assert made.decide(100.0 + second).actions == []
-    actions = made.decide(100.0 + LEASE_S + 0.1).actions
+    actions = made.decide(100.0 + WRITE_LEASE_S + 0.1).actions
     assert list(failures(actions)) == ["old"], "it can only be served elsewhere"
 
 
@@ -325,7 +325,7 @@ def test_what_a_writer_gave_up_and_cannot_let_go_ends_here_too_though_the_cancel
         actions = made.receive(WRITER, Renew(incarnation=WRITERS_LIFE, sent_s=second, claims=(claim,)), second)
         assert failures(actions) == {}, "its writer has told the client"
     assert made.load().running_requests == 0
-    made.tick(101.0 + LEASE_S + 0.1)
+    made.tick(101.0 + WRITE_LEASE_S + 0.1)
     assert made.load().pages_quarantined == 3, "they do not come home before its word"
     settle(made, made.receive(WRITER, Withdraw(key=key("stuck")), 108.0))
     assert is_home(made)

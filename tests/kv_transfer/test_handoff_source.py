@@ -6,16 +6,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.ids import Generation, Incarnation, InstanceId, Ticket, pack_ids
+from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
-from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed, SourceRead
-from kv_transfer.lease import LEASE_S
+from kv_transfer.handoff_source import HandoffSource, Output, SourceClosed, SourceRead
+from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import LAYOUT, key, sampling
 
 ME, LIFE = Incarnation("writer"), Incarnation("1")
 D, OTHER = InstanceId("d"), InstanceId("other")
-PEER = Peer(D, LIFE)
+PEER = Life(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
 BEGAN_S = 100.0
 CLOSED = SourceClosed(key(), None, quiescent=True)
@@ -34,7 +34,7 @@ def opened() -> HandoffSource:
 
 def granted() -> HandoffSource:
     source = opened()
-    assert source.receive(D, grant(), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + LEASE_S)]
+    assert source.receive(D, grant(), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S)]
     return source
 
 
@@ -44,7 +44,12 @@ def unavailable(message: str) -> Failed:
 
 def grant(pages: tuple[int, ...] = (20, 21, 22), have_tokens: int = 0, sent_s: float = BEGAN_S) -> Grant:
     return Grant(
-        key=key(), generation=Generation(5), pages=pack_ids(pages), sent_s=sent_s, lease_s=LEASE_S, have_tokens=have_tokens
+        key=key(),
+        generation=Generation(5),
+        pages=pack_ids(pages),
+        sent_s=sent_s,
+        write_lease_s=WRITE_LEASE_S,
+        have_tokens=have_tokens,
     )
 
 
@@ -149,7 +154,7 @@ def test_pages_wait_for_a_late_grant_and_then_go_at_once_under_its_lease() -> No
     assert source.computed(key(), 8) == []
     assert source.sampled(key(), 99) == []
     outputs = source.receive(D, grant(), BEGAN_S + 0.1)
-    assert outputs[0] == Allow(D, LIFE, BEGAN_S + LEASE_S), "the lease comes first"
+    assert outputs[0] == Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S), "the lease comes first"
     assert pushes(outputs) == [([10, 11, 12], [20, 21, 22])]
 
 

@@ -4,16 +4,16 @@ import math
 
 import pytest
 
-from common.ids import Generation, Incarnation, InstanceId, Key, pack_ids
+from common.ids import Generation, Incarnation, InstanceId, Key, Life, pack_ids
 from common.messages import Claim, Grant, Handoff, Renew, Renewed
-from common.pages.pool import Lease, PagePool
-from kv_transfer.handoff_target import HandoffTarget, Renewal, Writer
-from kv_transfer.lease import LEASE_S, MARGIN_S
+from common.pages.pool import PageLease, PagePool
+from kv_transfer.handoff_target import HandoffTarget, Renewal
+from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 from tests.builders import key
 
 P, Q = InstanceId("p"), InstanceId("q")
-WRITER, SUCCESSOR, OTHER = Writer(P, Incarnation("1")), Writer(P, Incarnation("2")), Writer(Q, Incarnation("1"))
-SILENCE_S = LEASE_S + MARGIN_S
+WRITER, SUCCESSOR, OTHER = Life(P, Incarnation("1")), Life(P, Incarnation("2")), Life(Q, Incarnation("1"))
+SILENCE_S = WRITE_LEASE_S + MARGIN_S
 CLOCKS_S = 1000.0
 """How much less the writers' clocks show than the reader's."""
 
@@ -28,7 +28,7 @@ class Reader:
     def writers_now(self) -> float:
         return self.now - CLOCKS_S
 
-    def reserve(self, name: str = "r", writer: Writer = WRITER) -> tuple[Grant, Lease]:
+    def reserve(self, name: str = "r", writer: Life = WRITER) -> tuple[Grant, PageLease]:
         """A reservation of 3 pages, of which the prompt needs 2."""
         self.target.heard(writer, self.writers_now, self.now)
         lease = self.pool.lease(3)
@@ -37,9 +37,7 @@ class Reader:
         assert send.to == writer.id and isinstance(send.message, Grant)
         return send.message, lease
 
-    def renew(
-        self, *claims: tuple[str, int], writer: Writer = WRITER, waits: tuple[str, ...] = (), age_s: float = 0.0
-    ) -> Renewal:
+    def renew(self, *claims: tuple[str, int], writer: Life = WRITER, waits: tuple[str, ...] = (), age_s: float = 0.0) -> Renewal:
         """A Renew arrives, `age_s` after it was sent."""
         renew = Renew(
             incarnation=writer.incarnation,
@@ -85,7 +83,7 @@ def handoff(generation: int) -> Handoff:
 def test_a_grant_names_the_prompt_pages_only_and_the_word_that_it_answers() -> None:
     grant, lease = Reader().reserve()
     assert grant.pages == pack_ids(lease.pages[:2])
-    assert (grant.sent_s, grant.lease_s, grant.have_tokens) == (0.0, LEASE_S, 0)
+    assert (grant.sent_s, grant.write_lease_s, grant.have_tokens) == (0.0, WRITE_LEASE_S, 0)
 
 
 def test_a_handoff_passes_the_lease_to_the_caller_once() -> None:
@@ -146,7 +144,7 @@ def test_a_renewal_is_answered_with_the_time_at_which_it_was_sent() -> None:
     reader = Reader()
     reader.later(7.0)
     renewal = reader.renew()
-    assert renewal.sends[0].to == P and answer(renewal) == Renewed(sent_s=7.0, lease_s=LEASE_S) and renewal.lost == []
+    assert renewal.sends[0].to == P and answer(renewal) == Renewed(sent_s=7.0, write_lease_s=WRITE_LEASE_S) and renewal.lost == []
 
 
 def test_a_reservation_that_is_claimed_goes_on() -> None:
@@ -218,7 +216,7 @@ def test_a_cancelled_reservation_that_is_not_claimed_any_more_is_lost_too() -> N
 
 
 @pytest.mark.parametrize("writer", [SUCCESSOR, OTHER])
-def test_a_renewal_of_another_life_or_instance_claims_and_loses_nothing_of_this_one(writer: Writer) -> None:
+def test_a_renewal_of_another_life_or_instance_claims_and_loses_nothing_of_this_one(writer: Life) -> None:
     reader = Reader()
     grant, _ = reader.reserve()
     reader.later(1.0)
@@ -235,12 +233,12 @@ def test_the_reservations_of_a_writer_that_fell_silent_are_fenced_when_it_cannot
     reader = Reader()
     reader.reserve("a")
     reader.reserve("b")
-    assert reader.target.next_at() == CLOCKS_S + SILENCE_S
+    assert reader.target.next_deadline() == CLOCKS_S + SILENCE_S
     reader.later(SILENCE_S - 1e-3)
     assert reader.fenced() == [] and reader.target.hears(WRITER)
     reader.later(1e-3)
     assert reader.fenced() == ["a", "b"]
-    assert len(reader.target) == 0 and not reader.target.hears(WRITER) and reader.target.next_at() is None
+    assert len(reader.target) == 0 and not reader.target.hears(WRITER) and reader.target.next_deadline() is None
 
 
 def test_every_newer_word_puts_the_fence_off() -> None:
@@ -250,7 +248,7 @@ def test_every_newer_word_puts_the_fence_off() -> None:
         reader.later(SILENCE_S - 1.0)
         assert reader.fenced() == []
         reader.renew(("r", grant.generation))
-    assert reader.target.next_at() == reader.now + SILENCE_S
+    assert reader.target.next_deadline() == reader.now + SILENCE_S
 
 
 def test_a_reserve_is_a_word_as_well() -> None:
@@ -258,7 +256,7 @@ def test_a_reserve_is_a_word_as_well() -> None:
     reader.reserve("a")
     reader.later(3.0)
     reader.reserve("b")
-    assert reader.target.next_at() == reader.now + SILENCE_S
+    assert reader.target.next_deadline() == reader.now + SILENCE_S
 
 
 def test_a_word_that_was_overtaken_puts_no_fence_off_and_gives_no_lease() -> None:
@@ -269,7 +267,7 @@ def test_a_word_that_was_overtaken_puts_no_fence_off_and_gives_no_lease() -> Non
     reader.later(1.0)
     (again,) = grants(reader.renew(("a", 0), age_s=2.0))
     assert again.sent_s == 5.0
-    assert reader.target.next_at() == reader.now - 1.0 + SILENCE_S
+    assert reader.target.next_deadline() == reader.now - 1.0 + SILENCE_S
 
 
 def test_each_life_of_each_writer_is_silent_on_its_own() -> None:
@@ -298,7 +296,7 @@ def test_a_writer_that_speaks_again_after_its_fence_is_heard_again_and_told_what
     reader.later(SILENCE_S)
     reader.fenced()
     assert over(reader.renew(("r", grant.generation))) == ["r"]
-    assert reader.target.hears(WRITER) and reader.target.next_at() == reader.now + SILENCE_S
+    assert reader.target.hears(WRITER) and reader.target.next_deadline() == reader.now + SILENCE_S
     assert reader.target.land(P, handoff(grant.generation)) is None
 
 
@@ -337,7 +335,7 @@ def test_a_cancelled_reservation_is_stuck_when_its_writer_does_not_let_go_of_it_
 def test_a_reservation_is_stuck_while_its_writer_is_silent_and_not_any_more_when_it_speaks() -> None:
     reader = Reader()
     grant, _ = reader.reserve()
-    reader.later(LEASE_S)
+    reader.later(WRITE_LEASE_S)
     assert not is_stuck(reader)
     reader.later(1.0)
     assert is_stuck(reader)

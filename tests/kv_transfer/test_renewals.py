@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from common.errors import InstanceFailed
-from common.ids import Generation, Incarnation, InstanceId, Ticket, pack_ids
+from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
 from common.instance.ports import Allow, PushDone, PushFailed, Send
 from common.messages import Failed, Grant, Renew, Renewed, Reserve, Withdraw
-from kv_transfer.handoff_source import HandoffSource, Output, Peer, SourceClosed
-from kv_transfer.lease import LEASE_S, RENEW_S, RENEWALS_AFTER
+from kv_transfer.handoff_source import HandoffSource, Output, SourceClosed
+from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, key, sampling
 
 ME = Incarnation("writer")
@@ -27,16 +27,20 @@ class Writer:
 
     def open(self, name: str, peer: InstanceId = D, incarnation: Incarnation = FIRST) -> None:
         reserve = Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(8)), sampling=sampling(), sent_s=self.now)
-        self.source.open(reserve, Peer(peer, incarnation), PAGES)
+        self.source.open(reserve, Life(peer, incarnation), PAGES)
 
     def grant(self, name: str, generation: int = 5) -> list[Output]:
         grant = Grant(
-            key=key(name), generation=Generation(generation), pages=pack_ids([20, 21]), sent_s=self.now, lease_s=LEASE_S
+            key=key(name),
+            generation=Generation(generation),
+            pages=pack_ids([20, 21]),
+            sent_s=self.now,
+            write_lease_s=WRITE_LEASE_S,
         )
         return self.source.receive(D, grant, self.now)
 
     def renewed(self, sent_s: float, *over: str, sender: InstanceId = D) -> list[Output]:
-        answer = Renewed(sent_s=sent_s, lease_s=LEASE_S, over=tuple(key(name) for name in over))
+        answer = Renewed(sent_s=sent_s, write_lease_s=WRITE_LEASE_S, over=tuple(key(name) for name in over))
         return self.source.receive(sender, answer, self.now)
 
     def tick(self, seconds: float = RENEW_S) -> dict[InstanceId, list[tuple[str, int]]]:
@@ -63,17 +67,17 @@ def test_every_second_each_decode_instance_hears_which_handoffs_are_open_with_it
     writer.open("a")
     writer.open("b")
     writer.open("c", peer=E)
-    assert writer.source.next_at() == BEGAN_S + RENEW_S
+    assert writer.source.next_deadline() == BEGAN_S + RENEW_S
     assert writer.tick(RENEW_S - 1e-3) == {}
     assert writer.tick(1e-3) == {D: [("a", 0), ("b", 0)], E: [("c", 0)]}
     writer.grant("b", generation=7)
     assert writer.tick() == {D: [("a", 0), ("b", 7)], E: [("c", 0)]}, "generation 0 asks for the grant again"
-    assert writer.source.next_at() == writer.now + RENEW_S
+    assert writer.source.next_deadline() == writer.now + RENEW_S
 
 
 def test_nobody_is_renewed_without_a_handoff() -> None:
     writer = Writer()
-    assert writer.source.next_at() is None and writer.tick(10.0) == {}
+    assert writer.source.next_deadline() is None and writer.tick(10.0) == {}
 
 
 def test_a_handoff_that_drains_is_claimed_until_its_pushes_have_ended() -> None:
@@ -97,7 +101,7 @@ def test_renewals_go_on_for_a_while_after_the_last_handoff_and_begin_again_with_
     assert writer.tick() == {D: [("b", 0)]}
     writer.source.give_up(key("b"))
     assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: []}] * RENEWALS_AFTER
-    assert writer.tick() == {} and writer.source.next_at() is None
+    assert writer.tick() == {} and writer.source.next_deadline() is None
     writer.open("c")
     assert writer.tick() == {D: [("c", 0)]}
 
@@ -118,7 +122,7 @@ def test_an_answer_extends_the_lease_from_when_its_word_was_sent() -> None:
     writer.grant("a")
     writer.tick()
     writer.now += 0.5
-    assert writer.renewed(writer.now - 0.5) == [Allow(D, FIRST, writer.now - 0.5 + LEASE_S)]
+    assert writer.renewed(writer.now - 0.5) == [Allow(D, FIRST, writer.now - 0.5 + WRITE_LEASE_S)]
 
 
 def test_an_answer_that_was_overtaken_takes_nothing_back() -> None:
@@ -255,7 +259,7 @@ def test_a_peer_that_came_back_needs_a_new_lease() -> None:
     assert len(writer.renewed(writer.now)) == 1
     writer.source.peers_gone([])
     writer.source.peers_gone([(D, FIRST)])
-    assert writer.renewed(writer.now) == [Allow(D, FIRST, writer.now + LEASE_S)], "the link that had it was closed"
+    assert writer.renewed(writer.now) == [Allow(D, FIRST, writer.now + WRITE_LEASE_S)], "the link that had it was closed"
 
 
 def test_a_late_answer_of_a_predecessor_is_no_lease_to_write_to_its_successor() -> None:
@@ -267,5 +271,5 @@ def test_a_late_answer_of_a_predecessor_is_no_lease_to_write_to_its_successor() 
     writer.open("b", incarnation=SECOND)
     late = writer.renewed(writer.now - 0.5)
     (own,) = writer.grant("b")
-    assert own == Allow(D, SECOND, writer.now + LEASE_S)
+    assert own == Allow(D, SECOND, writer.now + WRITE_LEASE_S)
     assert all(isinstance(output, Allow) and output.until_s < own.until_s for output in late)

@@ -30,7 +30,7 @@ class Clock:
         self._serial += 1
         heapq.heappush(self._plans, (max(at_s, self.now), self._serial, act))
 
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         return self._plans[0][0] if self._plans else NEVER
 
     def turn(self) -> None:
@@ -59,7 +59,7 @@ class Actor(Protocol):
 
     def act(self) -> None: ...
 
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         """When it acts next, in simulated time, even if nobody wakes it."""
 
 
@@ -98,4 +98,4 @@ class Loop:
             return
         self._free_s = now + TURN_S
         self._actor.act()
-        self.wake(self._actor.next_at())
+        self.wake(self._actor.next_deadline())

@@ -137,7 +137,7 @@ class Fleet:
 
     def run_for(self, seconds: float) -> None:
         ends_s = self.clock.now + seconds
-        while self.clock.next_at() < ends_s:
+        while self.clock.next_deadline() < ends_s:
             self.clock.turn()
         self.clock.now = ends_s
 
@@ -145,7 +145,7 @@ class Fleet:
         """Turn until the condition holds. Raises AssertionError when it does not within so many seconds of simulated time."""
         ends_s = self.clock.now + seconds
         while not done():
-            assert self.clock.next_at() <= ends_s, f"not within {seconds:g} s; last messages: {self.network.log[-10:]}"
+            assert self.clock.next_deadline() <= ends_s, f"not within {seconds:g} s; last messages: {self.network.log[-10:]}"
             self.clock.turn()
 
     def run(self, *clients: Client) -> None:

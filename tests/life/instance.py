@@ -127,8 +127,8 @@ class Instance:
         elif self.transfers.active:
             self._transfer_thread.wake(0.0)
 
-    def next_at(self) -> float:
-        return min(self._clock.simulated(self.worker.next_at()), self._mail.next_at())
+    def next_deadline(self) -> float:
+        return min(self._clock.simulated(self.worker.next_deadline()), self._mail.next_deadline())
 
     def wake(self) -> None:
         """Something has happened: act as soon as may be."""
@@ -172,9 +172,9 @@ class _TransferThread:
         except TandemError as error:
             self._instance.leave(f"{type(error).__name__}: {error}")
 
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         transfers = self._instance.transfers
         pace_s = LOOK_S if transfers.active else EXPECT_LOOK_S if transfers.expecting else IDLE_LOOK_S
         looks_s = self._clock() + pace_s
-        deadline = transfers.next_at()
+        deadline = transfers.next_deadline()
         return self._clock.simulated(looks_s if deadline is None else min(looks_s, deadline))

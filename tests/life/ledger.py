@@ -6,7 +6,7 @@ requests.
 
 from common.engine.toy import ToyExecutor
 from common.ids import Int32Array
-from common.pages.pool import Lease, PagePool
+from common.pages.pool import PageLease, PagePool
 
 POISON = 0xA5
 
@@ -18,7 +18,7 @@ class Ledger:
         self._pool = pool
         self._memory = engine.pages
         self._tenancies = [0] * pool.total_pages
-        self._leases: list[Lease] = []
+        self._leases: list[PageLease] = []
         self._lease, self._take_back = pool.lease, pool._take_back
         self._memory[:] = POISON
         pool.lease, pool._take_back = self._goes_out, self._comes_home  # type: ignore[method-assign]
@@ -31,7 +31,7 @@ class Ledger:
         """The number of the page's present tenancy; -1 when it is free."""
         return -1 if page in self._free() else self._tenancies[page]
 
-    def lease_of(self, page: int) -> Lease:
+    def lease_of(self, page: int) -> PageLease:
         """The lease that holds the page, which is not free."""
         return next(lease for lease in self._leases if page in lease.pages)
 
@@ -44,7 +44,7 @@ class Ledger:
     def _free(self) -> Int32Array:
         return self._pool._free[: self._pool.free_pages]
 
-    def _goes_out(self, page_count: int) -> Lease | None:
+    def _goes_out(self, page_count: int) -> PageLease | None:
         lease = self._lease(page_count)
         if lease is not None:
             self._leases.append(lease)

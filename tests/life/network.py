@@ -97,7 +97,7 @@ class Mailbox:
     wake: Callable[[float], None]
     letters: list[tuple[float, int, Letter]] = field(default_factory=list)
 
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         return self.letters[0][0] if self.letters else NEVER
 
     def take(self, now: float) -> list[Letter]:
@@ -174,6 +174,6 @@ class Post(Generic[M]):
         else:
             self._routes[to] = address
 
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         """When the next letter arrives."""
-        return self._mailbox.next_at()
+        return self._mailbox.next_deadline()

@@ -44,14 +44,14 @@ class RouterProcess:
             self._deliver(self.core.receive(message, now))
         self._deliver(self.core.tick(now))
 
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         deadline = self.core.next_deadline()
-        return min(NEVER if deadline is None else deadline, self._mail.next_at())
+        return min(NEVER if deadline is None else deadline, self._mail.next_deadline())
 
     def submit(self, specs: Sequence[RequestSpec], client: Client) -> None:
         """Raises what the core raises."""
         self._deliver(self.core.submit(specs, client.outbox, self._clock.now))
-        self._loop.wake(self.next_at())
+        self._loop.wake(self.next_deadline())
 
     def cancel(self, names: Sequence[RequestId]) -> None:
         self._deliver(self.core.cancel(names, self._clock.now))
@@ -63,7 +63,7 @@ class RouterProcess:
     def connection_broken(self, instance: InstanceId) -> None:
         """As the mailbox says when the other side has closed."""
         self.core.connection_broken(instance, self._clock.now)
-        self._loop.wake(self.next_at())
+        self._loop.wake(self.next_deadline())
 
     def _deliver(self, sends: Sequence[Send]) -> None:
         if self.core.addresses_version != self._routes_version:
@@ -112,9 +112,9 @@ class DetokenizerProcess:
             )
             self._mail.send(ROUTER, beat)
 
-    def next_at(self) -> float:
+    def next_deadline(self) -> float:
         deadline = self.core.next_deadline()
-        return min(self._beats_s, NEVER if deadline is None else deadline, self._mail.next_at())
+        return min(self._beats_s, NEVER if deadline is None else deadline, self._mail.next_deadline())
 
 
 @cache

@@ -11,13 +11,13 @@ import pytest
 
 from common.ids import InstanceId
 from common.messages import Ending, Failed, Finished
-from kv_transfer.lease import LEASE_S, MARGIN_S
+from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 from tests.life.expected import undisturbed
 from tests.life.scenes import MAX_TOKENS, PROMPT, Phase, Scene
 
 TIMEOUT_S = 2.5
 """Longer than any phase takes to come about, and short enough that an instance that does nothing meanwhile is not given up."""
-SETTLE_S = LEASE_S + MARGIN_S + 15.0
+SETTLE_S = WRITE_LEASE_S + MARGIN_S + 15.0
 PUSH_S = 10.0
 """Within which a push that is to fail begins."""
 

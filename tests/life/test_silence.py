@@ -1,7 +1,7 @@
 """Instances that fall silent and links that are cut, and come back: requests go on elsewhere, and everything is as before."""
 
 from common.messages import Finished
-from kv_transfer.lease import LEASE_S
+from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fleet import Fleet
@@ -96,7 +96,7 @@ def test_a_writer_that_is_not_answered_stops_in_mid_push_when_its_lease_ends() -
     fleet.instances["prefill-0"].transport.release(slices=1)
     written = pages_written(fleet)
     assert 0 < written < 5, "the push is under way"
-    fleet.pause("decode-0", LEASE_S + 1.0)
+    fleet.pause("decode-0", WRITE_LEASE_S + 1.0)
     fleet.memory.hold = False
     fleet.run_for(0.5)
     assert pages_written(fleet) == written, "nothing is posted under a lease that has ended"

@@ -8,7 +8,7 @@ from common.ids import Generation, Incarnation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Allow, Push, PushDone, Send, Settle
 from common.messages import AnyMessage, Failed, Generate, Grant, Handoff, Peers, Reserve, Terms, TokenBatch, TokenDelta
 from kv_transfer.digests import Digest
-from kv_transfer.lease import LEASE_S
+from kv_transfer.write_lease import WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
 from tests.builders import LAYOUT, engine, instance, key, limits, sampling
 
@@ -56,7 +56,13 @@ def grant_for(actions: list[Action], first_page: int = 40) -> Grant:
     """What the decode instance would answer to the first Reserve among `actions`."""
     reserve = reserves(actions)[0]
     pages = range(first_page, first_page + LAYOUT.pages_for(len(unpack_ids(reserve.prompt))))
-    return Grant(key=reserve.key, generation=Generation(1), pages=pack_ids(list(pages)), sent_s=reserve.sent_s, lease_s=LEASE_S)
+    return Grant(
+        key=reserve.key,
+        generation=Generation(1),
+        pages=pack_ids(list(pages)),
+        sent_s=reserve.sent_s,
+        write_lease_s=WRITE_LEASE_S,
+    )
 
 
 def handoffs(actions: list[Action]) -> list[Handoff]:

@@ -31,7 +31,7 @@ from common.messages import (
     Terms,
     Withdraw,
 )
-from kv_transfer.lease import LEASE_S
+from kv_transfer.write_lease import WRITE_LEASE_S
 from prefill.scheduler import PrefillMessage
 from tests.builders import EOS, LAYOUT, instance, key, result
 from tests.prefill.rig import ROUTER, deltas, generate, scheduler
@@ -142,7 +142,13 @@ class AnyOrder(RuleBasedStateMachine):
         decoder, reserve = self.reserved[name]
         pages = LAYOUT.pages_for(len(unpack_ids(reserve.prompt))) + (not is_sound)
         ids = [100 * int(name[1:]) + number for number in range(pages)]
-        grant = Grant(key=reserve.key, generation=Generation(1), pages=pack_ids(ids), sent_s=reserve.sent_s, lease_s=LEASE_S)
+        grant = Grant(
+            key=reserve.key,
+            generation=Generation(1),
+            pages=pack_ids(ids),
+            sent_s=reserve.sent_s,
+            write_lease_s=WRITE_LEASE_S,
+        )
         for _ in range(1 + twice):
             self.hear(decoder, grant)
 
@@ -155,7 +161,7 @@ class AnyOrder(RuleBasedStateMachine):
     def a_renewed(self, data: st.DataObject, decoder: InstanceId, age_s: float) -> None:
         over = data.draw(st.sets(st.sampled_from(self.recent())))
         keys = tuple(key(name) for name in sorted(over))
-        self.hear(decoder, Renewed(sent_s=self.now - age_s, lease_s=LEASE_S, over=keys))
+        self.hear(decoder, Renewed(sent_s=self.now - age_s, write_lease_s=WRITE_LEASE_S, over=keys))
 
     @rule(data=st.data())
     def a_cancel(self, data: st.DataObject) -> None:

@@ -22,7 +22,7 @@ from common.messages import (
     TokenDelta,
     Withdraw,
 )
-from kv_transfer.lease import LEASE_S, RENEW_S, RENEWALS_AFTER
+from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
 from tests.builders import instance, key, result
 from tests.prefill.rig import (
@@ -174,16 +174,16 @@ def test_an_answered_renewal_extends_the_lease() -> None:
     made = scheduler()
     pushing(made)
     made.tick(RENEW_S)
-    renewed = Renewed(sent_s=RENEW_S, lease_s=LEASE_S)
+    renewed = Renewed(sent_s=RENEW_S, write_lease_s=WRITE_LEASE_S)
     (allow,) = made.receive(DECODE, renewed, RENEW_S + 0.1)
-    assert isinstance(allow, Allow) and allow.until_s == RENEW_S + LEASE_S
+    assert isinstance(allow, Allow) and allow.until_s == RENEW_S + WRITE_LEASE_S
 
 
 def test_a_reservation_that_the_decode_instance_does_not_hold_ends_the_request_so_that_it_is_resumed() -> None:
     made = scheduler()
     push = pushing(made)
     made.tick(RENEW_S)
-    made.receive(DECODE, Renewed(sent_s=RENEW_S, lease_s=LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
+    made.receive(DECODE, Renewed(sent_s=RENEW_S, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
     actions = finish_pushes(made, push)
     assert kinds(actions) == ["Withdraw", "TokenBatch"] and failures(actions)["a"].retryable
     assert is_home(made)
@@ -194,7 +194,7 @@ def test_a_request_that_was_cancelled_is_not_told_of_what_is_over() -> None:
     push = pushing(made)
     made.receive(ROUTER, Cancel(key=key("a")), 0.5)
     made.tick(RENEW_S)
-    made.receive(DECODE, Renewed(sent_s=RENEW_S, lease_s=LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
+    made.receive(DECODE, Renewed(sent_s=RENEW_S, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
     assert kinds(finish_pushes(made, push)) == ["Withdraw"]
 
 
@@ -253,7 +253,7 @@ def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on
     assert kinds(actions) == ["TokenBatch"], "no Withdraw"
     for second in range(1, 3 + RENEWALS_AFTER):
         assert renews(made.tick(float(second))) == [["a"]]
-    assert kinds(made.receive(DECODE, Renewed(sent_s=4.0, lease_s=LEASE_S, over=(key("a"),)), 5.0)) == ["Allow"]
+    assert kinds(made.receive(DECODE, Renewed(sent_s=4.0, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), 5.0)) == ["Allow"]
     assert made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="late")), 5.0) == []
     assert made.receive(DECODE, grant, 5.0) == []
     assert made.load().pages_quarantined == 1 and made.load().running_requests == 0
@@ -349,8 +349,8 @@ def test_nothing_that_a_decode_instance_says_raises(sent_s: float) -> None:
     made.receive(ROUTER, generate("a", 4), 0.0)
     actions = made.decide(0.0).actions
     grant = grant_for(actions)
-    for lease_s in (float("nan"), float("-inf"), 1e300):
-        made.receive(DECODE, Renewed(sent_s=sent_s, lease_s=lease_s, over=(key("a"), key("b"))), 0.1)
+    for write_lease_s in (float("nan"), float("-inf"), 1e300):
+        made.receive(DECODE, Renewed(sent_s=sent_s, write_lease_s=write_lease_s, over=(key("a"), key("b"))), 0.1)
     for _ in range(2):
         made.receive(DECODE, grant, 0.2)
         made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="no")), 0.2)
@@ -374,7 +374,7 @@ def test_withdrawals_are_never_sent_while_a_push_is_in_flight() -> None:
     said += made.receive(ROUTER, Cancel(key=key("a")), 0.2)
     said += made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="no")), 0.3)
     said += made.tick(1.0)
-    said += made.receive(DECODE, Renewed(sent_s=1.0, lease_s=LEASE_S, over=(key("a"),)), 1.1)
+    said += made.receive(DECODE, Renewed(sent_s=1.0, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), 1.1)
     said += made.transfer_event(lost(), 1.2)
     said += made.receive(ROUTER, Peers(instances=()), 1.3)
     said += made.tick(60.0)

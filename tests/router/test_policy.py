@@ -7,7 +7,7 @@ import pytest
 
 from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
-from common.ids import Incarnation
+from common.ids import Incarnation, Life
 from common.messages import InstanceInfo, Load, Register
 from router.fleet import Fleet
 from router.policy import choose, unready
@@ -36,7 +36,7 @@ def chosen(
     max_new_tokens: int = 5,
     avoid: Sequence[InstanceInfo] = (),
 ) -> tuple[str, str | None]:
-    lives = {(info.id, info.incarnation) for info in avoid}
+    lives = {Life(info.id, info.incarnation) for info in avoid}
     choice = choose(fleet, dispatch, prompt_tokens, max_new_tokens, lives)
     return choice.first.info.id, None if choice.decode is None else choice.decode.info.id
 

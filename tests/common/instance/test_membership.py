@@ -30,7 +30,7 @@ class Member:
 
     def next(self) -> list[str]:
         """What is sent when it is due."""
-        self.now = self.membership.next_at
+        self.now = self.membership.next_deadline
         return self.beat()
 
     def beats_until_lost(self) -> int:
@@ -51,7 +51,7 @@ def joined() -> Member:
 def test_it_registers_until_it_is_welcome() -> None:
     member = Member()
     assert [member.next(), member.next()] == [["Register"], ["Register"]]
-    assert member.membership.next_at == 100.0 + 2 * REGISTER_EVERY_S
+    assert member.membership.next_deadline == 100.0 + 2 * REGISTER_EVERY_S
     joined_before = member.membership.joined
     assert not member.membership.receive(WELCOME), "it had no router before"
     assert [joined_before, member.membership.joined] == [False, True]
@@ -156,14 +156,14 @@ def test_its_times_and_its_detokenizer_hold_from_now_on() -> None:
     member.membership.receive(msgspec.structs.replace(SUCCESSOR, detokenizer="tcp://127.0.0.1:8", heartbeat_s=2.0))
     assert member.membership.detokenizer == "tcp://127.0.0.1:8"
     member.next()
-    assert member.membership.next_at == member.now + 2.0
+    assert member.membership.next_deadline == member.now + 2.0
 
 
 def test_a_hurry_before_it_is_welcome_changes_nothing() -> None:
     member = Member()
     member.next()
     member.membership.hurry(100.0)
-    assert member.membership.next_at == 100.0 + REGISTER_EVERY_S
+    assert member.membership.next_deadline == 100.0 + REGISTER_EVERY_S
 
 
 def test_goodbye_names_the_incarnation() -> None:

@@ -70,7 +70,7 @@ def test_a_request_lives_as_long_as_it_may_and_no_longer_than_the_instance_allow
 ) -> None:
     made, request = table(), Request(key())
     assert made.add(request, timeout_s, 100.0) == 100.0 + limit_s
-    assert made.next_at() == 100.0 + limit_s
+    assert made.next_deadline() == 100.0 + limit_s
     assert made.late(100.0 + limit_s - 1e-3) == []
     assert made.late(100.0 + limit_s) == [request]
     assert made.late(1000.0) == [], "once"
@@ -88,7 +88,7 @@ def test_what_is_only_remembered_wakes_nobody() -> None:
     made, _ = opened()
     made.remove(key(), 0.0)
     made.close_early(key("other"), 0.0)
-    assert made.next_at() is None
+    assert made.next_deadline() is None
 
 
 def test_requests_may_be_removed_while_one_goes_through_them() -> None:

@@ -92,13 +92,13 @@ def test_the_next_turn_is_due_when_the_first_of_all_deadlines_is() -> None:
     scheduler = FakeScheduler()
     rig = Rig(scheduler)
     rig.turn(0.0, WELCOME)
-    assert rig.worker.next_at() == WELCOME.heartbeat_s
+    assert rig.worker.next_deadline() == WELCOME.heartbeat_s
     scheduler.deadline_s = 0.7
-    assert rig.worker.next_at() == 0.7
+    assert rig.worker.next_deadline() == 0.7
     scheduler.steps_to_plan = 1
     rig.turn(0.1)
     rig.executor.steps[0][1].ends_s = 0.4
-    assert rig.worker.next_at() == 0.4
+    assert rig.worker.next_deadline() == 0.4
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------------

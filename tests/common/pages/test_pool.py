@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.pages.pool import Lease, PagePool
+from common.pages.pool import PageLease, PagePool
 
 TOTAL = 12
 
@@ -14,7 +14,7 @@ class PoolLaws(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(TOTAL)
-        self.leases: list[Lease] = []
+        self.leases: list[PageLease] = []
 
     @rule(page_count=st.integers(0, TOTAL + 2))
     def lease(self, page_count: int) -> None:

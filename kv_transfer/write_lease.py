@@ -5,11 +5,11 @@ clock, and the reader waits longer than that before it gives the pages to somebo
 counts from the moment when it *sent* its latest word that the reader has answered, the reader from the moment when it heard the
 writer's last word, which is later.
 
-    writer   sent ├────── LEASE_S ──────┤ posts no slice ── OVERRUN_S ──┤ a write that is still in flight ends the process
-    reader      heard ├────── LEASE_S ──────┼─────────── MARGIN_S ───────────┤ the pages come home
+    writer   sent ├────── WRITE_LEASE_S ──────┤ posts no slice ── OVERRUN_S ──┤ a write that is still in flight ends the process
+    reader      heard ├────── WRITE_LEASE_S ──────┼─────────── MARGIN_S ───────────┤ the pages come home
 """
 
-LEASE_S = 5.0
+WRITE_LEASE_S = 5.0
 RENEW_S = 1.0
 """How often a writer says that it is alive while a handoff is open."""
 MARGIN_S = 15.0

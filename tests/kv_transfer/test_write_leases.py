@@ -8,9 +8,9 @@ from common.errors import TransferError
 from common.ids import Incarnation, Ticket
 from common.instance.ports import Connect, LinkChanged, PushDone
 from common.messages import PoolDescriptor
-from kv_transfer.lease import LEASE_S, MARGIN_S, OVERRUN_S, RENEW_S
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.transfer_loop import RETRY_S, STALL_S, LeaseOverrun
+from kv_transfer.write_lease import MARGIN_S, OVERRUN_S, RENEW_S, WRITE_LEASE_S
 from tests.builders import LAYOUT
 from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked, refused
 
@@ -18,7 +18,7 @@ EXPIRED = linked("lost", "the lease ended: it does not answer")
 NO_LEASE = "the lease to write to d has ended"
 
 
-def leased(make_transport: type[MemoryTransport] = MemoryTransport, lease_s: float = LEASE_S) -> Two:
+def leased(make_transport: type[MemoryTransport] = MemoryTransport, lease_s: float = WRITE_LEASE_S) -> Two:
     """Connected under a lease of so long; what is pushed stays in flight until the test lets it go, slice by slice of a page."""
     two = Two(make_transport)
     two.network.slice_bytes = LAYOUT.page_bytes
@@ -34,8 +34,8 @@ def written(two: Two) -> list[int]:
 
 
 def test_the_reader_waits_longer_than_the_writer_takes_to_stop() -> None:
-    assert 0.0 < 2 * RENEW_S < LEASE_S
-    assert LEASE_S + STALL_S <= LEASE_S + OVERRUN_S < LEASE_S + MARGIN_S
+    assert 0.0 < 2 * RENEW_S < WRITE_LEASE_S
+    assert WRITE_LEASE_S + STALL_S <= WRITE_LEASE_S + OVERRUN_S < WRITE_LEASE_S + MARGIN_S
 
 
 def test_a_push_without_a_lease_is_refused() -> None:
@@ -49,7 +49,7 @@ def test_a_push_without_a_lease_is_refused() -> None:
 def test_a_push_at_the_end_of_its_lease_is_refused_and_one_just_before_is_not() -> None:
     two = leased()
     two.network.hold = False
-    two.clock.now += LEASE_S - 1e-3
+    two.clock.now += WRITE_LEASE_S - 1e-3
     two.push(1, [0], [0])
     assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
     two.clock.now += 1e-3
@@ -63,7 +63,7 @@ def test_a_lease_that_ends_in_mid_push_posts_no_further_slice_and_loses_the_link
     two.push(1, [0, 1, 2], [0, 1, 2])
     assert two.source.events() == []
     two.source.transport.release(1)
-    two.clock.now += LEASE_S - 1e-3
+    two.clock.now += WRITE_LEASE_S - 1e-3
     assert two.source.events() == [] and written(two) == [0]
     two.network.hold = False
     two.clock.now += 1e-3
@@ -77,12 +77,12 @@ def test_a_lease_that_is_extended_in_time_goes_on() -> None:
     two = leased()
     two.push(1, [0, 1], [0, 1])
     two.source.events()
-    two.clock.now += LEASE_S - 0.5
-    two.allow(LEASE_S)
+    two.clock.now += WRITE_LEASE_S - 0.5
+    two.allow(WRITE_LEASE_S)
     assert two.source.events() == []
     two.clock.now += 1.0
     two.source.transport.release()
-    assert two.source.events() == [PushDone(Ticket(1), 2 * LAYOUT.page_bytes, LEASE_S + 0.5)]
+    assert two.source.events() == [PushDone(Ticket(1), 2 * LAYOUT.page_bytes, WRITE_LEASE_S + 0.5)]
     assert written(two) == [0, 1]
 
 
@@ -117,14 +117,14 @@ def test_an_idle_link_outlives_its_lease_and_is_written_to_under_the_next() -> N
     two.network.hold = False
     two.clock.now += 100.0
     assert two.source.events() == []
-    two.allow(LEASE_S)
+    two.allow(WRITE_LEASE_S)
     two.push(1, [0], [0])
     assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
 
 
 def test_the_loop_wakes_when_a_lease_ends() -> None:
     two = leased()
-    assert two.source.loop.next_at() == two.clock.now + LEASE_S
+    assert two.source.loop.next_deadline() == two.clock.now + WRITE_LEASE_S
 
 
 # --- a process that was stopped --------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_a_write_in_flight_long_after_its_lease_ends_the_process() -> None:
     two = leased(SlowTransport)
     two.push(1, [0], [0])
     two.source.events()
-    two.clock.now += LEASE_S
+    two.clock.now += WRITE_LEASE_S
     assert two.source.events() == [EXPIRED]
     two.clock.now += OVERRUN_S - 1e-3
     assert failed(1, "", quiescent=True) not in two.source.events()
@@ -149,7 +149,7 @@ def test_a_process_that_was_stopped_drives_no_write_before_it_ends() -> None:
     two.push(1, [0, 1], [0, 1])
     two.source.events()
     two.network.hold = False
-    two.clock.now += LEASE_S + OVERRUN_S + 60.0
+    two.clock.now += WRITE_LEASE_S + OVERRUN_S + 60.0
     with pytest.raises(LeaseOverrun):
         two.source.loop.step()
     assert written(two) == [], "neither what was held nor the next slice"
@@ -167,7 +167,7 @@ def test_a_process_that_was_stopped_makes_no_link_before_it_ends() -> None:
     two = leased(Remembers)
     two.push(1, [0], [0])
     two.source.events()
-    two.clock.now += LEASE_S + OVERRUN_S
+    two.clock.now += WRITE_LEASE_S + OVERRUN_S
     other = msgspec.structs.replace(two.side(seed=3).info(), id="other")
     two.source.loop.submit(Connect((two.target.info(), other)))
     with pytest.raises(LeaseOverrun):
@@ -179,11 +179,11 @@ def test_a_write_that_ends_in_time_ends_nothing_else() -> None:
     two = leased(SlowTransport)
     two.push(1, [0], [0])
     two.source.events()
-    two.clock.now += LEASE_S
+    two.clock.now += WRITE_LEASE_S
     assert two.source.events() == [EXPIRED]
     two.clock.now += OVERRUN_S - 1.0
     two.source.transport.release()
-    assert PushDone(Ticket(1), LAYOUT.page_bytes, LEASE_S + OVERRUN_S - 1.0) in two.source.events()
+    assert PushDone(Ticket(1), LAYOUT.page_bytes, WRITE_LEASE_S + OVERRUN_S - 1.0) in two.source.events()
     two.clock.now += 100.0
     two.source.events()
 
@@ -192,10 +192,10 @@ def test_a_reader_that_answers_again_saves_the_process_with_its_write_in_flight(
     two = leased(SlowTransport)
     two.push(1, [0], [0])
     two.source.events()
-    two.clock.now += LEASE_S
+    two.clock.now += WRITE_LEASE_S
     assert two.source.events() == [EXPIRED]
     two.clock.now += 1.0
-    two.allow(LEASE_S)
+    two.allow(WRITE_LEASE_S)
     two.source.events()
     two.clock.now += OVERRUN_S
     two.source.events()
@@ -211,7 +211,7 @@ def test_a_write_is_watched_after_its_peer_has_left_the_fleet(comes_back: bool) 
     if comes_back:
         two.source.loop.submit(Connect((two.target.info(),)))
     two.source.events()
-    two.clock.now += LEASE_S + OVERRUN_S
+    two.clock.now += WRITE_LEASE_S + OVERRUN_S
     with pytest.raises(LeaseOverrun):
         two.source.loop.step()
 
@@ -222,10 +222,10 @@ def test_a_peer_that_left_with_a_write_in_flight_is_not_tried_again() -> None:
     two.source.events()
     two.source.loop.submit(Connect(()))
     two.source.events()
-    two.clock.now += LEASE_S
+    two.clock.now += WRITE_LEASE_S
     assert two.source.events() == []
     two.source.transport.release()
-    assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, LEASE_S)]
+    assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, WRITE_LEASE_S)]
     two.clock.now += 10 * RETRY_S
     assert two.source.events() == []
 
@@ -236,10 +236,10 @@ def test_a_lease_that_ends_while_another_link_is_made_drives_nothing() -> None:
 
     class TakesLong(MemoryTransport):
         def connect(self, pool: PoolDescriptor) -> str:
-            two.clock.now += LEASE_S
+            two.clock.now += WRITE_LEASE_S
             return super().connect(pool)
 
-    two = leased(TakesLong, lease_s=LEASE_S + 1.0)
+    two = leased(TakesLong, lease_s=WRITE_LEASE_S + 1.0)
     two.push(1, [0, 1], [0, 1])
     two.source.events()
     two.network.hold = False
@@ -254,11 +254,11 @@ def test_a_link_that_was_lost_with_its_lease_serves_again_under_a_new_one() -> N
     two = leased()
     two.push(1, [0], [0])
     two.source.events()
-    two.clock.now += LEASE_S
+    two.clock.now += WRITE_LEASE_S
     assert isinstance(two.source.events()[0], LinkChanged)
     two.clock.now += RETRY_S
     two.network.hold = False
-    two.allow(LEASE_S)
+    two.allow(WRITE_LEASE_S)
     assert linked("ready", "memmove") in two.source.events()
     two.push(2, [0], [0], incarnation=LIFE)
     assert two.source.events() == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
