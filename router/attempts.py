@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from common.ids import DETOKENIZER, Incarnation, InstanceId, Key
 from common.instance.ports import Send
-from common.messages import Cancel, Close, Failed
+from common.messages import Cancel, Failed, ForgetAnswer
 from router.members import Member
 from router.policy import Choice
 
@@ -85,7 +85,7 @@ class Attempt:
     def withdraw(self) -> list[Send]:
         """It is over, though others believe it to be open. Also to a member that was lost: it may only be silent, and then the
         message waits for it."""
-        return [*self.cancels(), Send(DETOKENIZER, Close(key=self.key))]
+        return [*self.cancels(), Send(DETOKENIZER, ForgetAnswer(key=self.key))]
 
     def cancels(self) -> list[Send]:
         return [Send(member.info.id, Cancel(key=self.key)) for member in self.members]

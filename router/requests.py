@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from common.ids import DETOKENIZER, Key, Life, RequestId, pack_ids
 from common.instance.ports import Send
-from common.messages import Generate, Open, Terms
+from common.messages import ExpectAnswer, Generate, Terms
 from common.sampling_params import SamplingParams
 from router.attempts import Attempt, ResumeReason, Setback
 from router.outbox import Outbox
@@ -98,7 +98,7 @@ class Record:
         """What makes the detokenizer and the members begin the attempt."""
         spec, first = self.spec, len(self.token_ids)
         so_far, left_s = pack_ids(self.token_ids), self.deadline_s - now
-        opened = Open(
+        opened = ExpectAnswer(
             key=attempt.key,
             stop=spec.stop,
             first=first,

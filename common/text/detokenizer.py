@@ -1,11 +1,11 @@
 """The detokenizer's core: token deltas in, text deltas out, each answer in order, exactly once and with exactly one ending.
 
-Owns the answers that are open and what waits. Opens no socket and reads no clock: the time is an argument. Does not know who sent
-a delta. The first token comes from a prefill instance, later ones from a decode instance and `Open` from the router, each over a
-socket of its own, so any of them may overtake any other.
+Owns the open answers and what waits. Opens no socket and reads no clock: the time is an argument. Does not know who sent a
+delta. The first token comes from a prefill instance, later ones from a decode instance and `ExpectAnswer` from the router, each
+over its own socket, so any of them may overtake any other.
 
-    (tokens come before Open) ─► waits ─Open─► open ─► its ending went out │ Close ─► forgotten, remembered by key a while
-          deadline: dropped                    deadline while tokens are missing, end of its life: Failed
+    early tokens ─► wait ─ExpectAnswer─► open ─its ending went out │ ForgetAnswer─► forgotten; the key is remembered for a while
+      deadline: dropped                  deadline while tokens are missing, end of its life: Failed
 
 What an answer holds back (half a character, the beginning of a stop string) goes out with its ending, but not with a failure
 after which the request is resumed: the next attempt's answer begins with it.
@@ -21,7 +21,18 @@ from tokenizers import Tokenizer
 from common.deadlines import DeadlineWheel
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError
 from common.ids import Key, unpack_ids
-from common.messages import Close, DetokenizerInbox, Ending, Failed, Finished, Open, TextBatch, TextDelta, TokenBatch, TokenDelta
+from common.messages import (
+    DetokenizerInbox,
+    Ending,
+    ExpectAnswer,
+    Failed,
+    Finished,
+    ForgetAnswer,
+    TextBatch,
+    TextDelta,
+    TokenBatch,
+    TokenDelta,
+)
 from common.text.incremental import IncrementalDecoder, Vocabulary
 from common.text.stop_strings import StopStrings
 from common.text.token_order import TokenOrder
@@ -29,8 +40,8 @@ from common.text.token_order import TokenOrder
 
 @dataclass(frozen=True, kw_only=True)
 class DetokenizerLimits:
-    """open_answers: at once; more are refused. early_answers: whose Open has not come. waiting_tokens: of one answer.
-    remembered: keys of answers that are over. patience_s: how long tokens wait for their Open, or for tokens before them.
+    """open_answers: at once; more are refused. early_answers: whose ExpectAnswer has not come. waiting_tokens: of one answer.
+    remembered: keys of answers that are over. patience_s: how long tokens wait for their ExpectAnswer, or for tokens before them.
     """
 
     open_answers: int = 65_536
@@ -41,9 +52,9 @@ class DetokenizerLimits:
 
 
 class _Answer:
-    """One open answer. dies_s: when it is forgotten. Raises ValueError when the Open contradicts itself."""
+    """One open answer. dies_s: when it is forgotten. Raises ValueError when the ExpectAnswer contradicts itself."""
 
-    def __init__(self, vocabulary: Vocabulary, opened: Open, dies_s: float) -> None:
+    def __init__(self, vocabulary: Vocabulary, opened: ExpectAnswer, dies_s: float) -> None:
         context = [int(id) for id in unpack_ids(opened.context)]
         if not 0 <= opened.first <= len(context):
             raise ValueError(f"the context holds {len(context)} tokens, but {opened.first} of the answer are to precede")
@@ -112,7 +123,7 @@ class Detokenizer:
 
     @property
     def early_answers(self) -> int:
-        """Answers whose tokens came before their Open."""
+        """Answers whose tokens came before their ExpectAnswer."""
         return len(self._early)
 
     def next_deadline(self) -> float | None:
@@ -123,17 +134,19 @@ class Detokenizer:
         match message:
             case TokenBatch():
                 return _batch(self._receive_tokens(message.deltas, now))
-            case Open():
+            case ExpectAnswer():
                 return _batch(self._open_answer(message, now))
-            case Close():
+            case ForgetAnswer():
                 self._end(message.key)
                 return []
             case _:
                 assert_never(message)
 
     def tick(self, now: float) -> list[TextBatch]:
-        """Act on the deadlines that have passed: what never got its Open is dropped, and an answer fails that lacks tokens, or
-        that was neither ended nor closed in its life."""
+        """Act on the deadlines that have passed.
+
+        Early tokens are dropped. An open answer fails, because tokens are missing or because its life is over.
+        """
         texts: list[TextDelta | None] = []
         for key in self._deadlines.expired(now):
             answer = self._open.get(key)
@@ -163,20 +176,20 @@ class Detokenizer:
         return [self._advance(key, answer, now) for key, answer in touched.items()]
 
     def _receive_early(self, delta: TokenDelta, now: float) -> None:
-        """Tokens whose Open has not come: they wait, bounded in number and time."""
+        """Tokens whose ExpectAnswer has not come: they wait, bounded in number and time."""
         waiting = self._early.get(delta.key)
         if waiting is None:
             if len(self._early) >= self._limits.early_answers:
-                self.dropped["no room before its Open"] += 1
+                self.dropped["no room before its ExpectAnswer"] += 1
                 return
             waiting = self._early[delta.key] = []
             self._deadlines.set(delta.key, now + self._limits.patience_s)
         if sum(1 + len(known.token_ids) for known in waiting) + len(delta.token_ids) >= self._limits.waiting_tokens:
-            self.dropped["no room before its Open"] += 1
+            self.dropped["no room before its ExpectAnswer"] += 1
             return
         waiting.append(delta)
 
-    def _open_answer(self, opened: Open, now: float) -> list[TextDelta | None]:
+    def _open_answer(self, opened: ExpectAnswer, now: float) -> list[TextDelta | None]:
         key = opened.key
         if key in self._open or key in self._over:
             self.dropped["opened again"] += 1
@@ -216,7 +229,7 @@ class Detokenizer:
         self._end(key)
         return answer.advance(key, ending)
 
-    def _refuse(self, opened: Open, error: TandemError) -> TextDelta:
+    def _refuse(self, opened: ExpectAnswer, error: TandemError) -> TextDelta:
         self._end(opened.key)
         return TextDelta(opened.key, opened.first, (), "", Failed.of(error))
 

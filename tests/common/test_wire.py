@@ -21,10 +21,10 @@ from common.instance.ports import Mail
 from common.messages import (
     WIRE_VERSION,
     Cancel,
-    Close,
     DetokenizerInbox,
+    ExpectAnswer,
+    ForgetAnswer,
     Goodbye,
-    Open,
     RouterInbox,
     TextBatch,
     TokenBatch,
@@ -81,8 +81,8 @@ def received(mailbox: Detok, count: int) -> list[tuple[InstanceId, DetokenizerIn
     return mail
 
 
-def closes(count: int) -> list[Close]:
-    return [Close(key=Key(RequestId("r"), attempt)) for attempt in range(count)]
+def closes(count: int) -> list[ForgetAnswer]:
+    return [ForgetAnswer(key=Key(RequestId("r"), attempt)) for attempt in range(count)]
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_messages_arrive_with_their_sender_and_in_order(make: Make) -> None:
     inbox, peer = make(), make(PREFILL)
     mail: Mail[DetokenizerInbox] = peer
     mail.route(DETOKENIZER, inbox.address)
-    sent: list[DetokenizerInbox] = [Open(key=KEY, stop=("日本",), context=b"1234"), TokenBatch(deltas=()), *closes(3)]
+    sent: list[DetokenizerInbox] = [ExpectAnswer(key=KEY, stop=("日本",), context=b"1234"), TokenBatch(deltas=()), *closes(3)]
     for message in sent:
         mail.send(DETOKENIZER, message)
     assert received(inbox, len(sent)) == [(PREFILL, message) for message in sent]
@@ -145,24 +145,24 @@ def test_what_is_sent_before_the_peer_listens_arrives_once_it_does(make: Make) -
     first.close()
     peer = make(PREFILL)
     peer.route(DETOKENIZER, address)
-    peer.send(DETOKENIZER, Close(key=KEY))
-    assert received(make(bind=address), 1) == [(PREFILL, Close(key=KEY))]
+    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
+    assert received(make(bind=address), 1) == [(PREFILL, ForgetAnswer(key=KEY))]
 
 
 def test_a_peer_that_was_restarted_on_the_same_address_is_found_again(make: Make) -> None:
     first, peer = make(), make(PREFILL)
     peer.route(DETOKENIZER, first.address)
-    peer.send(DETOKENIZER, Close(key=KEY))
+    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
     assert len(received(first, 1)) == 1
     first.close()
     second = make(bind=first.address)
     deadline = time.monotonic() + WAIT_S
     arrived: list[tuple[InstanceId, DetokenizerInbox]] = []
     while not arrived and time.monotonic() < deadline:  # what is sent before the loss is noticed may be lost
-        peer.send(DETOKENIZER, Close(key=KEY))
+        peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
         second.wait(0.1)
         arrived = second.receive()
-    assert set(arrived) == {(PREFILL, Close(key=KEY))}
+    assert set(arrived) == {(PREFILL, ForgetAnswer(key=KEY))}
 
 
 def test_a_new_address_replaces_the_former_one(make: Make) -> None:
@@ -170,18 +170,18 @@ def test_a_new_address_replaces_the_former_one(make: Make) -> None:
     peer.route(DETOKENIZER, old.address)
     peer.route(DETOKENIZER, old.address)
     peer.route(DETOKENIZER, new.address)
-    peer.send(DETOKENIZER, Close(key=KEY))
+    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
     assert len(received(new, 1)) == 1
     assert old.receive() == []
 
 
 def test_a_message_to_somebody_unknown_or_forgotten_is_counted_as_lost(make: Make) -> None:
     peer = make(PREFILL)
-    peer.send(ROUTER, Close(key=KEY))
+    peer.send(ROUTER, ForgetAnswer(key=KEY))
     peer.route(ROUTER, LOOPBACK.replace(":0", ":9"))
     peer.route(ROUTER, None)
     peer.route(ROUTER, None)
-    peer.send(ROUTER, Close(key=KEY))
+    peer.send(ROUTER, ForgetAnswer(key=KEY))
     assert peer.messages_lost == {"no route": 2}
 
 
@@ -195,7 +195,7 @@ def test_an_address_that_is_none_is_refused_where_it_is_given(make: Make, addres
         make(bind=address)
     peer = make(PREFILL)
     peer.route(DETOKENIZER, address)  # a peer's mistake must not stop this process
-    peer.send(DETOKENIZER, Close(key=KEY))
+    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
     assert peer.messages_lost == {"bad address": 1, "no route": 1}
 
 
@@ -215,19 +215,19 @@ def test_sending_to_a_dead_peer_never_blocks_and_what_is_over_the_limit_is_count
 def test_a_message_that_is_too_large_is_not_sent(make: Make) -> None:
     inbox, peer = make(), make(PREFILL, max_frame_bytes=1_000)
     peer.route(DETOKENIZER, inbox.address)
-    peer.send(DETOKENIZER, Open(key=KEY, text="x" * 1_000))
-    peer.send(DETOKENIZER, Close(key=KEY))
-    assert received(inbox, 1) == [(PREFILL, Close(key=KEY))]
+    peer.send(DETOKENIZER, ExpectAnswer(key=KEY, text="x" * 1_000))
+    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
+    assert received(inbox, 1) == [(PREFILL, ForgetAnswer(key=KEY))]
     assert peer.messages_lost == {"too large": 1}
 
 
 def test_a_frame_that_is_too_large_never_arrives_and_others_do(make: Make) -> None:
     inbox, careless, peer = make(max_frame_bytes=1_000), make(PREFILL), make(ROUTER)
     careless.route(DETOKENIZER, inbox.address)
-    careless.send(DETOKENIZER, Open(key=KEY, text="x" * 10_000))
+    careless.send(DETOKENIZER, ExpectAnswer(key=KEY, text="x" * 10_000))
     peer.route(DETOKENIZER, inbox.address)
-    peer.send(DETOKENIZER, Close(key=KEY))
-    assert received(inbox, 1) == [(ROUTER, Close(key=KEY))]
+    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
+    assert received(inbox, 1) == [(ROUTER, ForgetAnswer(key=KEY))]
 
 
 def test_one_receive_is_bounded_and_the_rest_stays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,15 +256,15 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "empty": [b""],
     "noise": [b"\x00\xff" * 40],
     "a header alone": [b"TNDM"],
-    "two parts": [pack_frame(PREFILL, body(Close(key=KEY))), b"more"],
+    "two parts": [pack_frame(PREFILL, body(ForgetAnswer(key=KEY))), b"more"],
     "three parts": [b"", b"", b""],
-    "an old version": [pack_frame(PREFILL, body(Close(key=KEY)), 2**16 - 1)],
-    "no sender": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 0) + body(Close(key=KEY))],
+    "an old version": [pack_frame(PREFILL, body(ForgetAnswer(key=KEY)), 2**16 - 1)],
+    "no sender": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 0) + body(ForgetAnswer(key=KEY))],
     "a sender longer than the frame": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 200) + b"x"],
-    "a sender that is no text": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 2) + b"\xff\xfe" + body(Close(key=KEY))],
+    "a sender that is no text": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 2) + b"\xff\xfe" + body(ForgetAnswer(key=KEY))],
     "no body": [pack_frame(PREFILL, b"")],
-    "half a body": [pack_frame(PREFILL, body(Close(key=KEY))[:-1])],
-    "a body with a tail": [pack_frame(PREFILL, body(Close(key=KEY)) + b"\x00")],
+    "half a body": [pack_frame(PREFILL, body(ForgetAnswer(key=KEY))[:-1])],
+    "a body with a tail": [pack_frame(PREFILL, body(ForgetAnswer(key=KEY)) + b"\x00")],
     "a message of another inbox": [pack_frame(PREFILL, body(Cancel(key=KEY)))],
     "a message nobody knows": [pack_frame(PREFILL, body({"type": "Surprise"}))],
     "a field of another type": [pack_frame(PREFILL, body({"type": "Close", "key": 5}))],
@@ -281,8 +281,8 @@ def test_a_frame_that_is_no_message_of_this_inbox_is_counted_and_the_next_one_is
     inbox = make()
     pusher = raw_push(inbox.address)
     pusher.send_multipart(parts)
-    pusher.send(pack_frame(PREFILL, body(Close(key=KEY))))
-    assert received(inbox, 1) == [(PREFILL, Close(key=KEY))]
+    pusher.send(pack_frame(PREFILL, body(ForgetAnswer(key=KEY))))
+    assert received(inbox, 1) == [(PREFILL, ForgetAnswer(key=KEY))]
     assert sum(inbox.frames_refused.values()) == 1
 
 
@@ -295,7 +295,7 @@ def test_each_reason_is_counted_apart_and_logged_once_in_a_while(
         for _ in range(50):
             pusher.send(b"noise")
             pusher.send(pack_frame(PREFILL, b"\xc1"))
-        pusher.send(pack_frame(PREFILL, body(Close(key=KEY))))
+        pusher.send(pack_frame(PREFILL, body(ForgetAnswer(key=KEY))))
         assert len(received(inbox, 1)) == 1
     assert inbox.frames_refused == {"magic": 50, "body": 50}
     assert len(caplog.records) == 2
@@ -305,7 +305,7 @@ def test_a_field_that_a_newer_neighbour_added_is_passed_over(make: Make, raw_pus
     inbox = make()
     newer = {"type": "Close", "key": ["r", 0, "new in the key"], "reason": "new"}
     raw_push(inbox.address).send(pack_frame(PREFILL, body(newer), WIRE_VERSION + 1))
-    assert received(inbox, 1) == [(PREFILL, Close(key=KEY))]
+    assert received(inbox, 1) == [(PREFILL, ForgetAnswer(key=KEY))]
 
 
 # --- waiting -----------------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_waiting_ends_by_itself_and_takes_odd_times(make: Make) -> None:
 def test_closing_twice_and_waking_after_it_is_harmless(make: Make) -> None:
     mailbox = make()
     mailbox.route(ROUTER, "tcp://127.0.0.1:9")
-    mailbox.send(ROUTER, Close(key=KEY))
+    mailbox.send(ROUTER, ForgetAnswer(key=KEY))
     mailbox.close()
     mailbox.close()
     mailbox.wake()
@@ -439,7 +439,7 @@ def test_a_loop_that_has_nothing_to_do_sleeps(make: Make, monkeypatch: pytest.Mo
             done.set()
 
         inbox.attach(asyncio.get_running_loop(), on_mail)
-        peer.send(DETOKENIZER, Close(key=KEY))
+        peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
         await asyncio.wait_for(done.wait(), WAIT_S)
         await asyncio.sleep(0.1)
         inbox.detach()
@@ -466,7 +466,7 @@ def test_a_correspondent_that_closes_is_told_of_once_and_the_others_are_not(
         router.route(PREFILL, leaver.address)
         router.route(DECODE, stayer.address)
         for name, peer in ((PREFILL, leaver), (DECODE, stayer)):
-            router.send(name, Close(key=KEY))
+            router.send(name, ForgetAnswer(key=KEY))
             peer.wait(WAIT_S)
             assert peer.receive()
         leaver.close()
@@ -485,9 +485,9 @@ def test_a_router_and_an_instance_talk_both_ways() -> None:
     try:
         router.route(DETOKENIZER, detokenizer.address)
         detokenizer.route(ROUTER, router.address)
-        router.send(DETOKENIZER, Open(key=KEY))
+        router.send(DETOKENIZER, ExpectAnswer(key=KEY))
         detokenizer.wait(WAIT_S)
-        assert detokenizer.receive() == [(ROUTER, Open(key=KEY))]
+        assert detokenizer.receive() == [(ROUTER, ExpectAnswer(key=KEY))]
         detokenizer.send(ROUTER, TextBatch(deltas=()))
         detokenizer.send(ROUTER, Goodbye(id=DETOKENIZER, incarnation=Incarnation("1")))
         got: list[tuple[InstanceId, RouterInbox]] = []

@@ -14,16 +14,16 @@ from common.ids import InstanceId, Key
 from common.messages import (
     AnyMessage,
     Cancel,
-    Close,
     Decline,
     DetokenizerHeartbeat,
     Drain,
+    ExpectAnswer,
+    ForgetAnswer,
     Generate,
     Goodbye,
     Grant,
     Handoff,
     Heartbeat,
-    Open,
     Peers,
     Probe,
     Probed,
@@ -68,7 +68,7 @@ def keys_of(message: AnyMessage) -> set[Key]:
             return set(message.keys)
         case Probed():
             return {standing.key for standing in message.standings}
-        case Generate() | Cancel() | Reserve() | Grant() | Decline() | Handoff() | Withdraw() | Open() | Close():
+        case Generate() | Cancel() | Reserve() | Grant() | Decline() | Handoff() | Withdraw() | ExpectAnswer() | ForgetAnswer():
             return {message.key}
         case Register() | Heartbeat() | Goodbye() | DetokenizerHeartbeat() | Welcome() | Refused() | Peers() | Drain():
             return set()

@@ -18,7 +18,7 @@ def test_one_request_travels_the_ring_once() -> None:
 
     # The router picks both instances, opens the answer at the detokenizer, and sends the request to the prefill instance only.
     client = fleet.submit("r", PROMPT, max_tokens=5)
-    assert fleet.network.log == [("router", "Open", "detokenizer"), ("router", "Generate", "prefill-0")]
+    assert fleet.network.log == [("router", "ExpectAnswer", "detokenizer"), ("router", "Generate", "prefill-0")]
 
     # The prefill scheduler admits it to its first chunk and only now asks for a reservation. It computes on without the answer.
     fleet.turn_until(lambda: ("prefill-0", "Reserve", "decode-0") in fleet.network.log)

@@ -7,13 +7,13 @@ from common.ids import DETOKENIZER, Incarnation, Key, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
-    Close,
     Ending,
+    ExpectAnswer,
+    ForgetAnswer,
     Generate,
     Goodbye,
     InstanceInfo,
     Load,
-    Open,
     Probe,
     Probed,
     Register,
@@ -99,20 +99,20 @@ def cancels(*to: InstanceInfo, name: str = "r", attempt: int = 0) -> list[Send]:
 
 
 def close(name: str = "r", attempt: int = 0) -> Send:
-    return Send(DETOKENIZER, Close(key=key(name, attempt)))
+    return Send(DETOKENIZER, ForgetAnswer(key=key(name, attempt)))
 
 
 def about_requests(sends: Iterable[Send]) -> list[Send]:
     """What is left without membership."""
-    return [send for send in sends if isinstance(send.message, Open | Generate | Cancel | Close | Probe)]
+    return [send for send in sends if isinstance(send.message, ExpectAnswer | Generate | Cancel | ForgetAnswer | Probe)]
 
 
 def generates(sends: Iterable[Send]) -> list[tuple[str, Generate]]:
     return [(send.to, send.message) for send in sends if isinstance(send.message, Generate)]
 
 
-def opened(sends: Iterable[Send]) -> list[Open]:
-    return [send.message for send in sends if isinstance(send.message, Open)]
+def opened(sends: Iterable[Send]) -> list[ExpectAnswer]:
+    return [send.message for send in sends if isinstance(send.message, ExpectAnswer)]
 
 
 def route(sends: Iterable[Send]) -> tuple[str, str | None]:

@@ -19,17 +19,17 @@ from common.ids import Incarnation, InstanceId, Key, unpack_ids
 from common.messages import (
     AnyMessage,
     Cancel,
-    Close,
     Counters,
     Ending,
+    ExpectAnswer,
     Failed,
     Finished,
+    ForgetAnswer,
     Generate,
     Heartbeat,
     InstanceInfo,
     LinkInfo,
     Load,
-    Open,
     Register,
     RouterInbox,
     TextBatch,
@@ -159,7 +159,7 @@ class EchoFleet:
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
         self.sent.append(message)
-        if isinstance(message, Open):
+        if isinstance(message, ExpectAnswer):
             self._stops[message.key] = message.stop
         if isinstance(message, Generate):
             for delta in self._answer(message):
@@ -168,7 +168,7 @@ class EchoFleet:
     def cancelled(self) -> set[Key]:
         """Requests that were cancelled at the instances and closed at the detokenizer."""
         cancels = {message.key for message in self.sent if isinstance(message, Cancel)}
-        return cancels & {message.key for message in self.sent if isinstance(message, Close)}
+        return cancels & {message.key for message in self.sent if isinstance(message, ForgetAnswer)}
 
     def _answer(self, message: Generate) -> list[TextDelta]:
         key, ids = message.key, unpack_ids(message.prompt).tolist()

@@ -111,8 +111,8 @@ async def test_another_detokenizer_is_reached_before_it_is_told_anything_and_no_
         "route detokenizer to tcp://detokenizer:2",
         "send Welcome to d0",
         "send Cancel to d0",
-        "send Close to detokenizer",
-        "send Open to detokenizer",
+        "send ForgetAnswer to detokenizer",
+        "send ExpectAnswer to detokenizer",
         "send Generate to d0",
     ]
     gateway.close()

@@ -6,7 +6,7 @@ from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, RequestId, pack_ids
 from common.instance.ports import Send
-from common.messages import Failed, Finished, Generate, Open, Terms
+from common.messages import ExpectAnswer, Failed, Finished, Generate, Terms
 from common.sampling_params import SamplingParams
 from router.outbox import ChoiceDelta
 from router.requests import RequestSpec
@@ -22,7 +22,7 @@ def test_a_request_is_opened_at_the_detokenizer_and_sent_to_the_prefill_instance
     bench = Bench(P0, D0)
     sent = bench.submit(spec(stop=("end",)))
     assert sent == [
-        Send(DETOKENIZER, Open(key=key(), stop=("end",), context=pack_ids(range(112, 120)), life_s=660.0)),
+        Send(DETOKENIZER, ExpectAnswer(key=key(), stop=("end",), context=pack_ids(range(112, 120)), life_s=660.0)),
         Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decode=D0.id, terms=TERMS)),
     ]
     assert bench.assigned() == {"p0": 20, "d0": 20}
@@ -45,7 +45,7 @@ def test_a_request_carries_its_priority_its_age_and_what_is_left_of_its_time() -
     sent = bench.core.submit([asked], bench.outbox, received_at=1.0, now=1.5)
     ((_, generate),) = generates(sent)
     assert generate.terms == Terms(priority=-3, age_s=0.5, timeout_s=19.5)
-    assert isinstance(sent[0].message, Open) and sent[0].message.life_s == 79.5
+    assert isinstance(sent[0].message, ExpectAnswer) and sent[0].message.life_s == 79.5
     bench.beat(20.0)
     assert bench.core.tick(20.9)[-1:] != [close()]
     assert bench.core.tick(21.0) == [*cancels(P0, D0), close()]

@@ -14,16 +14,16 @@ from common.ids import Incarnation, InstanceId, Key, RequestId, pack_ids, unpack
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
-    Close,
     DetokenizerHeartbeat,
     Ending,
+    ExpectAnswer,
     Failed,
     Finished,
+    ForgetAnswer,
     Generate,
     Goodbye,
     InstanceInfo,
     Load,
-    Open,
     Probe,
     Probed,
     Register,
@@ -109,7 +109,7 @@ class World:
         self.members: dict[str, InstanceInfo] = {}
         self.clients: dict[RequestId, Client] = {}
         self.tries: dict[Key, Try] = {}
-        self.opened: dict[Key, Open] = {}
+        self.opened: dict[Key, ExpectAnswer] = {}
         self.cancelled: defaultdict[Key, set[InstanceId]] = defaultdict(set)
         self.closed: set[Key] = set()
         self.asked: list[tuple[InstanceId, tuple[Key, ...]]] = []
@@ -127,14 +127,14 @@ class World:
         """Act on what the router says: check it, and let some of it be lost."""
         for send in sends:
             match send.message:
-                case Open() as message:
+                case ExpectAnswer() as message:
                     self.opened[message.key] = message
                 case Generate() as message:
                     self._take_generate(send.to, message)
                 case Cancel() as message:
                     self.cancelled[message.key].add(send.to)
                     self.tries[message.key].known = False
-                case Close() as message:
+                case ForgetAnswer() as message:
                     self.closed.add(message.key)
                 case Probe() as message if not self.is_lost():
                     self.asked.append((send.to, message.keys))

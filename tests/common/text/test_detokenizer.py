@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.ids import Key, RequestId, pack_ids
-from common.messages import Close, DetokenizerInbox, Ending, Failed, Finished, Open, TextBatch, TextDelta, TokenBatch, TokenDelta
+from common.messages import (
+    DetokenizerInbox,
+    Ending,
+    ExpectAnswer,
+    Failed,
+    Finished,
+    ForgetAnswer,
+    TextBatch,
+    TextDelta,
+    TokenBatch,
+    TokenDelta,
+)
 from common.text.detokenizer import Detokenizer, DetokenizerLimits
 from tests.common.text.tiny import tiny_tokenizer
 
@@ -57,14 +68,14 @@ def detokenizer() -> Detokenizer:
 
 
 def test_an_answer_becomes_text_with_its_ending(detokenizer: Detokenizer) -> None:
-    got = only(received(detokenizer, [Open(key=key()), tokens(answer(TEXT))]))
+    got = only(received(detokenizer, [ExpectAnswer(key=key()), tokens(answer(TEXT))]))
     assert got == TextDelta(key(), 0, ids_of(TEXT), TEXT, LENGTH)
     assert detokenizer.open_answers == 0
 
 
 def test_one_batch_in_is_one_batch_out_with_one_delta_per_request(detokenizer: Detokenizer) -> None:
     a, b, c, d, e = ids_of("hello")[0], *ids_of(" wxyz")[:4]
-    received(detokenizer, [Open(key=key("a")), Open(key=key("b"))])
+    received(detokenizer, [ExpectAnswer(key=key("a")), ExpectAnswer(key=key("b"))])
     batches = detokenizer.receive(
         tokens(TokenDelta(key("a"), 0, (a,)), TokenDelta(key("b"), 0, (b, c)), TokenDelta(key("a"), 1, (d, e))), 0.0
     )
@@ -76,19 +87,19 @@ def test_the_token_that_ended_the_answer_is_counted_but_is_no_text(detokenizer: 
     stop = ids_of("!")[0]
     ending = Finished("stop", matched=stop)
     delta = TokenDelta(key(), 0, (*ids_of("hello"), stop), ending)
-    got = only(received(detokenizer, [Open(key=key(), skip_special_tokens=False), tokens(delta)]))
+    got = only(received(detokenizer, [ExpectAnswer(key=key(), skip_special_tokens=False), tokens(delta)]))
     assert (got.text, got.token_ids, got.ending) == ("hello", delta.token_ids, ending)
 
 
 def test_an_end_of_text_that_is_ignored_stays_a_token_without_text(detokenizer: Detokenizer) -> None:
     delta = TokenDelta(key(), 0, (*ids_of("a"), EOS, *ids_of("b")), LENGTH)
-    assert only(received(detokenizer, [Open(key=key()), tokens(delta)])).text == "ab"
+    assert only(received(detokenizer, [ExpectAnswer(key=key()), tokens(delta)])).text == "ab"
 
 
 def test_an_incomplete_character_appears_when_the_answer_ends(detokenizer: Detokenizer) -> None:
     cut = ids_of("🤖")[:-1]
     assert len(cut) >= 1
-    first = only(received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 0, cut))]))
+    first = only(received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), 0, cut))]))
     assert first.text == ""
     last = only(received(detokenizer, [tokens(TokenDelta(key(), len(cut), (), Failed("gone")))]))
     assert (last.text, last.ending) == ("\ufffd", Failed("gone"))
@@ -96,7 +107,7 @@ def test_an_incomplete_character_appears_when_the_answer_ends(detokenizer: Detok
 
 def test_a_context_is_honoured(detokenizer: Detokenizer) -> None:
     ids = ids_of("🤖!")
-    opened = Open(key=key(), context=pack_ids(ids[:1]))
+    opened = ExpectAnswer(key=key(), context=pack_ids(ids[:1]))
     assert only(received(detokenizer, [opened, tokens(TokenDelta(key(), 0, ids[1:], LENGTH))])).text == "🤖!"
 
 
@@ -104,7 +115,7 @@ def test_a_context_is_honoured(detokenizer: Detokenizer) -> None:
 
 
 def test_a_stop_string_across_tokens_ends_the_answer_at_once_and_is_trimmed(detokenizer: Detokenizer) -> None:
-    received(detokenizer, [Open(key=key(), stop=("STOP",))])
+    received(detokenizer, [ExpectAnswer(key=key(), stop=("STOP",))])
     got = [
         only(received(detokenizer, [tokens(TokenDelta(key(), number, (token_id,)))]))
         for number, token_id in enumerate(ids_of("one ST"))
@@ -120,12 +131,12 @@ def test_a_stop_string_across_tokens_ends_the_answer_at_once_and_is_trimmed(deto
 
 
 def test_text_that_only_began_a_stop_string_comes_with_the_ending(detokenizer: Detokenizer) -> None:
-    got = only(received(detokenizer, [Open(key=key(), stop=("STOP",)), tokens(answer("one ST"))]))
+    got = only(received(detokenizer, [ExpectAnswer(key=key(), stop=("STOP",)), tokens(answer("one ST"))]))
     assert (got.text, got.ending) == ("one ST", LENGTH)
 
 
 def test_a_stop_string_wins_over_the_ending_that_comes_with_it(detokenizer: Detokenizer) -> None:
-    got = only(received(detokenizer, [Open(key=key(), stop=("ST",)), tokens(answer("a ST"))]))
+    got = only(received(detokenizer, [ExpectAnswer(key=key(), stop=("ST",)), tokens(answer("a ST"))]))
     assert (got.text, got.ending) == ("a ", Finished("stop", "ST"))
 
 
@@ -144,7 +155,7 @@ def deliveries(draw: st.DrawFn) -> list[DetokenizerInbox]:
         ]
     deltas += draw(st.lists(st.sampled_from(deltas), max_size=4))
     deltas = list(draw(st.permutations(deltas)))
-    messages: list[DetokenizerInbox] = [Open(key=key("a")), Open(key=key("b"), stop=("STOP",))]
+    messages: list[DetokenizerInbox] = [ExpectAnswer(key=key("a")), ExpectAnswer(key=key("b"), stop=("STOP",))]
     while deltas:
         count = draw(st.integers(1, len(deltas)))
         messages.append(tokens(*deltas[:count]))
@@ -172,7 +183,7 @@ def test_any_order_and_any_repetition_gives_the_same_text_once_and_one_ending(me
 
 
 def test_an_attempt_is_an_answer_of_its_own(detokenizer: Detokenizer) -> None:
-    received(detokenizer, [Open(key=key(attempt=1))])
+    received(detokenizer, [ExpectAnswer(key=key(attempt=1))])
     assert received(detokenizer, [tokens(answer("old"))]) == []
     assert only(received(detokenizer, [tokens(answer("new", of=key(attempt=1)))])).text == "new"
 
@@ -182,7 +193,7 @@ def test_an_attempt_is_an_answer_of_its_own(detokenizer: Detokenizer) -> None:
 
 def test_tokens_that_are_missing_for_too_long_fail_the_answer(detokenizer: Detokenizer) -> None:
     ids = ids_of(TEXT)
-    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 2, ids[2:], LENGTH))])
+    received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), 2, ids[2:], LENGTH))])
     deadline = detokenizer.next_deadline()
     assert deadline == DetokenizerLimits().patience_s
     assert detokenizer.tick(deadline - 0.1) == []
@@ -195,29 +206,29 @@ def test_tokens_that_are_missing_for_too_long_fail_the_answer(detokenizer: Detok
 
 
 def test_a_failure_that_waits_for_tokens_is_what_the_answer_ends_with(detokenizer: Detokenizer) -> None:
-    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 3, (), Failed("out of memory")))])
+    received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), 3, (), Failed("out of memory")))])
     (batch,) = detokenizer.tick(DetokenizerLimits().patience_s)
     assert only(batch.deltas).ending == Failed("out of memory")
 
 
 def test_progress_gives_the_rest_of_a_gap_its_full_time(detokenizer: Detokenizer) -> None:
     ids = ids_of(TEXT)
-    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 4, ids[4:]), TokenDelta(key(), 2, ids[2:3]))])
+    received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), 4, ids[4:]), TokenDelta(key(), 2, ids[2:3]))])
     received(detokenizer, [tokens(TokenDelta(key(), 0, ids[:2]))], now=9.0)
     assert detokenizer.next_deadline() == 19.0
     received(detokenizer, [tokens(TokenDelta(key(), 3, ids[3:4]))], now=12.0)
-    assert detokenizer.next_deadline() == Open(key=key()).life_s, "nothing is missing: what is left is the end of its life"
+    assert detokenizer.next_deadline() == ExpectAnswer(key=key()).life_s, "nothing is missing; its life ends last"
 
 
 def test_a_later_gap_gets_its_time_as_the_first_did(detokenizer: Detokenizer) -> None:
-    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 1, (5,)))])
+    received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), 1, (5,)))])
     received(detokenizer, [tokens(TokenDelta(key(), 0, (5,)))], now=1.0)
     received(detokenizer, [tokens(TokenDelta(key(), 3, (5,)))], now=2.0)
     assert detokenizer.next_deadline() == 2.0 + DetokenizerLimits().patience_s
 
 
 def test_an_answer_whose_close_is_lost_fails_at_the_end_of_its_life(detokenizer: Detokenizer) -> None:
-    received(detokenizer, [Open(key=key(), life_s=30.0)], now=5.0)
+    received(detokenizer, [ExpectAnswer(key=key(), life_s=30.0)], now=5.0)
     received(detokenizer, [tokens(TokenDelta(key(), 0, ids_of("hello")))], now=20.0)
     assert detokenizer.tick(34.9) == []
     (batch,) = detokenizer.tick(35.0)
@@ -227,7 +238,7 @@ def test_an_answer_whose_close_is_lost_fails_at_the_end_of_its_life(detokenizer:
 
 
 def test_tokens_are_not_awaited_beyond_the_end_of_the_answers_life(detokenizer: Detokenizer) -> None:
-    received(detokenizer, [Open(key=key(), life_s=3.0), tokens(TokenDelta(key(), 2, (5,)))])
+    received(detokenizer, [ExpectAnswer(key=key(), life_s=3.0), tokens(TokenDelta(key(), 2, (5,)))])
     assert detokenizer.next_deadline() == 3.0
     (batch,) = detokenizer.tick(3.0)
     assert isinstance(only(batch.deltas).ending, Failed)
@@ -247,14 +258,14 @@ def test_what_waits_for_an_open_is_bounded() -> None:
     received(detokenizer, [tokens(TokenDelta(key(str(number)), 0, (5,))) for number in range(5)])
     assert detokenizer.early_answers == 2
     received(detokenizer, [tokens(TokenDelta(key("0"), first, (5,))) for first in range(1, 50)])
-    assert detokenizer.dropped == {"no room before its Open": 3 + 46}
-    got = only(received(detokenizer, [Open(key=key("0"))]))
+    assert detokenizer.dropped == {"no room before its ExpectAnswer": 3 + 46}
+    got = only(received(detokenizer, [ExpectAnswer(key=key("0"))]))
     assert got.token_ids == (5, 5, 5, 5)
 
 
 def test_what_waits_for_a_gap_is_bounded() -> None:
     detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(waiting_tokens=4))
-    received(detokenizer, [Open(key=key())])
+    received(detokenizer, [ExpectAnswer(key=key())])
     got = only(received(detokenizer, [tokens(TokenDelta(key(), 1, (5, 5, 5, 5, 5)))]))
     assert isinstance(got.ending, Failed)
     assert detokenizer.open_answers == 0
@@ -262,7 +273,7 @@ def test_what_waits_for_a_gap_is_bounded() -> None:
 
 def test_more_answers_than_may_be_open_are_refused() -> None:
     detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(open_answers=1))
-    got = only(received(detokenizer, [Open(key=key("a")), Open(key=key("b"))]))
+    got = only(received(detokenizer, [ExpectAnswer(key=key("a")), ExpectAnswer(key=key("b"))]))
     assert got.key == key("b")
     assert isinstance(got.ending, Failed)
     assert (got.ending.status, got.ending.retryable) == (429, True)
@@ -270,15 +281,15 @@ def test_more_answers_than_may_be_open_are_refused() -> None:
 
 def test_close_forgets_and_what_still_comes_is_dropped(detokenizer: Detokenizer) -> None:
     ids = ids_of(TEXT)
-    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), 1, ids[1:])), Close(key=key())])
+    received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), 1, ids[1:])), ForgetAnswer(key=key())])
     assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
-    assert received(detokenizer, [tokens(answer(TEXT)), Open(key=key())]) == []
+    assert received(detokenizer, [tokens(answer(TEXT)), ExpectAnswer(key=key())]) == []
     assert detokenizer.dropped == {"after the end": 1, "opened again": 1}
 
 
 def test_keys_that_are_over_are_remembered_only_so_many() -> None:
     detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(remembered=2))
-    received(detokenizer, [Close(key=key(str(number))) for number in range(5)])
+    received(detokenizer, [ForgetAnswer(key=key(str(number))) for number in range(5)])
     received(detokenizer, [tokens(TokenDelta(key(str(number)), 0, (5,))) for number in range(5)])
     assert detokenizer.early_answers == 3
     assert detokenizer.dropped == {"after the end": 2}
@@ -286,7 +297,7 @@ def test_keys_that_are_over_are_remembered_only_so_many() -> None:
 
 def test_repeated_tokens_are_counted(detokenizer: Detokenizer) -> None:
     delta = TokenDelta(key(), 0, ids_of("hello"))
-    received(detokenizer, [Open(key=key()), tokens(delta), tokens(delta)])
+    received(detokenizer, [ExpectAnswer(key=key()), tokens(delta), tokens(delta)])
     assert detokenizer.dropped == {"tokens that came again": len(delta.token_ids)}
 
 
@@ -297,12 +308,12 @@ def test_repeated_tokens_are_counted(detokenizer: Detokenizer) -> None:
 def test_an_answer_resumed_at_any_token_goes_on_as_if_it_had_not_been_interrupted(cut: int, stop: tuple[str, ...]) -> None:
     ids, prompt = ids_of(TEXT), ids_of("hello ")
     detokenizer = Detokenizer(tiny_tokenizer())
-    whole = only(received(detokenizer, [Open(key=key("whole"), stop=stop), tokens(answer(TEXT, of=key("whole")))]))
-    before = received(detokenizer, [Open(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut]))])
+    whole = only(received(detokenizer, [ExpectAnswer(key=key("whole"), stop=stop), tokens(answer(TEXT, of=key("whole")))]))
+    before = received(detokenizer, [ExpectAnswer(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut]))])
     text = "".join(delta.text for delta in before)
     if before and before[-1].ending is not None:
         return
-    resumed = Open(key=key(attempt=1), stop=stop, first=cut, context=pack_ids(prompt + ids[:cut]), text=text)
+    resumed = ExpectAnswer(key=key(attempt=1), stop=stop, first=cut, context=pack_ids(prompt + ids[:cut]), text=text)
     after = received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))])
     assert text + "".join(delta.text for delta in after) == whole.text
     assert after[-1].ending == whole.ending
@@ -312,13 +323,13 @@ def test_an_answer_resumed_at_any_token_goes_on_as_if_it_had_not_been_interrupte
 def test_an_answer_whose_attempt_fails_at_any_token_goes_on_in_the_next_attempt(cut: int, stop: tuple[str, ...]) -> None:
     ids = ids_of(TEXT)
     detokenizer = Detokenizer(tiny_tokenizer())
-    whole = only(received(detokenizer, [Open(key=key("whole"), stop=stop), tokens(answer(TEXT, of=key("whole")))]))
+    whole = only(received(detokenizer, [ExpectAnswer(key=key("whole"), stop=stop), tokens(answer(TEXT, of=key("whole")))]))
     lost = Failed("the instance was lost", retryable=True)
-    before = only(received(detokenizer, [Open(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut], lost))]))
+    before = only(received(detokenizer, [ExpectAnswer(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut], lost))]))
     if isinstance(before.ending, Finished):
         return
     assert before.ending == lost
-    resumed = Open(key=key(attempt=1), stop=stop, first=cut, context=pack_ids(ids[:cut]), text=before.text)
+    resumed = ExpectAnswer(key=key(attempt=1), stop=stop, first=cut, context=pack_ids(ids[:cut]), text=before.text)
     after = only(received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))]))
     assert (before.text + after.text, after.ending) == (whole.text, whole.ending)
 
@@ -326,20 +337,20 @@ def test_an_answer_whose_attempt_fails_at_any_token_goes_on_in_the_next_attempt(
 @pytest.mark.parametrize(
     "opened",
     [
-        Open(key=key(), first=3, context=pack_ids(ids_of("h"))),
-        Open(key=key(), first=-1),
-        Open(key=key(), context=b"abc"),
-        Open(key=key(), text="text without tokens"),
-        Open(key=key(), stop=("",)),
+        ExpectAnswer(key=key(), first=3, context=pack_ids(ids_of("h"))),
+        ExpectAnswer(key=key(), first=-1),
+        ExpectAnswer(key=key(), context=b"abc"),
+        ExpectAnswer(key=key(), text="text without tokens"),
+        ExpectAnswer(key=key(), stop=("",)),
     ],
     ids=["too few tokens", "a number below 0", "half an id", "text that is not that of the tokens", "an empty stop string"],
 )
-def test_an_open_that_contradicts_itself_fails_the_answer(detokenizer: Detokenizer, opened: Open) -> None:
+def test_an_open_that_contradicts_itself_fails_the_answer(detokenizer: Detokenizer, opened: ExpectAnswer) -> None:
     got = only(received(detokenizer, [opened]))
     assert isinstance(got.ending, Failed)
     assert "cannot be opened" in got.ending.message
 
 
 def test_a_delta_with_a_number_below_0_is_dropped(detokenizer: Detokenizer) -> None:
-    received(detokenizer, [Open(key=key()), tokens(TokenDelta(key(), -1, (5,)))])
+    received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), -1, (5,)))])
     assert detokenizer.dropped == {"malformed": 1}

@@ -10,8 +10,8 @@ from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, RequestId
 from common.messages import (
     DetokenizerHeartbeat,
     DetokenizerInbox,
+    ExpectAnswer,
     Finished,
-    Open,
     RouterInbox,
     TextBatch,
     TextDelta,
@@ -62,7 +62,7 @@ def test_tokens_of_two_instances_become_one_answer_at_the_router(manager: Detoke
         manager.meet_router(router.address)
         for mailbox in (router, prefill, decode):
             mailbox.route(DETOKENIZER, manager.address)
-        router.send(DETOKENIZER, Open(key=KEY))
+        router.send(DETOKENIZER, ExpectAnswer(key=KEY))
         decode.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(KEY, 1, ids[1:], LENGTH),)))
         prefill.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(KEY, 0, ids[:1]),)))
         got: list[TextDelta] = []
@@ -81,7 +81,7 @@ def test_the_router_hears_of_it_again_and_again_from_when_they_have_met(manager:
     try:
         for mailbox in (router, stranger):
             mailbox.route(DETOKENIZER, manager.address)
-        router.send(DETOKENIZER, Open(key=KEY))
+        router.send(DETOKENIZER, ExpectAnswer(key=KEY))
         stranger.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(Key(RequestId("unknown"), 0), 0, (5,)),)))
         manager.meet_router(router.address)
         beats: list[DetokenizerHeartbeat] = []

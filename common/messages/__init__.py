@@ -1,0 +1,44 @@
+"""Every message between processes: frozen, and one closed union per inbox.
+
+Owns the vocabulary of the wire: one file per topic, and the unions here. Knows no sockets; `common/wire.py` encodes these.
+A `match` over an inbox's union ends in `assert_never`, so a new message breaks the type check at each place that must learn it.
+
+    client ─HTTP─► router ─Generate─► prefill ─Reserve─────────────► decode
+                     ▲                   │  ◄─Grant | Decline──────────┤
+                     │                   │  ─Renew─► ◄─Renewed─        │   every second while a handoff is open
+                     │                   │  ══push chunk by chunk═════►│
+                     │◄─TextBatch─ detok ◄─TokenBatch─┤ ─Handoff | Withdraw─►│
+                     │◄─TextBatch─ detok ◄─TokenBatch──────────────────┤
+
+Each field is documented below its line, save those that mean the same everywhere: `key` is the request and attempt that a message
+is about; `id` and `incarnation` are the life of the instance that sends it. Token and page ids that are `bytes` are packed
+little-endian int32 (`common.ids.pack_ids`).
+"""
+
+from typing import TypeAlias
+
+from common.messages.base import WIRE_VERSION, Message
+from common.messages.endings import Ending, Failed, Finished, FinishReason
+from common.messages.fleet import (
+    Drain,
+    Goodbye,
+    InstanceInfo,
+    ModelIdentity,
+    Peers,
+    PoolDescriptor,
+    RankInfo,
+    Refused,
+    Register,
+    Welcome,
+)
+from common.messages.handoffs import Claim, Decline, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
+from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkState, LinkTraffic, Load
+from common.messages.requests import Cancel, Generate, Probe, Probed, Standing, Terms
+from common.messages.text import DetokenizerHeartbeat, ExpectAnswer, ForgetAnswer, TextBatch, TextDelta, TokenBatch, TokenDelta
+
+RouterInbox: TypeAlias = Register | Heartbeat | Goodbye | Probed | TextBatch | DetokenizerHeartbeat
+FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe
+PrefillInbox: TypeAlias = FromRouter | Grant | Decline | Renewed
+DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
+DetokenizerInbox: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer
+AnyMessage: TypeAlias = RouterInbox | PrefillInbox | DecodeInbox | DetokenizerInbox

@@ -1,0 +1,43 @@
+"""How a request ends: as it should, or with an error.
+
+Owns the two endings. Does not know who ends a request or what becomes of the next attempt.
+"""
+
+from typing import Literal, TypeAlias
+
+from common.errors import TandemError
+from common.messages.base import Message
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Finished(Message, frozen=True):
+    """The request ended as it should."""
+
+    reason: FinishReason
+    """"stop": a stop string or stop token. "length": enough tokens. "cancelled": the client went away."""
+    matched: str | int | None = None
+    """The stop string or the stop token id that ended it; None when neither did."""
+
+
+class Failed(Message, frozen=True):
+    """The request could not be finished. `kind`, `status` and `retryable` are those of the error tree (`common.errors`).
+
+    From an instance it ends one attempt: if it is retryable, the router resumes the request as the next attempt.
+    """
+
+    message: str
+    """For the client: what went wrong."""
+    kind: str = "instance_error"
+    """Type of the error, as in the API's error object."""
+    status: int = 500
+    """HTTP status."""
+    retryable: bool = False
+    """The same request may succeed when it is tried again."""
+
+    @classmethod
+    def of(cls, error: TandemError) -> "Failed":
+        return cls(message=str(error), kind=error.kind, status=error.status, retryable=error.retryable)
+
+
+Ending: TypeAlias = Finished | Failed

@@ -1,0 +1,147 @@
+"""Membership: instances join the router's fleet, learn their peers, and leave.
+
+Owns what an instance says about itself. Does not know requests or how an instance is chosen.
+"""
+
+import re
+
+import msgspec
+
+from common.ids import Incarnation, InstanceId, Role
+from common.messages.base import WIRE_VERSION, Message
+from common.pages.layout import KVLayout
+
+_POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of an instance, which drives one device. For people."""
+
+    rank: int
+    """Counted from 0."""
+    pid: int
+    """Process id on its host."""
+    host: str
+    """The host's name."""
+    device: str
+    """"cpu" or "cuda:N"."""
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be equal in all instances of one fleet."""
+
+    name: str
+    """As clients write it."""
+    fingerprint: str
+    """Digest of the config and of the weight files' headers."""
+    architecture: str
+    """The model class that config.json names."""
+    dtype: str
+    """Of weights and KV, for example "bfloat16"."""
+    vocab_size: int
+    """Rows of the embedding: every token id is below it."""
+    context_tokens: int
+    """Most tokens of prompt and answer together."""
+
+
+class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank publishes once so that peers can write into its pool."""
+
+    backend: str
+    """Name of the transport."""
+    agent: str
+    """The rank's name in the transport; unique per incarnation."""
+    address: int
+    """Address of the pool's first byte in the rank's memory."""
+    total_pages: int
+    """Pages of the pool."""
+    device: str
+    """"cpu" or "cuda:N"."""
+    layout: KVLayout
+    """Shape and dtype of a page."""
+    wire: bytes
+    """What the backend needs to connect; opaque to everybody else."""
+    spare_pages: int = 0
+    """Pages after those of the pool that hold no KV: links are measured by writing there."""
+
+    @property
+    def pool_bytes(self) -> int:
+        return (self.total_pages + self.spare_pages) * self.layout.page_bytes
+
+    @property
+    def is_addressable(self) -> bool:
+        """Every byte of the pool has an address that fits an int64."""
+        return 0 <= self.address < 2**63 - self.pool_bytes
+
+    @property
+    def has_known_device(self) -> bool:
+        """The device is "cpu" or "cuda:N"."""
+        return _POOL_DEVICE.fullmatch(self.device) is not None
+
+
+class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance says about itself when it registers."""
+
+    id: InstanceId
+    """Its name, the same after a restart."""
+    incarnation: Incarnation
+    """This life of its process."""
+    role: Role
+    """"prefill" or "decode"."""
+    inbox: str
+    """ZeroMQ address, tcp://host:port, on which it receives everything."""
+    ranks: tuple[RankInfo, ...]
+    """Its processes."""
+    model: ModelIdentity
+    """The model that it serves."""
+    pool: PoolDescriptor
+    """Its KV pages."""
+    max_running: int
+    """Most requests that it computes at once."""
+    wire_version: int = WIRE_VERSION
+    """The version it speaks."""
+
+
+class Register(Message, frozen=True):
+    """instance → router, repeated until Welcome or Refused arrives."""
+
+    instance: InstanceInfo
+    """Who wants to join."""
+
+
+class Welcome(Message, frozen=True):
+    """router → instance: you are a member. It answers every Register and every Heartbeat, so it is the router's own heartbeat."""
+
+    router: Incarnation
+    """The router's life: after a change the instance ends what the former router had sent."""
+    detokenizer: str
+    """ZeroMQ address to send TokenBatch to."""
+    heartbeat_s: float
+    """Send a Heartbeat this often."""
+    dead_after_s: float = 3.0
+    """A router that has left heartbeats unanswered for this long is dead."""
+
+
+class Refused(Message, frozen=True):
+    """router → instance: you cannot join. The instance logs the reason and exits."""
+
+    reason: str
+    """For people."""
+
+
+class Peers(Message, frozen=True):
+    """router → instance: all instances of the other role."""
+
+    instances: tuple[InstanceInfo, ...]
+    """The whole set; it replaces the former one."""
+
+
+class Goodbye(Message, frozen=True):
+    """instance → router: this incarnation leaves in order and takes no more requests."""
+
+    id: InstanceId
+    incarnation: Incarnation
+
+
+class Drain(Message, frozen=True):
+    """router → instance: take no more requests, end those that wait so that they are resumed elsewhere, finish the rest, exit."""

@@ -1,0 +1,112 @@
+"""Handoffs: a prefill instance (the writer) moves a request's KV into pages of a decode instance (the reader).
+
+Owns the words of reservation, write lease and handoff; `kv_transfer/write_lease.py` explains when a writer may write. Every
+`sent_s` is on the writer's clock: the reader only sends it back.
+"""
+
+import msgspec
+
+from common.ids import Generation, Incarnation, Key
+from common.messages.base import Message
+from common.messages.endings import Failed
+from common.messages.requests import Terms
+from common.sampling_params import SamplingParams
+
+
+class Reserve(Message, frozen=True):
+    """prefill → decode: lease pages for this prompt; its KV will be written into them."""
+
+    key: Key
+    incarnation: Incarnation
+    """The writer's life."""
+    prompt: bytes
+    """Packed token ids, as in Generate."""
+    sampling: SamplingParams
+    """As in Generate."""
+    sent_s: float
+    """Writer's clock; comes back in Grant."""
+    first: int = 0
+    """As in Generate."""
+    terms: Terms = Terms()
+    """As in Generate."""
+
+
+class Grant(Message, frozen=True):
+    """decode → prefill: the reservation exists. The writer may write until sent_s + write_lease_s on its own clock."""
+
+    key: Key
+    generation: Generation
+    """Number of the reservation."""
+    pages: bytes
+    """Packed page ids for the prompt's KV in token order: `layout.pages_for(prompt)` of them."""
+    sent_s: float
+    """Writer's clock: the latest Reserve or Renew that the reader has heard."""
+    write_lease_s: float = msgspec.field(name="lease_s")
+    """Length of the write lease."""
+    have_tokens: int = 0
+    """Tokens whose KV is there already: the first `have_tokens // page_size` pages must not be written."""
+
+
+class Decline(Message, frozen=True):
+    """decode → prefill: there will be no grant for this key."""
+
+    key: Key
+    failed: Failed
+    """What the client is told."""
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True):
+    """A handoff that the writer holds open."""
+
+    key: Key
+    generation: Generation
+    """Of the reservation; 0 while no grant has arrived."""
+    stuck: bool = False
+    """The writer gave it up, but a write may still be in flight, so the pages must wait."""
+
+
+class Renew(Message, frozen=True):
+    """prefill → decode, every second while a handoff is open: I am alive, these are open, and every other one is over.
+
+    So one message renews every write lease of the pair, and heals what a lost Grant, Handoff, Withdraw or Decline left behind.
+    """
+
+    incarnation: Incarnation
+    """The writer's life."""
+    sent_s: float
+    """Writer's clock; comes back in Renewed."""
+    claims: tuple[Claim, ...]
+    """Every handoff between the two that is open."""
+
+
+class Renewed(Message, frozen=True):
+    """decode → prefill: the answer to a Renew. You may write until sent_s + write_lease_s on your clock."""
+
+    sent_s: float
+    """Writer's clock: that of the Renew."""
+    write_lease_s: float = msgspec.field(name="lease_s")
+    """Length of the write lease."""
+    over: tuple[Key, ...] = ()
+    """Claims that were cancelled or are unknown here: stop writing them, and withdraw them."""
+
+
+class Handoff(Message, frozen=True):
+    """prefill → decode: every write has completed; decode from here."""
+
+    key: Key
+    generation: Generation
+    """Of the reservation."""
+    first_token: int
+    """Token id of number `first` of the answer; it is on its way to the client."""
+    pushed_pages: int
+    """Pages that were written."""
+    pushed_bytes: int
+    """Bytes that were written."""
+    digests: bytes = b""
+    """With --verify-pages: the CRC-32 (little-endian uint32) of each page that was written, in token order."""
+
+
+class Withdraw(Message, frozen=True):
+    """prefill → decode: no write for this key is in flight or will be; its pages may be reused."""
+
+    key: Key

@@ -1,0 +1,150 @@
+"""What an instance reports about itself at every heartbeat: its load, its totals and its links.
+
+Owns the figures. Does not know who uses them: `router/metrics.py` makes a metric of each field of Load, Counters and LinkTraffic.
+"""
+
+from operator import add
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from common.ids import Incarnation, InstanceId
+from common.messages.base import Message
+
+LinkState: TypeAlias = Literal["connecting", "ready", "lost"]
+
+
+class LinkTraffic(msgspec.Struct, frozen=True):
+    """What was pushed over a link, in totals."""
+
+    pushes: int = 0
+    """Pushes that arrived."""
+    runs: int = 0
+    """Contiguous pieces that those pushes consisted of."""
+    bytes_pushed: int = 0
+    """Bytes that those pushes wrote."""
+    push_seconds: float = 0.0
+    """Sum over those pushes of the time from begin to end; pushes overlap."""
+    handoffs: int = 0
+    """Requests handed off."""
+    exposed_seconds: float = 0.0
+    """Sum over handoffs of the time from the first token to the handoff: what computing did not hide."""
+    pushes_refused: int = 0
+    """Pushes that failed before anything was written: no link, no lease, or invalid pages."""
+    pushes_broken: int = 0
+    """Pushes that failed on the way, and none of their writes is in flight any more."""
+    pushes_unproven: int = 0
+    """Pushes that failed and may still write: their pages are in quarantine."""
+
+    def __add__(self, other: "LinkTraffic") -> "LinkTraffic":
+        return LinkTraffic(*map(add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
+
+    @property
+    def pushes_failed(self) -> int:
+        return self.pushes_refused + self.pushes_broken + self.pushes_unproven
+
+
+class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The link from an instance to one life of a peer."""
+
+    peer: InstanceId
+    """Where it leads."""
+    incarnation: Incarnation
+    """The peer's life."""
+    state: LinkState
+    """Only a "ready" link takes pushes."""
+    detail: str = ""
+    """For people: the library and what it really uses, or why there is no link."""
+    bytes_per_s: float | None = None
+    """Speed as measured when the link came up; None: not measured."""
+    host_bytes_per_s: float | None = None
+    """Speed that this host could reach instead; None: not known."""
+    warning: str = ""
+    """For people; not empty when the link is much slower than the host could be."""
+    traffic: LinkTraffic = LinkTraffic()
+    """Totals of this instance towards the peer."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one instance at one moment: in tokens for a tokens-aware router, in requests for people."""
+
+    waiting_requests: int = 0
+    """Requests that wait for memory or for their turn."""
+    running_requests: int = 0
+    """Requests that are being computed."""
+    waiting_tokens: int = 0
+    """Prompt tokens of the waiting requests."""
+    running_tokens: int = 0
+    """Tokens of the running requests: on prefill what is left to compute, on decode what is held."""
+    pages_free: int = 0
+    """Pages that nobody holds."""
+    pages_total: int = 0
+    """Pages of the pool."""
+    reservations: int = 0
+    """Reservations that wait for their handoff."""
+    pushes_in_flight: int = 0
+    """Pushes that were posted and have not ended."""
+    pages_quarantined: int = 0
+    """Pages held by transfers that are not proven to have ended."""
+    oldest_step_s: float = 0.0
+    """Age of the oldest step in flight."""
+    oldest_transfer_s: float = 0.0
+    """Seconds without progress, of the transfer that has had none for longest or of the transfer thread itself."""
+
+
+class Counters(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals since the incarnation began."""
+
+    requests_accepted: int = 0
+    """Requests taken in."""
+    requests_ended: int = 0
+    """Requests ended, however."""
+    prompt_tokens_computed: int = 0
+    """Prompt tokens that went through the model here."""
+    tokens_generated: int = 0
+    """Tokens sent to the detokenizer."""
+    steps: int = 0
+    """Forwards."""
+    pages_pushed: int = 0
+    """Pages written into peers."""
+    bytes_pushed: int = 0
+    """Bytes of those pages."""
+    pages_received: int = 0
+    """Pages that peers handed off."""
+    bytes_received: int = 0
+    """Bytes of those pages."""
+    handoffs: int = 0
+    """Requests handed off, on either side."""
+    handoffs_lost: int = 0
+    """Reservations whose writer no longer claims them, though no handoff has arrived."""
+    pages_corrupt: int = 0
+    """Pages whose digest differed after the transfer."""
+    preemptions: int = 0
+    """Requests whose memory was taken for an older one."""
+    pushes_failed: int = 0
+    """Pushes that failed, for any reason."""
+    push_seconds: float = 0.0
+    """Sum over pushes of the time from begin to end; pushes overlap."""
+    exposed_seconds: float = 0.0
+    """Sum over handoffs of the time from the first token to the handoff: what computing did not hide."""
+    messages_stale: int = 0
+    """Messages about requests or lives that are over."""
+    frames_refused: int = 0
+    """Frames that arrived and were no message."""
+    messages_lost: int = 0
+    """Messages that could not be sent."""
+
+
+class Heartbeat(Message, frozen=True):
+    """instance → router, every `heartbeat_s`."""
+
+    id: InstanceId
+    incarnation: Incarnation
+    load: Load
+    """Now."""
+    counters: Counters
+    """Since it began."""
+    links: tuple[LinkInfo, ...] = ()
+    """One for each peer."""
+    draining: bool = False
+    """It takes no more requests."""

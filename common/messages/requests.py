@@ -1,0 +1,70 @@
+"""Requests: the router has them served, asks about them and cancels them.
+
+Owns what an instance is told about a request. Does not know KV or text.
+"""
+
+import msgspec
+
+from common.ids import Incarnation, InstanceId, Key
+from common.messages.base import Message
+from common.sampling_params import SamplingParams
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """When a request is to be served. Durations and not times, because clocks differ between hosts."""
+
+    priority: int = 0
+    """The lower, the earlier (as in vLLM)."""
+    age_s: float = 0.0
+    """Time since the client's request arrived, at the moment of sending. Among equal priorities the older is earlier."""
+    timeout_s: float | None = None
+    """What is left of its time; None: only the receiver's own limit holds."""
+
+
+class Generate(Message, frozen=True):
+    """router → instance: serve this request."""
+
+    key: Key
+    prompt: bytes
+    """Packed token ids; of a resumed answer the last `first` of them are the answer's tokens so far."""
+    sampling: SamplingParams
+    """`max_new_tokens` counts from token `first`."""
+    decode: InstanceId | None = None
+    """Where to hand off; None when the receiver serves it alone (local prefill, or one token)."""
+    first: int = 0
+    """Number of the first token to emit; above 0 when an answer is resumed."""
+    terms: Terms = Terms()
+    """When to serve it."""
+
+
+class Probe(Message, frozen=True):
+    """router → instance: I have heard nothing of these requests for a while. What do you know of them?"""
+
+    keys: tuple[Key, ...]
+    """The requests."""
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request stands on an instance."""
+
+    key: Key
+    next_token: int | None
+    """Number of the token that it emits next; None: the instance does not know the key."""
+
+
+class Probed(Message, frozen=True):
+    """instance → router: the answer to a Probe."""
+
+    id: InstanceId
+    incarnation: Incarnation
+    standings: tuple[Standing, ...]
+    """One for each key of the Probe."""
+
+
+class Cancel(Message, frozen=True):
+    """router → instance: the client needs no more of this request; stop, and free its pages. Idempotent.
+
+    A key that the instance does not know yet is remembered for a while, since messages may overtake each other.
+    """
+
+    key: Key

@@ -1,0 +1,85 @@
+"""The text pipeline: instances send tokens to the detokenizer, which sends text to the router.
+
+Owns what carries tokens and text. Does not know tokenizers or HTTP.
+"""
+
+import msgspec
+
+from common.ids import Key
+from common.messages.base import Message
+from common.messages.endings import Ending
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one request."""
+
+    key: Key
+    first: int
+    """Number of the first of them in the answer, counted from 0."""
+    token_ids: tuple[int, ...]
+    """In order; empty when there is only an ending."""
+    ending: Ending | None = None
+    """The answer ends after the last of them."""
+
+
+class TokenBatch(Message, frozen=True):
+    """instance → detokenizer: what one step brought."""
+
+    deltas: tuple[TokenDelta, ...]
+    """Those of one request are in order."""
+
+
+class ExpectAnswer(Message, frozen=True, tag="Open"):
+    """router → detokenizer: tokens of this request will come; turn them into text."""
+
+    key: Key
+    stop: tuple[str, ...] = ()
+    """Strings at which the answer ends; they are cut off."""
+    first: int = 0
+    """Number of the first token to expect; above 0 when an answer is resumed."""
+    context: bytes = b""
+    """Packed ids before that token, which decide how it is decoded; the last `first` of them are the answer's tokens so far."""
+    text: str = ""
+    """The text that was delivered for the answer's tokens so far."""
+    skip_special_tokens: bool = True
+    """Special tokens give no text."""
+    life_s: float = 3600.0
+    """The detokenizer forgets the answer after this time, whatever was lost on the way."""
+
+
+class ForgetAnswer(Message, frozen=True, tag="Close"):
+    """router → detokenizer: no more text of this request is wanted."""
+
+    key: Key
+
+
+class TextDelta(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one request in order, each exactly once, and their text."""
+
+    key: Key
+    first: int
+    """Number of the first of them in the answer."""
+    token_ids: tuple[int, ...]
+    """In order."""
+    text: str
+    """Text that is settled now; may be empty while a character or a stop string is incomplete."""
+    ending: Ending | None = None
+    """The answer ends after this text."""
+
+
+class TextBatch(Message, frozen=True):
+    """detokenizer → router: what one batch of tokens brought."""
+
+    deltas: tuple[TextDelta, ...]
+    """Those of one request are in order."""
+
+
+class DetokenizerHeartbeat(Message, frozen=True):
+    """detokenizer → router, every second."""
+
+    open_answers: int
+    """Answers that are expected and have not ended."""
+    early_answers: int
+    """Answers whose tokens came before ExpectAnswer."""
+    dropped: int
+    """Token deltas that were of no use, since it started."""
