@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bench import overlap_plan
+from bench import plan as transfer_plan
+from bench.overlap_plan import OverlapBench
+from bench.plan import TransferBench
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
 from common.names import check_instance_id
 from launch import environment, logs
-from launch.bench import overlap_plan
-from launch.bench import plan as transfer_plan
-from launch.bench.overlap_plan import OverlapBench
-from launch.bench.plan import TransferBench
 from launch.child import ChildProcess, run_child
 from launch.flags import ConfigClass, add_flags, read_config, to_flags
 from launch.reports import BAD_FLAG
@@ -142,7 +142,7 @@ def _router(flags: argparse.Namespace) -> int:
 
 def _bench_transfer(flags: argparse.Namespace) -> int:
     environment.prepare(1)
-    from launch.bench.transfer import run
+    from bench.transfer import run
 
     bench = read_config(TransferBench, flags)
     command = _bench_command(flags, TRANSFER_SWITCHES, bench)
@@ -151,7 +151,7 @@ def _bench_transfer(flags: argparse.Namespace) -> int:
 
 def _bench_overlap(flags: argparse.Namespace) -> int:
     environment.prepare(1)
-    from launch.bench.overlap import run
+    from bench.overlap import run
 
     bench, engine = read_config(OverlapBench, flags), read_config(EngineConfig, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench, engine)

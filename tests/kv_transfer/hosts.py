@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.bench.namespaces import Namespace, await_links
+from bench.namespaces import Namespace, await_links
 from tests.kv_transfer.agents import Kind
 from tests.kv_transfer.child import WAIT_S, remaining
 from tests.kv_transfer.member_process import MemberPlan

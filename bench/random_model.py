@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.overlap_plan import OverlapBench
 from common.config import DEMO_MODEL
 from common.model_path import resolve_model_path
 from common.text.tokenizer_manager import TokenizerManager
-from launch.bench.overlap_plan import OverlapBench
 
 MLP_FACTOR = 3
 

@@ -6,8 +6,8 @@ Owns the drawing. Knows rows of figures; measures nothing, and needs no library.
 import math
 from xml.sax.saxutils import escape
 
-from launch.bench.figures import Place, fullest, gb_per_s
-from launch.bench.report import bytes_text
+from bench.figures import Place, fullest, gb_per_s
+from bench.report import bytes_text
 
 WIDTH, HEIGHT, MARGIN = 760, 420, 60
 COLORS = ("#222222", "#8c8c8c", "#1f77b4", "#17becf", "#d62728", "#ff9896", "#2ca02c", "#98df8a", "#9467bd", "#c5b0d5", "#8c564b")

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, assert_never
 
 import numpy as np
 
+from bench.lines import Address, AgentPlan
 from common.config import TransportName
 from common.errors import TransferError
 from common.ids import Incarnation, InstanceId, Int32Array, Int64Array, Ticket
@@ -25,7 +26,6 @@ from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import BUSY_S, EXPECT_S, IDLE_S, TransferThread
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
-from launch.bench.lines import Address, AgentPlan
 
 PUSH_S = 60.0
 """A push that takes longer has failed."""

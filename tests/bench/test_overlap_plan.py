@@ -2,10 +2,10 @@
 
 import pytest
 
+from bench.overlap import plan_of
+from bench.overlap_plan import FLEETS, OverlapBench, prompt_tokens, quick
 from common.config import EngineConfig
 from common.errors import ConfigError
-from launch.bench.overlap import plan_of
-from launch.bench.overlap_plan import FLEETS, OverlapBench, prompt_tokens, quick
 
 
 def test_the_defaults_measure_random_weights_and_the_demo_model_at_one_two_and_eight_chunks() -> None:

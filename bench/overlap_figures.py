@@ -9,9 +9,9 @@ from statistics import median
 
 import msgspec
 
-from launch.bench.figures import Goal
-from launch.bench.hardware import Hardware
-from launch.bench.overlap_plan import FleetKind
+from bench.figures import Goal
+from bench.hardware import Hardware
+from bench.overlap_plan import FleetKind
 
 MANY_CHUNKS = 8
 MOST_EXPOSED = {1: 50, MANY_CHUNKS: 10}

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from bench.plan import Point, Way
 from common.messages import PoolDescriptor
-from launch.bench.plan import Point, Way
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True):

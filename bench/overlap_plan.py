@@ -6,9 +6,9 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from bench.quick import shrink
 from common.config import EngineConfig, TransportName, option
 from common.errors import ConfigError
-from launch.bench.quick import shrink
 
 FleetKind = Literal["layer-wise", "page-wise", "colocated"]
 """layer-wise: one prefill and one decode instance. page-wise: the same, but the last chunk is pushed when it is computed.

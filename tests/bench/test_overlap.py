@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from launch.bench import fleets
-from launch.bench.fleets import Fleet, Totals
+from bench import fleets
+from bench.fleets import Fleet, Totals
 from launch.local import FleetFailed
 
 KV_BYTES = 2 * 2 * 2 * 32 * 4

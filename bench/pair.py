@@ -17,13 +17,13 @@ from typing import TypeAlias
 
 import msgspec
 
+from bench.figures import Sample
+from bench.lines import Address, AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
+from bench.plan import Point, TransferBench, Way
 from common.errors import TransferError
-from launch.bench.figures import Sample
-from launch.bench.lines import Address, AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
-from launch.bench.plan import Point, TransferBench, Way
 from launch.processes import KILL_S
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[1]
 ANSWER_S = 120.0
 LEAST_PUSHES = 3
 LEAST_PUSHES_OF_ONE_PAGE = 200
@@ -50,7 +50,7 @@ class Agent:
         self._unread = b""
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "launch.bench.agent", msgspec.json.encode(plan).decode()],
+            [*prefix, sys.executable, "-m", "bench.agent", msgspec.json.encode(plan).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.agent import touched_memory
+from bench.ends import layout_of, make_end
+from bench.figures import Sample
+from bench.lines import AgentPlan
+from bench.namespaces import two_namespaces
+from bench.pair import Pair, Spot
+from bench.plan import Point, TransferBench, Way
+from bench.transfer import ONE_HOST, measure_host
 from common.errors import TransferError
-from launch.bench.agent import touched_memory
-from launch.bench.ends import layout_of, make_end
-from launch.bench.figures import Sample
-from launch.bench.lines import AgentPlan
-from launch.bench.namespaces import two_namespaces
-from launch.bench.pair import Pair, Spot
-from launch.bench.plan import Point, TransferBench, Way
-from launch.bench.transfer import ONE_HOST, measure_host
 
 UNIT, POOL = 4096, 64 * 4096
 

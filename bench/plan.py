@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from bench.quick import shrink
 from common.config import Switch, TransportName, option, parse_bytes
 from common.errors import ConfigError
-from launch.bench.quick import shrink
 
 Arrangement = Literal["contiguous", "scattered"]
 Kind = Literal["transport", "thread", "socket", "memmove"]

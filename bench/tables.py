@@ -5,8 +5,8 @@ Owns how they look. Knows the machine, and goals; not what was measured.
 
 from collections.abc import Sequence
 
-from launch.bench.figures import Goal
-from launch.bench.hardware import Hardware
+from bench.figures import Goal
+from bench.hardware import Hardware
 
 QUIET_LOAD = 0.5
 BUSY = "The machine had other work: speeds, times and their ratios depend on who got the cores when, also where a goal is met."

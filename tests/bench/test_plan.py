@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from bench.agent import pages_of
+from bench.plan import Point, TransferBench, quick
 from common.errors import ConfigError
-from launch.bench.agent import pages_of
-from launch.bench.plan import Point, TransferBench, quick
 
 KIB, MIB = 2**10, 2**20
 

@@ -5,9 +5,9 @@ Owns the columns and their order. Measures and judges nothing.
 
 from collections.abc import Iterable, Sequence
 
-from launch.bench.overlap_figures import Measured, Outcome, Sample, Spread, exposed_share
-from launch.bench.overlap_plan import FLEETS, FleetKind
-from launch.bench.tables import cautions, machine_line, markdown_goals, markdown_table, text_goals, text_table
+from bench.overlap_figures import Measured, Outcome, Sample, Spread, exposed_share
+from bench.overlap_plan import FLEETS, FleetKind
+from bench.tables import cautions, machine_line, markdown_goals, markdown_table, text_goals, text_table
 
 FIRST_TOKEN = ("tokens", "fleet", "first token, ms", "beyond colocated's, ms", "in colocated's", "then to the second, ms")
 TRANSFER = ("tokens", "fleet", "MB pushed", "all pushes, ms", "exposed, ms", "exposed share", "of page-wise's exposed")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from launch.bench.hardware import this_hardware
-from launch.bench.overlap_figures import Measured, Outcome, Sample, Spread, judge
-from launch.bench.overlap_plan import FleetKind
-from launch.bench.overlap_report import markdown, text
+from bench.hardware import this_hardware
+from bench.overlap_figures import Measured, Outcome, Sample, Spread, judge
+from bench.overlap_plan import FleetKind
+from bench.overlap_report import markdown, text
 
 
 def sample(

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import msgspec
 
+from bench import overlap_report
+from bench.fleets import Fleet, running
+from bench.hardware import this_hardware
+from bench.overlap_figures import Measured, Outcome, Sample, judge
+from bench.overlap_plan import FLEETS, RANDOM, FleetKind, OverlapBench, prompt_tokens
+from bench.random_model import random_model
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.text.tokenizer_manager import TokenizerManager
-from launch.bench import overlap_report
-from launch.bench.fleets import Fleet, running
-from launch.bench.hardware import this_hardware
-from launch.bench.overlap_figures import Measured, Outcome, Sample, judge
-from launch.bench.overlap_plan import FLEETS, RANDOM, FleetKind, OverlapBench, prompt_tokens
-from launch.bench.random_model import random_model
 from launch.environment import core_count, divide_cores
 from launch.local import FleetFailed, LocalPlan
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from bench.pair import Spot
 from common.errors import TransferError
-from launch.bench.pair import Spot
 
 HOSTS = ("10.213.77.1", "10.213.77.2")
 _COMMAND_S = 20.0

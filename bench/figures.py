@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from launch.bench.hardware import Hardware
-from launch.bench.plan import Point, Way
+from bench.hardware import Hardware
+from bench.plan import Point, Way
 
 LARGE_PAGE_BYTES = 64 * 2**10
 NETWORK_PAGE_BYTES = 256 * 2**10

@@ -1,6 +1,6 @@
 """One of the two processes of a measurement: a pool, one end of a way, and a loop that does what it is told.
 
-Owns the pool, the pages of each push, the clock around them and the loop. It runs as `python -m launch.bench.agent PLAN`, says
+Owns the pool, the pages of each push, the clock around them and the loop. It runs as `python -m bench.agent PLAN`, says
 Started, and gives one answer to each command; it ends when it is told to, or when its stdin closes. Does not know who measures.
 """
 
@@ -14,13 +14,13 @@ from typing import assert_never
 import msgspec
 import numpy as np
 
+from bench.ends import End as WayEnd
+from bench.ends import Memory, make_end
+from bench.lines import AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
+from bench.plan import Point
 from common.errors import TransferError
 from common.ids import Int32Array
 from common.pages.host_memory import host_memory
-from launch.bench.ends import End as WayEnd
-from launch.bench.ends import Memory, make_end
-from launch.bench.lines import AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
-from launch.bench.plan import Point
 
 
 def touched_memory(pool_bytes: int, huge_pages: bool) -> Memory:

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from launch.bench.figures import Goal, Outcome, Place, Row, Sample, judge
-from launch.bench.hardware import this_hardware
-from launch.bench.plan import Point, Way
-from launch.bench.plot import draw
-from launch.bench.report import markdown, text
+from bench.figures import Goal, Outcome, Place, Row, Sample, judge
+from bench.hardware import this_hardware
+from bench.plan import Point, Way
+from bench.plot import draw
+from bench.report import markdown, text
 
 KIB = 2**10
 ONE, MANY = Point(64 * KIB, 1, "contiguous"), Point(64 * KIB, 8, "scattered")

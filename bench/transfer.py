@@ -14,15 +14,15 @@ from typing import TypeVar
 
 import msgspec
 
+from bench import report
+from bench.figures import Outcome, Place, Row, Sample, judge
+from bench.hardware import this_hardware
+from bench.namespaces import two_namespaces
+from bench.pair import Pair, Spot, Spots
+from bench.plan import Point, TransferBench, Way
+from bench.plot import draw
 from common.config import TransportName
 from common.errors import TransferError
-from launch.bench import report
-from launch.bench.figures import Outcome, Place, Row, Sample, judge
-from launch.bench.hardware import this_hardware
-from launch.bench.namespaces import two_namespaces
-from launch.bench.pair import Pair, Spot, Spots
-from launch.bench.plan import Point, TransferBench, Way
-from launch.bench.plot import draw
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
