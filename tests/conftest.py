@@ -1,13 +1,22 @@
-"""What every test has in common: the flag for long runs, and no deadline for generated examples.
+"""Settings for every test: one thread for each process, fixed examples, and the flag for long runs.
 
 Owns no fixtures: those live where they are used.
+
+Verdicts do not depend on luck or load. Hypothesis has no deadline and makes the same examples each time. `./check --long` passes
+`--hypothesis-profile=random`, which makes new ones. A deadline in a test only ends a test that hangs, and is a minute or more.
 """
 
-import pytest
-from hypothesis import settings
+import os
 
-settings.register_profile("tandem", deadline=None)  # a busy machine is no bug
-settings.load_profile("tandem")
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads spin when other processes have the cores
+
+UNHURRIED = [HealthCheck.too_slow]
+settings.register_profile("fixed", deadline=None, suppress_health_check=UNHURRIED, derandomize=True)
+settings.register_profile("random", deadline=None, suppress_health_check=UNHURRIED)
+settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
