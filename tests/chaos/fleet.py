@@ -19,14 +19,14 @@ from typing import Any
 from common.ids import Role
 from launch.processes import Child, ChildEvent, Exited, Reported, launch_command
 from launch.reports import Ready
+from tests.shared_memory import FOLDER, abandoned, shared_files
 
 MARK = "TANDEM_CHAOS"
 START_S = 120.0
 STOP_S = 40.0
 """More than a drain takes, and than closing the transport after it."""
-ORPHAN_S = 20.0
-"""A process whose parent was killed is gone within this."""
-SHARED_MEMORY = Path("/dev/shm")
+ORPHAN_S = 60.0
+"""Ends the wait for processes whose parent was killed. They end when its pipes close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Fleet:
         self._running: dict[str, Process] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._control = ""
-        self._memory_before = frozenset(os.listdir(SHARED_MEMORY))
+        self._memory_before = shared_files()
 
     async def start(self) -> str:
         """Start everything. Returns the router's URL; raises TimeoutError."""
@@ -205,4 +205,4 @@ class Fleet:
                     yield int(folder.name)
 
     def _memory_left(self) -> list[str]:
-        return [f"{SHARED_MEMORY}/{name}" for name in os.listdir(SHARED_MEMORY) if name not in self._memory_before]
+        return [f"{FOLDER}/{name}" for name in abandoned(self._memory_before)]

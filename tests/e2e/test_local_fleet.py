@@ -1,7 +1,6 @@
 """`launch local` as its users meet it: the openai client, bad input, clients that leave, and Ctrl-C."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -15,6 +14,7 @@ from openai import OpenAI
 
 from demo import corpus
 from tests.e2e.local_fleet import LocalFleet, local_fleet
+from tests.shared_memory import left_behind, shared_files
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +150,11 @@ def _descendants(pid: int) -> list[int]:
 
 
 def test_ctrl_c_leaves_no_process_socket_or_shared_memory(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_files()
     with local_fleet(tmp_path) as fleet:
         family = _descendants(fleet.process.pid)
         assert len(family) >= 4, "router, detokenizer, prefill, decode"
     alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
     assert not alive
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not left_behind(before)
     assert not re.search("Traceback", (tmp_path / "fleet.stderr").read_text())

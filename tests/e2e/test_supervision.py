@@ -18,12 +18,12 @@ import pytest
 
 from launch.fleet_page import FleetPage
 from tests.e2e.local_fleet import LocalFleet, local_fleet
+from tests.shared_memory import left_behind, shared_files
 
 PATIENCE_S = 120.0
 ANSWER_TOKENS = 1_000
 PROMPTS = [f"Count from {number} to 90." for number in range(3, 7)]
 PREFILL, DECODE = ["prefill-0"], ["decode-0", "decode-1"]
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -136,11 +136,11 @@ def instance_pids(fleet: LocalFleet) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
-    before = set(os.listdir(SHARED_MEMORY))
+    before = shared_files()
     with local_fleet(tmp_path_factory.mktemp("fleet"), "--dtype", "float32", "--decode", "2") as running:
         yield running
         running.wait_until_home()
-    assert set(os.listdir(SHARED_MEMORY)) <= before
+    assert not left_behind(before)
 
 
 @pytest.fixture(scope="module")

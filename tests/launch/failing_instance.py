@@ -19,7 +19,7 @@ from launch import environment, logs
 from launch.child import ChildProcess, run_child
 
 NAME = "decode-0"
-FOREVER_S = 60.0
+FOREVER_S = 600.0
 
 
 def main(which: str, router: str) -> int:
@@ -32,7 +32,9 @@ def main(which: str, router: str) -> int:
 
         break_threads(which)
         engine = EngineConfig(dtype="float32", kv_memory="8MiB", threads=1)
-        instance_process.serve(process, "decode", InstanceConfig(router=router), ModelConfig(), engine, InstanceId(NAME))
+        instance_process.serve(
+            process, "decode", InstanceConfig(router=router, drain_timeout_s=FOREVER_S), ModelConfig(), engine, InstanceId(NAME)
+        )
 
     return run_child(NAME, body)
 

@@ -9,11 +9,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from common.config import InstanceConfig
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId, pack_ids
 from common.messages import (
     DetokenizerInbox,
@@ -34,10 +32,10 @@ from launch.instance_process import CLOSE_S
 from launch.processes import Child, ChildEvent, Exited
 from launch.reports import Broken
 from tests.launch.failing_instance import NAME
+from tests.shared_memory import left_behind, shared_files
 
-START_S = 60.0
-SOON_S = 4.0
-SHARED_MEMORY = Path("/dev/shm")
+HANG_S = 60.0
+"""Ends a test that hangs. A drain may take ten times as long here, so an instance that ends within this did not wait for one."""
 
 
 class Router:
@@ -47,7 +45,7 @@ class Router:
         self.mailbox: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, "tcp://127.0.0.1:0")
         self.detokenizer: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, "tcp://127.0.0.1:0")
         self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
-        self.shared_before = set(os.listdir(SHARED_MEMORY))
+        self.shared_before = shared_files()
         command = [sys.executable, "-m", "tests.launch.failing_instance", which, self.mailbox.address]
         self.child = Child(NAME, command, self.events.put)
         self.heartbeats: list[Heartbeat] = []
@@ -83,7 +81,7 @@ class Router:
             self.turn()
 
     def until_joined(self) -> None:
-        self.until(lambda: bool(self.heartbeats), "it has joined", START_S)
+        self.until(lambda: bool(self.heartbeats), "it has joined", HANG_S)
 
     def generate(self, max_new_tokens: int) -> None:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
@@ -91,7 +89,7 @@ class Router:
         self.mailbox.send(InstanceId(NAME), Generate(key=key, prompt=pack_ids([5, 6, 7]), sampling=sampling))
 
     def until_running(self) -> None:
-        self.until(lambda: len(self.deltas) > 3, "the request brings tokens", SOON_S)
+        self.until(lambda: len(self.deltas) > 3, "the request brings tokens", HANG_S)
 
     def end(self, timeout_s: float) -> Exited:
         """Its last event; by then the router has heard that it left, and nothing is left of it."""
@@ -99,8 +97,8 @@ class Router:
         self.until(lambda: self.child.status is not None, "it has ended", timeout_s)
         self.until(lambda: bool(self.goodbyes), "the router was told", max(1.0, began + timeout_s - time.monotonic()))
         assert [goodbye.incarnation for goodbye in self.goodbyes] == [self.incarnation]
-        assert self.child.wait(SOON_S)
-        assert set(os.listdir(SHARED_MEMORY)) <= self.shared_before
+        assert self.child.wait(HANG_S)
+        assert not left_behind(self.shared_before)
         last = [self.events.get_nowait() for _ in range(self.events.qsize())][-1]
         assert isinstance(last, Exited)
         return last
@@ -122,7 +120,7 @@ def join() -> Iterator[Callable[[str], Router]]:
     yield start
     for router in made:
         router.child.kill()
-        assert router.child.wait(START_S)
+        assert router.child.wait(HANG_S)
         router.mailbox.close()
         router.detokenizer.close()
 
@@ -131,7 +129,7 @@ def join() -> Iterator[Callable[[str], Router]]:
 def test_a_thread_that_fails_takes_its_instance_down_in_order(join: Callable[[str], Router], which: str, what: str) -> None:
     router = join(which)
     router.generate(20)
-    ended = router.end(SOON_S)
+    ended = router.end(HANG_S)
     assert ended.status == 1
     assert f"{what} fell off the bus" in ended.account
     assert isinstance(router.child.last_report, Broken), "it could say why"
@@ -142,9 +140,9 @@ def test_what_cannot_be_closed_does_not_keep_the_process_alive_and_the_router_is
 ) -> None:
     router = join("stuck")
     router.generate(20)
-    router.until(lambda: bool(router.goodbyes), "the router is told", SOON_S)
+    router.until(lambda: bool(router.goodbyes), "the router is told", HANG_S)
     assert router.child.status is None
-    ended = router.end(CLOSE_S + SOON_S)
+    ended = router.end(CLOSE_S + HANG_S)
     assert ended.status == 1
     assert "closing took longer" in ended.account and "the network card fell off the bus" in ended.account
 
@@ -152,7 +150,7 @@ def test_what_cannot_be_closed_does_not_keep_the_process_alive_and_the_router_is
 def test_an_idle_instance_that_is_told_to_stop_is_drained_at_once(join: Callable[[str], Router]) -> None:
     router = join("nothing")
     router.child.terminate()
-    assert router.end(SOON_S).status == 0
+    assert router.end(HANG_S).status == 0
 
 
 def test_an_instance_that_is_told_to_stop_finishes_what_runs_and_a_second_signal_ends_it_at_once(
@@ -162,10 +160,10 @@ def test_an_instance_that_is_told_to_stop_finishes_what_runs_and_a_second_signal
     router.generate(1_800)
     router.until_running()
     router.child.terminate()
-    router.until(lambda: router.heartbeats[-1].draining, "it says that it is draining", SOON_S)
+    router.until(lambda: router.heartbeats[-1].draining, "it says that it is draining", HANG_S)
     assert router.child.status is None and not router.goodbyes
     router.child.terminate()
-    ended = router.end(SOON_S)
+    ended = router.end(HANG_S)
     assert ended.status == 1 and ended.account == "told again to stop, by SIGTERM"
 
 
@@ -174,9 +172,9 @@ def test_an_instance_that_is_told_to_stop_ends_in_order_when_what_ran_is_finishe
     router.generate(300)
     router.until_running()
     os.kill(router.child.pid, signal.SIGINT)
-    ended = router.end(InstanceConfig().drain_timeout_s)
+    ended = router.end(HANG_S)
     assert ended.status == 0 and router.heartbeats[-1].draining
-    router.until(lambda: router.deltas[-1].ending is not None, "the last token has arrived", SOON_S)
+    router.until(lambda: router.deltas[-1].ending is not None, "the last token has arrived", HANG_S)
     assert router.deltas[-1].ending == Finished(reason="length")
     assert sum(len(delta.token_ids) for delta in router.deltas) == 300
 
@@ -186,5 +184,5 @@ def test_an_instance_that_was_killed_leaves_nothing_behind_either(join: Callable
     router.generate(1_800)
     router.until_running()
     router.child.kill()
-    assert router.child.wait(SOON_S) and router.child.status == -signal.SIGKILL
-    assert set(os.listdir(SHARED_MEMORY)) <= router.shared_before
+    assert router.child.wait(HANG_S) and router.child.status == -signal.SIGKILL
+    assert not left_behind(router.shared_before)
