@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from launch.environment import core_count
+from common.cores import core_count
 
 LIBRARIES = (
     "nixl",

@@ -19,8 +19,8 @@ from bench.overlap_figures import Measured, Outcome, Sample, judge
 from bench.overlap_plan import FLEETS, RANDOM, FleetKind, OverlapBench, prompt_tokens
 from bench.random_model import random_model
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.cores import core_count, divide_cores
 from common.text.tokenizer_manager import TokenizerManager
-from launch.environment import core_count, divide_cores
 from launch.local import FleetFailed, LocalPlan
 
 HEARTBEAT_S = 0.2

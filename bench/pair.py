@@ -21,7 +21,7 @@ from bench.figures import Sample
 from bench.lines import Address, AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
 from bench.plan import Point, TransferBench, Way
 from common.errors import TransferError
-from launch.processes import KILL_S
+from common.processes.child import KILL_S
 
 _ROOT = Path(__file__).resolve().parents[1]
 ANSWER_S = 120.0

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeVar
 
-from launch.flags import ConfigClass
+from common.flags import ConfigClass
 
 C = TypeVar("C", bound=ConfigClass)
 

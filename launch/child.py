@@ -1,15 +1,14 @@
-"""The child's half of a process: it reports, takes orders, and stops when told to or when its parent is gone.
+"""A process of `launch`: it reports, takes orders, and stops when it is told to or when its parent is gone.
 
-Owns the signals of the process and its ends of the two pipes. Does not know what the process does. A process that a person
-started in a terminal has no parent of ours: it prints what it would report.
+Owns the signals of the process. Does not know what the process does. A process that a person started in a terminal has no parent
+to report to: it prints its reports.
 
-Ways to be told to stop: SIGTERM, SIGINT, and end of file on the order pipe, which also comes when the parent was killed.
+A process is told to stop by SIGTERM, by SIGINT, or by end of file on the order pipe, which also comes when the parent was killed.
 
-    first     stop in order, which may take long: an instance finishes what runs there, or hands it off
-    a signal after that, or ORPHAN_S without a parent     end at once: HURRY_S to say goodbye, then the process is gone
+    the first time: stop in order; it may take long, because an instance finishes what runs there or hands it off
+    a signal after that, or ORPHAN_S without a parent: end at once; HURRY_S to say goodbye, then the process is gone
 """
 
-import contextlib
 import logging
 import os
 import signal
@@ -21,29 +20,16 @@ from types import FrameType
 import msgspec
 
 from common.errors import ConfigError, TandemError
+from common.processes.parent import Parent
 from launch import signals
-from launch.reports import (
-    BAD_FLAG,
-    MAX_LINE_BYTES,
-    ORDER_FD,
-    REPORT_FD,
-    Broken,
-    IntakeClosed,
-    News,
-    Order,
-    Progress,
-    Ready,
-    Report,
-    decode_order,
-    encode,
-)
+from launch.reports import BAD_FLAG, Broken, IntakeClosed, News, Order, Progress, Ready, Report
 
 ORPHAN_S = 15.0
-"""How long an orderly stop may take when nobody is left who would kill this process."""
+"""How long an orderly stop may take when no parent is left to kill this process."""
 HURRY_S = 1.0
-"""How long a process that was told to end at once has left."""
+"""How long a process lives on after it was told to end at once."""
 RETRY_S = 0.2
-"""How soon a main thread that is starting is interrupted again: it may have been about to wait."""
+"""How soon a main thread that is starting is interrupted again: the first signal may have come just before it began to wait."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +39,11 @@ class StoppedWhileStarting(BaseException):
 
 
 class StoppedAtOnce(TandemError):
-    """Told to end at once while it stopped in order."""
+    """Told to end at once, during an orderly stop."""
 
 
 class ChildProcess:
-    """This process, as something that was started and will be stopped. Made once, in the main thread, before other threads."""
+    """This process, and how it is stopped. Create it once, in the main thread, before other threads."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -68,31 +54,29 @@ class ChildProcess:
         self._on_order: Callable[[Order], object] | None = None
         self._early_orders: list[Order] = []
         self._lock = threading.Lock()
-        self._report_fd = _take_fd(REPORT_FD)
-        self._order_fd = _take_fd(ORDER_FD)
+        self._parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
 
     def listen(self) -> None:
-        """From now on signals and orders are heard. The main thread calls this; StoppedWhileStarting may be raised in it."""
+        """Start to listen for signals and orders. The main thread calls this; from now on it may raise StoppedWhileStarting."""
         signal.signal(signal.SIGUSR1, self._interrupted)
         signals.watch(self._ask_to_stop)
-        if self._order_fd is not None:
-            threading.Thread(target=self._read_orders, args=(self._order_fd,), name="orders", daemon=True).start()
+        if self._parent.exists:
+            threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
 
     def report(self, report: Report) -> None:
-        """Tell the parent, or print. Any thread may call it. A parent that is gone is told nothing."""
-        if self._report_fd is None:
+        """Tell the parent, or print when there was none from the start. Any thread may call it."""
+        if self._parent.exists:
+            self._parent.report(report)
+        else:
             _print(self.name, report)
-            return
-        with contextlib.suppress(BrokenPipeError), self._lock:
-            os.write(self._report_fd, encode(report))
 
     def progress(self, text: str) -> None:
         self.report(Progress(text=text))
 
     def on_stop(self, stop: Callable[[], object]) -> None:
-        """From now on `stop` is called, on another thread, instead of raising StoppedWhileStarting in the main thread.
+        """From now on, call `stop` on another thread instead of raising StoppedWhileStarting in the main thread.
 
-        It is called once more when the process is told to end at once, so that the main thread comes to `check_hurry`.
+        `stop` is called again when the process is told to end at once, so that the main thread gets to `check_hurry`.
         """
         with self._lock:
             self._on_stop = stop
@@ -101,13 +85,13 @@ class ChildProcess:
             stop()
 
     def check_hurry(self) -> None:
-        """Raises StoppedAtOnce when there is no time left for an orderly stop."""
+        """Raises StoppedAtOnce when the process was told to end at once."""
         if self._hurried is not None:
             raise StoppedAtOnce(self._hurried)
 
     def end_within(self, timeout_s: float, reason: str) -> threading.Timer:
-        """End this process with status 1 and that reason after so long, unless the timer is cancelled or the process has ended:
-        for what may hang in a library that nothing can interrupt."""
+        """End this process with status 1 and that reason after `timeout_s`, unless the timer is cancelled: for calls into
+        libraries that may hang and that nothing can interrupt."""
 
         def give_up() -> None:
             _log.critical("%s", reason)
@@ -120,11 +104,11 @@ class ChildProcess:
         return timer
 
     def ended(self) -> None:
-        """The main thread is done: nothing can stop it any more."""
+        """The main thread is done, and must not be interrupted any more."""
         self._ended.set()
 
     def on_order(self, act: Callable[[Order], object]) -> None:
-        """From now on `act` is called with every order, on a thread of its own; those that came before are made up for."""
+        """From now on, call `act` with every order, on a thread of its own; with earlier orders at once, on this thread."""
         with self._lock:
             self._on_order = act
             early, self._early_orders = self._early_orders, []
@@ -132,7 +116,7 @@ class ChildProcess:
             act(order)
 
     def _ask_to_stop(self, number: int | None) -> None:
-        """A signal, or with None the parent's wish or end. A signal that follows another wish to stop is in a hurry."""
+        """number: of the signal; None when the order pipe ended. A signal after an earlier request to stop means: at once."""
         with self._lock:
             again, self._stop_asked = self._stop_asked, True
         if not again:
@@ -141,7 +125,7 @@ class ChildProcess:
             self._hurry(f"told again to stop, by {signal.Signals(number).name}")
 
     def _hurry(self, reason: str) -> None:
-        """Only the main thread can say goodbye; it has HURRY_S to do so."""
+        """Give the main thread, the only one that can say goodbye, HURRY_S to do so."""
         self.end_within(HURRY_S, reason)
         with self._lock:
             self._hurried = reason
@@ -150,7 +134,7 @@ class ChildProcess:
             stop()
 
     def _stop(self) -> None:
-        """Stop the main thread the way it said, or else interrupt it until it has noticed."""
+        """Stop the main thread with its `on_stop` function; until it has set one, interrupt it again and again."""
         while not self._ended.is_set():
             with self._lock:
                 stop = self._on_stop
@@ -164,13 +148,10 @@ class ChildProcess:
         if self._on_stop is None and not self._ended.is_set():
             raise StoppedWhileStarting
 
-    def _read_orders(self, fd: int) -> None:
-        with os.fdopen(fd, "rb") as lines:
-            while line := lines.readline(MAX_LINE_BYTES):
-                try:
-                    self._take_order(decode_order(line))
-                except msgspec.DecodeError as error:
-                    _log.error("an order that cannot be read was dropped: %s", error)
+    def _read_orders(self) -> None:
+        while (orders := self._parent.read_orders()) is not None:
+            for order in orders:
+                self._take_order(order)
         self._ask_to_stop(None)
         threading.Event().wait(ORPHAN_S)
         self._hurry(f"an orderly stop took longer than {ORPHAN_S:g} s, and the parent is gone")
@@ -187,7 +168,7 @@ class ChildProcess:
 def run_child(name: str, body: Callable[[ChildProcess], None]) -> int:
     """Run a process's body; the outermost door of the process. Returns its exit status: 0, 1, or BAD_FLAG.
 
-    Heavy imports belong in the body: a process that is told to stop while it imports stops.
+    Import heavy modules in the body, where the process can be stopped while it imports.
     """
     process = ChildProcess(name)
     try:
@@ -211,15 +192,6 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
         process.report(Broken(reason=f"{type(error).__name__}: {error}"))
         return 1
     return 0
-
-
-def _take_fd(variable: str) -> int | None:
-    """The pipe's end that the variable names; children of this process do not inherit it."""
-    text = os.environ.pop(variable, None)
-    if text is None:
-        return None
-    os.set_inheritable(int(text), False)
-    return int(text)
 
 
 def _print(name: str, report: Report) -> None:

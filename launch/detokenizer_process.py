@@ -3,9 +3,9 @@
 Owns the composition. Does not know tokens or text: `common.text` does.
 """
 
+from common.addresses import bind_address, host_for_peers, reachable
 from common.config import ModelConfig, RouterConfig
 from common.text.detokenizer_manager import DetokenizerManager
-from launch.addresses import bind_address, host_for_peers, reachable
 from launch.child import ChildProcess
 from launch.reports import MeetRouter, Order, Ready
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from launch.addresses import LOOPBACK, reachable
+from common.addresses import LOOPBACK, reachable
 
 ASK_S = 5.0
 

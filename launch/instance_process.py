@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from common.addresses import bind_address, host_for_peers, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.engine.executor import EngineDescription, Executor
 from common.engine.torch_executor import TorchExecutor
@@ -35,7 +36,6 @@ from decode.scheduler import DecodeScheduler
 from kv_transfer.backends import make_transport
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
-from launch.addresses import bind_address, host_for_peers, reachable
 from launch.child import ChildProcess
 from launch.reports import Ready
 from prefill.scheduler import PrefillScheduler

@@ -15,14 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
+from common.addresses import LOOPBACK, port_of, reachable
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.cores import core_count, divide_cores
 from common.errors import ConfigError, TandemError
-from launch import environment, logs, signals
-from launch.addresses import LOOPBACK, port_of, reachable
-from launch.flags import to_flags
+from common.flags import to_flags
+from launch import logs, signals
 from launch.fleet_page import FleetPage, curl_line
 from launch.processes import Child, ChildEvent, Exited, Reported, launch_command, stop_children
-from launch.reports import Broken, CloseIntake, IntakeClosed, News, Progress, Ready
+from launch.reports import Broken, CloseIntake, IntakeClosed, News, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
@@ -70,7 +71,7 @@ class LocalPlan:
         """The engine's config of each instance: they share the cores."""
         if self.engine.threads:
             return self.engine
-        return replace(self.engine, threads=environment.divide_cores(environment.core_count(), self.prefill + self.decode))
+        return replace(self.engine, threads=divide_cores(core_count(), self.prefill + self.decode))
 
 
 class FleetFailed(TandemError):
@@ -200,7 +201,7 @@ class LocalFleet:
         if isinstance(event, _Signal):
             raise _StopAsked
         if isinstance(event, Reported):
-            self._show(event)
+            self._show(event.child, event.report)
         now = time.monotonic()
         actions = [] if event is None else self._supervisor.receive(event, now)
         self._act([*actions, *self._supervisor.tick(now)])
@@ -227,16 +228,14 @@ class LocalFleet:
         except OSError as error:
             self._events.put(Exited(name, 1, f"it cannot be started: {error}"))
 
-    def _show(self, event: Reported) -> None:
-        match event.report:
+    def _show(self, child: str, report: Report) -> None:
+        match report:
             case Progress(text=text) | News(text=text):
-                print(f"{event.child:<12} {text}", flush=True)
+                print(f"{child:<12} {text}", flush=True)
             case Ready(addresses=addresses):
-                print(
-                    f"{event.child:<12} ready: " + ", ".join(f"{use} {address}" for use, address in addresses.items()), flush=True
-                )
+                print(f"{child:<12} ready: " + ", ".join(f"{use} {address}" for use, address in addresses.items()), flush=True)
             case IntakeClosed() | Broken():
-                return  # nothing that a person need read: after Broken follows the exit, which says it
+                return  # a person need not read these: the exit that follows Broken gives the reason
 
     def _close_intake(self, router: Child) -> None:
         """Return when the router has ended its open answers, or has ended itself, or will not in time."""

@@ -16,10 +16,10 @@ from bench.overlap_plan import OverlapBench
 from bench.plan import TransferBench
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
+from common.flags import ConfigClass, add_flags, read_config, to_flags
 from common.names import check_instance_id
 from launch import environment, logs
 from launch.child import ChildProcess, run_child
-from launch.flags import ConfigClass, add_flags, read_config, to_flags
 from launch.reports import BAD_FLAG
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, assert_never
 
 import uvloop
 
+from common.addresses import LOOPBACK, host_for_peers, reachable
 from common.config import LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError, TandemError
-from launch.addresses import LOOPBACK, host_for_peers, reachable
+from common.flags import to_flags
 from launch.child import ChildProcess
-from launch.flags import to_flags
 from launch.processes import Child, ChildEvent, Exited, Reported, launch_command, stop_children
 from launch.reports import BAD_FLAG, CloseIntake, IntakeClosed, MeetRouter, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor

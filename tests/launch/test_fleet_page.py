@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from common.addresses import bind_address, reachable
 from common.errors import ConfigError
-from launch.addresses import bind_address, reachable
 from launch.fleet_page import FleetPage, curl_line
 
 

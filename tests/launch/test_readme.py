@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
-from launch.flags import ConfigClass, flag_of
+from common.flags import ConfigClass, flag_of
 
 README = Path(__file__).parents[2] / "README.md"
 GROUPS: tuple[tuple[str, type[ConfigClass]], ...] = (

@@ -9,8 +9,8 @@ import pytest
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, option
 from common.errors import ConfigError
+from common.flags import ConfigClass, add_flags, flag_of, read_config, to_flags
 from launch import main as launch_main
-from launch.flags import ConfigClass, add_flags, flag_of, read_config, to_flags
 
 CONFIGS: tuple[type[ConfigClass], ...] = (RouterConfig, ModelConfig, EngineConfig, InstanceConfig, LogConfig)
 

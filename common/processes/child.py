@@ -1,0 +1,223 @@
+"""The parent's half: child processes that take orders, report, and leave nothing behind.
+
+Owns the processes, their pipes and the threads that read them. Does not know what a child does or which child is needed for what.
+
+A child leads a session of its own, so Ctrl-C in a terminal reaches the parent alone. It dies with its parent: the order pipe is
+its lifeline (`common/processes/parent.py`). When a child has ended, the rest of its process group is killed.
+"""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sysconfig
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeAlias
+
+import msgspec
+
+from common.errors import TandemError
+from common.processes.lines import ORDER_FD, REPORT_FD, Broken, LineReader, Progress, write_line
+from common.processes.parent import OrderT, ReportT
+
+KEPT_LINES = 20
+KILL_S = 5.0
+"""A killed process is gone within this time, unless the kernel keeps it."""
+_OUTPUT_S = 1.0
+"""How long a child's output is still read after its end: processes that it started may hold the pipe open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reported(Generic[ReportT]):
+    """The child of that name has reported."""
+
+    child: str
+    report: ReportT
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """status: the exit status; −n when signal n ended the child. account: why it ended, for people (`Child.account`)."""
+
+    child: str
+    status: int
+    account: str
+
+
+ChildEvent: TypeAlias = Reported[ReportT] | Exited
+
+
+class ChildEnded(TandemError):
+    """A child ended while a report was expected of it."""
+
+
+class Child(Generic[OrderT, ReportT]):
+    """A running child process.
+
+    decoder: of its reports. on_event: called with every report, and at last with Exited. on_output: called with each line that it
+    writes to stdout or stderr. Both are called on threads that belong to the child. Raises OSError when it cannot be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        decoder: "msgspec.json.Decoder[ReportT]",
+        on_event: Callable[[ChildEvent[ReportT]], object],
+        on_output: Callable[[str], object],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.status: int | None = None
+        self.last_report: ReportT | None = None
+        self._decoder = decoder
+        self._on_event, self._on_output = on_event, on_output
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._gone = threading.Event()
+        self._lock = threading.Lock()
+        report_fd, child_report_fd = os.pipe()
+        child_order_fd, self._order_fd = os.pipe()
+        output_fd, child_output_fd = os.pipe()
+        pipes = {REPORT_FD: str(child_report_fd), ORDER_FD: str(child_order_fd)}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=child_output_fd,
+                stderr=child_output_fd,
+                pass_fds=(child_report_fd, child_order_fd),
+                env=_with_our_code({**os.environ, **(environment or {}), **pipes}),
+                start_new_session=True,
+            )
+        except OSError:
+            for fd in (report_fd, self._order_fd, output_fd):
+                os.close(fd)
+            raise
+        finally:
+            for fd in (child_report_fd, child_order_fd, child_output_fd):
+                os.close(fd)
+        self._output = threading.Thread(target=self._read_output, args=(output_fd,), name=f"{name} output", daemon=True)
+        self._output.start()
+        threading.Thread(target=self._watch, args=(report_fd,), name=f"{name} reports", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def order(self, order: msgspec.Struct) -> None:
+        """Give an order. Does nothing when the child has ended."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            if self.status is None:
+                write_line(self._order_fd, order)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the child alone. Does nothing when it has ended."""
+        with self._lock:
+            if self.status is None:
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to stop in order."""
+        self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and its process group at once."""
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self.status is None:
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended and its last event was taken. Returns False when that takes longer."""
+        return self._gone.wait(timeout_s)
+
+    def account(self) -> str:
+        """Why it ended, for people: the reason it gave, or else exit status, last progress and last lines of output."""
+        match self.last_report:
+            case Broken(reason=reason):
+                return reason
+            case Progress(text=text):
+                parts = [f"its last report was: {text}"]
+            case _:
+                parts = []
+        if self.status is not None:
+            parts.insert(0, f"killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}")
+        lines = "".join(f"\n    {line.rstrip()}" for line in list(self._lines))
+        return "; ".join(parts) + (f"\n  last lines of {self.name}:{lines}" if lines else "")
+
+    def _read_output(self, fd: int) -> None:
+        with os.fdopen(fd, encoding="utf-8", errors="replace") as output:
+            for line in output:
+                self._lines.append(line)
+                self._on_output(line)
+
+    def _watch(self, fd: int) -> None:
+        reader = LineReader(fd, self._decoder, f"report of {self.name}")
+        while (reports := reader.read()) is not None:
+            for report in reports:
+                self.last_report = report
+                self._on_event(Reported(self.name, report))
+        os.close(fd)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # its pid stays taken until it is reaped: the group is its own
+        with self._lock:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            status = self._process.wait()
+            self.status = status
+            os.close(self._order_fd)
+        self._output.join(_OUTPUT_S)
+        self._on_event(Exited(self.name, status, self.account()))
+        self._gone.set()
+
+
+class Respondent(Child[OrderT, ReportT]):
+    """A child whose reports wait until somebody takes them. output: the lines that it has written."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        decoder: "msgspec.json.Decoder[ReportT]",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._events: queue.SimpleQueue[ChildEvent[ReportT]] = queue.SimpleQueue()
+        self.output: list[str] = []
+        super().__init__(name, command, decoder, self._events.put, self.output.append, environment)
+
+    def next_report(self, timeout_s: float) -> ReportT | None:
+        """The next report; None when there is none within that time. Raises ChildEnded."""
+        try:
+            event = self._events.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+        if isinstance(event, Exited):
+            self._events.put(event)  # for the next call
+            raise ChildEnded(f"{self.name} ended: {event.account}")
+        return event.report
+
+
+def stop_children(children: Sequence[Child[OrderT, ReportT]], deadline_s: float) -> list[str]:
+    """Ask all of them to stop, wait, and kill those that still run after `deadline_s`. Returns the names of those killed."""
+    for child in children:
+        child.terminate()
+    until = time.monotonic() + deadline_s
+    late = [child for child in children if not child.wait(max(0.0, until - time.monotonic()))]
+    for child in late:
+        child.kill()
+    for child in late:
+        child.wait(KILL_S)
+    return [child.name for child in late]
+
+
+def _with_our_code(environment: dict[str, str]) -> dict[str, str]:
+    """A child runs the code that its parent runs, also when that is a checkout that is not installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return environment
+    rest = environment.get("PYTHONPATH")
+    return environment | {"PYTHONPATH": f"{root}{os.pathsep}{rest}" if rest else root}
