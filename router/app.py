@@ -1,11 +1,13 @@
-"""The HTTP side: which URL does what, and that every refusal looks as OpenAI clients expect.
+"""The HTTP side: what each URL does, and how refusals look to OpenAI clients.
 
-Owns the routes and the limits of a body. Does not know how a request is served.
+Owns the routes, the limits of a body, and the guarantee that what a handler opened is closed when its HTTP request is over.
+Does not know how a request is served.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -17,21 +19,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Overloaded, TandemError
 from common.ids import InstanceId
-from router.answer import Answer
+from router.api_description import COMPLETION_REFUSALS, Described, DescribedApp
 from router.cluster import cluster_page
 from router.gateway import Gateway
 from router.intake import Accepted, Intake, unknown_model
 from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics
 from router.openai_answers import AnswerShape, ChatShape, CompletionShape
-from router.openai_api import SamplingFields, read_chat, read_completion
+from router.openai_api import ChatFields, CompletionFields, ReadRequest, read_chat, read_completion
 from router.openai_errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
-from router.responses import Asked, StreamResponse, WholeResponse
+from router.responses import Answer, StreamResponse, WholeResponse
 
 BODY_TIMEOUT_S = 60.0
 SPARE_CONNECTIONS = 256
-"""HTTP requests at once beyond --max-requests: bodies that are being read, and pages such as /health."""
+"""How many HTTP requests beyond --max-requests may be open: bodies being read, and pages such as /health."""
 CLIENT_CLOSED = 499
-"""The status, known from nginx, that is counted when nobody is left to send one to."""
+"""The status counted when no client is left to send one to, as in nginx."""
+AT_END = "tandem.at_end"
+"""Where a request's scope holds the ExitStack of what must be closed when it is over."""
 
 
 class Api:
@@ -56,52 +60,70 @@ class Api:
         metrics.registry.register(MailCollector(gateway.mail))
 
     async def chat_completions(self, request: Request) -> Response:
-        received_at = self._gateway.clock()
+        """Answer a chat: each message has a role and a text."""
+        received_s = self._gateway.clock()
         asked = read_chat(await self._body(request))
-        accepted = await self._intake.chat(asked)
-        shape = ChatShape(accepted.id, int(time.time()), self._model, asked.sampling.include_usage)
-        return self._respond(accepted, asked.sampling, shape, received_at)
+        accepted = await self._intake.accept_chat(asked)
+        return self._dispatch(request, ChatShape, asked, accepted, received_s)
 
     async def completions(self, request: Request) -> Response:
-        received_at = self._gateway.clock()
+        """Continue one or more prompts, given as texts or token ids."""
+        received_s = self._gateway.clock()
         asked = read_completion(await self._body(request))
-        accepted = await self._intake.completion(asked)
-        shape = CompletionShape(accepted.id, int(time.time()), self._model, asked.sampling.include_usage)
-        return self._respond(accepted, asked.sampling, shape, received_at)
+        accepted = await self._intake.accept_completion(asked)
+        return self._dispatch(request, CompletionShape, asked, accepted, received_s)
+
+    def _dispatch(
+        self, request: Request, shape_of: type[AnswerShape], asked: ReadRequest, accepted: Accepted, received_s: float
+    ) -> Response:
+        """Submit every choice to the fleet. Returns the response that sends the answer. Raises Overloaded, Unavailable,
+        BadRequest."""
+        answer = Answer(self._gateway, accepted)
+        request.scope[AT_END].callback(answer.close)
+        answer.dispatch(received_s)
+        shape = shape_of(
+            id=accepted.id,
+            created=int(time.time()),
+            model=self._model,
+            choices=len(accepted.specs),
+            prompt_tokens=accepted.prompt_tokens,
+            include_usage=asked.fields.stream_options is not None and asked.fields.stream_options.include_usage,
+            return_token_ids=asked.fields.return_token_ids,
+        )
+        return StreamResponse(answer, shape) if asked.fields.stream else WholeResponse(answer, shape)
 
     async def models(self) -> Response:
+        """List the model that is served."""
         return _json({"object": "list", "data": [self._model_card()]})
 
     async def model(self, name: str) -> Response:
+        """Describe the model of this name, if it is the one that is served."""
         if name != self._model:
             raise unknown_model(name, self._model)
         return _json(self._model_card())
 
     async def health(self) -> Response:
-        """The router lives, and so does the detokenizer, through which every token passes."""
+        """200 while the router and its detokenizer are alive, otherwise 503 and why."""
         reasons = self._gateway.core.unhealthy()
         return _json({"status": "unhealthy" if reasons else "ok", "reasons": reasons}, 503 if reasons else 200)
 
     async def ready(self) -> Response:
-        """A request could be served now, by instances that are whole."""
+        """200 when a request could be served now, otherwise 503 and why not."""
         reasons = self._gateway.core.unready()
         return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
     async def metrics(self) -> Response:
+        """Metrics of the router, of every instance and of every link, in Prometheus' text format."""
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def cluster(self) -> Response:
+        """What every instance last reported, which instances left or were refused, and the router's open requests."""
         return _json(cluster_page(self._gateway.core))
 
     async def drain(self, instance: str) -> Response:
-        """The instance gets no more requests, serves what it has, and leaves."""
-        self._gateway.drain(InstanceId(instance))
+        """Give the instance no more requests. It serves what it has, and leaves."""
+        self._gateway.deliver(self._gateway.core.fleet.drain(InstanceId(instance)))
         return _json({"id": instance, "state": "draining"}, 202)
-
-    def _respond(self, accepted: Accepted, sampling: SamplingFields, shape: AnswerShape, received_at: float) -> Response:
-        asked = Asked(shape, len(accepted.specs), accepted.prompt_tokens, sampling.include_usage, sampling.return_token_ids)
-        kind = StreamResponse if sampling.stream else WholeResponse
-        return kind(asked, lambda receive: Answer(self._gateway, accepted, received_at, receive))
 
     def _model_card(self) -> dict[str, Any]:
         return {
@@ -114,11 +136,10 @@ class Api:
 
     async def _body(self, request: Request) -> bytes:
         """Raises BodyTooLarge, BodyTooSlow."""
-        limit = self._max_body_bytes
-        too_large = BodyTooLarge(f"the body is longer than {limit} bytes: send less, or raise --max-body")
+        limit, too_large = self._max_body_bytes, "the body is longer than {} bytes: send less, or raise --max-body"
         length = request.headers.get("content-length", "")
         if limit is not None and length.isdecimal() and int(length) > limit:
-            raise too_large
+            raise BodyTooLarge(too_large.format(limit))
         parts: list[bytes] = []
         received = 0
         try:
@@ -127,14 +148,15 @@ class Api:
                     parts.append(part)
                     received += len(part)
                     if limit is not None and received > limit:
-                        raise too_large
+                        raise BodyTooLarge(too_large.format(limit))
         except TimeoutError as error:
             raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
         return b"".join(parts)
 
 
-class CountedResponses:
-    """ASGI middleware: counts responses by route and status, and refuses what is too much at once."""
+class Doorkeeper:
+    """ASGI middleware: refuses requests when too many are open, counts responses by route and status, and closes what a handler
+    left in the scope's AT_END, however the request ends and whether or not its response was ever sent."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, limit: int) -> None:
         self._app = app
@@ -159,9 +181,10 @@ class CountedResponses:
             app = response_to(Overloaded(f"the router has {self._limit} HTTP requests open: try again shortly"))
         self._open += 1
         try:
-            await app(scope, receive, watched_send)
+            with ExitStack() as scope[AT_END]:
+                await app(scope, receive, watched_send)
         except Exception:
-            status = 500  # a bug: whoever called us answers for it
+            status = 500  # a bug: the server answers for it
             raise
         finally:
             self._open -= 1
@@ -171,26 +194,57 @@ class CountedResponses:
 
 def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
     """The ASGI application."""
-    app = FastAPI(title="Tandem", openapi_url=None)
-    routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]]], ...] = (
-        ("POST", "/v1/chat/completions", api.chat_completions),
-        ("POST", "/v1/completions", api.completions),
-        ("GET", "/v1/models", api.models),
-        ("GET", "/v1/models/{name:path}", api.model),
-        ("GET", "/health", api.health),
-        ("GET", "/ready", api.ready),
-        ("GET", "/metrics", api.metrics),
-        ("GET", "/cluster", api.cluster),
-        ("POST", "/cluster/{instance}/drain", api.drain),
+    app = DescribedApp()
+    routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]], Described], ...] = (
+        ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields)),
+        ("POST", "/v1/completions", api.completions, _completion("Text completion", CompletionFields)),
+        ("GET", "/v1/models", api.models, Described(tag="OpenAI", summary="Models", answer="The list.")),
+        (
+            "GET",
+            "/v1/models/{name:path}",
+            api.model,
+            Described(tag="OpenAI", summary="One model", answer="The model.", refusals=(404,)),
+        ),
+        ("GET", "/health", api.health, _check("Health", "The router and its detokenizer are alive.")),
+        ("GET", "/ready", api.ready, _check("Readiness", "A request could be served now.")),
+        (
+            "GET",
+            "/metrics",
+            api.metrics,
+            Described(tag="Operations", summary="Metrics", answer="Prometheus' text format.", media_types=("text/plain",)),
+        ),
+        ("GET", "/cluster", api.cluster, Described(tag="Operations", summary="The fleet", answer="The fleet as it is now.")),
+        (
+            "POST",
+            "/cluster/{instance}/drain",
+            api.drain,
+            Described(tag="Operations", summary="Drain an instance", answer="It drains.", status=202, refusals=(404,)),
+        ),
     )
-    for method, path, endpoint in routes:
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    for method, path, endpoint, described in routes:
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, **described.route_arguments())
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(CountedResponses, metrics=metrics, limit=max_requests + SPARE_CONNECTIONS)
+    app.add_middleware(Doorkeeper, metrics=metrics, limit=max_requests + SPARE_CONNECTIONS)
     return app
+
+
+def _completion(summary: str, body: type[msgspec.Struct]) -> Described:
+    return Described(
+        tag="OpenAI",
+        summary=summary,
+        body=body,
+        answer="The answer. With `stream`, server-sent events that end with `[DONE]`; a failure after the first is an event too.",
+        media_types=("application/json", "text/event-stream"),
+        refusals=COMPLETION_REFUSALS,
+    )
+
+
+def _check(summary: str, answer: str) -> Described:
+    troubles = ((503, "Not so; `reasons` says why."),)
+    return Described(tag="Operations", summary=summary, answer=answer, troubles=troubles)
 
 
 async def _on_tandem_error(request: Request, error: Exception) -> Response:
@@ -199,7 +253,7 @@ async def _on_tandem_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """What the framework refuses: unknown URLs and methods."""
+    """The framework refuses unknown URLs and methods."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     response = error_response(error.status_code, ErrorDetail(message, "invalid_request_error"))
@@ -208,12 +262,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    """The client left while its body was read; the response reaches nobody."""
+    """The client left while its body was read, so nobody gets the response."""
     return Response(status_code=CLIENT_CLOSED)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """An error that nobody foresaw; the framework logs it."""
+    """An unexpected error. The framework logs it."""
     return error_response(500, ErrorDetail("internal error: see the router's log", "internal_error"))
 
 

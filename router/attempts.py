@@ -1,9 +1,9 @@
-"""One attempt at serving a request: who serves it, what it has brought, and what its members say of it.
+"""One attempt at serving a request: who serves it, how many tokens it has brought, and what its members know about it.
 
-Owns the tokens that it assigns to its members, until each is released. Does not know texts, clients, or why there is another
-attempt after it.
+Owns the tokens that it assigns to its members, until each is released. Does not know texts, clients, or why another attempt
+follows it.
 
-    first ──first token──► decode ──later tokens──►        (decode is None: first alone)
+    first ──first token──► decode ──later tokens──►        (decode is None: first serves it alone)
     └─ needed until token 2 proves the handoff ─┘└─ needed
 """
 
@@ -14,7 +14,7 @@ from common.ids import DETOKENIZER, Incarnation, InstanceId, Key
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
 from router.members import Member
-from router.policy import Choice
+from router.policy import Placement
 
 
 class ResumeReason(StrEnum):
@@ -29,8 +29,8 @@ class ResumeReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """Why an attempt is over. failed: what the client is told when there is no further attempt. at: where the next one had
-    better not be."""
+    """Why an attempt is over. failed: what the client is told when no attempt follows. at: the members that the next attempt
+    should avoid."""
 
     reason: ResumeReason
     failed: Failed
@@ -38,97 +38,93 @@ class Setback:
 
 
 class Attempt:
-    """first_token: number of the first token that it is to bring. prompt_tokens: of the prompt that its members get."""
+    """first_token: number of the first token that it is to bring. prompt_tokens: length of the prompt that its members get."""
 
-    def __init__(self, key: Key, choice: Choice, first_token: int, prompt_tokens: int, now: float) -> None:
+    def __init__(self, key: Key, placement: Placement, first_token: int, prompt_tokens: int, now: float) -> None:
         self.key = key
-        self.first, self.decode = choice.first, choice.decode
+        self.first, self.decode = placement.first, placement.decode
+        self.members = (self.first,) if self.decode is None else (self.first, self.decode)
         self.next_token = first_token
-        self.news_s = now
-        """Since when it is silent."""
+        self.silent_since_s = now
         self._first_token = first_token
-        self._assigned: dict[Member, int] = {}
-        self._standings: dict[Member, int | None] = {}
-        self._suspected = False
+        self._assigned = dict.fromkeys(self.members, prompt_tokens)
         for member in self.members:
-            self._assign(member, prompt_tokens)
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return (self.first,) if self.decode is None else (self.first, self.decode)
+            member.assigned_tokens += prompt_tokens
+        self._known_next: dict[Member, int | None] = {}
+        """What members answered in this round of probes."""
+        self._suspected = False
+        """The last round of probes said that messages were lost."""
 
     @property
     def needed(self) -> tuple[Member, ...]:
-        """Those without whom it cannot go on. Its second token proves that the handoff is done: from then on the prefill
-        instance is not needed."""
+        """The members without which it cannot go on. Its second token proves that the handoff is done: from then on it does not
+        need the prefill instance."""
         return (self.decode,) if self.decode is not None and self.tokens >= 2 else self.members
 
     @property
     def tokens(self) -> int:
-        """How many it has brought."""
+        """How many tokens it has brought."""
         return self.next_token - self._first_token
 
     def advance(self, tokens: int, now: float) -> None:
-        """So many tokens came."""
+        """Take in that it brought this many tokens."""
         if self.decode is not None:
-            self._release(self.first)
-        self._assign(self.decode or self.first, tokens)
+            self.first.assigned_tokens -= self._assigned.pop(self.first, 0)
+        server = self.members[-1]
+        server.assigned_tokens += tokens
+        self._assigned[server] += tokens
         self.next_token += tokens
-        self.hear(now)
+        self.restart_silence(now)
 
-    def hear(self, now: float) -> None:
-        """A token came, or none could come: its silence is counted from now."""
-        self.news_s = now
+    def restart_silence(self, now: float) -> None:
+        """Count its silence from now: a token came, or none could come until now."""
+        self.silent_since_s = now
         self._suspected = False
-        self._standings.clear()
+        self._known_next.clear()
 
     def withdraw(self) -> list[Send]:
-        """It is over, though others believe it to be open. Also to a member that was lost: it may only be silent, and then the
-        message waits for it."""
+        """End it for members and detokenizer that believe it is open. A lost member is told too: it may only be silent, and then
+        the message waits for it."""
         return [*self.cancels(), Send(DETOKENIZER, ForgetAnswer(key=self.key))]
 
     def cancels(self) -> list[Send]:
         return [Send(member.info.id, Cancel(key=self.key)) for member in self.members]
 
     def release(self) -> None:
-        """Take its tokens off its members."""
-        for member in self.members:
-            self._release(member)
-
-    def _assign(self, member: Member, tokens: int) -> None:
-        member.assigned_tokens += tokens
-        self._assigned[member] = self._assigned.get(member, 0) + tokens
-
-    def _release(self, member: Member) -> None:
-        member.assigned_tokens -= self._assigned.pop(member, 0)
+        """Take its tokens off its members. Idempotent."""
+        for member, tokens in self._assigned.items():
+            member.assigned_tokens -= tokens
+        self._assigned.clear()
 
     # --- probes --------------------------------------------------------------------------------------------------------
 
-    def begin_round(self) -> None:
-        """Its members are asked again what they know."""
+    def start_probe_round(self) -> None:
+        """Its members are asked anew what they know."""
         self._suspected = self._is_suspect()
-        self._standings.clear()
+        self._known_next.clear()
 
-    def asked(self, name: InstanceId, incarnation: Incarnation) -> Member | None:
-        """The member of that name, if it is one that is asked."""
+    def find_needed(self, name: InstanceId, incarnation: Incarnation) -> Member | None:
+        """The needed member that this is, if it is one."""
         return next((member for member in self.needed if member.life == (name, incarnation)), None)
 
-    def answer(self, member: Member, next_token: int | None) -> bool:
-        """Take in what a member knows: the token that it emits next, or that it knows nothing.
+    def note_answer(self, member: Member, next_token: int | None) -> None:
+        """Take in a member's answer to a probe: the number of the token that it emits next, or None when it knows nothing."""
+        self._known_next[member] = next_token
 
-        Returns whether messages of this attempt were lost: what two rounds in a row say is not merely on its way.
-        """
-        self._standings[member] = next_token
+    @property
+    def lost_messages(self) -> bool:
+        """Two rounds of probes in a row say that messages were lost, so they are not just on their way."""
         return self._suspected and self._is_suspect()
 
     def _is_suspect(self) -> bool:
-        """Whether tokens were sent that did not come, or nobody is about to send the next one: whoever knows of it at all is a
-        decode instance that waits for a handoff of which its writer knows nothing."""
-        if any(next_token is not None and next_token > self.next_token for next_token in self._standings.values()):
+        """Whether this round says that messages were lost: a member has sent tokens that did not come, or no member is about to
+        send the next token. A decode instance that still waits for the handoff does not count when its prefill instance knows
+        nothing."""
+        if any(next_token is not None and next_token > self.next_token for next_token in self._known_next.values()):
             return True
-        if len(self._standings) < len(self.needed):
+        if len(self._known_next) < len(self.needed):
             return False
         return all(
             next_token is None or (member is self.decode and next_token == self._first_token)
-            for member, next_token in self._standings.items()
+            for member, next_token in self._known_next.items()
         )

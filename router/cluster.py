@@ -1,5 +1,5 @@
-"""The /cluster page: every instance and the detokenizer as they reported themselves last, those that left or were refused, and
-what is open at the router.
+"""The /cluster page: the last report of every instance and of the detokenizer, the instances that left or were refused, and the
+router's open requests.
 
 Owns the shape of the page. Does not know HTTP.
 """
@@ -16,7 +16,7 @@ from router.requests import Phase
 
 
 def cluster_page(core: RouterCore) -> dict[str, Any]:
-    """Builtins and messages only, ready to be encoded as JSON."""
+    """The page as builtins and messages, ready for JSON."""
     phases = Counter(record.phase for record in core.requests.records())
     return {
         "router": {
@@ -31,12 +31,12 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
         "instances": [_instance(member) for member in core.fleet.members()],
         "departed": [
             {
-                "id": departure.info.id,
-                "incarnation": departure.info.incarnation,
-                "role": departure.info.role,
+                "id": departure.member.info.id,
+                "incarnation": departure.member.info.incarnation,
+                "role": departure.member.info.role,
                 "reason": departure.reason,
             }
-            for departure in core.fleet.departed
+            for departure in core.fleet.departed.values()
         ],
         "refused": [{"id": name, "reason": refusal.reason} for name, refusal in core.fleet.refused.items()],
     }

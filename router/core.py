@@ -1,26 +1,23 @@
 """The router's core: the fleet, the request book and the watch over the detokenizer, fed with messages and time.
 
-Owns nothing but their joining. Opens no socket, reads no clock, so a whole fleet runs in one process under test. Does
-not know HTTP.
+Owns only what joins the three: a change in one that the others must act on. Callers reach each part directly. Opens no socket and
+reads no clock, so a whole fleet runs in one process under test. Does not know HTTP.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
 from common.config import RouterConfig
-from common.ids import Incarnation, InstanceId, RequestId
+from common.ids import Incarnation
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, Probed, Register, RouterInbox, TextBatch
 from router.detokenizer_watch import DetokenizerWatch
 from router.fleet import Change, Fleet
-from router.outbox import Outbox
 from router.policy import unready
 from router.request_book import Observer, RequestBook
-from router.requests import RequestSpec
 
 
 class RouterCore:
-    """Everything that the router decides. vocab_size: of its tokenizer, which the instances' must equal; None: any."""
+    """Everything that the router decides. vocab_size: of its tokenizer; instances must have the same. None: any."""
 
     def __init__(
         self,
@@ -52,27 +49,8 @@ class RouterCore:
             case _:
                 assert_never(message)
 
-    def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_at: float, now: float | None = None) -> list[Send]:
-        """Dispatch every choice of a client's request, or none. now: None when it was received just now.
-
-        Raises Overloaded, Unavailable, BadRequest.
-        """
-        return self.requests.submit(specs, outbox, received_at, received_at if now is None else now)
-
-    def cancel(self, request_ids: Iterable[RequestId], now: float) -> list[Send]:
-        """The client of these requests has gone; those that have ended are passed over."""
-        return self.requests.cancel(request_ids, now)
-
-    def drain(self, instance: InstanceId) -> list[Send]:
-        """The instance gets no more requests, and leaves when it has served what it has. Raises UnknownInstance."""
-        return self.fleet.drain(instance)
-
-    def connection_broken(self, instance: InstanceId, now: float) -> None:
-        """A hint that the instance's process has ended: it had better be heard of soon."""
-        self.fleet.connection_broken(instance, now)
-
     def detokenizer_moved(self, address: str, now: float) -> list[Send]:
-        """Another detokenizer has taken the place of the former, at this address: members send there from now on."""
+        """A new detokenizer has replaced the former one, at this address: tell the members, and resume what is open."""
         self.detokenizer = DetokenizerWatch(self._config.dead_after_s)
         return self.fleet.detokenizer_moved(address) + self.requests.detokenizer_moved(now)
 
@@ -83,16 +61,12 @@ class RouterCore:
         return sends + self.requests.tick(now, text_flows=not self.detokenizer.silent)
 
     def next_deadline(self) -> float | None:
-        deadlines = (self.fleet.next_deadline(), self.requests.next_deadline(), self.detokenizer.next_deadline())
-        return min((at for at in deadlines if at is not None), default=None)
-
-    def addresses(self) -> Mapping[InstanceId, str]:
-        """Where the receivers of `Send` are, but for the detokenizer. Changes when `addresses_version` does."""
-        return self.fleet.addresses()
-
-    @property
-    def addresses_version(self) -> int:
-        return self.fleet.addresses_version
+        """When `tick` must be called; None when nothing is due."""
+        earliest = self.detokenizer.silent_at_s
+        for deadline in (self.fleet.next_deadline(), self.requests.next_deadline()):
+            if deadline is not None and (earliest is None or deadline < earliest):
+                earliest = deadline
+        return earliest
 
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""

@@ -1,32 +1,33 @@
-"""The watch over the detokenizer, through which every token passes: whether it lives, and what it said of itself last.
+"""The watch over the detokenizer, through which every token passes: whether it is alive, and what it last reported.
 
-Owns the deadline of its silence. Does not know requests, text or processes: whoever started the detokenizer starts it again.
+Owns the deadline of its silence. Does not know requests, text or processes: the launcher restarts a dead detokenizer.
 """
 
 from common.messages import DetokenizerHeartbeat
 
 LEAST_S = 3.0
-"""It beats once in a second, however often instances do."""
+"""It sends a heartbeat every second, however often instances send theirs."""
 
 
 class DetokenizerWatch:
-    """dead_after_s: silence for so long, after it was first heard, is taken for death."""
+    """dead_after_s: how long the detokenizer, once heard, may be silent before it is taken for dead.
+
+    silent: it is taken for dead. silent_at_s: when it will be unless it is heard; None before its first heartbeat, and while it
+    is silent. last: its last report.
+    """
 
     def __init__(self, dead_after_s: float) -> None:
         self.dead_after_s = max(dead_after_s, LEAST_S)
-        self._silent_at_s: float | None = None
+        self.silent_at_s: float | None = None
         self.last: DetokenizerHeartbeat | None = None
         self.silent = False
 
     def heard(self, heartbeat: DetokenizerHeartbeat, now: float) -> bool:
-        """Take in a heartbeat; whether it ends a silence."""
+        """Take in a heartbeat. Returns whether it ends a silence."""
         was_silent, self.silent = self.silent, False
-        self.last, self._silent_at_s = heartbeat, now + self.dead_after_s
+        self.last, self.silent_at_s = heartbeat, now + self.dead_after_s
         return was_silent
 
     def tick(self, now: float) -> None:
-        if self._silent_at_s is not None and now >= self._silent_at_s:
-            self.silent, self._silent_at_s = True, None
-
-    def next_deadline(self) -> float | None:
-        return self._silent_at_s
+        if self.silent_at_s is not None and now >= self.silent_at_s:
+            self.silent, self.silent_at_s = True, None

@@ -1,14 +1,14 @@
-"""The fleet: which instances are members, how they are, and who must know of whom.
+"""The fleet: which instances are members, what they last reported, and who must know about whom.
 
-Owns membership, the last report of each member and the deadlines after which a silent one is lost. Opens no socket, reads no
-clock. Does not know requests. Who may be a member is said by `admission`, who of them takes requests by `members`.
+Owns membership, the last report of each member, and the deadlines after which a silent member is lost. Opens no socket and reads
+no clock. Does not know requests. `eligibility` says who may be a member, `members` which members take requests.
 
-    Register ─► Welcome + Peers      (again and again: each answer is whole, so a lost one costs only time)
-             └► Refused(reason)      a mismatch, a former incarnation, an absurd description: named, and on the /cluster page
-    Heartbeat ─► Welcome             the router's own heartbeat; who is no member gets none, and registers in time
-              └► Drain               while it was told to leave and does not say that it does
-    Goodbye, silence of `dead_after_s` (of two heartbeats after its connection broke), or a newer incarnation
-              ─► the member is lost, the other role gets new Peers
+    Register ─► Welcome + Peers      (repeated: each answer is complete, so losing one only costs time)
+             └► Refused(reason)      a mismatch, a former incarnation or an absurd description; shown on the /cluster page
+    Heartbeat ─► Welcome             the router's own heartbeat; a stranger gets none, and registers in time
+              └► Drain               while a member that was told to leave does not report that it drains
+    Goodbye, a newer incarnation, or silence (of `dead_after_s`, or of two heartbeats after the connection broke)
+              ─► the member is lost, and the other role gets new Peers
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,44 +34,40 @@ from common.messages import (
     Welcome,
 )
 from common.wire import check_address
-from router.admission import difference, malformed
+from router.eligibility import difference, malformed
 from router.members import Member
 
 REMEMBERED = 32
-"""Members that left and instances that were refused, with their addresses, that are remembered, each."""
+"""How many members that left, and how many refused instances, the fleet remembers with their addresses."""
 REPLACED_REMEMBERED = 1024
-"""Incarnations that were replaced: more, for one may sleep while a whole fleet is restarted."""
+"""How many replaced incarnations it remembers: more, because one may sleep while a whole fleet restarts."""
 BEATS_AFTER_BREAK = 2
-"""A member whose connection broke and of which nothing is heard for so many heartbeats is dead."""
+"""A member whose connection broke is dead after this many heartbeats of silence."""
 NAME_SHOWN, REASON_SHOWN = 64, 500
-"""Characters that are kept of what strangers say: it may be of any length."""
+"""How many characters are kept of what a stranger says: it may be of any length."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class UnknownInstance(BadRequest):
-    """The request names an instance that is no member."""
+    """The request names an instance that is not a member."""
 
     status = 404
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A member that left, and why. silent: it may only have been unreachable; if it is heard of again, it is a member again."""
+    """A member that left, and why. silent: it may only have been unreachable; its next heartbeat makes it a member again."""
 
     member: Member
     reason: str
     silent: bool
 
-    @property
-    def info(self) -> InstanceInfo:
-        return self.member.info
-
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Somebody who may not be a member, and why. inbox: None when it can be told nothing, for no address was good."""
+    """An instance that may not be a member, and why. inbox: None when it gave no valid address, so it cannot be told."""
 
     inbox: str | None
     reason: str
@@ -79,10 +75,10 @@ class Refusal:
 
 @dataclass(slots=True)
 class Change:
-    """What a message or a deadline brought.
+    """What followed from a message or a deadline.
 
-    lost: members that left or are stuck: their requests can no longer be served there. more_can_serve: somebody takes requests,
-    or is linked, who was not before.
+    lost: members that left or got stuck: they no longer serve their requests. more_can_serve: a member takes requests or has a
+    link that it did not have before.
     """
 
     sends: list[Send] = field(default_factory=list)
@@ -107,40 +103,37 @@ class Fleet:
         self._dead_after_s = dead_after_s
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
-        self._departed: dict[InstanceId, Departure] = {}
+        self.departed: dict[InstanceId, Departure] = {}
         self._replaced: dict[Life, None] = {}
-        self._refused: dict[InstanceId, Refusal] = {}
+        self.refused: dict[InstanceId, Refusal] = {}
+        """Who was refused lately, each under a name of its own: id#incarnation."""
         self._silence: DeadlineWheel[InstanceId] = DeadlineWheel()
+        self.next_deadline = self._silence.next_deadline
+        """When the next member is lost unless it is heard from; None when nobody is waited for."""
         self.stale = 0
-        """Messages of incarnations that are no members."""
+        """Messages from incarnations that are not members."""
         self.refusals = 0
-        """Registrations that were refused."""
+        """Refused registrations."""
         self.addresses_version = 0
         """Raised when `addresses` changes."""
 
     # --- what it looks like ----------------------------------------------------------------------------------------------
 
     def members(self, role: Role | None = None) -> Iterator[Member]:
-        return (member for member in self._members.values() if role is None or member.info.role == role)
-
-    @property
-    def departed(self) -> list[Departure]:
-        return list(self._departed.values())
-
-    @property
-    def refused(self) -> Mapping[InstanceId, Refusal]:
-        """Who was refused lately, by a name of its own: id#incarnation."""
-        return self._refused
+        for member in self._members.values():
+            if role is None or member.info.role == role:
+                yield member
 
     @property
     def model(self) -> ModelIdentity | None:
-        """What every member serves: the first member says it for those that follow."""
-        return next((member.info.model for member in self._members.values()), None)
+        """What every member serves: the first member decides it for those that follow."""
+        member = next(iter(self._members.values()), None)
+        return None if member is None else member.info.model
 
     def addresses(self) -> Mapping[InstanceId, str]:
-        """Where everyone that is or was lately spoken to can be reached."""
-        refused = {name: refusal.inbox for name, refusal in self._refused.items() if refusal.inbox is not None}
-        lately = {departure.info.id: departure.info.inbox for departure in self._departed.values()}
+        """Where to reach everyone that the router talks to, or did lately, except the detokenizer."""
+        refused = {name: refusal.inbox for name, refusal in self.refused.items() if refusal.inbox is not None}
+        lately = {name: departure.member.info.inbox for name, departure in self.departed.items()}
         return refused | lately | {member.info.id: member.info.inbox for member in self._members.values()}
 
     # --- messages and time -----------------------------------------------------------------------------------------------
@@ -160,29 +153,28 @@ class Fleet:
         return change
 
     def heartbeat(self, message: Heartbeat, now: float) -> Change:
-        back = self._departed.get(message.id)
-        if back is not None and not (back.silent and back.info.incarnation == message.incarnation):
+        back = self.departed.get(message.id)
+        if back is not None and not (back.silent and back.member.info.incarnation == message.incarnation):
             back = None
-        change = Change() if back is None else self.register(Register(instance=back.info), now)
+        change = Change() if back is None else self.register(Register(instance=back.member.info), now)
         member = self._members.get(message.id)
         if member is None or member.info.incarnation != message.incarnation:
             self.stale += 1
             return change
         self._silence.set(message.id, now + self._dead_after_s)
-        if back is None:  # who is back was greeted
+        if back is None:  # a member that is back was greeted by `register`
             change.sends.append(Send(message.id, self._welcome))
         self._take_report(member, message, change)
         return change
 
     def _take_report(self, member: Member, report: Heartbeat, change: Change) -> None:
-        took_requests, was_stuck, links = member.takes_requests, member.stuck, member.ready_links()
-        member.load, member.counters, member.reports_draining = report.load, report.counters, report.draining
-        member.links = {link.peer: link for link in report.links}
+        took_requests, was_stuck, links = member.trouble is None, member.stuck, member.ready_links
+        member.take_report(report)
         if member.told_to_drain and not member.reports_draining:
             change.sends.append(Send(member.info.id, Drain()))
         if member.stuck and not was_stuck:
             change.lost.append(member)
-        if (member.takes_requests and not took_requests) or member.ready_links() - links:
+        if (member.trouble is None and not took_requests) or member.ready_links - links:
             change.more_can_serve = True
 
     def goodbye(self, message: Goodbye) -> Change:
@@ -193,15 +185,15 @@ class Fleet:
         return self._remove(member, "left", silent=False)
 
     def drain(self, instance: InstanceId) -> list[Send]:
-        """The member gets no more requests, and is told to leave until it says that it does. Raises UnknownInstance."""
+        """Give the member no more requests, and tell it to leave until it reports that it drains. Raises UnknownInstance."""
         member = self._members.get(instance)
         if member is None:
             raise UnknownInstance(f"no instance {instance[:NAME_SHOWN]!r} is a member of the fleet: see /cluster")
-        member.told_to_drain = True
+        member.drain()
         return [Send(instance, Drain())]
 
     def connection_broken(self, instance: InstanceId, now: float) -> None:
-        """Whoever lives beats before two heartbeats are over; of a process that has ended nothing more is heard."""
+        """A hint that the member's process has ended. A live one sends a heartbeat before two of them are due."""
         self._silence.hasten(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
 
     def detokenizer_moved(self, address: str) -> list[Send]:
@@ -217,21 +209,19 @@ class Fleet:
             change.lost += gone.lost
         return change
 
-    def next_deadline(self) -> float | None:
-        return self._silence.next_deadline()
-
     # --- changes of the set ----------------------------------------------------------------------------------------------
 
     def _join(self, info: InstanceInfo, now: float) -> list[Send]:
         total_pages = info.pool.total_pages
         member = Member(info, Load(pages_free=total_pages, pages_total=total_pages))
-        former = self._departed.pop(info.id, None)
-        if former is not None and former.info.incarnation == info.incarnation:
-            member.told_to_drain = former.member.told_to_drain
+        former = self.departed.pop(info.id, None)
+        if former is not None and former.member.info.incarnation == info.incarnation:
+            if former.member.told_to_drain:
+                member.drain()
         elif former is not None:
             _remember(self._replaced, former.member.life, None, REPLACED_REMEMBERED)
         for other in self._members.values():
-            other.links.pop(info.id, None)  # of before it joined: they are about to hear of it, and to link to it anew
+            other.forget_link(info.id)  # reported before this member joined: they will link to it anew
         self._members[info.id] = member
         self._silence.set(info.id, now + self._dead_after_s)
         self.addresses_version += 1
@@ -241,7 +231,7 @@ class Fleet:
         info = member.info
         del self._members[info.id]
         self._silence.clear(info.id)
-        _remember(self._departed, info.id, Departure(member, reason, silent), REMEMBERED)
+        _remember(self.departed, info.id, Departure(member, reason, silent), REMEMBERED)
         self.addresses_version += 1
         return Change(self._tell_others(info.role), [member])
 
@@ -249,7 +239,7 @@ class Fleet:
         return [Send(member.info.id, self._welcome), Send(member.info.id, self._peers_of(member.info.role))]
 
     def _tell_others(self, role: Role) -> list[Send]:
-        """The set of `role` changed: everyone of the other role gets it whole."""
+        """The set of `role` changed: everyone of the other role gets the whole set."""
         others = [member.info for member in self._members.values() if member.info.role != role]
         return [Send(other.id, self._peers_of(other.role)) for other in others]
 
@@ -259,11 +249,11 @@ class Fleet:
     # --- refusals --------------------------------------------------------------------------------------------------------
 
     def _refuse(self, info: InstanceInfo, reason: str) -> list[Send]:
-        """The refusal goes to the address that asked, under a name of its own: a member of the same id keeps its route."""
+        """Send the refusal to the address that asked, under a name of its own: a member of the same id keeps its route."""
         self.refusals += 1
         name = InstanceId(f"{info.id[:NAME_SHOWN]}#{info.incarnation[:NAME_SHOWN]}")
         inbox, reason = _good_address(info.inbox), reason[:REASON_SHOWN]
-        _remember(self._refused, name, Refusal(inbox, reason), REMEMBERED)
+        _remember(self.refused, name, Refusal(inbox, reason), REMEMBERED)
         self.addresses_version += 1
         return [] if inbox is None else [Send(name, Refused(reason=reason))]
 
@@ -287,7 +277,7 @@ def _good_address(inbox: str) -> str | None:
 
 
 def _remember(memory: dict[K, V], key: K, value: V, limit: int) -> None:
-    """Keep the newest few."""
+    """Add to a memory that keeps the newest `limit` entries."""
     memory.pop(key, None)
     memory[key] = value
     if len(memory) > limit:

@@ -1,22 +1,21 @@
 """The gateway: the core, its mail and its clock, joined in one event loop.
 
-Owns the delivery of what the core decides, and the one timer. Decides nothing. Everything runs on the loop's thread and nothing
-here waits.
+Owns the delivery of what the core decides, and the one timer. Decides nothing. Everything here runs on the loop's thread and
+nothing blocks.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from common.ids import DETOKENIZER, InstanceId, RequestId
+from common.ids import DETOKENIZER, InstanceId
 from common.instance.ports import Mail, Send
 from common.messages import RouterInbox
 from router.core import RouterCore
-from router.outbox import Outbox
-from router.requests import RequestSpec
 
 
 class Gateway:
-    """The core as the HTTP side sees it. Whoever owns the mail calls `pump` when something has arrived."""
+    """The core as the HTTP side sees it: use `core` with `clock()`, and `deliver` what it decides. The mail's owner calls `pump`
+    when something has arrived."""
 
     def __init__(self, core: RouterCore, mail: Mail[RouterInbox], clock: Callable[[], float]) -> None:
         self.core = core
@@ -28,52 +27,52 @@ class Gateway:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
 
-    def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_at: float) -> None:
-        """Dispatch every choice of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
-        self._deliver(self.core.submit(specs, outbox, received_at, self.clock()))
-
-    def cancel(self, request_ids: Iterable[RequestId]) -> None:
-        """The client of these requests has gone; those that have ended are passed over."""
-        self._deliver(self.core.cancel(request_ids, self.clock()))
-
-    def drain(self, instance: InstanceId) -> None:
-        """Let the instance leave in order. Raises UnknownInstance."""
-        self._deliver(self.core.drain(instance))
-
     def detokenizer_moved(self, address: str) -> None:
-        """Another detokenizer has taken the place of the former. Its route comes first: it is told all that is open."""
+        """A new detokenizer has replaced the former one. Its route comes first, because it is told about all open requests."""
         if not self._closed:
             self.mail.route(DETOKENIZER, address)
-            self._deliver(self.core.detokenizer_moved(address, self.clock()))
+            self.deliver(self.core.detokenizer_moved(address, self.clock()))
 
     def pump(self) -> None:
         """Take in everything that has arrived."""
         now = self.clock()
         for _, message in self.mail.receive():
-            self._deliver(self.core.receive(message, now))
+            self.deliver(self.core.receive(message, now))
 
     def connection_broken(self, instance: InstanceId) -> None:
-        """The instance's side closed the connection to its inbox."""
+        """The instance closed the connection to its inbox."""
         if not self._closed:
-            self.core.connection_broken(instance, self.clock())
-            self._set_timer()
+            self.core.fleet.connection_broken(instance, self.clock())
+            self.deliver(())
+
+    def deliver(self, sends: Iterable[Send]) -> None:
+        """Send what the core decided, and set the timer to its earliest deadline. Call it after everything that changes the core.
+
+        A deadline that moves later costs one call of the timer that does nothing.
+        """
+        if self.core.fleet.addresses_version != self._routes_version:
+            self._learn_routes()
+        for send in sends:
+            self.mail.send(send.to, send.message)
+        deadline = self.core.next_deadline()
+        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.clock()), self._tick)
 
     def close(self) -> None:
         """Stop the timer. Idempotent."""
         self._closed = True
-        self._stop_timer()
-
-    def _deliver(self, sends: Iterable[Send]) -> None:
-        if self.core.addresses_version != self._routes_version:
-            self._learn_routes()
-        for send in sends:
-            self.mail.send(send.to, send.message)
-        self._set_timer()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _learn_routes(self) -> None:
-        """The detokenizer's route is that which its starter gave: no instance can take it over."""
-        self._routes_version = self.core.addresses_version
-        addresses = {name: address for name, address in self.core.addresses().items() if name != DETOKENIZER}
+        """Pass on where everyone is. The detokenizer's route is left as its starter gave it: no instance can take it over."""
+        self._routes_version = self.core.fleet.addresses_version
+        addresses = {name: address for name, address in self.core.fleet.addresses().items() if name != DETOKENIZER}
         for name in self._routes.keys() - addresses.keys():
             self.mail.route(name, None)
         for name, address in addresses.items():
@@ -81,22 +80,8 @@ class Gateway:
                 self.mail.route(name, address)
         self._routes = addresses
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _set_timer(self) -> None:
-        """Be called when the earliest deadline passes. A deadline that moved away costs one call that does nothing."""
-        deadline = self.core.next_deadline()
-        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
-            return
-        self._stop_timer()
-        self._timer_at = deadline
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self.clock()), self._tick)
-
     def _tick(self) -> None:
-        """What has arrived is taken in first: however long this loop was held up, whoever wrote in time is not silent."""
+        """Read the mail first: an instance that wrote in time is not silent, however long this loop was held up."""
         self._timer = None
         self.pump()
-        self._deliver(self.core.tick(self.clock()))
+        self.deliver(self.core.tick(self.clock()))

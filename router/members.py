@@ -1,22 +1,21 @@
-"""A member of the fleet: one incarnation of an instance, as it reported itself last.
+"""A member of the fleet: one life of an instance, as it last reported itself.
 
-Owns what it takes for a member to get requests. Does not know who else is a member, nor requests: a member only carries the
-tokens that the request book has assigned to it.
+Owns the rule by which a member gets requests. Does not know who else is a member, nor requests: a member only carries the
+number of tokens that the request book has assigned to it.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from common.ids import InstanceId, Life
-from common.messages import Counters, InstanceInfo, LinkInfo, Load
+from common.messages import Counters, Heartbeat, InstanceInfo, LinkInfo, Load
 
 QUARANTINE_DIVISOR = 4
-"""An instance takes no requests while more than one in so many of its pages is quarantined: transfers fail there, and little
-memory is left for others."""
+"""An instance takes no requests while more than one page in four is quarantined: transfers fail there, and little memory is
+left."""
 STUCK_S = 30.0
-"""A step or a transfer that does not move for longer will not."""
+"""A step or transfer that has not moved for longer is taken to be stuck."""
 
-"""Which incarnation of which instance."""
 State = Literal["live", "draining", "stuck", "quarantined"]
 
 
@@ -30,11 +29,13 @@ class Trouble:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One incarnation of an instance in the fleet.
+    """One life of an instance in the fleet.
 
-    told_to_drain: by this router; reports_draining: by the member itself.
+    told_to_drain: by this router. reports_draining: by the member itself.
+    trouble: why it takes no requests; None when it takes them. ready_links: the peers to which it reports a ready link.
+    capacity_tokens: how many tokens of KV fit its memory when it is empty.
     assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
-    chosen: number of the last choice that fell on it; among equals the one that waited longest is next.
+    chosen: number of the last placement on this member. Among equally loaded members, the one with the lowest number is next.
     """
 
     info: InstanceInfo
@@ -45,10 +46,15 @@ class Member:
     reports_draining: bool = False
     assigned_tokens: int = 0
     chosen: int = 0
+    life: Life = field(init=False)
+    capacity_tokens: int = field(init=False)
+    trouble: Trouble | None = field(init=False)
+    ready_links: frozenset[Life] = field(init=False)
 
-    @property
-    def life(self) -> Life:
-        return Life(self.info.id, self.info.incarnation)
+    def __post_init__(self) -> None:
+        self.life = Life(self.info.id, self.info.incarnation)
+        self.capacity_tokens = self.info.pool.total_pages * self.info.pool.layout.page_size
+        self._judge()
 
     @property
     def draining(self) -> bool:
@@ -56,41 +62,33 @@ class Member:
 
     @property
     def stuck(self) -> bool:
-        """A step or transfer of it does not move, though it reports: what it was given will not be served."""
+        """It reports, but a step or transfer in it does not move: it will not serve what it was given."""
         return max(self.load.oldest_step_s, self.load.oldest_transfer_s) > STUCK_S
 
-    @property
-    def trouble(self) -> Trouble | None:
-        """Why it takes no requests; None when it does."""
+    def take_report(self, report: Heartbeat) -> None:
+        self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
+        self.links = {link.peer: link for link in report.links}
+        self._judge()
+
+    def drain(self) -> None:
+        """Give it no more requests."""
+        self.told_to_drain = True
+        self._judge()
+
+    def forget_link(self, peer: InstanceId) -> None:
+        """Ignore what it reported about its link to this peer."""
+        if self.links.pop(peer, None) is not None:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Derive what every placement asks from what was last reported."""
+        self.ready_links = frozenset(Life(link.peer, link.incarnation) for link in self.links.values() if link.state == "ready")
         load, total_pages = self.load, self.info.pool.total_pages
+        self.trouble = None
         if self.draining:
-            return Trouble("draining", "it is leaving the fleet")
-        if self.stuck:
+            self.trouble = Trouble("draining", "it is leaving the fleet")
+        elif self.stuck:
             what, seconds = max(("step", load.oldest_step_s), ("transfer", load.oldest_transfer_s), key=lambda age: age[1])
-            return Trouble("stuck", f"its oldest {what} has not moved for {seconds:.0f} s")
-        if load.pages_quarantined * QUARANTINE_DIVISOR > total_pages:
-            return Trouble("quarantined", f"{load.pages_quarantined} of {total_pages} pages are quarantined")
-        return None
-
-    @property
-    def takes_requests(self) -> bool:
-        return self.trouble is None
-
-    @property
-    def load_tokens(self) -> int:
-        """Tokens it has to do: what it reported, or what was assigned to it since, whichever is more."""
-        return max(self.load.waiting_tokens + self.load.running_tokens, self.assigned_tokens)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens whose KV fits its memory when it is empty."""
-        return self.info.pool.total_pages * self.info.pool.layout.page_size
-
-    def linked(self, peer: "Member") -> bool:
-        """Whether it reports a ready link to this incarnation of the peer."""
-        link = self.links.get(peer.info.id)
-        return link is not None and link.incarnation == peer.info.incarnation and link.state == "ready"
-
-    def ready_links(self) -> frozenset[Life]:
-        """The peers to which it reports a ready link."""
-        return frozenset(Life(link.peer, link.incarnation) for link in self.links.values() if link.state == "ready")
+            self.trouble = Trouble("stuck", f"its oldest {what} has not moved for {seconds:.0f} s")
+        elif load.pages_quarantined * QUARANTINE_DIVISOR > total_pages:
+            self.trouble = Trouble("quarantined", f"{load.pages_quarantined} of {total_pages} pages are quarantined")

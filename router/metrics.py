@@ -112,7 +112,7 @@ class FleetCollector(Collector):
             labels=INSTANCE_LABELS,
         )
         for member in members:
-            up.add_metric(_labels(member), float(member.takes_requests))
+            up.add_metric(_labels(member), float(member.trouble is None))
         yield up
         yield from _reported(members)
         yield from _links(members)

@@ -1,16 +1,20 @@
-"""The answers of the OpenAI API as JSON bytes: chunks of a stream, whole answers, usage.
+"""The answers of the OpenAI API as JSON bytes: the events of a stream, whole answers, usage.
 
-Owns the shapes, one class for each endpoint. Does not know HTTP, tokens or the fleet.
+Owns the shapes, one class for each endpoint. Does not know HTTP or the fleet.
+
+Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
-from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
 OpenAIFinish: TypeAlias = Literal["stop", "length"]
 TokenIds: TypeAlias = tuple[int, ...] | msgspec.UnsetType
-"""`token_ids` of a choice, which the OpenAI API does not have; left out unless `return_token_ids` asks for them, as in vLLM."""
+"""`token_ids` of a choice. The OpenAI API does not have it; as in vLLM it is left out unless `return_token_ids` asks for it."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -18,32 +22,6 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-
-
-class WholeChoice(msgspec.Struct, frozen=True):
-    """One finished choice. token_ids: UNSET unless the client asked for them."""
-
-    index: int
-    text: str
-    finish_reason: OpenAIFinish
-    token_ids: TokenIds = msgspec.UNSET
-
-
-class AnswerShape(Protocol):
-    """How one endpoint writes its answer. Every method returns one JSON object."""
-
-    id: str
-
-    def opening(self, index: int) -> bytes | None:
-        """The chunk that precedes a choice's text, if the endpoint has one."""
-
-    def text(self, index: int, text: str, token_ids: TokenIds) -> bytes: ...
-
-    def closing(self, index: int, reason: OpenAIFinish) -> bytes: ...
-
-    def usage(self, usage: Usage) -> bytes: ...
-
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes: ...
 
 
 class _Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -85,72 +63,106 @@ _Choice: TypeAlias = _ChunkChoice | _TextChoice | _ChatChoice
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """usage: left out where the client did not ask for it, null in the chunks before the one that has it."""
+    """usage: left out when the client did not ask for it; null in the chunks before the one that has it."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: tuple[_Choice, ...]
+    choices: Sequence[_Choice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class _Shape:
-    """What the endpoints share: the envelope."""
+@dataclass(slots=True)
+class WholeChoice:
+    """One choice of an answer that is not streamed, as far as it has come. texts: in pieces."""
 
-    def __init__(self, id: str, created: int, model: str, chunk_object: str, whole_object: str, include_usage: bool) -> None:
-        self.id = id
-        self._created = created
-        self._model = model
-        self._chunk_object = chunk_object
-        self._whole_object = whole_object
-        self._chunk_usage: msgspec.UnsetType | None = None if include_usage else msgspec.UNSET
-
-    def usage(self, usage: Usage) -> bytes:
-        return _encode(_Body(self.id, self._chunk_object, self._created, self._model, (), usage))
-
-    def _chunk(self, choice: _Choice) -> bytes:
-        return _encode(_Body(self.id, self._chunk_object, self._created, self._model, (choice,), self._chunk_usage))
-
-    def _whole(self, choices: tuple[_Choice, ...], usage: Usage) -> bytes:
-        return _encode(_Body(self.id, self._whole_object, self._created, self._model, choices, usage))
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: OpenAIFinish = "stop"
 
 
-class ChatShape(_Shape):
-    """/v1/chat/completions"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerShape(ABC):
+    """How one endpoint writes its answer. choices: how many it has. include_usage: in a stream, as its last chunk."""
 
-    def __init__(self, id: str, created: int, model: str, include_usage: bool) -> None:
-        super().__init__(id, created, model, "chat.completion.chunk", "chat.completion", include_usage)
+    id: str
+    created: int
+    model: str
+    choices: int
+    prompt_tokens: int
+    include_usage: bool
+    return_token_ids: bool
 
-    def opening(self, index: int) -> bytes | None:
-        return self._chunk(_ChunkChoice(index, _Delta(role="assistant", content="")))
+    chunk_object: ClassVar[str]
+    whole_object: ClassVar[str]
 
-    def text(self, index: int, text: str, token_ids: TokenIds) -> bytes:
-        return self._chunk(_ChunkChoice(index, _Delta(content=text), token_ids=token_ids))
+    def events(self, index: int, text: str, ids: tuple[int, ...], finish: OpenAIFinish | None, *, opens: bool) -> list[bytes]:
+        """The events for news of one choice. finish: how it ends, if it does. opens: this is its first news."""
+        usage = None if self.include_usage else msgspec.UNSET
+        token_ids = ids if self.return_token_ids else msgspec.UNSET
+        parts = self._chunk_choices(index, text, token_ids, finish, opens=opens)
+        bodies = (_Body(self.id, self.chunk_object, self.created, self.model, (part,), usage) for part in parts)
+        return [b"data: " + _encode(body) + b"\n\n" for body in bodies]
 
-    def closing(self, index: int, reason: OpenAIFinish) -> bytes:
-        return self._chunk(_ChunkChoice(index, _Delta(), reason))
+    def usage_event(self, completion_tokens: int) -> bytes:
+        usage = Usage(self.prompt_tokens, completion_tokens, self.prompt_tokens + completion_tokens)
+        return b"data: " + _encode(_Body(self.id, self.chunk_object, self.created, self.model, (), usage)) + b"\n\n"
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        made = (_ChatChoice(c.index, _ChatMessage(c.text), c.finish_reason, token_ids=c.token_ids) for c in choices)
-        return self._whole(tuple(made), usage)
+    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+        tokens = sum(len(choice.token_ids) for choice in choices)
+        usage = Usage(self.prompt_tokens, tokens, self.prompt_tokens + tokens)
+        parts = [
+            self._whole_choice(index, choice, tuple(choice.token_ids) if self.return_token_ids else msgspec.UNSET)
+            for index, choice in enumerate(choices)
+        ]
+        return _encode(_Body(self.id, self.whole_object, self.created, self.model, parts, usage))
+
+    @abstractmethod
+    def _chunk_choices(
+        self, index: int, text: str, token_ids: TokenIds, finish: OpenAIFinish | None, *, opens: bool
+    ) -> Iterable[_Choice]:
+        """One choice for each chunk."""
+
+    @abstractmethod
+    def _whole_choice(self, index: int, choice: WholeChoice, token_ids: TokenIds) -> _Choice: ...
 
 
-class CompletionShape(_Shape):
+class ChatShape(AnswerShape):
+    """/v1/chat/completions. A choice's first chunk says the role."""
+
+    __slots__ = ()
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+
+    def _chunk_choices(
+        self, index: int, text: str, token_ids: TokenIds, finish: OpenAIFinish | None, *, opens: bool
+    ) -> Iterable[_Choice]:
+        parts: list[_Choice] = [_ChunkChoice(index, _Delta(role="assistant", content=""))] if opens else []
+        if text or token_ids:
+            parts.append(_ChunkChoice(index, _Delta(content=text), token_ids=token_ids))
+        if finish is not None:
+            parts.append(_ChunkChoice(index, _Delta(), finish))
+        return parts
+
+    def _whole_choice(self, index: int, choice: WholeChoice, token_ids: TokenIds) -> _Choice:
+        return _ChatChoice(index, _ChatMessage("".join(choice.texts)), choice.finish_reason, token_ids=token_ids)
+
+
+class CompletionShape(AnswerShape):
     """/v1/completions"""
 
-    def __init__(self, id: str, created: int, model: str, include_usage: bool) -> None:
-        super().__init__(id, created, model, "text_completion", "text_completion", include_usage)
+    __slots__ = ()
+    chunk_object = "text_completion"
+    whole_object = "text_completion"
 
-    def opening(self, index: int) -> bytes | None:
-        return None
+    def _chunk_choices(
+        self, index: int, text: str, token_ids: TokenIds, finish: OpenAIFinish | None, *, opens: bool
+    ) -> Iterable[_Choice]:
+        parts: list[_Choice] = [_TextChoice(index, text, token_ids=token_ids)] if text or token_ids else []
+        if finish is not None:
+            parts.append(_TextChoice(index, "", finish))
+        return parts
 
-    def text(self, index: int, text: str, token_ids: TokenIds) -> bytes:
-        return self._chunk(_TextChoice(index, text, token_ids=token_ids))
-
-    def closing(self, index: int, reason: OpenAIFinish) -> bytes:
-        return self._chunk(_TextChoice(index, "", reason))
-
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
-        made = (_TextChoice(c.index, c.text, c.finish_reason, token_ids=c.token_ids) for c in choices)
-        return self._whole(tuple(made), usage)
+    def _whole_choice(self, index: int, choice: WholeChoice, token_ids: TokenIds) -> _Choice:
+        return _TextChoice(index, "".join(choice.texts), choice.finish_reason, token_ids=token_ids)

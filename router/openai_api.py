@@ -1,15 +1,16 @@
 """The requests of the OpenAI API that Tandem serves: their fields, types and limits.
 
-Owns the reading of a body: what is accepted, and an error that names the field and the fix for everything else. Does not know
+Owns the reading of a body: what is accepted, and for everything else an error that names the field and the fix. Does not know
 tokens, models or the fleet. Fields: https://platform.openai.com/docs/api-reference (chat, completions).
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from common.errors import BadRequest
 from router.openai_fields import (
@@ -20,18 +21,18 @@ from router.openai_fields import (
 )
 
 COMPLETION_MAX_TOKENS = 16
-"""Length of an answer to /v1/completions when the request gives none, as OpenAI has it."""
+"""Length of an answer to /v1/completions when the request gives none, as at OpenAI."""
 MAX_CHOICES_PER_PROMPT = 16
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_PRIORITY = 1000
 
-S = TypeVar("S", bound="_Sampled")
+S = TypeVar("S", bound="SamplingFields")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool = False
+    include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage.")] = False
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -42,99 +43,79 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of both endpoints. user, metadata, safety_identifier and prompt_cache_key label a request and change nothing."""
 
-class _Sampled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take. user, metadata, safety_identifier and prompt_cache_key label a request and change nothing.
-
-    timeout: seconds. priority: the lower, the earlier, as in vLLM.
-    """
-
-    model: str
-    stream: bool = False
+    model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
+    stream: Annotated[bool, Meta(description="Send the answer as server-sent events.")] = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    n: int = 1
-    stop: str | list[str] = []
-    ignore_eos: bool = False
-    return_token_ids: bool = False
-    timeout: float | None = None
-    priority: int = 0
+    max_tokens: Annotated[int | None, Meta(description="Longest answer, in tokens.")] = None
+    temperature: Annotated[float, Meta(description="0: always take the most likely token. At most 2.")] = 1.0
+    top_p: Annotated[float, Meta(description="Sample from the most likely tokens that together have this probability.")] = 1.0
+    top_k: Annotated[int, Meta(description="Sample from this many of the most likely tokens; 0: from all.")] = 0
+    min_p: Annotated[float, Meta(description="Skip tokens less likely than this share of the most likely one.")] = 0.0
+    seed: Annotated[int | None, Meta(description="The same seed and request give the same answer.")] = None
+    n: Annotated[int, Meta(description=f"Answers to each prompt: 1 to {MAX_CHOICES_PER_PROMPT}.")] = 1
+    stop: Annotated[str | list[str], Meta(description=f"Up to {MAX_STOPS} strings before which the answer ends.")] = []
+    ignore_eos: Annotated[bool, Meta(description="Go on after the model's end-of-text token.")] = False
+    return_token_ids: Annotated[bool, Meta(description="Send the token ids with the text.")] = False
+    timeout: Annotated[float | None, Meta(description="Cancel the request after this many seconds.")] = None
+    priority: Annotated[int, Meta(description=f"Lower is earlier: -{MAX_PRIORITY} to {MAX_PRIORITY}.")] = 0
     user: str = ""
     metadata: dict[str, str] = {}
     safety_identifier: str = ""
     prompt_cache_key: str = ""
 
 
-class _ChatFields(_Sampled, frozen=True, kw_only=True):
+class ChatFields(SamplingFields, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int | None, Meta(description="Another name of max_tokens.")] = None
 
 
-class _CompletionFields(_Sampled, frozen=True, kw_only=True):
-    prompt: str | list[str | int]
+class CompletionFields(SamplingFields, frozen=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[str | list[str | int], Meta(description="A text, several texts, or the token ids of one prompt.")]
 
 
 Prompt: TypeAlias = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingFields:
-    """How to answer, as both endpoints say it. max_tokens, seed and timeout_s: None when the client left the choice to us.
+class ReadRequest:
+    """A request as it was read. max_tokens: None when the client leaves it to us. max_tokens_field: the field that gave it."""
 
-    max_tokens_field: what the client calls it. priority: the lower, the earlier.
-    """
-
-    model: str
-    stream: bool
-    include_usage: bool
-    max_tokens: int | None
-    max_tokens_field: str
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None
-    n: int
+    fields: SamplingFields
     stop: tuple[str, ...]
-    ignore_eos: bool
-    return_token_ids: bool
-    timeout_s: float | None
-    priority: int
+    max_tokens: int | None
+    max_tokens_field: str = "max_tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(ReadRequest):
     messages: tuple[Mapping[str, str], ...]
-    sampling: SamplingFields
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """prompts: texts or token ids; each gets `n` choices."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(ReadRequest):
+    """prompts: texts or token ids. Each gets `n` choices."""
 
     prompts: tuple[Prompt, ...]
-    sampling: SamplingFields
 
 
 def read_chat(body: bytes) -> ChatRequest:
     """The body of POST /v1/chat/completions. Raises BadRequest."""
-    raw = drop_neutral(_object(body), NEUTRAL_CHAT_VALUES)
+    raw = drop_neutral(_object(body), NEUTRAL_CHAT_VALUES, ChatFields.__struct_encode_fields__)
     messages = raw.get("messages")
     if isinstance(messages, list):
         raw["messages"] = [
-            drop_neutral(message, NEUTRAL_MESSAGE_VALUES, f"messages[{index}].") if isinstance(message, dict) else message
+            drop_neutral(message, NEUTRAL_MESSAGE_VALUES, path=f"messages[{index}].") if isinstance(message, dict) else message
             for index, message in enumerate(messages)
         ]
-    fields = _convert(raw, _ChatFields)
+    fields = _convert(raw, ChatFields)
     if not fields.messages:
         raise BadRequest("messages is empty: send at least one message", field="messages")
     limit, name = fields.max_tokens, "max_tokens"
@@ -142,19 +123,21 @@ def read_chat(body: bytes) -> ChatRequest:
         if limit is not None and limit != fields.max_completion_tokens:
             raise BadRequest("max_tokens and max_completion_tokens differ: send one of them", field="max_tokens")
         limit, name = fields.max_completion_tokens, "max_completion_tokens"
-    messages_read = tuple({"role": _template_role(m.role), "content": m.text} for m in fields.messages)
-    return ChatRequest(messages_read, _sampling(fields, limit, name))
+    read: list[Mapping[str, str]] = []
+    for message in fields.messages:
+        # `developer` is OpenAI's newer name of `system`; chat templates know the older one.
+        role = "system" if message.role == "developer" else message.role
+        content = message.content
+        read.append({"role": role, "content": content if isinstance(content, str) else "".join(part.text for part in content)})
+    return ChatRequest(fields=fields, stop=_checked_stops(fields), max_tokens=limit, max_tokens_field=name, messages=tuple(read))
 
 
 def read_completion(body: bytes) -> CompletionRequest:
     """The body of POST /v1/completions. Raises BadRequest."""
-    fields = _convert(drop_neutral(_object(body), NEUTRAL_COMPLETION_VALUES), _CompletionFields)
-    return CompletionRequest(_prompts(fields.prompt), _sampling(fields, fields.max_tokens, "max_tokens"))
-
-
-def _template_role(role: str) -> str:
-    """`developer` is OpenAI's newer name of `system`; chat templates know the older one."""
-    return "system" if role == "developer" else role
+    raw = drop_neutral(_object(body), NEUTRAL_COMPLETION_VALUES, CompletionFields.__struct_encode_fields__)
+    fields = _convert(raw, CompletionFields)
+    prompts = _prompts(fields.prompt)
+    return CompletionRequest(fields=fields, stop=_checked_stops(fields), max_tokens=fields.max_tokens, prompts=prompts)
 
 
 def _prompts(prompt: str | list[str | int]) -> tuple[Prompt, ...]:
@@ -172,43 +155,20 @@ def _prompts(prompt: str | list[str | int]) -> tuple[Prompt, ...]:
     return tuple(texts)
 
 
-def _sampling(fields: _Sampled, max_tokens: int | None, max_tokens_field: str) -> SamplingFields:
+def _checked_stops(fields: SamplingFields) -> tuple[str, ...]:
+    """Check the limits of what both endpoints take. Returns the stop strings. Raises BadRequest."""
     if not 1 <= fields.n <= MAX_CHOICES_PER_PROMPT:
         raise BadRequest(f"n must be between 1 and {MAX_CHOICES_PER_PROMPT}, is {fields.n}", field="n")
     if abs(fields.priority) > MAX_PRIORITY:
         raise BadRequest(f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {fields.priority}", field="priority")
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options is for streams only: leave it out or send stream=true", field="stream_options")
-    return SamplingFields(
-        model=fields.model,
-        stream=fields.stream,
-        return_token_ids=fields.return_token_ids,
-        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
-        max_tokens=max_tokens,
-        max_tokens_field=max_tokens_field,
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=fields.top_k,
-        min_p=fields.min_p,
-        seed=fields.seed,
-        n=fields.n,
-        stop=_stops(fields.stop),
-        ignore_eos=fields.ignore_eos,
-        timeout_s=fields.timeout,
-        priority=fields.priority,
-    )
-
-
-def _stops(stop: str | list[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
     if len(stops) > MAX_STOPS:
         raise BadRequest(f"stop holds {len(stops)} strings: send at most {MAX_STOPS}", field="stop")
     if any(not 1 <= len(one) <= MAX_STOP_CHARS for one in stops):
         raise BadRequest(f"each stop string must have between 1 and {MAX_STOP_CHARS} characters", field="stop")
     return stops
-
-
-# --- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -231,11 +191,9 @@ _ALLOWED = {
 
 
 def _convert(raw: Mapping[str, Any], kind: type[S]) -> S:
-    """The typed fields; null is as good as absent. Raises BadRequest for the first field that is unknown, missing or wrong."""
-    names = {field.encode_name for field in msgspec.structs.fields(kind)}
-    known = {name: value for name, value in raw.items() if value is not None or name not in names}
+    """The typed fields. Raises BadRequest for the first field that is unknown, missing or wrong."""
     try:
-        return msgspec.convert(known, kind)
+        return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from error
 

@@ -1,6 +1,6 @@
 """Errors as the OpenAI API writes them: {"error": {"message", "type", "param", "code"}}, with a status and Retry-After.
 
-Owns the shape. Errors themselves are those of `common.errors`, and two that only HTTP has.
+Owns the shape, and the two errors that only HTTP has. The other errors are in `common.errors`.
 """
 
 import msgspec
@@ -25,6 +25,8 @@ class BodyTooSlow(BadRequest):
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
+    """type: the kind of error. param: the field that is wrong. code: of the problem, for programs."""
+
     message: str
     type: str
     param: str | None = None
@@ -32,6 +34,8 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
+    """What every refused request gets."""
+
     error: ErrorDetail
 
 
@@ -49,12 +53,12 @@ def error_response(status: int, detail: ErrorDetail) -> Response:
 
 
 def response_to(error: TandemError) -> Response:
-    """The response to an error that was raised before the answer began."""
+    """The response to an error that was raised before the answer started."""
     if isinstance(error, BadRequest):
         return error_response(error.status, ErrorDetail(str(error), error.kind, error.field, error.code))
     return error_response(error.status, ErrorDetail(str(error), error.kind))
 
 
 def response_to_failure(failed: Failed) -> Response:
-    """The response to a request that ended before its first token. A status that is no error's would be taken for success."""
+    """The response to a request that failed before its first token. A status that is not an error's becomes 500."""
     return error_response(failed.status if 400 <= failed.status < 600 else TandemError.status, detail_of_failure(failed))

@@ -1,9 +1,9 @@
-"""Standard fields of the OpenAI API that Tandem does not honour, and the values with which they ask for nothing.
+"""Standard fields of the OpenAI API that Tandem does not support, and the values with which they ask for nothing.
 
-Owns the table. A field with such a value is dropped before the request is read; with any other value it is refused by name.
+Owns the table. A field with such a value is dropped before the request is read. With any other value it is refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -52,15 +52,19 @@ NEUTRAL_MESSAGE_VALUES: Mapping[str, tuple[object, ...]] = {
     "function_call": _NOTHING,
     "name": _NOTHING,
 }
-"""What the messages of our own answers carry when a client sends them back."""
+"""Fields that the messages of our own answers have when a client sends them back."""
 
 
-def drop_neutral(fields: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], path: str = "") -> dict[str, Any]:
-    """The fields without those that ask for nothing, as null always does. Raises BadRequest for those that ask for something."""
+def drop_neutral(
+    fields: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], known: Collection[str] = (), path: str = ""
+) -> dict[str, Any]:
+    """The fields without those that ask for nothing. Null asks for nothing in neutral fields and in the known ones. Raises
+    BadRequest for a neutral field that asks for something."""
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if name not in neutral:
-            kept[name] = value
+            if value is not None or name not in known:
+                kept[name] = value
         elif value is not None and value not in neutral[name]:
             allowed = " or ".join(msgspec.json.encode(option).decode() for option in neutral[name])
             fix = f"leave it out or send {allowed}" if allowed else "leave it out"

@@ -1,7 +1,7 @@
 """The outbox: what one client has not read yet.
 
-Owns the unread deltas of one HTTP request and their bound. Does not know HTTP, sockets or loops: whoever reads gives a
-callable that wakes it.
+Owns the unread deltas of one HTTP request, and counts them against a limit. Does not know HTTP, sockets or loops: the reader
+gives a callable that wakes it.
 """
 
 from collections import deque
@@ -12,12 +12,12 @@ import msgspec
 from common.messages import Ending
 
 DELTA_CHARS = 32
-"""What a delta costs besides its text, so that empty ones are bounded as well."""
+"""What a delta counts besides its text, so that the limit bounds empty ones too."""
 UNREAD_LIMIT_CHARS = 1_000_000
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """News of one choice: text (maybe empty), the tokens it came from, and the ending if this is the last."""
+    """News of one choice: text (maybe empty), the tokens behind it, and the ending if this is the last."""
 
     index: int
     text: str
@@ -26,18 +26,16 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
 
 
 class Outbox:
-    """Unread deltas of every choice of one HTTP request, in order."""
+    """Unread deltas of every choice of one HTTP request, in order.
+
+    limit_chars: a request whose unread_chars exceed it is ended, because its client reads too slowly. Endings are still taken in.
+    """
 
     def __init__(self, wake: Callable[[], object], limit_chars: int = UNREAD_LIMIT_CHARS) -> None:
         self._wake = wake
-        self._limit_chars = limit_chars
+        self.limit_chars = limit_chars
         self._deltas: deque[ChoiceDelta] = deque()
         self.unread_chars = 0
-
-    @property
-    def full(self) -> bool:
-        """The client reads too slowly: its request must end. Endings are still taken in."""
-        return self.unread_chars > self._limit_chars
 
     def put(self, delta: ChoiceDelta) -> None:
         self._deltas.append(delta)

@@ -1,7 +1,7 @@
 """The router's process: HTTP server, mailbox and core in one event loop.
 
-Owns the composition, and the order of start and end. Decides nothing. Whoever calls `serve` chooses the loop (uvloop where there
-is one), handles signals, and starts the detokenizer's process.
+Owns the composition, and the order of start and end. Decides nothing. The caller of `serve` chooses the loop, handles signals,
+and starts the detokenizer's process.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A router that serves. url: of its HTTP side; control: where instances register; both with the ports that were chosen.
+    """A router that serves. url: of its HTTP side. control: where instances register. Both have the ports that were chosen.
 
-    detokenizer_moved: to be called, on the router's loop, with the address of a detokenizer that takes the place of the former.
+    detokenizer_moved: call it, on the router's loop, with the address of a detokenizer that replaces the former one.
     """
 
     url: str
@@ -48,7 +48,7 @@ async def serve(
     ready: Callable[[Serving], None],
     stop: asyncio.Event,
 ) -> None:
-    """Serve until `stop` is set, then let open answers end for a few seconds.
+    """Serve until `stop` is set, then give open answers a few seconds to end.
 
     ready: called once, when both addresses are listening.
     Raises ConfigError when an address cannot be listened on or the tokenizer cannot be loaded.

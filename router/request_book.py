@@ -6,36 +6,43 @@ Owns the open requests and everything that is due for them. Opens no socket, rea
                 │  ▲                      │  ▲
                 └──┴─────── resume ───────┴──┘    instance lost, attempt failed, preempted, messages lost, detokenizer moved
                               │ ▲
-                           RESUMING               nobody can serve it, or two attempts failed at once: it waits a while
+                           RESUMING               nobody can serve it, or two attempts in a row brought no token: it waits
 
-Resume is the only recovery: what is left of the attempt is withdrawn, and the next one begins with prompt + tokens so far under
-the next attempt number. Token numbers go on, so the client gets every token once. Messages may be lost: an attempt of which
-nothing is heard is probed, and resumed when its members know less or have sent more than has come.
+Resume is the only recovery: the book withdraws what is left of the attempt and starts the next one with prompt + tokens so far,
+under the next attempt number. Token numbers go on, so the client gets every token once. Messages may be lost: the book probes an
+attempt that is silent, and resumes it when its members know less, or have sent more, than the router has received.
 """
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Protocol, assert_never
 
+from msgspec.structs import replace
+
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import Key, RequestId
+from common.ids import DETOKENIZER, Key, RequestId, pack_ids
 from common.instance.ports import Send
-from common.messages import Ending, Failed, Finished, Probe, Probed, TextDelta
+from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Probe, Probed, Terms, TextDelta
 from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
 from router.policy import choose
-from router.requests import Record, RequestSpec
+from router.requests import TOKEN_BYTES, Record, RequestSpec
 
 FRUITLESS_ATTEMPTS = 4
-"""After so many in a row that brought no token a request ends."""
+"""A request ends after this many attempts in a row that brought no token."""
 PAUSE_HEARTBEATS = 2
-"""After two such attempts in a row the next one waits so long: an instance refuses faster than its heartbeat says why."""
+"""After two such attempts the next one waits this many heartbeats: an instance refuses a request sooner than its heartbeat says
+why."""
 PROBE_S = 2.0
-"""The members of an attempt are asked about it when no token came for so long, and again after as long."""
+"""After this long without a token the router asks an attempt's members about it, and again after as long."""
+CONTEXT_TOKENS = 8
+"""How many of the prompt's last tokens the detokenizer gets, to decode the answer's first characters in their context."""
+SPARE_LIFE_S = 60.0
+"""The detokenizer forgets an answer this long after its deadline, in case it never hears of its end."""
 
 
 class Observer(Protocol):
@@ -48,7 +55,7 @@ class Observer(Protocol):
     def resumed(self, reason: ResumeReason) -> None: ...
 
     def resume_gap(self, seconds: float) -> None:
-        """From a resumed request's last token (from the resume, if it had none) to its next one."""
+        """seconds: from a resumed request's last token (from the resume, if it had none) to its next one."""
 
     def ended(self, ending: Ending, seconds: float, attempts: int) -> None: ...
 
@@ -71,13 +78,15 @@ class RequestBook:
         self._config = config
         self._open: dict[RequestId, Record] = {}
         self._parked: dict[RequestId, Failed] = {}
-        """Those that wait for an instance, and why."""
+        """The requests that wait for an instance, and why."""
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
-        self._choices = 0
+        self.next_deadline = self._alarms.next_deadline
+        """When the next alarm of any request is due; None when there is none."""
+        self._placements = 0
         self.stale = 0
-        """Deltas of requests or attempts that are not open, and tokens that had come already."""
+        """Dropped deltas: of requests or attempts that are not open, or with tokens that had come already."""
         self.stale_standings = 0
-        """What was said of such attempts, or by others than those that serve them."""
+        """Dropped answers to probes: about attempts that are not open, or from instances that do not serve them."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -86,7 +95,7 @@ class RequestBook:
         return self._open.values()
 
     def require_room(self, requests: int) -> None:
-        """Raises Overloaded when so many more do not fit."""
+        """Raises Overloaded when this many more requests do not fit."""
         limit = self._config.max_requests
         if len(self._open) + requests > limit:
             raise Overloaded(f"the router has {len(self._open)} of at most {limit} requests open: try again shortly")
@@ -96,40 +105,62 @@ class RequestBook:
     def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_s: float, now: float) -> list[Send]:
         """Dispatch every choice of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
         self.require_room(len(specs))
-        placed: list[tuple[Record, Attempt]] = []
+        started: list[tuple[Record, Attempt]] = []
         try:
             for spec in specs:
                 timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
                 record = Record(spec, outbox, received_s, received_s + timeout_s)
-                placed.append((record, self._place(record, now)))
+                started.append((record, self._start_attempt(record, now)))
         except TandemError:
-            for _, attempt in placed:
+            for _, attempt in started:
                 attempt.release()
             raise
         sends: list[Send] = []
-        for record, attempt in placed:
+        for record, attempt in started:
             self._open[record.spec.request_id] = record
             self._alarms.set((Alarm.DEADLINE, record.spec.request_id), record.deadline_s)
-            sends += self._launch(record, attempt, now)
+            sends += self._announce(record, attempt, now)
         return sends
 
-    def _place(self, record: Record, now: float) -> Attempt:
-        """Raises Unavailable, BadRequest."""
-        dispatch, prompt_tokens = self._config.dispatch, record.prompt_tokens
-        attempt = record.begin(choose(self._fleet, dispatch, prompt_tokens, record.remaining_tokens, record.avoid), now)
-        self._choices += 1
+    def _start_attempt(self, record: Record, now: float) -> Attempt:
+        """Place the request's next attempt. Nobody is told yet. Raises Unavailable, BadRequest."""
+        prompt_tokens = record.prompt_tokens
+        placement = choose(self._fleet, self._config.dispatch, prompt_tokens, record.remaining_tokens, record.avoid)
+        attempt = Attempt(Key(record.spec.request_id, record.attempts), placement, len(record.token_ids), prompt_tokens, now)
+        record.attempt = attempt
+        record.attempts += 1
+        self._placements += 1
         for member in attempt.members:
-            member.chosen = self._choices
+            member.chosen = self._placements
         return attempt
 
-    def _launch(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
+    def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
+        """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
         self._alarms.set((Alarm.NEWS, record.spec.request_id), now + PROBE_S)
-        return record.opening(attempt, now)
+        spec, first = record.spec, len(record.token_ids)
+        so_far, left_s = pack_ids(record.token_ids), record.deadline_s - now
+        expect = ExpectAnswer(
+            key=attempt.key,
+            stop=spec.stop,
+            first=first,
+            context=spec.prompt[-CONTEXT_TOKENS * TOKEN_BYTES :] + so_far,
+            text="".join(record.texts),
+            life_s=left_s + SPARE_LIFE_S,
+        )
+        generate = Generate(
+            key=attempt.key,
+            prompt=spec.prompt + so_far,
+            sampling=replace(spec.sampling, max_new_tokens=record.remaining_tokens),
+            decode=None if attempt.decode is None else attempt.decode.info.id,
+            first=first,
+            terms=Terms(priority=spec.priority, age_s=now - record.received_s, timeout_s=left_s),
+        )
+        return [Send(DETOKENIZER, expect), Send(attempt.first.info.id, generate)]
 
     # --- tokens ----------------------------------------------------------------------------------------------------------
 
     def text(self, delta: TextDelta, now: float) -> list[Send]:
-        """Text of one request: passed on if it is what comes next."""
+        """Pass on text of one request if it is what comes next."""
         found = self._find(delta.key)
         if found is None or delta.first < found[1].next_token:
             self.stale += 1
@@ -139,60 +170,59 @@ class RequestBook:
             gap = f"tokens {attempt.next_token} to {delta.first - 1} of the answer are missing"
             return self._resume(record, attempt, _messages_lost(attempt, gap), now)
         if delta.token_ids:
-            self._count(record, attempt, delta.token_ids, now)
-        setback = _setback(attempt, delta.ending)
-        if delta.ending is not None and setback is None:
-            return self._ended_by_text(record, attempt, delta, delta.ending, now)
+            self._count_tokens(record, attempt, delta.token_ids, now)
+        setback = None
+        if delta.ending is not None:
+            setback = _setback(attempt, delta.ending)
+            if setback is None:
+                self._end(record, delta.ending, now, delta.text, delta.token_ids)
+                # The ending came with the text, so the detokenizer knows it. The instances know it too, except for a stop string;
+                # after a failure the other instance may not.
+                told = isinstance(delta.ending, Finished) and not isinstance(delta.ending.matched, str)
+                return [] if told else attempt.cancels()
+        outbox = record.outbox
         if delta.token_ids or delta.text:
             record.texts.append(delta.text)
-            record.outbox.put(ChoiceDelta(record.spec.index, delta.text, delta.token_ids))
-        if record.outbox.full:
+            outbox.put(ChoiceDelta(record.spec.index, delta.text, delta.token_ids))
+        if outbox.unread_chars > outbox.limit_chars:
             slow = Failed(message="the client reads too slowly: its request was cancelled", kind="slow_client", status=408)
             return self._break_off(record, slow, now)
         return [] if setback is None else self._resume(record, attempt, setback, now)
 
     def _find(self, key: Key) -> tuple[Record, Attempt] | None:
-        """The request whose present attempt this is."""
+        """The request whose present attempt this is, and the attempt."""
         record = self._open.get(key.request_id)
         if record is None or record.attempt is None or record.attempt.key != key:
             return None
         return record, record.attempt
 
-    def _count(self, record: Record, attempt: Attempt, token_ids: Sequence[int], now: float) -> None:
+    def _count_tokens(self, record: Record, attempt: Attempt, token_ids: Sequence[int], now: float) -> None:
         if record.token_ids:
             self._observer.next_tokens(now - record.last_token_s, len(token_ids))
         else:
             self._observer.first_token(now - record.received_s)
-        if record.gap_s is not None:
-            self._observer.resume_gap(now - record.gap_s)
-        record.gap_s, record.last_token_s = None, now
+        if record.gap_since_s is not None:
+            self._observer.resume_gap(now - record.gap_since_s)
+        record.gap_since_s, record.last_token_s = None, now
         record.token_ids += token_ids
         attempt.advance(len(token_ids), now)
-
-    def _ended_by_text(self, record: Record, attempt: Attempt, delta: TextDelta, ending: Ending, now: float) -> list[Send]:
-        """The ending came with the text, so the detokenizer knows. The instances know too, unless a stop string ended it; after
-        a failure the other instance may not."""
-        self._end(record, ending, now, delta.text, delta.token_ids)
-        if isinstance(ending, Finished) and not isinstance(ending.matched, str):
-            return []
-        return attempt.cancels()
 
     # --- resuming --------------------------------------------------------------------------------------------------------
 
     def member_lost(self, member: Member, now: float) -> list[Send]:
-        """A member left the fleet or is stuck: what cannot go on without it is resumed."""
+        """A member left the fleet or is stuck: resume the requests that cannot go on without it."""
         lost = Failed.of(Unavailable(f"instance {member.info.id} was lost while it served the request"))
         setback = Setback(ResumeReason.LOST_INSTANCE, lost, (member,))
         return self._resume_all((pair for pair in self._attempts() if member in pair[1].needed), setback, now)
 
     def detokenizer_moved(self, now: float) -> list[Send]:
-        """A new detokenizer has heard of no request yet."""
+        """Resume everything: a new detokenizer knows no request yet."""
         moved = Failed.of(Unavailable("the detokenizer was started again while the request was served"))
         return self._resume_all(self._attempts(), Setback(ResumeReason.DETOKENIZER, moved), now)
 
     def retry_parked(self, now: float) -> list[Send]:
-        """Somebody can serve who could not before."""
-        return [send for request_id in list(self._parked) for send in self._next_attempt(self._open[request_id], now)]
+        """More members can serve than before: try every request that waits for one."""
+        return [send for request_id in list(self._parked) for send in self._try_again(self._open[request_id], now)]
 
     def _attempts(self) -> Iterable[tuple[Record, Attempt]]:
         return ((record, record.attempt) for record in self._open.values() if record.attempt is not None)
@@ -201,7 +231,7 @@ class RequestBook:
         return [send for record, attempt in list(pairs) for send in self._resume(record, attempt, setback, now)]
 
     def _resume(self, record: Record, attempt: Attempt, setback: Setback, now: float) -> list[Send]:
-        """The attempt is over: withdraw what is left of it, and begin the next one, if there may be one."""
+        """Withdraw what is left of the attempt, and start the next one if the request may have another."""
         sends = attempt.withdraw()
         record.set_back(attempt, setback, now)
         if record.remaining_tokens == 0:
@@ -214,14 +244,14 @@ class RequestBook:
             self._alarms.set((Alarm.RETRY, record.spec.request_id), now + PAUSE_HEARTBEATS * self._config.heartbeat_s)
         else:
             self._observer.resumed(setback.reason)
-            sends += self._next_attempt(record, now)
+            sends += self._try_again(record, now)
         return sends
 
-    def _next_attempt(self, record: Record, now: float) -> list[Send]:
-        """Begin it, or let the request wait for somebody who can serve it."""
+    def _try_again(self, record: Record, now: float) -> list[Send]:
+        """Start the next attempt, or park the request until a member can serve it."""
         request_id = record.spec.request_id
         try:
-            attempt = self._place(record, now)
+            attempt = self._start_attempt(record, now)
         except TandemError as error:
             self._parked[request_id] = Failed.of(error)
             if (Alarm.WAIT, request_id) not in self._alarms:
@@ -230,37 +260,38 @@ class RequestBook:
         self._parked.pop(request_id, None)
         self._alarms.clear((Alarm.WAIT, request_id))
         self._alarms.clear((Alarm.RETRY, request_id))
-        return self._launch(record, attempt, now)
+        return self._announce(record, attempt, now)
 
     # --- probes ----------------------------------------------------------------------------------------------------------
 
     def probe_all(self, now: float) -> list[Send]:
-        """What could not come for a while can come again: ask about every attempt, and forget what was said before."""
+        """Tokens can come again after a pause: ask about every attempt, and forget what its members said before."""
         attempts = [attempt for _, attempt in self._attempts()]
         for attempt in attempts:
-            attempt.hear(now)
+            attempt.restart_silence(now)
         return self._probe(attempts, now)
 
     def probed(self, message: Probed, now: float) -> list[Send]:
-        """A member says what it knows of some attempts."""
+        """Take in what a member knows about some attempts."""
         sends: list[Send] = []
         for standing in message.standings:
             found = self._find(standing.key)
-            member = None if found is None else found[1].asked(message.id, message.incarnation)
+            member = None if found is None else found[1].find_needed(message.id, message.incarnation)
             if found is None or member is None:
                 self.stale_standings += 1
                 continue
             record, attempt = found
-            if attempt.answer(member, standing.next_token):
+            attempt.note_answer(member, standing.next_token)
+            if attempt.lost_messages:
                 lost = f"messages about the request were lost, from token {attempt.next_token} on"
                 sends += self._resume(record, attempt, _messages_lost(attempt, lost), now)
         return sends
 
     def _probe(self, attempts: Iterable[Attempt], now: float) -> list[Send]:
-        """Ask everybody who serves one of these attempts, in one message each."""
+        """Ask every member that serves one of these attempts, in one message each."""
         asked: dict[Member, list[Key]] = {}
         for attempt in attempts:
-            attempt.begin_round()
+            attempt.start_probe_round()
             self._alarms.set((Alarm.NEWS, attempt.key.request_id), now + PROBE_S)
             for member in attempt.needed:
                 asked.setdefault(member, []).append(attempt.key)
@@ -269,7 +300,7 @@ class RequestBook:
     # --- out -------------------------------------------------------------------------------------------------------------
 
     def cancel(self, request_ids: Iterable[RequestId], now: float) -> list[Send]:
-        """The client has gone. Ids that are not open are those that have ended."""
+        """The client has gone. Ids that are not open belong to requests that have ended."""
         sends: list[Send] = []
         for request_id in request_ids:
             record = self._open.get(request_id)
@@ -278,13 +309,13 @@ class RequestBook:
         return sends
 
     def tick(self, now: float, *, text_flows: bool) -> list[Send]:
-        """Act on what is due. text_flows: while it does not, no token can come, and nothing follows from that none does."""
+        """Act on what is due. text_flows: False while the detokenizer is silent: then the absence of tokens says nothing."""
         sends: list[Send] = []
         silent: list[Attempt] = []
         for alarm, request_id in self._alarms.expired(now):
             record = self._open.get(request_id)
             if record is None:
-                continue  # another alarm of this moment has ended it
+                continue  # an alarm before this one has ended it
             match alarm:
                 case Alarm.DEADLINE:
                     late = DeadlinePassed(f"the request took longer than {record.deadline_s - record.received_s:g} s")
@@ -292,7 +323,7 @@ class RequestBook:
                 case Alarm.WAIT:
                     sends += self._break_off(record, self._parked[request_id], now)
                 case Alarm.RETRY:
-                    sends += self._next_attempt(record, now)
+                    sends += self._try_again(record, now)
                 case Alarm.NEWS:
                     if record.attempt is not None and self._is_silent(record.attempt, now, text_flows=text_flows):
                         silent.append(record.attempt)
@@ -300,26 +331,23 @@ class RequestBook:
                     assert_never(alarm)
         return sends + self._probe([attempt for attempt in silent if self._find(attempt.key) is not None], now)
 
-    def next_deadline(self) -> float | None:
-        return self._alarms.next_deadline()
-
     def _is_silent(self, attempt: Attempt, now: float, *, text_flows: bool) -> bool:
-        """Whether its members are to be asked now. Tokens move no alarm: one that rings early is set again."""
+        """Whether to ask its members now. A token does not move the alarm; an alarm that rings too early is set again here."""
         if not text_flows:
-            attempt.hear(now)
-        due_s = attempt.news_s + PROBE_S
+            attempt.restart_silence(now)
+        due_s = attempt.silent_since_s + PROBE_S
         if due_s > now:
             self._alarms.set((Alarm.NEWS, attempt.key.request_id), due_s)
         return due_s <= now
 
     def _break_off(self, record: Record, ending: Ending, now: float) -> list[Send]:
-        """End a request that the others believe to be open."""
+        """End a request that instances and detokenizer believe is open."""
         sends = [] if record.attempt is None else record.attempt.withdraw()
         self._end(record, ending, now)
         return sends
 
     def _end(self, record: Record, ending: Ending, now: float, text: str = "", token_ids: tuple[int, ...] = ()) -> None:
-        """The one door out. text, token_ids: what comes with the ending."""
+        """The one way out of the book. text, token_ids: what comes with the ending."""
         request_id = record.spec.request_id
         del self._open[request_id]
         self._parked.pop(request_id, None)
@@ -331,8 +359,8 @@ class RequestBook:
         self._observer.ended(ending, now - record.received_s, record.attempts)
 
 
-def _setback(attempt: Attempt, ending: Ending | None) -> Setback | None:
-    """Why the request is to be resumed, if this ending of an attempt is not that of the request."""
+def _setback(attempt: Attempt, ending: Ending) -> Setback | None:
+    """Why to resume the request; None when this ending of an attempt is the request's own."""
     if not isinstance(ending, Failed) or not ending.retryable:
         return None
     if ending.kind == Preempted.kind:

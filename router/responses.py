@@ -1,159 +1,171 @@
-"""The two ways to answer: a stream of server-sent events, and one JSON body.
+"""The answer to one client: what arrives for it, and the two ways to send it, as a stream of events or as one JSON body.
 
-Owns the order of what is sent. Nothing is sent before the first news of the request, so an early failure still gets its proper
-status; a later one becomes an error event. Does not know the fleet.
-
-Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
+Owns the watch over the client's connection, the promise that a dispatched request is cancelled however its answer ends, and the
+order of what is sent. Nothing is sent before the first news of the request, so an early failure still gets its proper status; a
+later one becomes an error event. Does not know the fleet.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from common.errors import TandemError
-from common.messages import Failed, Finished
-from router.answer import Answer, ClientGone
-from router.openai_answers import AnswerShape, OpenAIFinish, TokenIds, Usage, WholeChoice
-from router.openai_errors import detail_of_failure, error_json, response_to, response_to_failure
-from router.outbox import ChoiceDelta
+from common.messages import Ending, Failed
+from router.gateway import Gateway
+from router.intake import Accepted
+from router.openai_answers import AnswerShape, OpenAIFinish, WholeChoice
+from router.openai_errors import detail_of_failure, error_json, response_to_failure
+from router.outbox import ChoiceDelta, Outbox
 
-DONE = b"data: [DONE]\n\n"
 SEND_TIMEOUT_S = 60.0
 
 
-async def _send_in_time(send: Send, message: Message) -> None:
-    """Raises ClientGone when the client's side has taken nothing for `SEND_TIMEOUT_S`."""
-    try:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await send(message)
-    except TimeoutError as error:
-        raise ClientGone from error
+class ClientGone(Exception):
+    """The client closed its connection: nobody reads the answer."""
 
 
-def event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+class Answer:
+    """What arrives for one client's request. Whoever dispatches it sees to it that it is closed."""
+
+    def __init__(self, gateway: Gateway, accepted: Accepted) -> None:
+        self._gateway = gateway
+        self._specs = accepted.specs
+        self._news = asyncio.Event()
+        self._outbox = Outbox(self._news.set)
+        self._open = 0
+        """Choices that have been dispatched and have not ended."""
+        self._client_gone = False
+
+    def dispatch(self, received_s: float) -> None:
+        """Raises Overloaded, Unavailable, BadRequest."""
+        requests, now = self._gateway.core.requests, self._gateway.clock()
+        self._gateway.deliver(requests.submit(self._specs, self._outbox, received_s, now))
+        self._open = len(self._specs)
+
+    def close(self) -> None:
+        """Cancel what is still open. Idempotent."""
+        if self._open:
+            self._open = 0
+            ids = [spec.request_id for spec in self._specs]
+            self._gateway.deliver(self._gateway.core.requests.cancel(ids, self._gateway.clock()))
+
+    async def read(self) -> Sequence[ChoiceDelta]:
+        """The next deltas, as many as there are; none when every choice has ended. Every request ends by its deadline, so this
+        does not wait for ever. Raises ClientGone."""
+        deltas: Sequence[ChoiceDelta] = ()
+        while self._open and not deltas:
+            await self._news.wait()
+            self._news.clear()
+            if self._client_gone:
+                raise ClientGone
+            deltas = self._outbox.take()
+        for delta in deltas:
+            self._open -= delta.ending is not None
+        return deltas
+
+    async def watch_client(self, receive: Receive) -> None:
+        """Make `read` raise ClientGone when the client leaves. receive: the ASGI channel; the body has been read from it."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._client_gone = True
+        self._news.set()
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the client asked for, as far as writing the answer needs it."""
+class AnswerResponse(Response, ABC):
+    """Sends a dispatched answer, and closes it when sending ends."""
 
-    shape: AnswerShape
-    choices: int
-    prompt_tokens: int
-    include_usage: bool
-    return_token_ids: bool
-
-    def token_ids(self, ids: Sequence[int]) -> TokenIds:
-        """As they go into the answer: only when they were asked for."""
-        return tuple(ids) if self.return_token_ids else msgspec.UNSET
-
-    def usage(self, completion_tokens: int) -> Usage:
-        return Usage(self.prompt_tokens, completion_tokens, self.prompt_tokens + completion_tokens)
-
-
-class _CompletionResponse(Response, ABC):
-    """Dispatches the request when it is sent, and cancels it when sending ends early."""
-
-    def __init__(self, asked: Asked, open_answer: Callable[[Receive], Answer]) -> None:
+    def __init__(self, answer: Answer, shape: AnswerShape) -> None:
         super().__init__()
-        self._asked = asked
-        self._open_answer = open_answer
+        self._answer = answer
+        self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send(message)
+            except TimeoutError as error:
+                raise ClientGone from error
+
+        watch = asyncio.create_task(self._answer.watch_client(receive))
         try:
-            async with self._open_answer(receive) as answer:
-                refusal = await self._answer(answer, partial(_send_in_time, send))
+            failed = await self._send(send_in_time)
         except (ClientGone, OSError):
-            return  # OSError is what ASGI servers raise when they send to a client that has gone
-        except TandemError as error:
-            refusal = response_to(error)
-        if refusal is not None:
-            await refusal(scope, receive, send)
+            return  # ASGI servers raise OSError for a send to a client that has gone
+        finally:
+            watch.cancel()
+            self._answer.close()
+        if failed is not None:
+            await response_to_failure(failed)(scope, receive, send)
 
     @abstractmethod
-    async def _answer(self, answer: Answer, send: Send) -> Response | None:
-        """Send the answer, or send nothing and return the response that says why there is none."""
+    async def _send(self, send: Send) -> Failed | None:
+        """Send the answer; or send nothing and return why there is none. Raises ClientGone."""
+
+    def _start(self, *headers: tuple[bytes, bytes]) -> Message:
+        headers = ((b"x-request-id", self._shape.id.encode()), *headers)
+        return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
-class WholeResponse(_CompletionResponse):
+class WholeResponse(AnswerResponse):
     """One JSON body with every choice."""
 
-    async def _answer(self, answer: Answer, send: Send) -> Response | None:
-        texts: list[list[str]] = [[] for _ in range(self._asked.choices)]
-        token_ids: list[list[int]] = [[] for _ in range(self._asked.choices)]
-        reasons: list[OpenAIFinish] = ["stop"] * self._asked.choices
-        while deltas := await answer.read():
+    async def _send(self, send: Send) -> Failed | None:
+        choices = [WholeChoice() for _ in range(self._shape.choices)]
+        while deltas := await self._answer.read():
             for delta in deltas:
-                if (failed := _failure(delta)) is not None:
-                    return response_to_failure(failed)
-                texts[delta.index].append(delta.text)
-                token_ids[delta.index] += delta.token_ids
+                choice = choices[delta.index]
+                choice.texts.append(delta.text)
+                choice.token_ids += delta.token_ids
                 if delta.ending is not None:
-                    reasons[delta.index] = _finish_reason(delta)
-        choices = [
-            WholeChoice(index, "".join(text), reason, self._asked.token_ids(ids))
-            for index, (text, reason, ids) in enumerate(zip(texts, reasons, token_ids, strict=True))
-        ]
-        body = self._asked.shape.whole(choices, self._asked.usage(sum(map(len, token_ids))))
-        await send(_start(b"application/json", self._asked, len(body)))
+                    outcome = _outcome(delta.ending)
+                    if isinstance(outcome, Failed):
+                        return outcome
+                    choice.finish_reason = outcome
+        body = self._shape.whole(choices)
+        await send(self._start((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())))
         await send({"type": "http.response.body", "body": body})
         return None
 
 
-class StreamResponse(_CompletionResponse):
-    """A chunk for each piece of text; pieces that wait for a slow client are sent as one."""
+class StreamResponse(AnswerResponse):
+    """A chunk for each piece of text. Pieces that wait for a slow client are sent as one."""
 
-    async def _answer(self, answer: Answer, send: Send) -> Response | None:
-        shape = self._asked.shape
-        opened = [False] * self._asked.choices
+    async def _send(self, send: Send) -> Failed | None:
+        shape, seen = self._shape, set[int]()
         tokens, started = 0, False
-        while deltas := await answer.read():
-            failed = next((failed for delta in deltas if (failed := _failure(delta)) is not None), None)
+        while deltas := await self._answer.read():
+            events: list[bytes] = []
+            failed: Failed | None = None
+            for delta in deltas if len(deltas) == 1 else _joined(deltas):
+                outcome = None if delta.ending is None else _outcome(delta.ending)
+                finish = None if isinstance(outcome, Failed) else outcome
+                failed = failed or (outcome if isinstance(outcome, Failed) else None)
+                tokens += len(delta.token_ids)
+                events += shape.events(delta.index, delta.text, delta.token_ids, finish, opens=delta.index not in seen)
+                seen.add(delta.index)
             if failed is not None and not started:
-                return response_to_failure(failed)
-            tokens += sum(len(delta.token_ids) for delta in deltas)
-            events = self._events(deltas, opened)
+                return failed
             if failed is not None:
-                events.append(event(error_json(detail_of_failure(failed))))
+                events.append(b"data: " + error_json(detail_of_failure(failed)) + b"\n\n")
             if events and not started:
-                await send(_start(b"text/event-stream; charset=utf-8", self._asked, None))
+                no_buffers = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+                await send(self._start((b"content-type", b"text/event-stream; charset=utf-8"), *no_buffers))
                 started = True
             if events:
                 await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
             if failed is not None:
                 await send({"type": "http.response.body", "body": b""})
                 return None
-        usage = event(shape.usage(self._asked.usage(tokens))) if self._asked.include_usage else b""
-        await send({"type": "http.response.body", "body": usage + DONE})
+        usage = shape.usage_event(tokens) if shape.include_usage else b""
+        await send({"type": "http.response.body", "body": usage + b"data: [DONE]\n\n"})
         return None
-
-    def _events(self, deltas: Sequence[ChoiceDelta], opened: list[bool]) -> list[bytes]:
-        shape = self._asked.shape
-        events: list[bytes] = []
-        for delta in _joined(deltas):
-            if not opened[delta.index]:
-                opened[delta.index] = True
-                opening = shape.opening(delta.index)
-                if opening is not None:
-                    events.append(event(opening))
-            if delta.text or (self._asked.return_token_ids and delta.token_ids):
-                events.append(event(shape.text(delta.index, delta.text, self._asked.token_ids(delta.token_ids))))
-            if isinstance(delta.ending, Finished):
-                events.append(event(shape.closing(delta.index, _finish_reason(delta))))
-        return events
 
 
 def _joined(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:
     """One delta for each choice that has news."""
-    if len(deltas) == 1:
-        return deltas
     joined: dict[int, ChoiceDelta] = {}
     for delta in deltas:
         before = joined.get(delta.index)
@@ -163,21 +175,10 @@ def _joined(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:
     return list(joined.values())
 
 
-def _failure(delta: ChoiceDelta) -> Failed | None:
-    """How the choice failed. That an instance gave it up is a failure too: the client did not cancel it."""
-    if isinstance(delta.ending, Finished) and delta.ending.reason == "cancelled":
+def _outcome(ending: Ending) -> OpenAIFinish | Failed:
+    """The ending as clients see it. A cancel by an instance is a failure: the client did not ask for it."""
+    if isinstance(ending, Failed):
+        return ending
+    if ending.reason == "cancelled":
         return Failed(message="the request was cancelled by the instance that served it")
-    return delta.ending if isinstance(delta.ending, Failed) else None
-
-
-def _finish_reason(delta: ChoiceDelta) -> OpenAIFinish:
-    return "length" if isinstance(delta.ending, Finished) and delta.ending.reason == "length" else "stop"
-
-
-def _start(media_type: bytes, asked: Asked, length: int | None) -> dict[str, object]:
-    headers = [(b"content-type", media_type), (b"x-request-id", asked.shape.id.encode())]
-    if length is None:
-        headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-    else:
-        headers.append((b"content-length", str(length).encode()))
-    return {"type": "http.response.start", "status": 200, "headers": headers}
+    return "length" if ending.reason == "length" else "stop"

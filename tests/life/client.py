@@ -30,7 +30,7 @@ class Client:
 
     def stop_reading(self) -> None:
         """From now on whatever comes is too much."""
-        self.outbox._limit_chars = 0
+        self.outbox.limit_chars = 0
 
     @property
     def answers(self) -> list[Answer]:

@@ -50,30 +50,31 @@ class RouterProcess:
 
     def submit(self, specs: Sequence[RequestSpec], client: Client) -> None:
         """Raises what the core raises."""
-        self._deliver(self.core.submit(specs, client.outbox, self._clock.now))
+        now = self._clock.now
+        self._deliver(self.core.requests.submit(specs, client.outbox, now, now))
         self._loop.wake(self.next_deadline())
 
     def cancel(self, names: Sequence[RequestId]) -> None:
-        self._deliver(self.core.cancel(names, self._clock.now))
+        self._deliver(self.core.requests.cancel(names, self._clock.now))
 
     def drain(self, instance: InstanceId) -> None:
         """As POST /cluster/{instance}/drain does."""
-        self._deliver(self.core.drain(instance))
+        self._deliver(self.core.fleet.drain(instance))
 
     def connection_broken(self, instance: InstanceId) -> None:
         """As the mailbox says when the other side has closed."""
-        self.core.connection_broken(instance, self._clock.now)
+        self.core.fleet.connection_broken(instance, self._clock.now)
         self._loop.wake(self.next_deadline())
 
     def _deliver(self, sends: Sequence[Send]) -> None:
-        if self.core.addresses_version != self._routes_version:
+        if self.core.fleet.addresses_version != self._routes_version:
             self._learn_routes()
         for send in sends:
             self._mail.send(send.to, send.message)
 
     def _learn_routes(self) -> None:
-        self._routes_version = self.core.addresses_version
-        addresses = dict(self.core.addresses())
+        self._routes_version = self.core.fleet.addresses_version
+        addresses = dict(self.core.fleet.addresses())
         for name in self._routes:
             if name not in addresses:
                 self._mail.route(name, None)

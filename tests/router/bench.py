@@ -62,7 +62,7 @@ class Bench:
         return self.core.receive(Goodbye(id=member.id, incarnation=member.incarnation), now)
 
     def submit(self, *specs: RequestSpec, at: float = 0.0) -> list[Send]:
-        return self.core.submit(specs, self.outbox, at)
+        return self.core.requests.submit(specs, self.outbox, at, at)
 
     def text(
         self, first: int, text: str, ending: Ending | None = None, now: float = 1.0, name: str = "r", attempt: int = 0

@@ -1,7 +1,6 @@
 """The gateway: routes are learnt before anything is sent along them, and deadlines pass without traffic."""
 
 import asyncio
-from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -85,13 +84,11 @@ async def test_an_instance_under_the_detokenizers_name_is_refused_and_gets_no_ro
     gateway.close()
 
 
-async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone() -> None:
-    class Deceived(RouterCore):
-        def addresses(self) -> Mapping[InstanceId, str]:
-            return {DETOKENIZER: "tcp://elsewhere:1"} if next(self.fleet.members(), None) is not None else {}
-
+async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     mail = RecordingMail()
-    gateway = Gateway(Deceived(Incarnation("r"), "tcp://detokenizer:1", RouterConfig(), Unobserved()), mail, Clock())
+    gateway = new_gateway(mail, Clock())
+    fleet = gateway.core.fleet
+    monkeypatch.setattr(fleet, "addresses", lambda: {DETOKENIZER: "tcp://elsewhere:1"} if any(fleet.members()) else {})
     mail.arriving = [(D0.id, Register(instance=D0)), (D0.id, Goodbye(id=D0.id, incarnation=D0.incarnation))]
     gateway.pump()
     assert not [ask for ask in mail.asked if ask.startswith("route detokenizer")]
@@ -104,7 +101,7 @@ async def test_another_detokenizer_is_reached_before_it_is_told_anything_and_no_
     mail.arriving = [(D0.id, Register(instance=D0))]
     gateway.pump()
     spec = RequestSpec(RequestId("r"), 0, pack_ids([1, 2]), SamplingParams(max_new_tokens=4))
-    gateway.submit([spec], Outbox(lambda: None), 0.0)
+    gateway.deliver(gateway.core.requests.submit([spec], Outbox(lambda: None), 0.0, 0.0))
     mail.asked.clear()
     gateway.detokenizer_moved("tcp://detokenizer:2")
     assert mail.asked == [

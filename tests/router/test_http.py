@@ -278,7 +278,8 @@ async def test_beyond_max_requests_the_answer_is_429_with_retry_after() -> None:
 async def test_a_failure_at_an_instance_before_the_first_token_has_its_own_status_even_for_a_stream(
     error: TandemError, status: int, retry_after: str | None, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    async with Site(EchoFleet(fail_at=0, failed=Failed.of(error))) as site:
+    config = RouterConfig(heartbeat_s=0.01)  # the pauses between attempts are some heartbeats
+    async with Site(EchoFleet(fail_at=0, failed=Failed.of(error)), config) as site:
         response = await post(site, path, body | {"stream": stream})
         counted = (await get(site, "/metrics")).text
     assert assert_error(response, status, error.kind, None) == str(error)

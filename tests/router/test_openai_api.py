@@ -52,16 +52,12 @@ def test_a_chat_request_of_every_field_is_read() -> None:
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": "hi"},
     )
-    asked = request.sampling
-    assert (asked.stream, asked.include_usage, asked.max_tokens, asked.max_tokens_field) == (
-        True,
-        True,
-        5,
-        "max_completion_tokens",
-    )
+    asked = request.fields
+    assert asked.stream_options is not None and (asked.stream, asked.stream_options.include_usage) == (True, True)
+    assert (request.max_tokens, request.max_tokens_field) == (5, "max_completion_tokens")
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.seed) == (0.0, 0.5, 3, 0.1, -4)
-    assert (asked.n, asked.stop, asked.ignore_eos) == (2, ("x",), True)
-    assert (asked.timeout_s, asked.priority) == (2.0, -1000)
+    assert (asked.n, request.stop, asked.ignore_eos) == (2, ("x",), True)
+    assert (asked.timeout, asked.priority) == (2.0, -1000)
 
 
 def test_null_is_as_good_as_absent() -> None:

@@ -266,7 +266,7 @@ def test_when_it_is_heard_again_everything_open_is_probed_at_once_and_judged_afr
     assert probes(bench.core.receive(BEAT, 5.5)) == {}
     assert probes(bench.core.tick(6.5)) == {"d0": (key("a"), key("b"))}
     assert [message.key for _, message in generates(bench.probed(D0, 8, 6.5, name="a"))] == [key("a", 1)]
-    bench.core.cancel([RequestId("a"), RequestId("b")], 7.0)
+    bench.core.requests.cancel([RequestId("a"), RequestId("b")], 7.0)
     assert bench.core.requests.next_deadline() is None
 
 

@@ -42,7 +42,7 @@ def test_colocated_dispatch_sends_the_request_to_the_decode_instance() -> None:
 def test_a_request_carries_its_priority_its_age_and_what_is_left_of_its_time() -> None:
     bench = Bench(P0, D0)
     asked = RequestSpec(RequestId("r"), 0, PROMPT, SamplingParams(max_new_tokens=8), priority=-3, timeout_s=20.0)
-    sent = bench.core.submit([asked], bench.outbox, received_at=1.0, now=1.5)
+    sent = bench.core.requests.submit([asked], bench.outbox, received_s=1.0, now=1.5)
     ((_, generate),) = generates(sent)
     assert generate.terms == Terms(priority=-3, age_s=0.5, timeout_s=19.5)
     assert isinstance(sent[0].message, ExpectAnswer) and sent[0].message.life_s == 79.5
@@ -68,7 +68,7 @@ def test_beyond_max_requests_the_router_is_overloaded_and_nothing_is_dispatched(
     assert len(bench.core.requests) == 1
     bench.submit(spec("b"))
     assert bench.core.unready() == ["all 2 places for requests are taken"]
-    bench.core.cancel([RequestId("a")], 1.0)
+    bench.core.requests.cancel([RequestId("a")], 1.0)
     assert bench.core.unready() == []
 
 
@@ -119,7 +119,7 @@ def test_assigned_tokens_come_home_from_every_phase(tokens: int, max_new_tokens:
     bench = Bench(P0, D0, config=RouterConfig(dispatch="colocated" if dispatch == "colocated" else "auto"))
     bench.submit(spec(max_new_tokens=max_new_tokens))
     bench.text(0, "x" * tokens)
-    bench.core.cancel([RequestId("r")], 2.0)
+    bench.core.requests.cancel([RequestId("r")], 2.0)
     assert bench.assigned() == {"p0": 0, "d0": 0}
 
 
@@ -167,15 +167,15 @@ def test_a_client_that_goes_cancels_everywhere_once() -> None:
     bench = Bench(P0, D0)
     bench.submit(spec())
     bench.text(0, "a")
-    assert bench.core.cancel([RequestId("r")], 2.0) == [*cancels(P0, D0), close()]
-    assert bench.core.cancel([RequestId("r")], 2.0) == []
+    assert bench.core.requests.cancel([RequestId("r")], 2.0) == [*cancels(P0, D0), close()]
+    assert bench.core.requests.cancel([RequestId("r")], 2.0) == []
     assert bench.observer.endings == [Finished(reason="cancelled")]
 
 
 def test_a_request_served_by_one_instance_is_cancelled_there_only() -> None:
     bench = Bench(D0)
     bench.submit(spec())
-    assert bench.core.cancel([RequestId("r")], 2.0) == [*cancels(D0), close()]
+    assert bench.core.requests.cancel([RequestId("r")], 2.0) == [*cancels(D0), close()]
 
 
 def test_a_client_that_does_not_read_is_given_up() -> None:

@@ -348,7 +348,7 @@ def test_who_waits_can_still_be_cancelled() -> None:
     bench = Bench(P0, D0)
     bench.submit(spec())
     bench.leave(D0, 2.0)
-    assert bench.core.cancel([RequestId("r")], 3.0) == []
+    assert bench.core.requests.cancel([RequestId("r")], 3.0) == []
     assert bench.endings() == [Finished(reason="cancelled")]
     assert generates(bench.core.receive(Register(instance=D1), 4.0)) == []
     assert bench.core.requests.next_deadline() is None

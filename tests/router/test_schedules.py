@@ -37,7 +37,7 @@ def something_happens(world: World) -> None:
         case "failure" if one is not None:
             world.emit(one, chance.randint(0, 1), chance.choice(ERRORS))
         case "cancel" if world.clients:
-            world.take(world.core.cancel([chance.choice(list(world.clients))], world.now))
+            world.take(world.core.requests.cancel([chance.choice(list(world.clients))], world.now))
         case "read" if world.clients:
             chance.choice(list(world.clients.values())).take()
         case "restart":

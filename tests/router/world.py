@@ -194,7 +194,7 @@ class World:
         self.clients[client.name] = client
         spec = RequestSpec(client.name, 0, PROMPT, SamplingParams(max_new_tokens=answer_tokens))
         try:
-            self.take(self.core.submit([spec], client, self.now))
+            self.take(self.core.requests.submit([spec], client, self.now, self.now))
         except TandemError:
             del self.clients[client.name]
             raise
@@ -244,7 +244,7 @@ class World:
         for record in self.core.requests.records():
             for member in () if record.attempt is None else record.attempt.members:
                 carries = record.attempt is not None and (member is record.attempt.members[-1] or not record.attempt.tokens)
-                expected[f"{member.life}"] += (record.spec.prompt_tokens + len(record.token_ids)) * carries
+                expected[f"{member.life}"] += record.prompt_tokens * carries
         for member in self.core.fleet.members():
             assert member.assigned_tokens == expected[f"{member.life}"]
 

@@ -1,7 +1,7 @@
-"""Admission: what an instance that registers must be, by itself and beside the members.
+"""Eligibility: what an instance must be to join the fleet, on its own and compared with a member.
 
-Owns the rules and the reasons. Pure functions; does not know who is a member. What comes over the wire has the right types but
-any value: nothing here may raise.
+Owns the rules and the reasons. Pure functions. Does not know who is a member. A description from the wire has the right types but
+may hold any value, so nothing here may raise.
 """
 
 from common.errors import ConfigError
@@ -12,11 +12,11 @@ from common.wire import check_address
 INT32_END = 2**31
 """Page ids and sizes travel as int32."""
 MAX_POOL_WIRE_BYTES = 2**20
-"""Of what a transport publishes. Every peer's goes into one Peers message, which must fit a frame."""
+"""Limit on a transport's descriptor. One Peers message holds those of all peers and must fit a frame."""
 
 
 def malformed(info: InstanceInfo) -> str | None:
-    """Why this could be a member of no fleet; None when it could."""
+    """Why this instance could not be a member of any fleet; None when it could."""
     try:
         check_instance_id(info.id)
         check_address(info.inbox)
@@ -57,7 +57,7 @@ def _malformed_pool(info: InstanceInfo) -> str | None:
 
 
 def difference(info: InstanceInfo, member: InstanceInfo) -> str | None:
-    """The first thing that must match and does not, named with both values."""
+    """The first property that must match a member's and does not, with both values; None when all match."""
     ours, theirs = info.pool.layout, member.pool.layout
     pairs: tuple[tuple[str, object, object], ...] = (
         ("model fingerprint", info.model.fingerprint, member.model.fingerprint),
