@@ -133,7 +133,6 @@ class Mailbox(Generic[M]):
 
     def __init__(self, me: InstanceId, inbox: Any, bind: str, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         check_address(bind)
-        self._me = me
         self._prefix = pack_frame(me, b"")
         self._max_frame_bytes = max_frame_bytes
         self._encoder = msgspec.msgpack.Encoder()

@@ -70,4 +70,4 @@ def result(plan: Plan | None, tokens: Sequence[int] = ()) -> StepResult:
     """The step came back with these tokens, one for each sampled row."""
     assert plan is not None
     assert len(plan.sampled_rows) == len(tokens), "a token for each sampled row"
-    return StepResult(plan, np.array(tokens, dtype=np.int32), 0.0)
+    return StepResult(plan, np.array(tokens, dtype=np.int32))

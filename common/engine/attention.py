@@ -1,9 +1,9 @@
-"""Attention over KV pages for one step: writes the step's keys and values, then attends per chunk and for all decode rows.
+"""Attention over KV pages: the port that a backend implements, and the backend for torch and the C kernel.
 
 Owns the use of the page tables. Knows rows and pages as tensors. Does not know models, sampling or requests.
 
-The query heads that share a KV head are laid beside each other as its tokens, so keys and values are repeated nowhere, neither in
-memory nor as a view with a stride of 0 (which CUDA's kernels have not always read right, pytorch issues 175764 and 191937):
+The query heads that share a KV head are treated as more tokens of that head, so keys and values are never repeated: neither in
+memory nor as a view with a stride of 0, which CUDA's kernels have not always read right (pytorch issues 175764 and 191937):
 
     chunk     query [1, kv_heads, group * tokens, dim]    keys [1, kv_heads, context, dim]
     decode    query [rows, kv_heads, group, dim]          keys [rows, kv_heads, context, dim]
@@ -11,8 +11,9 @@ memory nor as a view with a stride of 0 (which CUDA's kernels have not always re
 A chunk that begins a prompt is the exception: it needs no mask, and `enable_gqa` without a mask is in every fast kernel.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,8 @@ from common.engine.native import PagedAttentionKernel
 from common.ids import Int64Array
 
 GATHER_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""Most keys and values that decode attention without a kernel gathers at once, by device; one row may take more. On CPU what
-stays in the cache; on CUDA as many rows as there is room for, as each call costs a launch."""
+"""Most bytes of keys and values that decode attention without a kernel gathers at once, by device; one row may take more. On CPU
+they should stay in the cache; on CUDA each call costs a launch, so the limit is the room for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,8 @@ class Segment:
 class _Part:
     """Decode rows [begin, end) that are gathered at once, over `context` slots. table: [rows, pages] int64.
 
-    Rows of unlike length have slots that are not theirs. beyond: [rows, 1, context, 1] bool, those slots; mask: [rows, 1, 1,
-    context], what is added to their scores.
+    If the rows differ in length, the shorter ones have slots that are not theirs. beyond: [rows, 1, context, 1] bool, those
+    slots. mask: [rows, 1, 1, context], added to the scores.
     """
 
     begin: int
@@ -58,52 +59,60 @@ class _Part:
     mask: Tensor | None
 
 
-class StepAttention:
-    """Attention of one step over all layers; an `Attend` of the model. What the layers share is computed once, here.
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Where the tokens of a step lie: the chunks first, then one token for each decode row. All a backend needs to plan the step.
 
-    pages, slots: [tokens] int64, where each token's KV is written. segments: the chunks, first in the step. decode_table:
-    [rows, pages] int32 and decode_lengths: [rows] int64 (this token included), for the rows after them; host_lengths: the same
-    lengths on the host, so that nothing waits for the device. written: told after how many layers the step's KV has been written.
+    pages, slots: [tokens] int64, where each token's KV is written. decode_table: [rows, pages] int32. decode_lengths: [rows]
+    int64, this token included. host_lengths: the same lengths on the host, so that nothing waits for the device.
     """
 
-    def __init__(
-        self,
-        memory: KVMemory,
-        kernel: PagedAttentionKernel | None,
-        query_heads: int,
-        pages: Tensor,
-        slots: Tensor,
-        segments: Sequence[Segment],
-        decode_table: Tensor,
-        decode_lengths: Tensor,
-        host_lengths: Int64Array,
-        written: Callable[[int], None],
-    ) -> None:
-        self._memory = memory
-        self._written = written
-        self._kernel = kernel
-        self._pages = pages
-        self._slots = slots
-        self._segments = segments
-        self._decode_begin = segments[-1].end if segments else 0
-        self._decode_table = decode_table
-        self._decode_lengths = decode_lengths
-        self._scale = memory.layout.head_dim**-0.5
-        self._heads = torch.arange(memory.layout.kv_heads, device=pages.device)[:, None]
-        self._masks = [_causal_mask(segment, query_heads // memory.layout.kv_heads, memory) for segment in segments]
-        self._parts = self._divided(host_lengths) if kernel is None else []
+    pages: Tensor
+    slots: Tensor
+    chunks: Sequence[Segment]
+    decode_table: Tensor
+    decode_lengths: Tensor
+    host_lengths: Int64Array
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = self._memory.view(layer, value=False), self._memory.view(layer, value=True)
-        keys[self._pages, :, self._slots] = key
-        values[self._pages, :, self._slots] = value
-        self._written(layer + 1)
+
+class Attention(Protocol):
+    """A backend: plans once per step, then runs for every layer of that step. One step at a time."""
+
+    def plan(self, step: StepTokens) -> None:
+        """Compute what all layers of the step share. It replaces the former plan."""
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """query: [tokens, heads, dim]; the layer's keys and values are in their pages already. Returns the shape of query."""
+
+
+class PagedAttention:
+    """The backend of CPU and CUDA: torch, and for decode rows the C kernel where there is one. Implements `Attention`."""
+
+    def __init__(self, memory: KVMemory, query_heads: int, kernel: PagedAttentionKernel | None) -> None:
+        self._memory = memory
+        self._kernel = kernel
+        self._group = query_heads // memory.layout.kv_heads
+        self._scale = memory.layout.head_dim**-0.5
+        self._heads = torch.arange(memory.layout.kv_heads, device=memory.pool.device)[:, None]
+        self._masks: list[Tensor | None] = []
+        self._parts: list[_Part] = []
+
+    def plan(self, step: StepTokens) -> None:
+        self._step = step
+        self._masks = [_causal_mask(chunk, self._group, self._memory) for chunk in step.chunks]
+        if self._kernel is None:
+            self._parts = self._divided(step)
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        keys, values = self._memory.layers[layer]
+        step = self._step
         parts = [
-            self._chunk(query[segment.begin : segment.end], keys, values, segment, mask)
-            for segment, mask in zip(self._segments, self._masks, strict=True)
+            self._chunk(query[chunk.begin : chunk.end], keys, values, chunk, mask)
+            for chunk, mask in zip(step.chunks, self._masks, strict=True)
         ]
-        if len(query) > self._decode_begin:
-            parts += self._decode(query[self._decode_begin :], keys, values)
+        decode_begin = step.chunks[-1].end if step.chunks else 0
+        if len(query) > decode_begin:
+            parts += self._decode(query[decode_begin:], keys, values)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask: Tensor | None) -> Tensor:
@@ -124,7 +133,8 @@ class StepAttention:
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         """query: [rows, heads, dim]. Returns it in parts of rows."""
         if self._kernel is not None:
-            return [self._kernel(query, keys, values, self._decode_table, self._decode_lengths, self._scale)]
+            step = self._step
+            return [self._kernel(query, keys, values, step.decode_table, step.decode_lengths, self._scale)]
         grouped = query.view(len(query), self._memory.layout.kv_heads, -1, query.shape[-1])
         outs = []
         for part in self._parts:
@@ -136,24 +146,24 @@ class StepAttention:
             outs.append(out.reshape(-1, *query.shape[1:]))
         return outs
 
-    def _divided(self, host_lengths: Int64Array) -> list[_Part]:
+    def _divided(self, step: StepTokens) -> list[_Part]:
         """The decode rows in parts that gather at most GATHER_BYTES per layer.
 
-        Slots beyond a row's length hold what an earlier request left. Their scores are masked, and their bytes are zeroed as
-        well: a NaN would pass through a mask.
+        Slots beyond a row's length hold what an earlier request left. Their scores are masked and their bytes are zeroed,
+        because a NaN would pass through a mask.
         """
-        layout, device = self._memory.layout, self._decode_table.device
+        layout, device, host_lengths = self._memory.layout, self._memory.pool.device, step.host_lengths
         most = GATHER_BYTES[device.type] // (2 * layout.kv_heads * layout.slot_bytes)
         parts = []
         for begin, end in _runs(host_lengths.tolist(), most):
             longest, shortest = int(host_lengths[begin:end].max()), int(host_lengths[begin:end].min())
             width = layout.pages_for(longest)
-            table = self._decode_table[begin:end, :width].long()
+            table = step.decode_table[begin:end, :width].long()
             if longest == shortest:
                 parts.append(_Part(begin, end, longest, table, None, None))
                 continue
             context = width * layout.page_size
-            beyond = torch.arange(context, device=device)[None, :] >= self._decode_lengths[begin:end, None]
+            beyond = torch.arange(context, device=device)[None, :] >= step.decode_lengths[begin:end, None]
             mask = torch.zeros(beyond.shape, dtype=self._memory.pool.dtype, device=device).masked_fill_(beyond, -torch.inf)
             parts.append(_Part(begin, end, context, table, beyond[:, None, :, None], mask[:, None, None, :]))
         return parts
@@ -178,8 +188,8 @@ def _runs(lengths: Sequence[int], most_tokens: int) -> Iterator[tuple[int, int]]
 def _causal_mask(segment: Segment, group: int, memory: KVMemory) -> Tensor | None:
     """[group * tokens, slots of the segment's pages] in the pool's dtype, added to scores.
 
-    None when the chunk begins its prompt, which the kernels know how to do, and when it is one token, from which nothing is
-    hidden. Whole pages and not the context alone, because kernels want rows of a mask to be aligned.
+    None when the chunk begins its prompt, because the kernels handle that case, and when it is one token, because nothing is
+    hidden from it. It covers whole pages and not only the context, because kernels want aligned rows of a mask.
     """
     if segment.start == 0 or segment.end - segment.begin == 1:
         return None

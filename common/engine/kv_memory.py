@@ -1,8 +1,7 @@
-"""The KV memory: one page-major tensor, and a strided view of it per layer. Behind the pages of the pool lies a spare one, which
-nobody is given: links are measured by writing there.
+"""The KV memory: one page-major tensor, and strided views of it per layer.
 
-Owns the bytes of the pool. Does not know how many pages there should be (`kv_budget.py`) or which are free
-(`common/pages/pool.py`).
+Owns the bytes of the pool. After its pages lies one spare page that belongs to nobody: links are measured by writing there. Does
+not know how many pages there should be (`kv_budget.py`) or which are free (`common/pages/pool.py`).
 """
 
 import torch
@@ -18,7 +17,7 @@ SPARE_PAGES = 1
 
 
 class KVMemory:
-    """The pool of one rank. layout: what a page holds. device: a torch device. Raises ConfigError when it is not to be had."""
+    """The pool of one rank. layout: what a page holds. device: a torch device. Raises ConfigError when memory is short."""
 
     def __init__(self, layout: KVLayout, total_pages: int, device: torch.device) -> None:
         self.layout = layout
@@ -30,25 +29,30 @@ class KVMemory:
                 memory = torch.from_numpy(host_memory(region_bytes))
             else:
                 memory = torch.zeros(region_bytes, dtype=torch.uint8, device=device)
-        except (MemoryError, RuntimeError) as error:  # the latter is torch's way to say that memory is short
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"--kv-memory: {region_bytes} bytes for KV pages are not to be had on {device}: {reason}"
-            ) from error
+            raise ConfigError(f"--kv-memory: cannot allocate {region_bytes} bytes for KV pages on {device}: {reason}") from error
         self.pool = memory.view(_dtype_of(layout)).view(pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
         """[pages, elements of a page]"""
+        self.layers = [(self._view(layer, 0), self._view(layer, 1)) for layer in range(layout.layers)]
+        """Keys and values of each layer, each [pages, kv_heads, page_size, head_dim], strided over the pool."""
         self.region = MemoryRegion(address=self.pool.data_ptr(), region_bytes=region_bytes, device=_region_device(device))
 
-    def view(self, layer: int, value: bool) -> Tensor:
-        """One layer's keys (or values): [pages, kv_heads, page_size, head_dim], strided over the pool."""
+    def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Put each token's KV in its page and slot. pages, slots: [tokens] int64. key, value: [tokens, kv_heads, head_dim]."""
+        keys, values = self.layers[layer]
+        keys[pages, :, slots] = key
+        values[pages, :, slots] = value
+
+    def _view(self, layer: int, kind: int) -> Tensor:
         layout = self.layout
         layer_stride, kind_stride, head, token, dim = layout.strides
-        offset = layer * layer_stride + int(value) * kind_stride
+        offset = layer * layer_stride + kind * kind_stride
         size = (self.total_pages, layout.kv_heads, layout.page_size, layout.head_dim)
         return self.pool.as_strided(size, (self.pool.stride(0), head, token, dim), offset)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
-        """As `Executor.digest_pages`. Copies no page that lies in host memory, and one after the other from a device."""
+        """As `Executor.digest_pages`. Pages in host memory are not copied; those on a device are, one after the other."""
         memory = self.pool.view(torch.uint8)
         return digest(memory[page].cpu().numpy() for page in pages.tolist())
 

@@ -4,7 +4,6 @@ Owns the model, the KV memory and one entry per row: page table, length, last to
 the rows that start or grow; everything else stays on the device. Knows no threads, requests or messages.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.config import Dtype, EngineConfig, ModelConfig, parse_bytes
-from common.engine.attention import Segment, StepAttention
+from common.engine.attention import Attention, PagedAttention, Segment, StepTokens
 from common.engine.checkpoint import ModelShape, fingerprint, read_shape, read_weights
 from common.engine.executor import EngineDescription
 from common.engine.kv_budget import KVBudget, auto_kv_bytes, kv_budget, workspace_bytes
@@ -54,7 +53,8 @@ class ModelRunner:
         progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
         self._memory = KVMemory(layout, budget.total_pages, self._device)
         on_cpu_float32 = self._device.type == "cpu" and dtype == torch.float32
-        self._kernel = load_kernel(torch.get_num_threads()) if on_cpu_float32 else None
+        kernel = load_kernel(torch.get_num_threads()) if on_cpu_float32 else None
+        self._attention: Attention = PagedAttention(self._memory, shape.heads, kernel)
         self._make_rows(engine.max_running, layout.pages_for(budget.context_tokens))
         self._sampler = Sampler(shape.vocab_size, self._device)
         self.description = EngineDescription(
@@ -78,10 +78,8 @@ class ModelRunner:
     def run(self, plan: Plan, layers_done: Callable[[int], None] | None = None) -> StepResult:
         """One forward: rows that start, rows that grow, then chunks and decode rows together.
 
-        layers_done: told a few times, while a last chunk is computed, of how many layers its KV is in the pages; None: nobody
-        asks.
+        layers_done: called a few times during a last chunk, with the number of layers whose KV is in the pages; None: not wanted.
         """
-        began = time.perf_counter()
         progress = LayerProgress(
             self._device,
             self._memory.layout.layers,
@@ -93,15 +91,22 @@ class ModelRunner:
         self._grow(plan.grown_rows, plan.grown_pages)
         rows = torch.as_tensor(plan.sampled_rows.astype(np.int64), device=self._device)
         token_ids, positions, at_rows, last = self._inputs(plan)
-        attention = self._attention(plan, positions, at_rows, progress.written)
-        hidden = self._model.hidden(token_ids, positions, attention)
+        step = self._step_tokens(plan, positions, at_rows)
+        self._attention.plan(step)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            self._memory.write(layer, step.pages, step.slots, key, value)
+            progress.written(layer + 1)
+            return self._attention.run(layer, query)
+
+        hidden = self._model.hidden(token_ids, positions, attend)
         tokens = np.empty(0, dtype=np.int32)
         progress.wait()
         if len(rows):
             tokens = self._sample(rows, self._model.logits(hidden[last]))
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the result says that the KV is in the pages, also when nothing was sampled
-        return StepResult(plan, tokens, time.perf_counter() - began)
+            torch.cuda.synchronize(self._device)  # a result means that the KV is in the pages, also when nothing was sampled
+        return StepResult(plan, tokens)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """As `Executor.digest_pages`; from any thread."""
@@ -184,8 +189,8 @@ class ModelRunner:
         sampling = np.concatenate([last, np.arange(len(ids), len(token_ids))])
         return token_ids, positions, rows, torch.as_tensor(sampling, device=device)
 
-    def _attention(self, plan: Plan, positions: Tensor, rows: Tensor, written: Callable[[int], None]) -> StepAttention:
-        """Where the step's KV goes and what each token attends to; the lengths of the rows move on."""
+    def _step_tokens(self, plan: Plan, positions: Tensor, rows: Tensor) -> StepTokens:
+        """Where the step's KV goes and what each token attends to. The rows grow by the step's tokens."""
         page_size = self._memory.layout.page_size
         segments, begin = [], 0
         for chunk in plan.chunks:
@@ -198,17 +203,13 @@ class ModelRunner:
             self._advance(plan.decode_rows.astype(np.int64), self._host_length[plan.decode_rows] + 1)
         decode = rows[begin:]
         width = self._memory.layout.pages_for(int(self._host_length[plan.decode_rows].max(initial=1)))
-        return StepAttention(
-            self._memory,
-            self._kernel,
-            self._model.shape.heads,
-            self._page_table[rows, positions // page_size].long(),
-            positions % page_size,
-            segments,
-            self._page_table[decode, :width],
-            self._length[decode],
-            self._host_length[plan.decode_rows],
-            written,
+        return StepTokens(
+            pages=self._page_table[rows, positions // page_size].long(),
+            slots=positions % page_size,
+            chunks=segments,
+            decode_table=self._page_table[decode, :width],
+            decode_lengths=self._length[decode],
+            host_lengths=self._host_length[plan.decode_rows],
         )
 
     def _advance(self, rows: Int64Array, lengths: Int64Array) -> None:

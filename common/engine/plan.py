@@ -89,8 +89,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """tokens: [rows] int32, aligned with the plan's `sampled_rows`. seconds: time the forward took."""
+    """tokens: [rows] int32, aligned with the plan's `sampled_rows`."""
 
     plan: Plan
     tokens: Int32Array
-    seconds: float

@@ -1,4 +1,4 @@
-"""The timed executor: steps take the time that a cost says and compute nothing. For simulation and for load tests of the rest.
+"""The timed executor: steps take the time that a cost gives them and compute nothing. For simulation and load tests.
 
 Owns when each step ends. Reads only the clock it was given; nothing runs in the background. Touches no memory.
 """
@@ -26,16 +26,16 @@ class StepCost:
 
 
 class Timeline:
-    """When steps end: one after the other, as on a device. cost: of each. clock: returns seconds."""
+    """When steps end: one after the other, as on a device. cost: of each step. clock: returns seconds."""
 
     def __init__(self, cost: StepCost, clock: Callable[[], float]) -> None:
-        self._cost = cost
-        self._clock = clock
+        self.cost = cost
+        self.clock = clock
         self._busy_until_s = 0.0
 
     def add(self, plan: Plan) -> float:
-        """When the plan's step ends, on the clock. It begins now, or when the last one ends."""
-        self._busy_until_s = max(self._clock(), self._busy_until_s) + self._cost.seconds(plan)
+        """Returns when the plan's step ends, on the clock. It begins now, or when the step before it ends."""
+        self._busy_until_s = max(self.clock(), self._busy_until_s) + self.cost.seconds(plan)
         return self._busy_until_s
 
 
@@ -55,24 +55,17 @@ class TimedStep:
 class TimedExecutor:
     """Implements `common.engine.executor.Executor`. Every sampled token is `token`."""
 
-    def __init__(self, description: EngineDescription, cost: StepCost, clock: Callable[[], float], token: int = 10) -> None:
-        self._description = description
-        self._cost = cost
-        self._clock = clock
-        self._timeline = Timeline(cost, clock)
+    def __init__(self, description: EngineDescription, timeline: Timeline, token: int = 10) -> None:
+        self.description = description
+        self._timeline = timeline
         self._token = token
-
-    @property
-    def description(self) -> EngineDescription:
-        return self._description
 
     def launch(self, plan: Plan) -> TimedStep:
         tokens = np.full(len(plan.sampled_rows), self._token, dtype=np.int32)
-        result = StepResult(plan, tokens, self._cost.seconds(plan))
-        return TimedStep(result, self._timeline.add(plan), self._clock)
+        return TimedStep(StepResult(plan, tokens), self._timeline.add(plan), self._timeline.clock)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
-        """Zeros, as the CRC-32 of no bytes is 0: nothing is ever computed into a page, so every two of them are the same."""
+        """Zeros: nothing is ever computed into a page, so all pages are equal, and the CRC-32 of no bytes is 0."""
         return bytes(4 * len(pages))
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from common.config import EngineConfig, ModelConfig
-from common.engine.executor import EngineDescription, ExecutorFailed
+from common.engine.executor import ExecutorFailed
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
@@ -47,14 +47,11 @@ class TorchExecutor:
             torch.set_num_threads(engine.threads)
         self._threads = torch.get_num_threads()
         self._runner = ModelRunner(model, engine, progress)
+        self.description = self._runner.description
         self._wake = wake
         self._steps: queue.Queue[_Step | None] = queue.Queue(STEPS_QUEUED)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def description(self) -> EngineDescription:
-        return self._runner.description
 
     def launch(self, plan: Plan) -> _Step:
         step = _Step(plan)

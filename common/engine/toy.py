@@ -2,11 +2,10 @@
 
 Owns its memory, the rows and the steps in flight. Computes no model: the KV of a slot is a hash of token, position and place, and
 the next token is a digest over the slots of the row, in order, as they are in memory at that moment. numpy only. For tests and
-simulation: when a step completes is the caller's to say, or a clock's.
+simulation: a step completes when the caller or a clock says so.
 """
 
 import struct
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
-from common.engine.timed import StepCost, Timeline
+from common.engine.timed import Timeline
 from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity
 from common.pages.digest import digest
@@ -27,6 +26,7 @@ TOY_VOCAB = 1000
 FIRST_TOKEN = 10
 """Sampled tokens are FIRST_TOKEN or more: smaller ones are free for ends of sequence."""
 
+_PAGE_SIZE, _CONTEXT_TOKENS = 4, 256
 _PLACES = 2 * 2 * 2
 """(layer, key or value, head): in each of these a slot has four bytes, which is one word."""
 _SLOT_BYTES = 4 * _PLACES
@@ -36,7 +36,7 @@ _PLACE = (2 * np.arange(_PLACES, dtype=np.uint32) + 1) * np.uint32(0xC2B2AE3D)
 
 
 class ToyStep:
-    """A step in flight: its forward runs when it completes, not before. catch_up: completes the steps whose time has come."""
+    """A step in flight. Its forward runs when it completes, not before. catch_up: completes all steps whose time has come."""
 
     def __init__(self, plan: Plan, ends_s: float | None, catch_up: Callable[[], None]) -> None:
         self.plan = plan
@@ -53,55 +53,39 @@ class ToyStep:
 class ToyExecutor:
     """Implements `common.engine.executor.Executor`. Steps complete at launch.
 
-    manual: only by `complete`. cost: each takes so long, on `clock` (seconds), and completes when it is polled after that.
+    manual: they complete only by `complete`. timeline: they complete when they are polled after the time that it says.
     """
 
-    def __init__(
-        self,
-        total_pages: int,
-        max_rows: int,
-        page_size: int = 4,
-        context_tokens: int = 256,
-        eos_token_ids: tuple[int, ...] = (),
-        manual: bool = False,
-        cost: StepCost | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._layout = KVLayout(layers=2, kv_heads=2, head_dim=4, page_size=page_size, dtype="uint8")
-        self.pages: NDArray[np.uint8] = np.zeros((total_pages, 2, 2, 2, page_size, 4), dtype=np.uint8)
+    def __init__(self, total_pages: int, max_rows: int, timeline: Timeline | None = None, manual: bool = False) -> None:
+        self._layout = KVLayout(layers=2, kv_heads=2, head_dim=4, page_size=_PAGE_SIZE, dtype="uint8")
+        self.pages: NDArray[np.uint8] = np.zeros((total_pages, 2, 2, 2, _PAGE_SIZE, 4), dtype=np.uint8)
         """[pages, layer, key or value, head, token, dim]"""
-        self._slots = self.pages.view(np.uint32).reshape(total_pages, _PLACES, page_size).swapaxes(1, 2)
+        self._slots = self.pages.view(np.uint32).reshape(total_pages, _PLACES, _PAGE_SIZE).swapaxes(1, 2)
         """The same memory: [pages, token, place], a word for the four dims."""
-        self._page_table = np.zeros((max_rows, self._layout.pages_for(context_tokens)), dtype=np.int32)
+        self._page_table = np.zeros((max_rows, self._layout.pages_for(_CONTEXT_TOKENS)), dtype=np.int32)
         self._held = np.zeros(max_rows, dtype=np.int64)
         self._length = np.zeros(max_rows, dtype=np.int64)
         self._last = np.zeros(max_rows, dtype=np.int32)
         self._sampling: dict[int, SamplingParams] = {}
         self._manual = manual
-        self._cost = cost
-        self._clock = clock
-        self._timeline = None if cost is None else Timeline(cost, clock)
+        self._timeline = timeline
         self._in_flight: deque[ToyStep] = deque()
-        self._description = EngineDescription(
+        self.description = EngineDescription(
             model=ModelIdentity(
                 name="toy",
                 fingerprint="toy",
                 architecture="toy",
                 dtype="uint8",
                 vocab_size=TOY_VOCAB,
-                context_tokens=context_tokens,
+                context_tokens=_CONTEXT_TOKENS,
             ),
             layout=self._layout,
             total_pages=total_pages,
             max_rows=max_rows,
             memory=MemoryRegion(address=self.pages.ctypes.data, region_bytes=self.pages.nbytes, device="cpu"),
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=(),
             device="cpu",
         )
-
-    @property
-    def description(self) -> EngineDescription:
-        return self._description
 
     def launch(self, plan: Plan) -> ToyStep:
         step = ToyStep(plan, None if self._timeline is None else self._timeline.add(plan), self._catch_up)
@@ -114,8 +98,7 @@ class ToyExecutor:
         """Let the oldest steps in flight complete, in the order of their launch."""
         for _ in range(min(steps, len(self._in_flight))):
             step = self._in_flight.popleft()
-            seconds = 0.0 if self._cost is None else self._cost.seconds(step.plan)
-            step.result = StepResult(step.plan, self._forward(step.plan), seconds)
+            step.result = StepResult(step.plan, self._forward(step.plan))
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return digest(self.pages[page] for page in pages.tolist())
@@ -124,7 +107,7 @@ class ToyExecutor:
         self._in_flight.clear()
 
     def _catch_up(self) -> None:
-        while self._in_flight and (ends_s := self._in_flight[0].ends_s) is not None and self._clock() >= ends_s:
+        while self._timeline and self._in_flight and self._timeline.clock() >= (self._in_flight[0].ends_s or 0.0):
             self.complete()
 
     # --- one step ----------------------------------------------------------------------------------------------------------
@@ -154,7 +137,7 @@ class ToyExecutor:
             self._last[row] = start.last_token
 
     def _write(self, rows: int | Int32Array, tokens: Int32Array, positions: Int64Array) -> None:
-        """The KV of tokens at positions of one row, or of a row each."""
+        """Write the KV of tokens at positions: all of one row, or each of its own row."""
         nth, slots = np.divmod(positions, self._layout.page_size)
         assert (nth < self._held[rows]).all(), "a row would write beyond its pages"
         words = (tokens * _TOKEN + positions * _POSITION + 1).astype(np.uint32)
@@ -174,6 +157,6 @@ class ToyExecutor:
         return tokens
 
     def _noise(self, row: int, position: int) -> int:
-        """That of a sampled token: a function of (seed, position) alone. A greedy one has none."""
+        """The noise of a sampled token is a function of (seed, position) alone. A greedy token has none."""
         sampling = self._sampling[row]
         return zlib.crc32(struct.pack("<qq", sampling.seed, position)) if sampling.temperature > 0 else 0

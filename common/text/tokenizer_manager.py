@@ -1,4 +1,4 @@
-"""The tokenizer: chat template, text to tokens, tokens to text, and the limits of the model that a router must know.
+"""The tokenizer: chat template, text to tokens, and the limits of the model that a router must know.
 
 Owns the tokenizer's files. Does not know requests, HTTP or devices, and never imports torch: the files are read with the
 tokenizers library through transformers' thin class, not through its AutoTokenizer. Importing this module is cheap; the libraries
@@ -22,7 +22,7 @@ TOKENIZER_FILE = "tokenizer.json"
 class TokenizerManager:
     """The tokenizer of a model: a folder, a Hugging Face name, or "demo". Raises ConfigError when it cannot be loaded.
 
-    `encode`, `encode_chat` and `decode` change nothing, so several threads may call them at once.
+    `encode` and `encode_chat` change nothing, so several threads may call them at once.
     """
 
     def __init__(self, model: str) -> None:
@@ -66,10 +66,6 @@ class TokenizerManager:
         ) as error:
             raise BadRequest(f"the chat template of {self.model_name} refuses messages: {error}", field="messages") from error
         return text
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids, all at once."""
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.engine.timed import StepCost
+from common.engine.timed import StepCost, Timeline
 from common.engine.toy import ToyExecutor
 from common.errors import TandemError
 from common.ids import ROUTER, Incarnation, InstanceId, Role
@@ -72,7 +72,7 @@ class Instance:
         self.should_drain = False
         self.stopped_until_s = 0.0
         self._clock = LocalClock(clock, name.began_s)
-        self.engine = ToyExecutor(size.pages, size.rows, cost=size.cost, clock=self._clock)
+        self.engine = ToyExecutor(size.pages, size.rows, Timeline(size.cost, self._clock))
         self.transport = transport
         engine = self.engine.description
         self.transfers = TransferLoop(transport, "memory", engine.memory, engine.layout, size.pages, self._clock)

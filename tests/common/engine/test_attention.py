@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.engine import attention
-from common.engine.attention import Segment, StepAttention
+from common.engine.attention import PagedAttention, Segment, StepTokens
 from common.engine.kv_memory import KVMemory
 from common.pages.layout import KVLayout
 from tests.common.engine.reference import gathered, softmax_attention
@@ -51,38 +51,34 @@ class Step:
             pages = layout.pages_for(length)
             decode_table[number, :pages] = self.table[len(chunks) + number, :pages]  # beyond it: page 0, which is all NaN
         at = torch.tensor(self.places)
-        self.written: list[int] = []
-        self.attend = StepAttention(
-            self.memory,
-            None,
-            HEADS,
-            self.table[at[:, 0], at[:, 1] // PAGE_SIZE],
-            at[:, 1] % PAGE_SIZE,
-            segments,
-            decode_table,
-            torch.tensor(lengths),
-            np.array(lengths, dtype=np.int64),
-            self.written.append,
+        self.tokens = StepTokens(
+            pages=self.table[at[:, 0], at[:, 1] // PAGE_SIZE],
+            slots=at[:, 1] % PAGE_SIZE,
+            chunks=segments,
+            decode_table=decode_table,
+            decode_lengths=torch.tensor(lengths),
+            host_lengths=np.array(lengths, dtype=np.int64),
         )
+        self.attention = PagedAttention(self.memory, HEADS, kernel=None)
+        self.attention.plan(self.tokens)
         self.query = torch.randn(len(at), HEADS, DIM, generator=generator)
         self.key, self.value = torch.randn(2, len(at), KV_HEADS, DIM, generator=generator).unbind()
 
     def _fill(self, row: int, tokens: int, generator: torch.Generator) -> None:
-        for layer in range(LAYERS):
-            for kind in (False, True):
+        for views in self.memory.layers:
+            for view in views:
                 for at in range(tokens):
-                    view = self.memory.view(layer, value=kind)
                     view[self.table[row, at // PAGE_SIZE], :, at % PAGE_SIZE] = torch.randn(KV_HEADS, DIM, generator=generator)
 
     def run(self, layer: int) -> Tensor:
-        return self.attend(layer, self.query, self.key, self.value)
+        self.memory.write(layer, self.tokens.pages, self.tokens.slots, self.key, self.value)
+        return self.attention.run(layer, self.query)
 
     def expected(self, layer: int) -> np.ndarray:
         """After `run`."""
-        views = [self.memory.view(layer, value=kind) for kind in (False, True)]
         out = []
         for number, (row, position) in enumerate(self.places):
-            keys, values = (gathered(view, self.table[row], position + 1) for view in views)
+            keys, values = (gathered(view, self.table[row], position + 1) for view in self.memory.layers[layer])
             out.append(softmax_attention(self.query[number].double().numpy(), keys, values, DIM**-0.5))
         return np.array(out)
 

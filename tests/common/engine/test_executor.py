@@ -12,7 +12,7 @@ import pytest
 from common.config import EngineConfig, ModelConfig
 from common.engine.executor import Executor, ExecutorFailed, StepHandle
 from common.engine.plan import Chunk, Plan, RowStart, StepResult
-from common.engine.timed import StepCost
+from common.engine.timed import StepCost, Timeline
 from common.engine.torch_executor import TorchExecutor
 from common.engine.toy import ToyExecutor
 from common.ids import Int32Array
@@ -75,7 +75,7 @@ def toy() -> Engine:
 def toy_with_time() -> Engine:
     clock = HandTurned()
     cost = StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0)
-    return Engine(ToyExecutor(128, 8, cost=cost, clock=clock), clock.wait)
+    return Engine(ToyExecutor(128, 8, Timeline(cost, clock)), clock.wait)
 
 
 def torch_on_cpu(model: Path) -> Engine:

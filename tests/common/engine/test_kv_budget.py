@@ -94,5 +94,5 @@ def test_the_workspace_holds_what_a_step_of_a_large_model_makes() -> None:
 
 
 def test_memory_that_cannot_be_had_is_refused_naming_the_flag() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-memory: .* are not to be had on cpu"):
+    with pytest.raises(ConfigError, match=r"--kv-memory: cannot allocate .* on cpu"):
         KVMemory(QWEN3_0_6B, 2**50 // QWEN3_0_6B.page_bytes, torch.device("cpu"))

@@ -35,7 +35,7 @@ def test_it_is_softmax_attention_over_scattered_pages(
     table = torch.randperm(PAGES, generator=generator)[: len(lengths) * 8].view(len(lengths), 8).to(torch.int32)
     query = 3 * torch.randn(len(lengths), heads, dim, generator=generator)
     for layer in range(LAYERS):
-        keys, values = memory.view(layer, value=False), memory.view(layer, value=True)
+        keys, values = memory.layers[layer]
         got = kernel(query, keys, values, table, torch.tensor(lengths), dim**-0.5)
         for row, length in enumerate(lengths):
             k, v = (gathered(view, table[row], length) for view in (keys, values))
@@ -48,7 +48,7 @@ def test_large_scores_do_not_overflow(kernel: PagedAttentionKernel) -> None:
     memory = KVMemory(layout, 4, torch.device("cpu"))
     memory.pool.fill_(100.0)
     query = torch.full((1, 1, 8), 1000.0)
-    keys, values = memory.view(0, value=False), memory.view(0, value=True)
+    keys, values = memory.layers[0]
     got = kernel(query, keys, values, torch.arange(4, dtype=torch.int32)[None], torch.tensor([13]), 1.0)
     assert torch.allclose(got, torch.full_like(got, 100.0))
 

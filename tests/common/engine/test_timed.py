@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.engine.plan import Chunk, Plan
-from common.engine.timed import StepCost, TimedExecutor
+from common.engine.timed import StepCost, TimedExecutor, Timeline
 from tests.builders import engine
 
 COST = StepCost(step_s=1.0, chunk_token_s=0.1, decode_row_s=0.01)
@@ -25,7 +25,7 @@ def plan(chunk_tokens: int, decode_rows: int) -> Plan:
 
 def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
     clock = Clock()
-    step = TimedExecutor(engine(), COST, clock, token=12).launch(plan(5, 3))
+    step = TimedExecutor(engine(), Timeline(COST, clock), token=12).launch(plan(5, 3))
     assert step.ends_s == pytest.approx(101.53)
     clock.now_s = 101.52
     assert step.poll() is None
@@ -33,12 +33,12 @@ def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
     result = step.poll()
     assert result is not None
     assert result.tokens.tolist() == [12, 12, 12, 12]
-    assert result.seconds == pytest.approx(1.53)
+    assert COST.seconds(plan(5, 3)) == pytest.approx(1.53)
 
 
 def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() -> None:
     clock = Clock()
-    executor = TimedExecutor(engine(), COST, clock)
+    executor = TimedExecutor(engine(), Timeline(COST, clock))
     first, second = executor.launch(plan(10, 0)), executor.launch(plan(20, 0))
     assert (first.ends_s, second.ends_s) == pytest.approx((102.0, 105.0))
     clock.now_s = 200.0
@@ -46,7 +46,7 @@ def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() ->
 
 
 def test_rows_that_grow_cost_nothing_and_pages_are_all_the_same() -> None:
-    executor = TimedExecutor(engine(), COST, Clock())
+    executor = TimedExecutor(engine(), Timeline(COST, Clock()))
     rows = np.arange(3, dtype=np.int32)
     assert executor.launch(Plan(1, decode_rows=rows, grown_rows=rows, grown_pages=rows)).ends_s == pytest.approx(101.03)
     assert executor.digest_pages(rows) == bytes(12)

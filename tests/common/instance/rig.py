@@ -71,7 +71,7 @@ class FakeExecutor:
 
     def finish_one(self) -> None:
         plan, step = self.steps.popleft()
-        step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32), 0.0)
+        step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32))
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return b""
