@@ -110,11 +110,11 @@ def test_namespaces_are_made_and_gone_again_or_refused_with_a_reason() -> None:
     try:
         with two_namespaces() as spots:
             inside = [*spots[0].prefix, "ip", "-o", "-4", "address"]
-            seen = subprocess.run(inside, capture_output=True, text=True, timeout=20, check=True).stdout
+            seen = subprocess.run(inside, capture_output=True, text=True, timeout=60, check=True).stdout
             assert spots[0].host in seen
             name = spots[0].prefix[-1]
     except TransferError as error:
         assert "network namespaces cannot be made" in str(error)
     else:
-        left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20, check=True).stdout
+        left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=60, check=True).stdout
         assert name not in left

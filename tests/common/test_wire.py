@@ -32,7 +32,7 @@ from common.messages import (
 from common.wire import FrameRefused, Mailbox, check_address, pack_frame, unpack_frame
 
 LOOPBACK = "tcp://127.0.0.1:0"
-WAIT_S = 10.0
+WAIT_S = 60.0
 PREFILL, DECODE = InstanceId("prefill-1"), InstanceId("decode-1")
 KEY = Key(RequestId("r"), 0)
 Detok: TypeAlias = Mailbox[DetokenizerInbox]

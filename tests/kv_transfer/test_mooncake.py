@@ -25,7 +25,7 @@ from tests.kv_transfer.agent_process import pool_descriptor, random_bytes
 
 QUEUE_RUNS = 1024
 POOL_BYTES = 2**20
-WAIT_S = 5.0
+WAIT_S = 60.0
 NO_DEVICES = '{"cpu:0": [[], []]}'
 
 

@@ -113,10 +113,9 @@ def test_a_receiver_that_says_nothing_is_given_up_and_nothing_is_proven(two: Two
 def test_a_sender_that_is_gone_ends_the_wait_of_the_receiver_at_once(two: Two) -> None:
     taken = two.take()
     two.sender.close()
-    began = time.monotonic()
     with pytest.raises(RuntimeError) as gone:
         taken.result()
-    assert time.monotonic() - began < 0.9 * SILENCE_S
+    assert not reason_of(gone.value).startswith("Timed out waiting "), "it did not wait for the silence to be over"
     assert is_closed_by_peer(gone.value)
 
 

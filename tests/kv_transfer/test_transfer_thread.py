@@ -19,7 +19,7 @@ from kv_transfer.transfer_thread import TransferThread
 from tests.builders import LAYOUT, instance, key
 
 PEER = InstanceId("d")
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class BrokenTransport(MemoryTransport):

@@ -37,7 +37,7 @@ from launch.local import LocalPlan, run
 from launch.processes import Child
 from launch.reports import CloseIntake, IntakeClosed, Order, Ready
 
-FOREVER_S = 60.0
+FOREVER_S = 600.0
 """Longer than any test waits for a stub; an end, should a test forget one."""
 
 

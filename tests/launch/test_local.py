@@ -122,7 +122,7 @@ def test_the_startup_deadline_names_the_part_that_is_late_and_what_it_did(
     start: Start, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB_DECODE_0", "slow")
-    fleet = start(1, 1, startup_timeout_s=3.0)
+    fleet = start(1, 1, startup_timeout_s=10.0)
     assert fleet.wait() == 1
     assert "decode-0 was not ready in time" in fleet.err and "warming up" in fleet.err and "--startup-timeout-s" in fleet.err
     assert "prefill-0 was not ready" not in fleet.err and "curl " not in fleet.out

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def wait_for(holds: Callable[[], bool], what: str) -> None:

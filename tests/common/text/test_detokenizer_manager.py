@@ -23,7 +23,7 @@ from common.wire import Mailbox
 from tests.common.text.tiny import tiny_tokenizer, write_checkpoint
 
 LOOPBACK = "tcp://127.0.0.1:0"
-WAIT_S = 10.0
+WAIT_S = 60.0
 KEY = Key(RequestId("r"), 0)
 LENGTH = Finished("length")
 
