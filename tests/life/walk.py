@@ -1,14 +1,15 @@
-"""The walk: every function of the project that one streamed chat passes, in order, by stage.
+"""The walk: the functions of the project that one streamed chat passes, in order, by stage.
 
     python -m tests.life.walk
 
-Owns a fleet of real parts in this process: the HTTP application, the router, real mailboxes on loopback, a prefill and a decode
-instance with the demo model on their engine threads, their transfer threads, and the detokenizer. Only the sockets of HTTP and
-the library behind the transport are left out: the application is called directly, and pages move by memmove. The fleet's clock
-stands still while the request runs, so nothing that is counted was done for a heartbeat or a deadline.
+Owns a fleet of real parts in this process: the HTTP application, the router, mailboxes on loopback, a prefill and a decode
+instance with the demo model, their engine and transfer threads, and the detokenizer. Only the rims are left out: the application
+is called without an HTTP server, and pages move by memmove. The fleet's clock stands still while a request runs, so no heartbeat
+and no deadline comes between.
 
-A function is counted once, however often it is called, in the stage where the request meets it first. Comprehensions and
-generator expressions are part of the function that holds them; lambdas, properties and inner functions count.
+Printed is every function that each of three equal chats called and that an idle fleet does not call. The path counts those that
+lead on, which means that they call another function of the project: whoever follows a request must open them. The others (marked
+with a dot) answer where they are called. Comprehensions belong to the function that holds them.
 """
 
 import asyncio
@@ -18,9 +19,9 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -54,60 +55,96 @@ ENGINE = EngineConfig(device="cpu", kv_memory="16MiB", context_tokens=1024, max_
 LIMITS = InstanceLimits(chunk_tokens=64, max_waiting=8, request_timeout_s=600.0, drain_timeout_s=30.0)
 HANG_S = 120.0
 """The walk takes a few seconds; after this it is stuck."""
-EVENTS = 8
-"""Tokens of the answer."""
-NOT_FUNCTIONS = frozenset({"<module>", "<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
+ANSWER_TOKENS = 8
+IDLE_TURNS = 100
+COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
+STAGES = {"transfer": "the transfer threads", "engine": "the engine threads", "tokenizer": "the router: tokenizing"}
+"""What is done on threads of these names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function on the path."""
+    """A function that was passed. leads_on: it called another one of the project."""
 
     file: str
     line: int
     name: str
+    leads_on: bool
 
 
-@dataclass(slots=True)
-class Path_:
-    """What has been passed: stage → functions in the order of their first call there."""
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """stages: by stage, the functions in the order of their first call; each is in the stage where it was called first."""
 
-    stages: dict[str, list[Step]] = field(default_factory=dict)
+    stages: dict[str, list[Step]]
+
+    @property
+    def path(self) -> list[Step]:
+        """The functions that lead on."""
+        return [step for steps in self.stages.values() for step in steps if step.leads_on]
 
     @property
     def functions(self) -> int:
         return sum(map(len, self.stages.values()))
 
-    @property
-    def files(self) -> int:
-        return len({step.file for steps in self.stages.values() for step in steps})
-
 
 class Recorder:
-    """Watches every call on every thread that was started after it. stage: where the main thread is; other threads have theirs
-    by name."""
+    """Watches every call on the threads that start after it. Nothing is recorded outside of `calls`."""
 
     def __init__(self) -> None:
-        self.path = Path_()
-        self.stage = ""
-        self.on = False
-        self._seen: set[CodeType] = set()
+        self.main_stage = ""
+        """Where the main thread is. Other threads are stages of their own."""
+        self._stages: dict[CodeType, str] | None = None
+        self._callers: set[CodeType] = set()
+        self._known: dict[CodeType, bool] = {}
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
-        code = frame.f_code
-        if not self.on or event != "call" or code in self._seen:
+        stages, code = self._stages, frame.f_code
+        if stages is None or event != "call" or not self._is_function(code):
             return
-        self._seen.add(code)
-        if code.co_name in NOT_FUNCTIONS or not code.co_flags & inspect.CO_OPTIMIZED:
-            return
-        try:
-            file = Path(code.co_filename).relative_to(ROOT)
-        except ValueError:
-            return
-        if file.parts[0] in ROOMS:
+        caller = frame.f_back
+        while caller is not None and not self._is_function(caller.f_code):
+            caller = caller.f_back
+        if caller is not None and caller.f_code is not code:
+            self._callers.add(caller.f_code)
+        if code not in stages:
             thread = threading.current_thread()
-            stage = self.stage if thread is threading.main_thread() else thread.name
-            self.path.stages.setdefault(stage, []).append(Step(str(file), code.co_firstlineno, code.co_qualname))
+            name = thread.name.rstrip("_0123456789")
+            stages[code] = self.main_stage if thread is threading.main_thread() else STAGES.get(name, name)
+
+    @contextmanager
+    def calls(self, stage: str) -> Iterator[dict[CodeType, str]]:
+        """What is called inside, each function with its stage, in order. stage: where the main thread begins."""
+        recorded: dict[CodeType, str] = {}
+        self.main_stage, self._stages = stage, recorded
+        yield recorded
+        self._stages = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not recorded."""
+        stages, self._stages = self._stages, None
+        yield
+        self._stages = stages
+
+    def walk(self, chats: Sequence[dict[CodeType, str]], idle: Container[CodeType]) -> Walk:
+        """What every chat called and an idle fleet does not call."""
+        stages: dict[str, list[Step]] = {}
+        for code, stage in chats[-1].items():
+            if code not in idle and all(code in chat for chat in chats):
+                file = str(Path(code.co_filename).relative_to(ROOT))
+                step = Step(file, code.co_firstlineno, code.co_qualname, code in self._callers)
+                stages.setdefault(stage, []).append(step)
+        return Walk(stages)
+
+    def _is_function(self, code: CodeType) -> bool:
+        known = self._known.get(code)
+        if known is None:
+            file = Path(code.co_filename)
+            ours = file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in ROOMS
+            is_class_body = not code.co_flags & inspect.CO_OPTIMIZED
+            known = self._known[code] = ours and not is_class_body and code.co_name not in COMPREHENSIONS
+        return known
 
 
 class WalkedInstance:
@@ -147,7 +184,7 @@ class WalkedInstance:
         self.worker.turn(self._clock())
 
     @property
-    def home(self) -> bool:
+    def is_home(self) -> bool:
         load = self.scheduler.load()
         return load.pages_free == load.pages_total and load.waiting_requests + load.running_requests == 0
 
@@ -179,25 +216,35 @@ class Fleet:
     async def turn(self) -> None:
         """Let each part act once."""
         for stage, act in self._parts():
-            before, self._recorder.stage = self._recorder.stage, stage
+            before, self._recorder.main_stage = self._recorder.main_stage, stage
             act()
-            self._recorder.stage = before
+            self._recorder.main_stage = before
         await asyncio.sleep(0)
 
     async def join(self) -> None:
-        """Let time pass until a request can be served; then it stands still."""
-        while self.core.unready():
+        """Let time pass until both instances can serve; then it stands still."""
+        while self.core.unready() or len(list(self.core.fleet.members())) < len(_ROLES):
             self._now += 0.01
             await self.turn()
         self.detokenizer._next_beat_s = math.inf  # its clock is the real one: no heartbeat comes between
 
     async def chat(self, text: str) -> str:
         """A streamed chat, until everything has come home. Returns the answer."""
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": EVENTS, "temperature": 0, "stream": True}
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
         response = asyncio.ensure_future(self._post("/v1/chat/completions", {"model": "demo", **body}))
-        while not (response.done() and all(instance.home for instance in self.instances.values())):
+        while not self._has_request():  # nobody else has anything to do before the request is dispatched
+            await asyncio.sleep(0)
+        while not (response.done() and self._is_home()):
             await self.turn()
         return await response
+
+    def _has_request(self) -> bool:
+        with self._recorder.paused():
+            return len(self.core.requests) > 0
+
+    def _is_home(self) -> bool:
+        with self._recorder.paused():
+            return all(instance.is_home for instance in self.instances.values())
 
     def _parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "the router: text to the client", self.gateway.pump
@@ -208,9 +255,9 @@ class Fleet:
         """Call the application as an HTTP server does. Returns the text of the stream."""
         received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         received.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
-        sent: list[dict[str, Any]] = []
+        sent: list[MutableMapping[str, Any]] = []
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
 
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
@@ -237,34 +284,40 @@ def _watching(recorder: Recorder) -> Iterator[None]:
         threading.setprofile(None)
 
 
-async def _walk() -> Path_:
+async def _walk() -> Walk:
     recorder = Recorder()
     with _watching(recorder), ExitStack() as stack:
         fleet = Fleet(recorder, stack)
         async with asyncio.timeout(HANG_S):
             await fleet.join()
-            words = " ".join(f"key{number} is value{number}." for number in range(40))
-            await fleet.chat("warm " + words)  # what is done once in a process's life is done
-            recorder.stage, recorder.on = "the router: request in", True
-            answer = await fleet.chat("look " + words)
-            recorder.on = False
+            facts = " ".join(f"key{number} is value{number}." for number in range(40))
+            await fleet.chat("first " + facts)  # from then on, what is done once in a process's life is done
+            with recorder.calls("idle") as idle:
+                for _ in range(IDLE_TURNS):
+                    await fleet.turn()
+            chats = []
+            for word in ("one ", "two ", "three "):
+                with recorder.calls("the router: request in") as calls:
+                    await fleet.chat(word + facts)
+                chats.append(calls)
         counters = {role: instance.scheduler.counters() for role, instance in fleet.instances.items()}
-    assert answer and counters["prefill"].handoffs == 2 and counters["decode"].pages_received > 0, (answer, counters)
-    return recorder.path
+    assert counters["prefill"].handoffs == 4 and counters["decode"].prompt_tokens_computed == 0, counters
+    return recorder.walk(chats, idle)
 
 
-def walk() -> Path_:
-    """The path of one streamed chat."""
+def walk() -> Walk:
+    """The path of one streamed chat through a prefill and a decode instance."""
     return asyncio.run(_walk())
 
 
 def main() -> None:
-    path = walk()
-    for stage, steps in path.stages.items():
-        print(f"\n{stage}: {len(steps)}")
+    walked = walk()
+    for stage, steps in walked.stages.items():
+        print(f"\n{stage}")
         for step in steps:
-            print(f"    {step.file}:{step.line} {step.name}")
-    print(f"\n{path.functions} functions in {path.files} files")
+            print(f"  {' ' if step.leads_on else '.'} {step.file}:{step.line} {step.name}")
+    path = walked.path
+    print(f"\n{len(path)} functions in {len({step.file for step in path})} files lead on, of {walked.functions}")
 
 
 if __name__ == "__main__":
