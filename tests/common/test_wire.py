@@ -1,63 +1,28 @@
-"""The wire, over real sockets on the loopback interface. Nothing that arrives may raise."""
+"""The wire, over real sockets on the loopback interface: frames, and what arrives or does not. Nothing that arrives may raise."""
 
-import asyncio
 import logging
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
 
 import msgspec
 import pytest
-import uvloop
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, WireError
-from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId
+from common.ids import DETOKENIZER, ROUTER, InstanceId
 from common.instance.ports import Mail
-from common.messages import (
-    WIRE_VERSION,
-    Cancel,
-    DetokenizerInbox,
-    ExpectAnswer,
-    ForgetAnswer,
-    Goodbye,
-    RouterInbox,
-    TextBatch,
-    TokenBatch,
-)
+from common.messages import WIRE_VERSION, Cancel, DetokenizerInbox, ExpectAnswer, TokenBatch
 from common.wire import FrameRefused, Mailbox, check_address, pack_frame, unpack_frame
-
-LOOPBACK = "tcp://127.0.0.1:0"
-WAIT_S = 60.0
-PREFILL, DECODE = InstanceId("prefill-1"), InstanceId("decode-1")
-KEY = Key(RequestId("r"), 0)
-Detok: TypeAlias = Mailbox[DetokenizerInbox]
-Make: TypeAlias = Callable[..., Detok]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Mailboxes with a detokenizer's inbox, closed at the end."""
-    made: list[Detok] = []
-
-    def build(me: InstanceId = DETOKENIZER, bind: str = LOOPBACK, max_frame_bytes: int = 2**20) -> Detok:
-        made.append(Mailbox(me, DetokenizerInbox, bind, max_frame_bytes))
-        return made[-1]
-
-    yield build
-    for mailbox in made:
-        mailbox.close()
+from tests.common.mailboxes import FORGET, KEY, LOOPBACK, PREFILL, WAIT_S, Make, closes, received
 
 
 @pytest.fixture
 def raw_push() -> Iterator[Callable[[str], zmq.Socket[bytes]]]:
     """A foreign program that sends whatever it likes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
     made: list[zmq.Socket[bytes]] = []
 
     def connect(address: str) -> zmq.Socket[bytes]:
@@ -69,23 +34,6 @@ def raw_push() -> Iterator[Callable[[str], zmq.Socket[bytes]]]:
     for pusher in made:
         pusher.close(linger=0)
     context.term()
-
-
-def received(mailbox: Detok, count: int) -> list[tuple[InstanceId, DetokenizerInbox]]:
-    """So many messages, or those that came before the deadline."""
-    mail: list[tuple[InstanceId, DetokenizerInbox]] = []
-    deadline = time.monotonic() + WAIT_S
-    while len(mail) < count and (left := deadline - time.monotonic()) > 0:
-        mailbox.wait(left)
-        mail += mailbox.receive()
-    return mail
-
-
-def closes(count: int) -> list[ForgetAnswer]:
-    return [ForgetAnswer(key=Key(RequestId("r"), attempt)) for attempt in range(count)]
-
-
-# --- frames ----------------------------------------------------------------------------------------------------------------
 
 
 def _is_utf8(text: str) -> bool:
@@ -125,9 +73,6 @@ def test_a_sender_whose_name_does_not_fit_cannot_have_a_mailbox(name: str) -> No
         Mailbox(InstanceId(name), DetokenizerInbox, LOOPBACK)
 
 
-# --- mail ------------------------------------------------------------------------------------------------------------------
-
-
 def test_messages_arrive_with_their_sender_and_in_order(make: Make) -> None:
     inbox, peer = make(), make(PREFILL)
     mail: Mail[DetokenizerInbox] = peer
@@ -145,24 +90,24 @@ def test_what_is_sent_before_the_peer_listens_arrives_once_it_does(make: Make) -
     first.close()
     peer = make(PREFILL)
     peer.route(DETOKENIZER, address)
-    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
-    assert received(make(bind=address), 1) == [(PREFILL, ForgetAnswer(key=KEY))]
+    peer.send(DETOKENIZER, FORGET)
+    assert received(make(bind=address), 1) == [(PREFILL, FORGET)]
 
 
 def test_a_peer_that_was_restarted_on_the_same_address_is_found_again(make: Make) -> None:
     first, peer = make(), make(PREFILL)
     peer.route(DETOKENIZER, first.address)
-    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
+    peer.send(DETOKENIZER, FORGET)
     assert len(received(first, 1)) == 1
     first.close()
     second = make(bind=first.address)
     deadline = time.monotonic() + WAIT_S
     arrived: list[tuple[InstanceId, DetokenizerInbox]] = []
     while not arrived and time.monotonic() < deadline:  # what is sent before the loss is noticed may be lost
-        peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
+        peer.send(DETOKENIZER, FORGET)
         second.wait(0.1)
         arrived = second.receive()
-    assert set(arrived) == {(PREFILL, ForgetAnswer(key=KEY))}
+    assert set(arrived) == {(PREFILL, FORGET)}
 
 
 def test_a_new_address_replaces_the_former_one(make: Make) -> None:
@@ -170,18 +115,18 @@ def test_a_new_address_replaces_the_former_one(make: Make) -> None:
     peer.route(DETOKENIZER, old.address)
     peer.route(DETOKENIZER, old.address)
     peer.route(DETOKENIZER, new.address)
-    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
+    peer.send(DETOKENIZER, FORGET)
     assert len(received(new, 1)) == 1
     assert old.receive() == []
 
 
 def test_a_message_to_somebody_unknown_or_forgotten_is_counted_as_lost(make: Make) -> None:
     peer = make(PREFILL)
-    peer.send(ROUTER, ForgetAnswer(key=KEY))
+    peer.send(ROUTER, FORGET)
     peer.route(ROUTER, LOOPBACK.replace(":0", ":9"))
     peer.route(ROUTER, None)
     peer.route(ROUTER, None)
-    peer.send(ROUTER, ForgetAnswer(key=KEY))
+    peer.send(ROUTER, FORGET)
     assert peer.messages_lost == {"no route": 2}
 
 
@@ -195,7 +140,7 @@ def test_an_address_that_is_none_is_refused_where_it_is_given(make: Make, addres
         make(bind=address)
     peer = make(PREFILL)
     peer.route(DETOKENIZER, address)  # a peer's mistake must not stop this process
-    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
+    peer.send(DETOKENIZER, FORGET)
     assert peer.messages_lost == {"bad address": 1, "no route": 1}
 
 
@@ -216,8 +161,8 @@ def test_a_message_that_is_too_large_is_not_sent(make: Make) -> None:
     inbox, peer = make(), make(PREFILL, max_frame_bytes=1_000)
     peer.route(DETOKENIZER, inbox.address)
     peer.send(DETOKENIZER, ExpectAnswer(key=KEY, text="x" * 1_000))
-    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
-    assert received(inbox, 1) == [(PREFILL, ForgetAnswer(key=KEY))]
+    peer.send(DETOKENIZER, FORGET)
+    assert received(inbox, 1) == [(PREFILL, FORGET)]
     assert peer.messages_lost == {"too large": 1}
 
 
@@ -226,8 +171,8 @@ def test_a_frame_that_is_too_large_never_arrives_and_others_do(make: Make) -> No
     careless.route(DETOKENIZER, inbox.address)
     careless.send(DETOKENIZER, ExpectAnswer(key=KEY, text="x" * 10_000))
     peer.route(DETOKENIZER, inbox.address)
-    peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
-    assert received(inbox, 1) == [(ROUTER, ForgetAnswer(key=KEY))]
+    peer.send(DETOKENIZER, FORGET)
+    assert received(inbox, 1) == [(ROUTER, FORGET)]
 
 
 def test_one_receive_is_bounded_and_the_rest_stays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +190,6 @@ def test_one_receive_is_bounded_and_the_rest_stays(make: Make, monkeypatch: pyte
     assert got == closes(8)
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------------
-
-
 def body(message: object) -> bytes:
     return msgspec.msgpack.encode(message)
 
@@ -256,15 +198,15 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "empty": [b""],
     "noise": [b"\x00\xff" * 40],
     "a header alone": [b"TNDM"],
-    "two parts": [pack_frame(PREFILL, body(ForgetAnswer(key=KEY))), b"more"],
+    "two parts": [pack_frame(PREFILL, body(FORGET)), b"more"],
     "three parts": [b"", b"", b""],
-    "an old version": [pack_frame(PREFILL, body(ForgetAnswer(key=KEY)), 2**16 - 1)],
-    "no sender": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 0) + body(ForgetAnswer(key=KEY))],
+    "an old version": [pack_frame(PREFILL, body(FORGET), 2**16 - 1)],
+    "no sender": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 0) + body(FORGET)],
     "a sender longer than the frame": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 200) + b"x"],
-    "a sender that is no text": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 2) + b"\xff\xfe" + body(ForgetAnswer(key=KEY))],
+    "a sender that is no text": [struct.pack("!4sHB", b"TNDM", WIRE_VERSION, 2) + b"\xff\xfe" + body(FORGET)],
     "no body": [pack_frame(PREFILL, b"")],
-    "half a body": [pack_frame(PREFILL, body(ForgetAnswer(key=KEY))[:-1])],
-    "a body with a tail": [pack_frame(PREFILL, body(ForgetAnswer(key=KEY)) + b"\x00")],
+    "half a body": [pack_frame(PREFILL, body(FORGET)[:-1])],
+    "a body with a tail": [pack_frame(PREFILL, body(FORGET) + b"\x00")],
     "a message of another inbox": [pack_frame(PREFILL, body(Cancel(key=KEY)))],
     "a message nobody knows": [pack_frame(PREFILL, body({"type": "Surprise"}))],
     "a field of another type": [pack_frame(PREFILL, body({"type": "Close", "key": 5}))],
@@ -281,8 +223,8 @@ def test_a_frame_that_is_no_message_of_this_inbox_is_counted_and_the_next_one_is
     inbox = make()
     pusher = raw_push(inbox.address)
     pusher.send_multipart(parts)
-    pusher.send(pack_frame(PREFILL, body(ForgetAnswer(key=KEY))))
-    assert received(inbox, 1) == [(PREFILL, ForgetAnswer(key=KEY))]
+    pusher.send(pack_frame(PREFILL, body(FORGET)))
+    assert received(inbox, 1) == [(PREFILL, FORGET)]
     assert sum(inbox.frames_refused.values()) == 1
 
 
@@ -295,7 +237,7 @@ def test_each_reason_is_counted_apart_and_logged_once_in_a_while(
         for _ in range(50):
             pusher.send(b"noise")
             pusher.send(pack_frame(PREFILL, b"\xc1"))
-        pusher.send(pack_frame(PREFILL, body(ForgetAnswer(key=KEY))))
+        pusher.send(pack_frame(PREFILL, body(FORGET)))
         assert len(received(inbox, 1)) == 1
     assert inbox.frames_refused == {"magic": 50, "body": 50}
     assert len(caplog.records) == 2
@@ -305,196 +247,4 @@ def test_a_field_that_a_newer_neighbour_added_is_passed_over(make: Make, raw_pus
     inbox = make()
     newer = {"type": "Close", "key": ["r", 0, "new in the key"], "reason": "new"}
     raw_push(inbox.address).send(pack_frame(PREFILL, body(newer), WIRE_VERSION + 1))
-    assert received(inbox, 1) == [(PREFILL, ForgetAnswer(key=KEY))]
-
-
-# --- waiting -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(60)
-def test_waiting_ends_when_another_thread_wakes_it(make: Make) -> None:
-    mailbox = make()
-    waker = threading.Timer(0.05, mailbox.wake)
-    waker.start()
-    mailbox.wait(3_600.0)
-    waker.join()
-
-
-def test_any_number_of_wakes_end_the_next_wait_and_only_that_one(make: Make) -> None:
-    mailbox = make()
-    for _ in range(100_000):
-        mailbox.wake()
-    mailbox.wait(WAIT_S)
-    assert not mailbox._poller.poll(0)
-
-
-@pytest.mark.timeout(60)
-def test_waiting_ends_by_itself_and_takes_odd_times(make: Make) -> None:
-    mailbox = make()
-    mailbox.wait(0.01)
-    mailbox.wait(-5.0)
-    threading.Timer(0.02, mailbox.wake).start()
-    mailbox.wait(float("inf"))
-
-
-def test_closing_twice_and_waking_after_it_is_harmless(make: Make) -> None:
-    mailbox = make()
-    mailbox.route(ROUTER, "tcp://127.0.0.1:9")
-    mailbox.send(ROUTER, ForgetAnswer(key=KEY))
-    mailbox.close()
-    mailbox.close()
-    mailbox.wake()
-
-
-def test_an_address_that_is_taken_is_refused_by_name(make: Make) -> None:
-    taken = make().address
-    with pytest.raises(ConfigError, match=taken):
-        make(bind=taken)
-
-
-# --- in an event loop ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_loop_hears_of_all_mail_although_the_descriptor_is_edge_triggered(
-    make: Make, monkeypatch: pytest.MonkeyPatch, new_loop: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
-    """Some mail is there before, bursts are longer than one receive takes, and some comes while the callback runs."""
-    monkeypatch.setattr("common.wire.RECEIVE_LIMIT", 2)
-    inbox, peer = make(), make(PREFILL)
-    peer.route(DETOKENIZER, inbox.address)
-    total = 500
-
-    async def main() -> list[DetokenizerInbox]:
-        got: list[DetokenizerInbox] = []
-        done = asyncio.Event()
-
-        def on_mail() -> None:
-            got.extend(message for _, message in inbox.receive())
-            if len(got) % 7 == 0 and len(got) < 50:
-                raise ValueError("a bug in the callback")
-            if len(got) == total:
-                done.set()
-
-        loop = asyncio.get_running_loop()
-        faults: list[object] = []
-        loop.set_exception_handler(lambda _, context: faults.append(context["exception"]))
-        messages = iter(closes(total))
-        for message in (next(messages) for _ in range(100)):
-            peer.send(DETOKENIZER, message)
-        inbox.attach(loop, on_mail)
-        for number, message in enumerate(messages):
-            peer.send(DETOKENIZER, message)
-            if number % 10 == 0:
-                await asyncio.sleep(0)
-            if number % 50 == 0:
-                await asyncio.sleep(0.005)
-        await asyncio.wait_for(done.wait(), WAIT_S)
-        inbox.detach()
-        inbox.detach()
-        assert all(isinstance(fault, ValueError) for fault in faults)
-        return got
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        assert runner.run(main()) == closes(total)
-
-
-def test_a_wake_reaches_the_loop_and_nothing_does_after_detaching(make: Make) -> None:
-    inbox = make()
-
-    async def main() -> None:
-        woken = asyncio.Event()
-        inbox.attach(asyncio.get_running_loop(), woken.set)
-        with pytest.raises(RuntimeError, match="one loop"):
-            inbox.attach(asyncio.get_running_loop(), woken.set)
-        threading.Timer(0.02, inbox.wake).start()
-        await asyncio.wait_for(woken.wait(), WAIT_S)
-        inbox.detach()
-        woken.clear()
-        inbox.wake()
-        await asyncio.sleep(0.05)
-        assert not woken.is_set()
-
-    asyncio.run(main())
-
-
-def test_a_loop_that_has_nothing_to_do_sleeps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descriptor that stays readable would turn the loop without end."""
-    inbox, peer = make(), make(PREFILL)
-    peer.route(DETOKENIZER, inbox.address)
-    has_mail, looks = inbox._has_mail, 0
-
-    def look() -> bool:
-        nonlocal looks
-        looks += 1
-        return has_mail()
-
-    monkeypatch.setattr(inbox, "_has_mail", look)
-
-    async def main() -> None:
-        done = asyncio.Event()
-
-        def on_mail() -> None:
-            inbox.receive()
-            done.set()
-
-        inbox.attach(asyncio.get_running_loop(), on_mail)
-        peer.send(DETOKENIZER, ForgetAnswer(key=KEY))
-        await asyncio.wait_for(done.wait(), WAIT_S)
-        await asyncio.sleep(0.1)
-        inbox.detach()
-
-    asyncio.run(main())
-    assert looks < 50
-
-
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_correspondent_that_closes_is_told_of_once_and_the_others_are_not(
-    make: Make, new_loop: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
-    router, leaver, stayer = make(), make(), make()
-    broken: list[InstanceId] = []
-
-    async def main() -> None:
-        told = asyncio.Event()
-
-        def on_broken(name: InstanceId) -> None:
-            broken.append(name)
-            told.set()
-
-        router.attach(asyncio.get_running_loop(), lambda: None, on_broken)
-        router.route(PREFILL, leaver.address)
-        router.route(DECODE, stayer.address)
-        for name, peer in ((PREFILL, leaver), (DECODE, stayer)):
-            router.send(name, ForgetAnswer(key=KEY))
-            peer.wait(WAIT_S)
-            assert peer.receive()
-        leaver.close()
-        await asyncio.wait_for(told.wait(), WAIT_S)
-        await asyncio.sleep(0.2)  # while it tries in vain to connect again
-        router.close()
-
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(main())
-    assert broken == [PREFILL]
-
-
-def test_a_router_and_an_instance_talk_both_ways() -> None:
-    router: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, LOOPBACK)
-    detokenizer: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, LOOPBACK)
-    try:
-        router.route(DETOKENIZER, detokenizer.address)
-        detokenizer.route(ROUTER, router.address)
-        router.send(DETOKENIZER, ExpectAnswer(key=KEY))
-        detokenizer.wait(WAIT_S)
-        assert detokenizer.receive() == [(ROUTER, ExpectAnswer(key=KEY))]
-        detokenizer.send(ROUTER, TextBatch(deltas=()))
-        detokenizer.send(ROUTER, Goodbye(id=DETOKENIZER, incarnation=Incarnation("1")))
-        got: list[tuple[InstanceId, RouterInbox]] = []
-        while len(got) < 2:
-            router.wait(WAIT_S)
-            got += router.receive()
-        assert [type(message) for _, message in got] == [TextBatch, Goodbye]
-    finally:
-        router.close()
-        detokenizer.close()
+    assert received(inbox, 1) == [(PREFILL, FORGET)]

@@ -1,0 +1,24 @@
+"""Mailboxes for the tests of the wire."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from common.ids import DETOKENIZER, InstanceId
+from common.messages import DetokenizerInbox
+from common.wire import Mailbox
+from tests.common.mailboxes import LOOPBACK, Detok, Make
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Mailboxes with a detokenizer's inbox, closed at the end."""
+    made: list[Detok] = []
+
+    def build(me: InstanceId = DETOKENIZER, bind: str = LOOPBACK, max_frame_bytes: int = 2**20) -> Detok:
+        made.append(Mailbox(me, DetokenizerInbox, bind, max_frame_bytes))
+        return made[-1]
+
+    yield build
+    for mailbox in made:
+        mailbox.close()
