@@ -26,11 +26,11 @@ def option(default: Any, help_text: str) -> Any:
 
 def _require(holds: bool, flag: str, rule: str, value: object) -> None:
     if not holds:
-        raise ConfigError(f"--{flag} must be {rule}, is {value!r}")
+        raise ConfigError(f"--{flag} must be {rule}; it is {value!r}")
 
 
 def _require_choices(config: Any) -> None:
-    """Every field whose type is a Literal holds one of its values."""
+    """Raise ConfigError unless every field whose type is a Literal holds one of its values."""
     types = get_type_hints(type(config))
     for known in fields(config):
         if get_origin(types[known.name]) is Literal:
@@ -40,10 +40,10 @@ def _require_choices(config: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model."""
+    """The model that an instance serves."""
 
-    model: str = option(DEMO_MODEL, "checkpoint: a folder, a Hugging Face name, or 'demo' (the model shipped with Tandem)")
-    served_name: str = option("", "model name in the API; default: the checkpoint's name")
+    model: str = option(DEMO_MODEL, "the checkpoint: a folder, a Hugging Face name, or 'demo' (the model that comes with Tandem)")
+    served_name: str = option("", "the model's name in the API; default: the checkpoint's name")
 
     def __post_init__(self) -> None:
         _require(self.model != "", "model", "a folder, a Hugging Face name or demo", self.model)
@@ -53,19 +53,21 @@ class ModelConfig:
 class EngineConfig:
     """Device, memory and batch of one instance."""
 
-    dtype: Dtype = option("auto", "auto: float32 on CPU, bfloat16 on CUDA")
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    page_size: int = option(16, "tokens of a KV page")
+    dtype: Dtype = option("auto", "data type of weights and KV; auto: float32 on CPU, bfloat16 on CUDA")
+    device: str = option("auto", "where to compute: auto, cpu, cuda or cuda:N; auto: CUDA if there is a GPU")
+    page_size: int = option(16, "tokens per KV page")
     kv_memory: str = option(
-        "auto", "bytes for KV pages, such as 512MiB or 40GiB; auto: a share of the memory; give it when instances share a GPU"
+        "auto", "memory for KV pages, such as 512MiB or 40GiB; auto: a share of the memory; set it when instances share a GPU"
     )
-    context_tokens: int = option(0, "longest prompt and answer together; 0: the model's own, capped to what the KV memory holds")
-    max_running: int = option(64, "requests computed at once (rows of the batch)")
-    chunk_tokens: int = option(512, "prompt tokens computed in one forward, over all requests")
+    context_tokens: int = option(
+        0, "most tokens of prompt and answer together; 0: the model's own limit, capped to what the KV memory holds"
+    )
+    max_running: int = option(64, "most requests computed at once (rows of the batch)")
+    chunk_tokens: int = option(512, "most prompt tokens computed in one forward, over all requests")
     layer_groups: int = option(
-        2, "the last chunk of a prompt is pushed in so many groups of layers while it computes; 0: after it"
+        2, "push the last chunk of a prompt in this many groups of layers while it computes; 0: push it afterwards"
     )
-    threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local divides them)")
+    threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
 
     def __post_init__(self) -> None:
         _require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
@@ -81,20 +83,24 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig:
-    """One instance as a member of a fleet."""
+    """An instance as a member of a fleet."""
 
-    router: str = option("tcp://127.0.0.1:8001", "the router's control address")
-    host: str = option("127.0.0.1", "address of this host that peers can reach")
-    inbox_port: int = option(0, "port of this instance's inbox; 0: choose one and print it")
-    name: str = option("", "instance id; default: role and a random suffix")
-    transport: TransportName = option("nixl", "what moves KV pages, the same in the whole fleet (cma: one host, CPU memory)")
-    tp: int = option(1, "tensor-parallel ranks of the instance (1 for now)")
-    rank: str = option("0", "which of its ranks this host starts (0 for now)")
-    max_waiting: int = option(1024, "requests that may wait in this instance; more are refused")
-    request_timeout_s: float = option(600.0, "longest life of a request in this instance, in seconds")
-    startup_timeout_s: float = option(300.0, "deadline for loading and joining the fleet, in seconds")
-    drain_timeout_s: float = option(30.0, "a drained instance hands off after so many seconds what still runs there, and exits")
-    verify_pages: Switch = option("off", "on: compare a checksum of each KV page on both ends of a transfer")
+    router: str = option("tcp://127.0.0.1:8001", "control address of the router")
+    host: str = option("127.0.0.1", "address of this host, as peers reach it")
+    inbox_port: int = option(0, "port of this instance's inbox; 0: pick a free one and print it")
+    name: str = option("", "instance id; default: the role and a random suffix")
+    transport: TransportName = option(
+        "nixl", "how KV pages move; the same in the whole fleet (cma: one host and CPU memory only)"
+    )
+    tp: int = option(1, "tensor-parallel ranks of the instance (only 1 for now)")
+    rank: str = option("0", "which of those ranks this host starts (only 0 for now)")
+    max_waiting: int = option(1024, "most requests that wait in this instance; more are refused")
+    request_timeout_s: float = option(600.0, "seconds that a request may take in this instance")
+    startup_timeout_s: float = option(300.0, "seconds that loading and joining the fleet may take")
+    drain_timeout_s: float = option(
+        30.0, "seconds after which a draining instance lets other instances resume what still runs, and exits"
+    )
+    verify_pages: Switch = option("off", "on: compare a checksum of each KV page at both ends of a transfer")
 
     def __post_init__(self) -> None:
         _require(self.tp == 1, "tp", "1 (tensor parallelism is not built yet)", self.tp)
@@ -109,20 +115,20 @@ class InstanceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """The HTTP side and the fleet's meeting point."""
+    """The router: its HTTP side and the control port where the fleet meets."""
 
     host: str = option("127.0.0.1", "address to listen on, for HTTP and control")
-    port: int = option(8000, "HTTP port; 0: choose one and print it")
-    control_port: int = option(8001, "port that instances register at; 0: choose one and print it")
-    max_requests: int = option(1024, "requests in the system at once; more are answered 429")
-    default_max_tokens: int = option(2048, "answer length of chat requests that give none, capped by what the context leaves")
+    port: int = option(8000, "HTTP port; 0: pick a free one and print it")
+    control_port: int = option(8001, "port where instances register; 0: pick a free one and print it")
+    max_requests: int = option(1024, "most requests in the system at once; more get status 429")
+    default_max_tokens: int = option(2048, "most answer tokens of a chat request that sets no limit; the context may leave less")
     max_body: str = option("16MiB", "largest HTTP request body")
-    heartbeat_s: float = option(0.5, "how often instances report, in seconds")
-    dead_after_s: float = option(3.0, "an instance that was not heard of for so long is dead, in seconds")
-    request_timeout_s: float = option(600.0, "life of a request that gives no timeout, and the longest it may give, in seconds")
-    max_attempts: int = option(16, "how often one request is tried in all, when instances fail or need its memory")
-    resume_wait_s: float = option(5.0, "how long a request that was begun waits for an instance when none is left, in seconds")
-    dispatch: Dispatch = option("auto", "auto: through prefill and decode instances; colocated: decode instances do both")
+    heartbeat_s: float = option(0.5, "seconds between an instance's reports to the router")
+    dead_after_s: float = option(3.0, "seconds of silence after which an instance counts as dead")
+    request_timeout_s: float = option(600.0, "seconds that a request may take; a request may ask for less, not for more")
+    max_attempts: int = option(16, "most attempts for one request, when instances fail or need its memory")
+    resume_wait_s: float = option(5.0, "seconds that a started request waits for an instance when none is left")
+    dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
 
     def __post_init__(self) -> None:
         _require(self.dispatch in ("auto", "colocated"), "dispatch", "auto or colocated", self.dispatch)
@@ -141,9 +147,9 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What a process says of itself."""
+    """What a process logs."""
 
-    log_level: LogLevel = option("info", "least level that is logged, to stderr")
+    log_level: LogLevel = option("info", "lowest level that is logged, to stderr")
 
     def __post_init__(self) -> None:
         _require_choices(self)
@@ -163,7 +169,7 @@ def parse_bytes(text: str, flag: str = "") -> int | None:
     except ValueError:
         number = -1.0
     scale = _UNITS.get(unit, 0)
-    if not (math.isfinite(number) and number * scale >= 1):  # also when the unit is unknown
+    if not (math.isfinite(number) and number * scale >= 1):  # false for an unknown unit too
         where = f"--{flag}: " if flag else ""
-        raise ConfigError(f"{where}{text!r} is no amount of memory: write a number with B, KiB, MiB or GiB, or auto")
+        raise ConfigError(f"{where}{text!r} is not an amount of memory: write a number with B, KiB, MiB or GiB, or auto")
     return int(number * scale)

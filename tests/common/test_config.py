@@ -143,7 +143,7 @@ def test_amounts_of_memory_are_read(text: str, expected: int | None) -> None:
     ],
 )
 def test_what_is_no_amount_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no amount of memory"):
+    with pytest.raises(ConfigError, match="not an amount of memory"):
         parse_bytes(text)
     with pytest.raises(ConfigError, match=r"^--kv-memory: "):
         parse_bytes(text, "kv-memory")
