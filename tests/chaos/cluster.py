@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-ASK_S = 10.0
+ASK_S = 60.0
 WAIT_S = 0.1
 """Between two looks at a page."""
 RECORD_S = 0.5
@@ -67,6 +67,15 @@ class Cluster:
             if not what and (await self._http.get("/ready")).status_code != 200:
                 what = ["/ready says no"]
             return what
+
+        await _until(lacking, limit_s)
+
+    async def until_busy(self, name: str, limit_s: float) -> None:
+        """The router has given this member work that is not finished. Raises NotInTime."""
+
+        async def lacking() -> list[str]:
+            member = _members(await self._page()).get(name)
+            return [] if member is not None and member["assigned_tokens"] else [f"{name} has nothing to do"]
 
         await _until(lacking, limit_s)
 

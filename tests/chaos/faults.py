@@ -108,6 +108,7 @@ class Faults:
 
     async def _strike(self, number: int, role: _Role) -> None:
         victim, kind = next(role.turns)
+        await self._cluster.until_busy(victim, WHOLE_S)  # a strike at an idle instance proves nothing
         if kind != "stop":
             incarnation = await self._cluster.incarnation(victim)
             assert incarnation is not None, "it is whole"

@@ -23,7 +23,7 @@ from tests.shared_memory import FOLDER, abandoned, shared_files
 
 MARK = "TANDEM_CHAOS"
 START_S = 120.0
-STOP_S = 40.0
+STOP_S = 60.0
 """More than a drain takes, and than closing the transport after it."""
 ORPHAN_S = 60.0
 """Ends the wait for processes whose parent was killed. They end when its pipes close."""

@@ -1,6 +1,7 @@
 """Processes of a running fleet die or are told to leave: what dies comes back, what leaves stays away, and streams go on.
 
-Real signals to real processes. What happens to one request in every phase is proven in `tests/life`.
+Real signals to real processes; `tests/life` proves what happens to one request in every phase. The tests share one fleet. They are slow
+because a process that died must load torch, the model and the transport again before it is back.
 """
 
 import json
@@ -35,7 +36,7 @@ class Stream:
 
 
 class Streams:
-    """Several greedy answers, streamed at once."""
+    """Several greedy answers, streamed at the same time."""
 
     def __init__(self, fleet: LocalFleet) -> None:
         self._fleet = fleet
@@ -45,13 +46,13 @@ class Streams:
         self._ends: list[Future[None]] = []
 
     def begin(self) -> None:
-        """Returns when every one of them has brought a few tokens."""
+        """Returns when every stream has brought a few tokens."""
         self._ends = [self._pool.submit(self._read, *pair) for pair in zip(PROMPTS, self.open, strict=True)]
         until(lambda: all(len(stream.token_ids) > 5 for stream in self.open), "every stream has begun")
-        assert not any(end.done() for end in self._ends), "they are long enough for something to happen meanwhile"
+        assert not any(end.done() for end in self._ends), "the streams are long enough for a fault to hit them"
 
     def end(self) -> list[list[int]]:
-        """The tokens of each answer, when all have ended as they should."""
+        """Waits until all have ended as they should. Returns the tokens of each answer."""
         for end in self._ends:
             end.result(PATIENCE_S)
         self._pool.shutdown()
@@ -85,7 +86,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def until_whole(fleet: LocalFleet, decode: list[str]) -> None:
-    """Every member is there and linked, and the router would take requests."""
+    """Waits until every member is there and linked and the router takes requests."""
     page = FleetPage(fleet.url)
     until(lambda: not page.missing(PREFILL, decode) and fleet.client.get("/ready").status_code == 200, "the fleet is whole")
 
@@ -96,20 +97,20 @@ def state(fleet: LocalFleet, name: str) -> str | None:
 
 
 def busiest(fleet: LocalFleet) -> str:
-    """The decode instance on which most of the open tokens are: it depends on the moment how the router divided them."""
+    """The decode instance that has most of the open tokens: how the router divides them depends on the moment."""
     tokens = {instance["id"]: instance["assigned_tokens"] for instance in fleet.cluster()["instances"]}
     return max(DECODE, key=lambda name: tokens[name])
 
 
 def pid_of(fleet: LocalFleet, role: str) -> int:
-    """The one process of the fleet that runs this role."""
+    """The only process of the fleet that runs this role."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().split("\0")
             ancestors = {int(folder.name), *parents(int(folder.name))}
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         if "launch.main" in words and role in words:
             found += [int(folder.name)] if fleet.process.pid in ancestors else []
     (pid,) = found
@@ -123,7 +124,7 @@ def parents(pid: int) -> Iterator[int]:
 
 
 def until_replaced(fleet: LocalFleet, before: dict[str, int], name: str) -> None:
-    """Until another process has the name of the one that died, the fleet is whole, and all others are as they were."""
+    """Waits until another process has the name of the one that died and the fleet is whole. All others must still be the same."""
     until(lambda: instance_pids(fleet).get(name, before[name]) != before[name], f"another {name} has joined")
     until_whole(fleet, DECODE)
     after = instance_pids(fleet)
