@@ -1,7 +1,7 @@
 """Processes of a running fleet die or are told to leave: what dies comes back, what leaves stays away, and streams go on.
 
-Real signals to real processes; `tests/life` proves what happens to one request in every phase. The tests share one fleet. They are slow
-because a process that died must load torch, the model and the transport again before it is back.
+Real signals to real processes; `tests/life` proves what happens to one request in every phase. The tests share one fleet. They are
+slow because a process that died must load torch, the model and the transport again before it is back.
 """
 
 import json
@@ -124,7 +124,7 @@ def parents(pid: int) -> Iterator[int]:
 
 
 def until_replaced(fleet: LocalFleet, before: dict[str, int], name: str) -> None:
-    """Waits until another process has the name of the one that died and the fleet is whole. All others must still be the same."""
+    """Waits until another process has the name of the one that died and the fleet is whole. No other one has changed."""
     until(lambda: instance_pids(fleet).get(name, before[name]) != before[name], f"another {name} has joined")
     until_whole(fleet, DECODE)
     after = instance_pids(fleet)

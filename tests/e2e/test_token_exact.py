@@ -2,8 +2,8 @@
 
 Greedy, float32. The reference is transformers' own `generate` on the same checkpoint.
 
-The tests are slow because each starts two fleets of real processes: page size, chunk size and model are fixed when a fleet starts.
-The reference alone takes 13 s of CPU time.
+The tests are slow because each starts two fleets of real processes: page size, chunk size and model are fixed when a fleet
+starts. The reference alone takes 13 s of CPU time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
