@@ -1,6 +1,6 @@
 """The short form of the chaos run: every kind of fault once for each role, and no client notices.
 
-It is slow because it starts a fleet of real processes, asks everything once without faults, and then waits for each struck process
+It is slow: it starts a fleet of real processes, asks everything once without faults, and then waits for each struck process
 to be back before it strikes that role again.
 """
 

@@ -1,6 +1,6 @@
 """Processes of a running fleet die or are told to leave: what dies comes back, what leaves stays away, and streams go on.
 
-Real signals to real processes; `tests/life` proves what happens to one request in every phase. The tests share one fleet. They are
+Real signals, real processes; `tests/life` proves what happens to one request in every phase. The tests share one fleet. They are
 slow because a process that died must load torch, the model and the transport again before it is back.
 """
 
