@@ -1,6 +1,7 @@
 """A router core with linked instances, an outbox and a clock turned by hand: for tests that are lists of messages."""
 
 from collections.abc import Iterable
+from typing import Self
 
 from common.config import RouterConfig
 from common.ids import DETOKENIZER, Incarnation, Key, RequestId, pack_ids
@@ -63,6 +64,11 @@ class Bench:
 
     def submit(self, *specs: RequestSpec, at: float = 0.0) -> list[Send]:
         return self.core.requests.submit(specs, self.outbox, at, at)
+
+    def serving(self, *specs: RequestSpec) -> Self:
+        """A request was submitted: these choices, or a plain one."""
+        self.submit(*specs or (spec(),))
+        return self
 
     def text(
         self, first: int, text: str, ending: Ending | None = None, now: float = 1.0, name: str = "r", attempt: int = 0

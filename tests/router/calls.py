@@ -1,7 +1,8 @@
-"""Calls to a router's API, and what they say: for tests over HTTP."""
+"""Calls to a router's API and checks of what it answers: for tests over HTTP."""
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -16,6 +17,13 @@ def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
 
 def completion(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 5} | fields
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Let the loop turn until the condition holds."""
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 async def post(site: Site, path: str, body: Any) -> httpx.Response:

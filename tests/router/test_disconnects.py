@@ -2,13 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
 
 from common.messages import Generate
-from tests.router.fakes import MODEL, EchoFleet, Site
+from router.responses import AnswerResponse
+from tests.router.calls import chat, until
+from tests.router.fakes import EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +19,7 @@ class RawClient:
     """One HTTP request at the ASGI border, with hands on both channels."""
 
     def __init__(self, site: Site, **fields: Any) -> None:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 50} | fields
+        body = chat(**{"max_tokens": 50} | fields)
         self._to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._to_app.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
         self.sent: list[MutableMapping[str, Any]] = []
@@ -56,12 +58,6 @@ class RawClient:
         await asyncio.wait_for(self.call, 5)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("stall_at", [0, 3])
 async def test_a_client_that_leaves_cancels_everywhere(stream: bool, stall_at: int) -> None:
@@ -73,6 +69,28 @@ async def test_a_client_that_leaves_cancels_everywhere(stream: bool, stall_at: i
         await client.gone()
         assert len(site.core.requests) == 0
         assert site.fleet.cancelled() == keys
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_left_before_its_response_starts_cancels_everywhere(stream: bool) -> None:
+    async with Site(EchoFleet(stall_at=0)) as site:
+        client = RawClient(site, stream=stream, n=2)
+        client.leave()  # it waits behind the body, and is read when the request has been dispatched
+        await client.gone()
+        assert (len(site.fleet.cancelled()), len(site.core.requests), client.sent) == (2, 0, [])
+
+
+async def test_a_request_whose_response_is_never_sent_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        raise RuntimeError("the framework fails")
+
+    monkeypatch.setattr(AnswerResponse, "__call__", never)
+    async with Site(EchoFleet(stall_at=0)) as site:
+        client = RawClient(site, stream=True, n=2)
+        with pytest.raises(RuntimeError, match="the framework fails"):
+            await client.gone()
+        assert (len(site.fleet.cancelled()), len(site.core.requests)) == (2, 0)
+        assert client.sent[0]["status"] == 500
 
 
 async def test_a_client_that_leaves_in_mid_stream_had_what_came_before() -> None:

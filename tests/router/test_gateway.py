@@ -14,6 +14,7 @@ from router.gateway import Gateway
 from router.outbox import Outbox
 from router.requests import RequestSpec
 from tests.builders import instance
+from tests.router.calls import until
 from tests.router.fakes import Unobserved, beat
 
 pytestmark = pytest.mark.anyio
@@ -125,9 +126,7 @@ async def test_a_router_that_was_held_up_reads_its_mail_before_it_calls_anybody_
     gateway.pump()
     mail.arriving = [(D0.id, beat(D0))]
     clock.now = 5.0
-    async with asyncio.timeout(60):
-        while mail.arriving:
-            await asyncio.sleep(0.001)
+    await until(lambda: not mail.arriving)
     assert [member.info.id for member in gateway.core.fleet.members()] == ["d0"]
     gateway.close()
 
@@ -138,9 +137,7 @@ async def test_a_deadline_passes_without_traffic() -> None:
     mail.arriving = [(D0.id, Register(instance=D0))]
     gateway.pump()
     clock.now = 0.03
-    async with asyncio.timeout(60):
-        while list(gateway.core.fleet.members()):
-            await asyncio.sleep(0.005)
+    await until(lambda: not list(gateway.core.fleet.members()))
     gateway.close()
 
 
@@ -152,9 +149,7 @@ async def test_a_timer_that_fires_before_the_clock_says_so_is_set_again() -> Non
     await asyncio.sleep(0.02)
     assert len(list(gateway.core.fleet.members())) == 1
     clock.now = 0.003
-    async with asyncio.timeout(60):
-        while list(gateway.core.fleet.members()):
-            await asyncio.sleep(0.005)
+    await until(lambda: not list(gateway.core.fleet.members()))
     gateway.close()
 
 

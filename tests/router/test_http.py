@@ -1,5 +1,6 @@
 """The API over HTTP with a fleet that echoes: answers and errors."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ from common.config import RouterConfig
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError, Unavailable
 from common.ids import unpack_ids
 from common.messages import Failed
-from tests.router.calls import assert_error, chat, completion, events, get, metric, post, sent_to_fleet
+from tests.router.calls import assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
@@ -139,8 +140,11 @@ async def test_a_request_whose_time_is_over_before_its_first_token_is_a_504() ->
 
 
 async def test_a_request_whose_time_is_over_later_ends_its_stream_with_an_error_event() -> None:
-    async with Site(EchoFleet(stall_at=3)) as site:
-        response = await post(site, "/v1/completions", completion(stream=True, timeout=1))
+    async with Site(EchoFleet(stall_at=3), RouterConfig(heartbeat_s=100.0, dead_after_s=1000.0)) as site:
+        asking = asyncio.create_task(post(site, "/v1/completions", completion(stream=True, timeout=60)))
+        await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
+        site.gateway.deliver(site.core.tick(site.gateway.clock() + 60.0))
+        response = await asking
         assert len(site.fleet.cancelled()) == 1
     parts = [json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n") if part]
     assert response.status_code == 200
@@ -278,7 +282,7 @@ async def test_beyond_max_requests_the_answer_is_429_with_retry_after() -> None:
 async def test_a_failure_at_an_instance_before_the_first_token_has_its_own_status_even_for_a_stream(
     error: TandemError, status: int, retry_after: str | None, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    config = RouterConfig(heartbeat_s=0.01)  # the pauses between attempts are some heartbeats
+    config = RouterConfig(heartbeat_s=0.01, dead_after_s=1000.0)  # the pauses between attempts are some heartbeats
     async with Site(EchoFleet(fail_at=0, failed=Failed.of(error)), config) as site:
         response = await post(site, path, body | {"stream": stream})
         counted = (await get(site, "/metrics")).text
@@ -304,7 +308,7 @@ async def test_a_failure_of_a_whole_answer_is_its_status_however_late_it_comes()
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
 async def test_a_failed_attempt_that_can_be_resumed_is_not_seen_by_the_client(fail_at: int) -> None:
     fleet = EchoFleet(fail_at=fail_at, failed=Failed.of(Unavailable("the push failed")), failing=2)
-    async with Site(fleet) as site:
+    async with Site(fleet, RouterConfig(heartbeat_s=0.01, dead_after_s=1000.0)) as site:
         body = completion(stream=True, return_token_ids=True, stream_options={"include_usage": True})
         *chunks, last = events(await post(site, "/v1/completions", body))
         counted = (await get(site, "/metrics")).text

@@ -8,7 +8,8 @@ import pytest
 
 from common.errors import ConfigError
 from router.http_server import listen
-from tests.router.fakes import MODEL, EchoFleet, Site, listening
+from tests.router.calls import chat, until
+from tests.router.fakes import EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.anyio
 async def ask(port: int, stream: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Post a chat over a connection of our own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": stream}).encode()
+    body = json.dumps(chat(stream=stream, max_tokens=None)).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await writer.drain()
@@ -29,12 +30,9 @@ async def test_a_connection_that_is_closed_cancels_its_request(stream: bool) -> 
         reader, writer = await ask(port, stream)
         if stream:
             await asyncio.wait_for(reader.readuntil(b'"content":"e"'), 5)
-        async with asyncio.timeout(60):
-            while not len(site.core.requests):
-                await asyncio.sleep(0.005)
-            writer.close()
-            while len(site.core.requests):
-                await asyncio.sleep(0.005)
+        await until(lambda: len(site.core.requests) > 0)
+        writer.close()
+        await until(lambda: not len(site.core.requests))
         assert len(site.fleet.cancelled()) == 1
 
 

@@ -1,13 +1,11 @@
 """The pages about the router and its fleet, and what people do there: models, health, readiness, metrics, draining."""
 
-import asyncio
-
 import msgspec
 import pytest
 
 from common.ids import DETOKENIZER
 from common.messages import DetokenizerHeartbeat, Drain, LinkInfo, LinkTraffic, Load, Register
-from tests.router.calls import assert_error, chat, get, metric, post
+from tests.router.calls import assert_error, chat, get, metric, post, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
 
 pytestmark = pytest.mark.anyio
@@ -56,8 +54,7 @@ async def test_who_is_no_member_cannot_be_drained() -> None:
 async def test_a_stuck_instance_is_shown_with_the_reason() -> None:
     async with Site() as site:
         site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=Load(oldest_transfer_s=42.0)))
-        while not site.core.unready():
-            await asyncio.sleep(0)
+        await until(lambda: site.core.unready())
         page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
     assert [one["state"] for one in page["instances"]] == ["live", "stuck"]
     assert page["instances"][1]["reason"] == "its oldest transfer has not moved for 42 s"
@@ -67,16 +64,14 @@ async def test_a_stuck_instance_is_shown_with_the_reason() -> None:
 async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_ready_until_it_is_heard_again() -> None:
     async with Site() as site:
         site.fleet.say(DetokenizerHeartbeat(open_answers=2, early_answers=1, dropped=5))
-        while site.core.detokenizer.last is None:
-            await asyncio.sleep(0)
+        await until(lambda: site.core.detokenizer.last is not None)
         text = (await get(site, "/metrics")).text
         healthy = await get(site, "/health")
         site.core.tick(site.gateway.clock() + 4.0)
         sick, unready, page = await get(site, "/health"), await get(site, "/ready"), (await get(site, "/cluster")).json()
         dark = (await get(site, "/metrics")).text
         site.fleet.say(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=5))
-        while site.core.unhealthy():
-            await asyncio.sleep(0)
+        await until(lambda: not site.core.unhealthy())
         assert (await get(site, "/health")).status_code == 200
     assert metric(text, "tandem_detokenizer_open_answers") == 2
     assert metric(text, "tandem_detokenizer_early_answers") == 1
@@ -115,8 +110,7 @@ async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_in
             traffic=traffic,
         )
         site.fleet.say(msgspec.structs.replace(beat(prefill), links=(link,)))
-        while not any(member.links.get(decode.id) == link for member in site.core.fleet.members()):
-            await asyncio.sleep(0)
+        await until(lambda: any(member.links.get(decode.id) == link for member in site.core.fleet.members()))
         page, text = (await get(site, "/cluster")).json(), (await get(site, "/metrics")).text
     (shown,) = page["instances"][0]["links"]
     assert (shown["detail"], shown["bytes_per_s"], shown["warning"]) == ("NIXL UCX: TCP over eth0", 1e9, "slow")
@@ -146,8 +140,7 @@ async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom
         site.fleet.frames_refused |= {"magic": 3, "body": 1}
         site.fleet.messages_lost["full"] = 2
         site.fleet.say(Register(instance=msgspec.structs.replace(site.fleet.decode, id=DETOKENIZER)))
-        while not site.core.fleet.refusals:
-            await asyncio.sleep(0)
+        await until(lambda: site.core.fleet.refusals)
         text, page = (await get(site, "/metrics")).text, (await get(site, "/cluster")).json()
     assert metric(text, 'tandem_router_frames_refused_total{reason="magic"}') == 3
     assert metric(text, 'tandem_router_frames_refused_total{reason="body"}') == 1
@@ -159,8 +152,7 @@ async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom
 async def test_quarantined_pages_make_the_fleet_unready_and_are_shown() -> None:
     async with Site() as site:
         site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=Load(pages_quarantined=40)))
-        while not site.core.unready():
-            await asyncio.sleep(0)
+        await until(lambda: site.core.unready())
         ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
         text = (await get(site, "/metrics")).text
         response = await post(site, "/v1/chat/completions", chat())

@@ -33,8 +33,7 @@ class ProbeBench(Bench):
 
 
 def test_an_attempt_of_which_nothing_is_heard_is_probed_at_its_members_again_and_again() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     assert bench.core.next_deadline() == PROBE_S
     assert bench.tick(1.9) == {}
     for round_s in (2.0, 4.0, 6.0):
@@ -43,16 +42,14 @@ def test_an_attempt_of_which_nothing_is_heard_is_probed_at_its_members_again_and
 
 
 def test_each_member_is_asked_about_all_its_attempts_at_once() -> None:
-    bench = ProbeBench(P0, D0, D1)
-    bench.submit(spec("a", 0), spec("b", 1), spec("c", 2))
+    bench = ProbeBench(P0, D0, D1).serving(spec("a", 0), spec("b", 1), spec("c", 2))
     asked = bench.tick(2.0)
     assert asked["p0"] == (key("a"), key("b"), key("c"))
     assert sorted((*asked["d0"], *asked["d1"])) == [key("a"), key("b"), key("c")]
 
 
 def test_a_token_is_news_and_is_not_asked_for() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.text(0, "a", now=1.5)
     assert bench.tick(2.0) == {}
     assert bench.core.next_deadline() == 3.5
@@ -60,15 +57,13 @@ def test_a_token_is_news_and_is_not_asked_for() -> None:
 
 
 def test_after_the_handoff_the_prefill_instance_is_not_asked() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.text(0, "ab", now=0.0)
     assert bench.tick(2.0) == {"d0": (key(),)}
 
 
 def test_a_request_that_nobody_serves_is_not_asked_about() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.leave(D0, 1.0)
     assert bench.tick(2.0) == {}
     bench.join(D1, 2.5)
@@ -76,16 +71,14 @@ def test_a_request_that_nobody_serves_is_not_asked_about() -> None:
 
 
 def test_what_has_ended_is_not_asked_about_and_leaves_no_deadline() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.text(0, "a", Finished(reason="length"))
     assert bench.core.requests.next_deadline() is None
     assert bench.tick(2.0) == {}
 
 
 def test_a_request_whose_time_is_over_is_not_asked_about_though_it_was_silent() -> None:
-    bench = Bench(D0, config=RouterConfig(request_timeout_s=2.5))
-    bench.submit(spec())
+    bench = Bench(D0, config=RouterConfig(request_timeout_s=2.5)).serving()
     bench.report(D0, 2.0)
     assert bench.core.tick(2.9) == [*cancels(D0), close()]
     assert bench.core.requests.next_deadline() is None
@@ -95,8 +88,7 @@ def test_a_request_whose_time_is_over_is_not_asked_about_though_it_was_silent() 
 
 
 def test_an_attempt_that_nobody_knows_twice_was_lost_and_is_resumed() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.tick(2.0)
     assert bench.probed(P0, None, 2.1) == bench.probed(D0, None, 2.1) == []
     bench.tick(4.0)
@@ -108,8 +100,7 @@ def test_an_attempt_that_nobody_knows_twice_was_lost_and_is_resumed() -> None:
 
 
 def test_an_attempt_of_which_somebody_knows_goes_on() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     for round_s in (2.0, 4.0, 6.0):
         bench.tick(round_s)
         assert bench.probed(D0, None, round_s) == bench.probed(P0, 0, round_s) == []
@@ -117,8 +108,7 @@ def test_an_attempt_of_which_somebody_knows_goes_on() -> None:
 
 
 def test_a_decode_instance_that_waits_for_a_handoff_of_which_its_writer_knows_nothing_is_not_enough() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.text(0, "a", now=0.0)
     for round_s in (2.0, 4.0):
         bench.tick(round_s)
@@ -128,8 +118,7 @@ def test_a_decode_instance_that_waits_for_a_handoff_of_which_its_writer_knows_no
 
 
 def test_that_one_member_does_not_answer_says_nothing() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     for round_s in (2.0, 4.0, 6.0):
         bench.tick(round_s)
         assert bench.probed(P0, None, round_s) == []
@@ -137,8 +126,7 @@ def test_that_one_member_does_not_answer_says_nothing() -> None:
 
 
 def test_rounds_that_do_not_follow_each_other_say_nothing() -> None:
-    bench = ProbeBench(D0)
-    bench.submit(spec())
+    bench = ProbeBench(D0).serving()
     for round_s, next_token in ((2.0, None), (4.0, 0), (6.0, None), (8.0, 0), (10.0, None)):
         bench.tick(round_s)
         assert bench.probed(D0, next_token, round_s) == []
@@ -150,8 +138,7 @@ def test_rounds_that_do_not_follow_each_other_say_nothing() -> None:
 
 
 def test_tokens_that_were_sent_and_do_not_come_between_two_rounds_were_lost() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.text(0, "abc", now=0.0)
     bench.tick(2.0)
     assert bench.probed(D0, 5, 2.1) == []
@@ -162,8 +149,7 @@ def test_tokens_that_were_sent_and_do_not_come_between_two_rounds_were_lost() ->
 
 
 def test_tokens_that_come_between_two_rounds_were_only_on_their_way() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.text(0, "abc", now=0.0)
     bench.tick(2.0)
     bench.probed(D0, 5, 2.1)
@@ -175,8 +161,7 @@ def test_tokens_that_come_between_two_rounds_were_only_on_their_way() -> None:
 
 
 def test_a_token_between_a_question_and_its_answer_makes_the_answer_no_verdict() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.text(0, "abc", now=0.0)
     bench.tick(2.0)
     bench.probed(D0, 5, 2.1)
@@ -186,8 +171,7 @@ def test_a_token_between_a_question_and_its_answer_makes_the_answer_no_verdict()
 
 
 def test_an_attempt_that_has_sent_all_it_has_goes_on() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     bench.text(0, "abc", now=0.0)
     for round_s in (2.0, 4.0, 6.0):
         bench.tick(round_s)
@@ -195,8 +179,7 @@ def test_an_attempt_that_has_sent_all_it_has_goes_on() -> None:
 
 
 def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothing_yet() -> None:
-    bench = ProbeBench(P0, D0)
-    bench.submit(spec())
+    bench = ProbeBench(P0, D0).serving()
     for round_s in (2.0, 4.0):
         bench.tick(round_s)
         bench.probed(D0, None, round_s)
@@ -215,8 +198,7 @@ def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothi
     ids=["another incarnation", "another instance", "another attempt", "another request"],
 )
 def test_what_others_say_is_stale_and_counted(standing: Probed) -> None:
-    bench = ProbeBench(D0)
-    bench.submit(spec())
+    bench = ProbeBench(D0).serving()
     for round_s in (2.0, 4.0, 6.0):
         bench.tick(round_s)
         assert bench.core.receive(standing, round_s) == []
@@ -224,8 +206,7 @@ def test_what_others_say_is_stale_and_counted(standing: Probed) -> None:
 
 
 def test_one_answer_about_many_attempts_resumes_those_that_were_lost() -> None:
-    bench = ProbeBench(D0)
-    bench.submit(spec("a", 0), spec("b", 1), spec("c", 2))
+    bench = ProbeBench(D0).serving(spec("a", 0), spec("b", 1), spec("c", 2))
     for round_s in (2.0, 4.0):
         bench.tick(round_s)
         standings = (Standing(key("a"), 0), Standing(key("b"), None), Standing(key("c"), 7))
@@ -237,8 +218,7 @@ def test_one_answer_about_many_attempts_resumes_those_that_were_lost() -> None:
 
 
 def test_while_the_detokenizer_is_silent_nothing_follows_from_that_no_token_comes() -> None:
-    bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0))
-    bench.submit(spec())
+    bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0)).serving()
     bench.core.receive(BEAT, 0.0)
     assert probes(bench.core.tick(2.0)) == {"d0": (key(),)}
     assert bench.probed(D0, 4, 2.0) == [], "four tokens were sent"
@@ -252,8 +232,7 @@ def test_while_the_detokenizer_is_silent_nothing_follows_from_that_no_token_come
 
 
 def test_when_it_is_heard_again_everything_open_is_probed_at_once_and_judged_afresh() -> None:
-    bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0))
-    bench.submit(spec("a", 0), spec("b", 1))
+    bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0)).serving(spec("a", 0), spec("b", 1))
     bench.core.receive(BEAT, 0.0)
     bench.core.tick(2.0)
     bench.probed(D0, 4, 2.0, name="a")

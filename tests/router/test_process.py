@@ -1,4 +1,8 @@
-"""The router's process with real sockets: a detokenizer and a decode instance that echoes, each on a thread of its own."""
+"""The router's process with real sockets: a detokenizer and a decode instance that echoes, each on a thread of its own.
+
+The first test imports the tokenizer library, which takes a second. Each test starts and stops an HTTP server, which takes half a
+second.
+"""
 
 import asyncio
 import threading

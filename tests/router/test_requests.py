@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config import RouterConfig
+from common.config import Dispatch, RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, RequestId, pack_ids
 from common.instance.ports import Send
@@ -61,8 +61,7 @@ def test_the_choices_of_one_request_are_spread_over_the_fleet() -> None:
 
 
 def test_beyond_max_requests_the_router_is_overloaded_and_nothing_is_dispatched() -> None:
-    bench = Bench(P0, D0, config=RouterConfig(max_requests=2))
-    bench.submit(spec("a"))
+    bench = Bench(P0, D0, config=RouterConfig(max_requests=2)).serving(spec("a"))
     with pytest.raises(Overloaded):
         bench.submit(spec("b"), spec("c"))
     assert len(bench.core.requests) == 1
@@ -84,8 +83,7 @@ def test_a_request_whose_second_choice_cannot_be_placed_leaves_nothing_behind() 
 
 
 def test_text_reaches_the_client_in_order_and_the_ending_comes_once() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     assert bench.text(0, "H", now=1.0) == []
     assert bench.text(1, "el", now=1.5) == []
     assert bench.text(3, "lo", Finished(reason="length"), now=2.0) == []
@@ -102,8 +100,7 @@ def test_text_reaches_the_client_in_order_and_the_ending_comes_once() -> None:
 
 
 def test_assigned_tokens_follow_the_request_and_come_home() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "a")
     assert bench.assigned() == {"p0": 0, "d0": 21}
     bench.text(1, "bc")
@@ -115,17 +112,15 @@ def test_assigned_tokens_follow_the_request_and_come_home() -> None:
 @pytest.mark.parametrize(
     ("tokens", "max_new_tokens", "dispatch"), [(0, 8, "auto"), (1, 8, "auto"), (2, 8, "colocated"), (0, 1, "auto")]
 )
-def test_assigned_tokens_come_home_from_every_phase(tokens: int, max_new_tokens: int, dispatch: str) -> None:
-    bench = Bench(P0, D0, config=RouterConfig(dispatch="colocated" if dispatch == "colocated" else "auto"))
-    bench.submit(spec(max_new_tokens=max_new_tokens))
+def test_assigned_tokens_come_home_from_every_phase(tokens: int, max_new_tokens: int, dispatch: Dispatch) -> None:
+    bench = Bench(P0, D0, config=RouterConfig(dispatch=dispatch)).serving(spec(max_new_tokens=max_new_tokens))
     bench.text(0, "x" * tokens)
     bench.core.requests.cancel([RequestId("r")], 2.0)
     assert bench.assigned() == {"p0": 0, "d0": 0}
 
 
 def test_tokens_that_came_already_are_dropped_and_counted() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "ab")
     bench.text(1, "b")
     bench.text(2, "c")
@@ -133,28 +128,24 @@ def test_tokens_that_came_already_are_dropped_and_counted() -> None:
 
 
 def test_text_of_another_attempt_is_dropped_and_counted() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "old", attempt=1)
     assert (bench.read(), bench.core.requests.stale) == ("", 1)
 
 
 def test_a_stop_string_cancels_at_the_instances_which_do_not_know_of_it() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec(stop=("end",)))
+    bench = Bench(P0, D0).serving(spec(stop=("end",)))
     bench.text(0, "a")
     assert bench.text(1, "", Finished(reason="stop", matched="end")) == cancels(P0, D0)
 
 
 def test_a_stop_token_is_known_to_the_instance_that_sampled_it() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     assert bench.text(0, "a", Finished(reason="stop", matched=7)) == []
 
 
 def test_a_failure_at_one_instance_cancels_at_both() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     failed = Failed(message="the push failed")
     assert bench.text(0, "", failed) == cancels(P0, D0)
     assert bench.endings() == [failed]
@@ -164,8 +155,7 @@ def test_a_failure_at_one_instance_cancels_at_both() -> None:
 
 
 def test_a_client_that_goes_cancels_everywhere_once() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "a")
     assert bench.core.requests.cancel([RequestId("r")], 2.0) == [*cancels(P0, D0), close()]
     assert bench.core.requests.cancel([RequestId("r")], 2.0) == []
@@ -173,14 +163,12 @@ def test_a_client_that_goes_cancels_everywhere_once() -> None:
 
 
 def test_a_request_served_by_one_instance_is_cancelled_there_only() -> None:
-    bench = Bench(D0)
-    bench.submit(spec())
+    bench = Bench(D0).serving()
     assert bench.core.requests.cancel([RequestId("r")], 2.0) == [*cancels(D0), close()]
 
 
 def test_a_client_that_does_not_read_is_given_up() -> None:
-    bench = Bench(P0, D0, limit_chars=100)
-    bench.submit(spec(max_new_tokens=100))
+    bench = Bench(P0, D0, limit_chars=100).serving(spec(max_new_tokens=100))
     assert bench.text(0, "x" * 60) == []
     assert bench.text(60, "y" * 60) == [*cancels(P0, D0), close()]
     (ending,) = bench.endings()
@@ -200,7 +188,6 @@ def test_a_request_that_outlives_its_deadline_fails_everywhere() -> None:
 
 
 def test_an_ended_request_leaves_no_deadline() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "a", Finished(reason="length"))
     assert bench.core.requests.next_deadline() is None

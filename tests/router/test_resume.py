@@ -60,8 +60,7 @@ def test_the_next_attempt_is_the_prompt_and_the_tokens_so_far_with_what_remains(
 
 
 def test_a_resumed_answer_goes_on_where_it_stopped_and_late_text_of_the_old_attempt_is_dropped() -> None:
-    bench = Bench(P0, D0, D1)
-    bench.submit(spec())
+    bench = Bench(P0, D0, D1).serving()
     bench.text(0, "Hel", now=1.0)
     bench.text(3, "", PUSH_FAILED, now=1.5)
     assert bench.text(3, "XY", Finished(reason="length"), now=1.6) == []
@@ -78,16 +77,14 @@ def test_a_resumed_answer_goes_on_where_it_stopped_and_late_text_of_the_old_atte
 
 
 def test_text_that_comes_with_the_failure_of_an_attempt_is_delivered_and_not_computed_again() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     sent = bench.text(0, "ab", PUSH_FAILED)
     assert [(message.first, message.sampling.max_new_tokens) for _, message in generates(sent)] == [(2, 6)]
     assert (bench.read(), opened(sent)[0].text) == ("ab", "ab")
 
 
 def test_when_no_token_had_come_the_gap_is_counted_from_the_first_resume() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "", PUSH_FAILED, now=3.0)
     bench.text(0, "", PUSH_FAILED, now=4.0, attempt=1)
     bench.beat(4.0)
@@ -98,8 +95,7 @@ def test_when_no_token_had_come_the_gap_is_counted_from_the_first_resume() -> No
 
 
 def test_an_answer_whose_tokens_are_all_there_ends_instead_of_being_resumed() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec(max_new_tokens=3))
+    bench = Bench(P0, D0).serving(spec(max_new_tokens=3))
     sent = bench.text(0, "abc", PUSH_FAILED)
     assert sent == [*cancels(P0, D0), close()]
     assert bench.endings() == [Finished(reason="length")]
@@ -133,8 +129,7 @@ def test_a_dead_prefill_instance_is_replaced_for_requests_that_were_not_handed_o
 
 
 def test_a_dead_prefill_instance_is_not_missed_after_the_handoff() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "ab")
     assert about_requests(bench.leave(P0, 2.0)) == []
     bench.text(2, "c", Finished(reason="length"))
@@ -142,8 +137,7 @@ def test_a_dead_prefill_instance_is_not_missed_after_the_handoff() -> None:
 
 
 def test_in_a_later_attempt_too_its_own_second_token_proves_the_handoff() -> None:
-    bench = Bench(P0, D0, P1, D1)
-    bench.submit(spec())
+    bench = Bench(P0, D0, P1, D1).serving()
     bench.text(0, "abc")
     first, _ = route(bench.text(3, "", PUSH_FAILED))
     bench.text(3, "d", attempt=1)
@@ -152,8 +146,7 @@ def test_in_a_later_attempt_too_its_own_second_token_proves_the_handoff() -> Non
 
 
 def test_an_instance_that_comes_back_under_its_id_does_not_inherit_requests_but_may_get_them_again() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     sent = about_requests(bench.core.receive(Register(instance=STOLEN), 1.0))
     assert sent[:3] == [*cancels(P0, D0), close()]
     assert route(sent) == ("d0", None), "the links to it are not there yet"
@@ -178,8 +171,7 @@ def test_what_a_stuck_instance_was_given_goes_elsewhere_once() -> None:
 
 
 def test_a_gap_in_the_tokens_is_resumed_rather_than_skipped() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "a")
     sent = bench.text(3, "d")
     assert sent[:3] == [*cancels(P0, D0), close()]
@@ -188,8 +180,7 @@ def test_a_gap_in_the_tokens_is_resumed_rather_than_skipped() -> None:
 
 
 def test_an_ending_that_comes_before_the_tokens_it_ends_is_a_gap_as_well() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "a")
     sent = bench.text(3, "", Finished(reason="stop"))
     assert [message.first for _, message in generates(sent)] == [1]
@@ -197,8 +188,7 @@ def test_an_ending_that_comes_before_the_tokens_it_ends_is_a_gap_as_well() -> No
 
 
 def test_when_the_detokenizer_is_another_everything_open_is_resumed_and_nobody_is_to_blame() -> None:
-    bench = Bench(P0, D0, D1)
-    bench.submit(spec("a", 0), spec("b", 1))
+    bench = Bench(P0, D0, D1).serving(spec("a", 0), spec("b", 1))
     bench.text(0, "xy", name="a")
     sent = about_requests(bench.core.detokenizer_moved("tcp://detokenizer:2", 2.0))
     assert sorted((message.key.request_id, message.first) for _, message in generates(sent)) == [("a", 2), ("b", 0)]
@@ -208,8 +198,7 @@ def test_when_the_detokenizer_is_another_everything_open_is_resumed_and_nobody_i
 
 @pytest.mark.parametrize("error", [BadRequest("no"), DeadlinePassed("late"), TandemError("a bug")])
 def test_a_failure_that_trying_again_does_not_help_ends_the_request(error: TandemError) -> None:
-    bench = Bench(P0, D0, D1)
-    bench.submit(spec())
+    bench = Bench(P0, D0, D1).serving()
     assert bench.text(0, "", Failed.of(error)) == cancels(P0, D0)
     assert bench.endings() == [Failed.of(error)]
 
@@ -238,8 +227,7 @@ def test_a_request_that_failed_does_not_go_back_to_where_it_failed_however_busy_
 
 @pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("gone"), InstanceFailed("the step failed")])
 def test_a_request_that_brings_no_token_however_often_it_is_tried_ends_with_the_last_reason(error: TandemError) -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     for attempt in range(FRUITLESS_ATTEMPTS):
         assert bench.endings() == []
         sent = bench.text(0, "", Failed.of(error), attempt=attempt)
@@ -250,8 +238,7 @@ def test_a_request_that_brings_no_token_however_often_it_is_tried_ends_with_the_
 
 
 def test_a_token_makes_attempts_count_anew() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     for attempt in range(FRUITLESS_ATTEMPTS - 1):
         bench.text(0, "", PUSH_FAILED, attempt=attempt)
         bench.core.tick(PAUSED_S)
@@ -266,8 +253,7 @@ def test_a_token_makes_attempts_count_anew() -> None:
 def test_after_two_fruitless_attempts_there_is_time_for_the_fleets_state_to_arrive() -> None:
     """An instance that leaves refuses faster than its heartbeat says so."""
     config = RouterConfig(dispatch="colocated", heartbeat_s=0.25)
-    bench = Bench(P0, D0, D1, config=config)
-    bench.submit(spec())
+    bench = Bench(P0, D0, D1, config=config).serving()
     refused = Failed.of(Unavailable("it is leaving the fleet"))
     assert len(generates(bench.text(0, "", refused, attempt=0, now=1.0))) == 1, "somebody else may do better at once"
     for attempt, begins_s, ends_s in ((1, 1.0, 1.5), (2, 1.5, 2.0)):
@@ -278,8 +264,7 @@ def test_after_two_fruitless_attempts_there_is_time_for_the_fleets_state_to_arri
 
 
 def test_preemption_is_no_fruitless_attempt_but_all_attempts_together_are_bounded() -> None:
-    bench = Bench(P0, D0, config=RouterConfig(max_attempts=9))
-    bench.submit(spec())
+    bench = Bench(P0, D0, config=RouterConfig(max_attempts=9)).serving()
     for attempt in range(9):
         assert bench.observer.endings == []
         bench.text(0, "", PREEMPTED, attempt=attempt)
@@ -295,8 +280,7 @@ def phases(bench: Bench) -> list[Phase]:
 
 
 def test_a_request_that_nobody_can_serve_waits_for_an_instance_and_goes_on_with_the_first_that_comes() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.text(0, "ab")
     sent = about_requests(bench.leave(D0, 2.0))
     assert (sent, phases(bench)) == ([*cancels(P0, D0), close()], [Phase.RESUMING])
@@ -311,8 +295,7 @@ def test_a_request_that_nobody_can_serve_waits_for_an_instance_and_goes_on_with_
 
 
 def test_it_is_a_new_request_that_is_refused_at_once() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.leave(D0, 2.0)
     with pytest.raises(Unavailable):
         bench.submit(spec("other"))
@@ -320,8 +303,7 @@ def test_it_is_a_new_request_that_is_refused_at_once() -> None:
 
 
 def test_a_report_after_which_an_instance_takes_requests_again_ends_the_wait() -> None:
-    bench = Bench(D0)
-    bench.submit(spec())
+    bench = Bench(D0).serving()
     bench.report(D0, 1.0, draining=True)
     assert generates(bench.text(0, "", PUSH_FAILED, now=2.0)) == []
     assert generates(bench.report(D0, 2.5, draining=True)) == []
@@ -329,8 +311,7 @@ def test_a_report_after_which_an_instance_takes_requests_again_ends_the_wait() -
 
 
 def test_who_waits_too_long_ends_as_unavailable() -> None:
-    bench = Bench(P0, D0, config=RouterConfig(resume_wait_s=2.5))
-    bench.submit(spec())
+    bench = Bench(P0, D0, config=RouterConfig(resume_wait_s=2.5)).serving()
     bench.leave(D0, 2.0)
     bench.beat(2.0, D0)
     assert bench.core.tick(4.4) == []
@@ -345,8 +326,7 @@ def test_who_waits_too_long_ends_as_unavailable() -> None:
 
 
 def test_who_waits_can_still_be_cancelled() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec())
+    bench = Bench(P0, D0).serving()
     bench.leave(D0, 2.0)
     assert bench.core.requests.cancel([RequestId("r")], 3.0) == []
     assert bench.endings() == [Finished(reason="cancelled")]
@@ -355,8 +335,7 @@ def test_who_waits_can_still_be_cancelled() -> None:
 
 
 def test_who_waits_still_has_its_deadline() -> None:
-    bench = Bench(P0, D0, config=RouterConfig(request_timeout_s=4.0))
-    bench.submit(spec())
+    bench = Bench(P0, D0, config=RouterConfig(request_timeout_s=4.0)).serving()
     bench.leave(D0, 2.0)
     bench.report(P0, 2.0)
     assert bench.core.tick(4.0) == []
@@ -366,8 +345,7 @@ def test_who_waits_still_has_its_deadline() -> None:
 
 
 def test_what_only_a_larger_instance_could_hold_waits_for_it_as_well() -> None:
-    bench = Bench(P0, D0)
-    bench.submit(spec(max_new_tokens=200))
+    bench = Bench(P0, D0).serving(spec(max_new_tokens=200))
     bench.join(replace(instance("d2", "decode"), pool=replace(D0.pool, total_pages=40)), 1.0)
     bench.leave(D0, 2.0)
     assert phases(bench) == [Phase.RESUMING]
@@ -379,8 +357,7 @@ def test_what_only_a_larger_instance_could_hold_waits_for_it_as_well() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 3])
 def test_assigned_tokens_move_with_the_request_and_come_home(tokens: int) -> None:
-    bench = Bench(P0, D0, P1, D1)
-    bench.submit(spec())
+    bench = Bench(P0, D0, P1, D1).serving()
     bench.text(0, "x" * tokens)
     first, decode = route(bench.text(tokens, "", PUSH_FAILED))
     expected = dict.fromkeys(("p0", "d0", "p1", "d1"), 0) | {first: 20 + tokens, str(decode): 20 + tokens}

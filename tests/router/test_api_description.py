@@ -1,0 +1,59 @@
+"""The description of the API: every route is in it, with its bodies and its errors."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi.routing import APIRoute
+
+from router.openai_api import ChatFields, CompletionFields
+from router.openai_errors import ErrorBody
+from tests.router.calls import get
+from tests.router.fakes import Site
+
+pytestmark = pytest.mark.anyio
+
+
+async def described() -> tuple[Site, dict[str, Any]]:
+    async with Site() as site:
+        response = await get(site, "/openapi.json")
+    assert response.status_code == 200
+    return site, response.json()
+
+
+async def test_every_route_is_described_with_its_answers_and_errors() -> None:
+    site, page = await described()
+    routes = [route for route in site.app.routes if isinstance(route, APIRoute)]
+    assert len(routes) == sum(len(methods) for methods in page["paths"].values()) == 9
+    tags = {tag["name"] for tag in page["tags"]}
+    for route in routes:
+        (method,) = route.methods or ()
+        operation = page["paths"][route.path_format][method.lower()]
+        assert operation["summary"] and operation["description"] and set(operation["tags"]) <= tags
+        successes = [status for status in operation["responses"] if status.startswith("2")]
+        assert len(successes) == 1 and operation["responses"][successes[0]]["description"]
+        error = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
+        assert operation["responses"]["default"]["content"]["application/json"] == error
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", ChatFields), ("/v1/completions", CompletionFields)])
+async def test_the_body_of_a_request_is_described_field_by_field(path: str, body: type[msgspec.Struct]) -> None:
+    _, page = await described()
+    operation = page["paths"][path]["post"]
+    assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{body.__name__}"}
+    assert list(page["components"]["schemas"][body.__name__]["properties"]) == list(body.__struct_encode_fields__)
+    assert {"400", "429", "503"} <= operation["responses"].keys()
+
+
+async def test_whatever_the_description_refers_to_is_in_it() -> None:
+    _, page = await described()
+    schemas = page["components"]["schemas"]
+    assert list(schemas[ErrorBody.__name__]["properties"]) == ["error"]
+    references = [word for word in msgspec.json.encode(page).decode().split('"') if word.startswith("#/")]
+    assert references and {reference.rpartition("/")[2] for reference in references} <= schemas.keys()
+
+
+async def test_people_can_read_it_at_docs() -> None:
+    async with Site() as site:
+        response = await get(site, "/docs")
+    assert response.status_code == 200 and "/openapi.json" in response.text
