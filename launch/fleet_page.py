@@ -1,6 +1,6 @@
-"""What the router says of the fleet, as `launch local` asks it: who is missing, and how a first request is sent.
+"""What `launch local` asks the router about the fleet: which members are missing, and how to send a first request.
 
-Owns the questions. Knows the router's pages; imports nothing heavy.
+Owns the questions. Knows the router's pages. Imports nothing heavy.
 """
 
 import http.client
@@ -22,12 +22,12 @@ class FleetPage:
         self._netloc = urlsplit(url).netloc
 
     def missing(self, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
-        """Why the fleet is not complete yet: members and links that are not there, and what keeps the router unready."""
+        """Why the fleet is not complete yet: missing members and links, or what keeps the router unready."""
         cluster = self.get("/cluster")
         if cluster is None:
             return ["the router does not answer"]
         members = {instance["id"]: instance for instance in cluster["instances"]}
-        reasons = [f"{name} is no member of the fleet" for name in (*prefill, *decode) if name not in members]
+        reasons = [f"{name} has not joined the fleet" for name in (*prefill, *decode) if name not in members]
         for name, peers in [(name, decode) for name in prefill] + [(name, prefill) for name in decode]:
             links = {link["peer"]: link for link in members.get(name, {}).get("links", ())}
             for peer in peers:
@@ -49,7 +49,7 @@ class FleetPage:
 
 
 def curl_line(url: str) -> str:
-    """A first request that a person can paste: a greeting to the model that is served."""
+    """A first request to paste into a shell: a greeting to the served model."""
     url = reachable(url, LOOPBACK)
     models = FleetPage(url).get("/v1/models") or {"data": [{"id": "demo"}]}
     body = {"model": models["data"][0]["id"], "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}

@@ -3,10 +3,10 @@
 Owns the composition and the order of start and stop. Does not know requests: `router` does.
 
     start   the detokenizer binds and reports its inbox ─► the router binds HTTP and control ─► the detokenizer learns the latter
-    stop    HTTP intake closes, open answers end ─► (told to stop altogether) ─► the detokenizer stops
+    stop    HTTP intake closes, open answers end ─► (told to stop completely) ─► the detokenizer stops
 
-A detokenizer that dies is started again (`launch/supervisor.py`), and the router learns where the new one is: it alone knows what
-the old one was told.
+A detokenizer that dies is started again (`launch/supervisor.py`). The router learns where the new one is, because only the router
+knows what the old one was told.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class DetokenizerFailed(TandemError):
-    """The detokenizer did not start: the router cannot go on without it."""
+    """The detokenizer did not start. The router cannot work without it."""
 
 
 def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig) -> None:
@@ -58,7 +58,7 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
 
     try:
         process.progress("loading the tokenizer")
-        from router.process import serve as serve_router  # while the detokenizer loads as well
+        from router.process import serve as serve_router  # imported while the detokenizer loads
 
         inbox = await detokenizer.first_inbox(duties.stop)
         if inbox is not None:
@@ -73,7 +73,7 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
 
 
 class _Duties:
-    """What this process was told, as events of its loop. Made on the loop's thread."""
+    """The orders to this process, as events of its loop. Made on the loop's thread."""
 
     def __init__(self, process: ChildProcess) -> None:
         self.intake_closes = asyncio.Event()
@@ -83,7 +83,7 @@ class _Duties:
         process.on_order(lambda order: loop.call_soon_threadsafe(self._obey, order))
 
     def end(self) -> None:
-        """Take no more requests, end those that are open, and stop."""
+        """Take no more requests, end the open ones, and stop."""
         self.intake_closes.set()
         self.stop.set()
 
@@ -99,9 +99,9 @@ class _Router:
 
 
 class KeptDetokenizer:
-    """The detokenizer: kept alive, and brought together with the router. Made and used on the loop's thread.
+    """Keeps the detokenizer alive and introduces it and the router to each other. Made and used on the loop's thread.
 
-    say: tells people. give_up: called when it cannot go on; `check` then raises why.
+    say: tells people. give_up: called when the detokenizer cannot be kept alive; `check` then raises why.
     """
 
     def __init__(self, command: Sequence[str], say: Callable[[str], object], give_up: Callable[[], object]) -> None:
@@ -115,14 +115,14 @@ class KeptDetokenizer:
         self._stopping = False
         self._ready = asyncio.Event()
         self._inbox: str | None = None
-        """Of the present child, once it is ready."""
+        """The present child's inbox, once it is ready."""
         self._router: _Router | None = None
         self._child = self._start()
         self._router_knows = self._child
-        """Whose inbox the router was told."""
+        """The child whose inbox the router knows."""
 
     async def first_inbox(self, stop: asyncio.Event) -> str | None:
-        """Its address; None when `stop` was set before. Raises DetokenizerFailed at the deadline."""
+        """The first detokenizer's inbox; None when `stop` is set first. Raises DetokenizerFailed at the deadline."""
         waits = [asyncio.ensure_future(event.wait()) for event in (self._ready, stop)]
         done, late = await asyncio.wait(waits, timeout=DETOKENIZER_START_S, return_when=asyncio.FIRST_COMPLETED)
         for wait in late:
@@ -133,15 +133,15 @@ class KeptDetokenizer:
         return self._inbox
 
     def meet(self, control: str, moved: Callable[[str], object]) -> None:
-        """The router serves: from now on each of the two knows where the other is.
+        """The router serves: from now on tell each of the two where the other is.
 
-        control: the router's address. moved: called with the inbox of every detokenizer but the first.
+        control: the router's address. moved: called with the inbox of every detokenizer after the first.
         """
         self._router = _Router(control, moved)
         self._introduce()
 
     def check(self) -> None:
-        """Raises DetokenizerFailed, or ConfigError when it will not run as it was started."""
+        """Raises DetokenizerFailed, or ConfigError when it does not accept its flags."""
         if self._failure is not None:
             raise self._failure
 
@@ -157,7 +157,7 @@ class KeptDetokenizer:
         return Child(DETOKENIZER, self._command, lambda event: self._loop.call_soon_threadsafe(self._learn, event))
 
     def _start_again(self) -> None:
-        """A process that cannot even be started has ended."""
+        """A process that cannot be started counts as one that has ended."""
         try:
             self._child, self._inbox = self._start(), None
         except OSError as error:
@@ -180,7 +180,7 @@ class KeptDetokenizer:
             self._introduce()
 
     def _introduce(self) -> None:
-        """A new detokenizer has heard of no request yet: the router tells it all that is open."""
+        """Tell a new detokenizer where the router is, and the router where it is, so that it learns about all open requests."""
         if self._router is None or self._inbox is None:
             return
         self._child.order(MeetRouter(address=self._router.control))

@@ -1,6 +1,6 @@
 """The HTTP server: a listening socket, and uvicorn on it until it is told to stop.
 
-Owns the server's settings and its end. Does not know what is served, and handles no signals.
+Owns the server's settings and its end. Does not know what it serves, and handles no signals.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ import uvicorn
 from common.errors import ConfigError
 
 GRACE_S = 5
-"""How long open answers may go on after the server was told to stop."""
+"""How long open answers may go on after the server is told to stop."""
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to this IPv4 address; port 0 has one chosen. Raises ConfigError."""
+    """A socket bound to this IPv4 address; port 0: any free port. Raises ConfigError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -33,7 +33,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve_app(app: Callable[..., Any], listener: socket.socket, ready: Callable[[], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set; then take no more, and end open answers within `GRACE_S`. ready: called when it listens."""
+    """Serve until `stop` is set. Then take no more requests, and end open answers within `GRACE_S`. ready: called when the server
+    listens."""
     server = _Server(_config(app))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     started = asyncio.create_task(server.listening.wait())
@@ -51,7 +52,7 @@ async def serve_app(app: Callable[..., Any], listener: socket.socket, ready: Cal
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers, and with an event that says when it listens."""
+    """Uvicorn without its signal handlers, and with an event for when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,7 +1,7 @@
 """Metrics in the Prometheus text format: what the router measures, and what its instances report.
 
-Owns the names (prefix `tandem_`) and a registry of its own, so two routers can live in one process. Implements
-`request_book.Observer`. Does not know HTTP routes or how the numbers come about.
+Owns the names (prefix `tandem_`) and a registry of its own, so that two routers can live in one process. Implements
+`request_book.Observer`. Does not know HTTP routes or where the numbers come from.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ LINK_LABELS = ("instance", "peer")
 
 
 class RouterMetrics:
-    """What the router counts and measures itself."""
+    """What the router itself counts and measures."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class RouterMetrics:
             registry=registry,
         )
         self._endings = Counter("tandem_requests_ended", "Requests by how they ended.", ("ending",), registry=registry)
-        self._resumes = Counter("tandem_resumes", "Attempts that another one followed.", ("reason",), registry=registry)
+        self._resumes = Counter("tandem_resumes", "Attempts that were followed by another one.", ("reason",), registry=registry)
         for reason in ResumeReason:
             self._resumes.labels(reason.value)
         self._resume_gap = Histogram(
@@ -87,7 +87,7 @@ class RouterMetrics:
 
 
 class FleetCollector(Collector):
-    """What the instances reported last, and what is open at the router."""
+    """The last reports of the instances, and the router's open requests."""
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core
@@ -119,7 +119,7 @@ class FleetCollector(Collector):
 
 
 class DetokenizerCollector(Collector):
-    """What the detokenizer said of itself last."""
+    """The detokenizer's last report."""
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core
@@ -128,16 +128,16 @@ class DetokenizerCollector(Collector):
         watch = self._core.detokenizer
         if watch.last is None:
             return
-        yield GaugeMetricFamily("tandem_detokenizer_up", "1 while it is heard of.", float(not watch.silent))
+        yield GaugeMetricFamily("tandem_detokenizer_up", "1 while its heartbeats come.", float(not watch.silent))
         yield GaugeMetricFamily("tandem_detokenizer_open_answers", "Answers that expect tokens.", watch.last.open_answers)
-        early = "Answers whose tokens came before they were opened."
+        early = "Answers whose tokens came before they were expected."
         yield GaugeMetricFamily("tandem_detokenizer_early_answers", early, watch.last.early_answers)
-        dropped = "Token deltas that were of no use, since it started."
+        dropped = "Useless token deltas since it started."
         yield CounterMetricFamily("tandem_detokenizer_dropped", dropped, watch.last.dropped)
 
 
 class MailCollector(Collector):
-    """What the router's own mailbox dropped, either way."""
+    """What the router's own mailbox dropped, in either direction."""
 
     def __init__(self, mail: Mail[RouterInbox]) -> None:
         self._mail = mail
@@ -171,7 +171,7 @@ def _reported(members: Iterable[Member]) -> Iterator[Metric]:
 
 
 def _links(members: Iterable[Member]) -> Iterator[Metric]:
-    """What those that push say of each of their links."""
+    """What prefill instances report about each of their links."""
     links = [(member.info.id, link) for member in members if member.info.role == "prefill" for link in member.links.values()]
     up = GaugeMetricFamily("tandem_link_up", "1 for a link that is ready.", labels=LINK_LABELS)
     speed = GaugeMetricFamily("tandem_link_bytes_per_second", "As measured when the link came up.", labels=LINK_LABELS)

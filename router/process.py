@@ -8,13 +8,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig, parse_bytes
-from common.errors import ConfigError
 from common.ids import DETOKENIZER, ROUTER, Incarnation
 from common.messages import RouterInbox
 from common.text.tokenizer_manager import TokenizerManager
@@ -55,10 +54,10 @@ async def serve(
     """
     tokenizer = TokenizerManager(model.model)
     name = model.served_name or tokenizer.model_name
-    host = _resolve(config.host)
+    host = bind_address(config.host, "--host")
     with (
         contextlib.closing(listen(host, config.port)) as listener,
-        contextlib.closing(_mailbox(host, config.control_port)) as mailbox,
+        contextlib.closing(Mailbox[RouterInbox](ROUTER, RouterInbox, f"tcp://{host}:{config.control_port}")) as mailbox,
     ):
         mailbox.route(DETOKENIZER, detokenizer_address)
         metrics = RouterMetrics()
@@ -74,15 +73,3 @@ async def serve(
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             serving = Serving(url, mailbox.address, gateway.detokenizer_moved)
             await serve_app(app, listener, lambda: ready(serving), stop)
-
-
-def _resolve(host: str) -> str:
-    """The IPv4 address of a host name: ZeroMQ binds to numbers only. Raises ConfigError."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise ConfigError(f"--host {host!r} is no address or name of this host: {error}") from error
-
-
-def _mailbox(host: str, control_port: int) -> Mailbox[RouterInbox]:
-    return Mailbox(ROUTER, RouterInbox, f"tcp://{host}:{control_port}")

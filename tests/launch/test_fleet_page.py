@@ -29,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any] | None, list[str]]] = [
         "a member that did not join",
         cluster({"prefill-0": []}),
         [
-            "decode-0 is no member of the fleet",
+            "decode-0 has not joined the fleet",
             "the link of prefill-0 to decode-0 is missing",
             "the link of decode-0 to prefill-0 is missing",
         ],
