@@ -84,7 +84,7 @@ class ModelRunner:
             self._device,
             self._memory.layout.layers,
             self._layer_groups,
-            layers_done if plan.has_last_chunk else None,
+            layers_done if any(chunk.last for chunk in plan.chunks) else None,
         )
         for start in plan.starts:
             self._start(start)

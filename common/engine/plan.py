@@ -20,9 +20,9 @@ from common.sampling_params import SamplingParams
 class RowStart:
     """Put a request into a row.
 
-    pages: [pages] int32, page ids in token order, that the row holds so far; `Plan.grown_pages` adds to them.
-    length: tokens whose KV is in those pages already. last_token: the token to feed at position `length` when the row decodes at
-    once (its KV is not in the pages yet); None when chunks come first.
+    pages: [pages] int32, the page ids that the row holds so far, in token order; `Plan.grown_pages` adds to them. length: tokens
+    whose KV is in those pages. last_token: the token to feed at position `length` if the row decodes at once (its KV is not in
+    the pages yet); None if chunks come first.
     """
 
     row: int
@@ -53,10 +53,9 @@ def _no_rows() -> Int32Array:
 class Plan:
     """One forward. Applied in this order: starts, growth, then chunks and decode rows in one forward.
 
-    grown_rows, grown_pages: [grown] int32; row grown_rows[i] holds page grown_pages[i] after those that it holds already. A row
-    occurs at most once. decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and
-    samples the next. A plan may name rows whose last token is still being computed by the plan before: executors run plans in
-    order.
+    grown_rows, grown_pages: [grown] int32; row grown_rows[i] gets page grown_pages[i] after those that it holds. A row occurs at
+    most once. decode_rows: [rows] int32; each feeds its last sampled token at its length, writes that token's KV, and samples the
+    next. The plan before may still be computing that token: executors run plans in order.
     """
 
     step: int
@@ -77,10 +76,6 @@ class Plan:
         """Rows that the forward computes, each once. [rows] int32."""
         chunks = np.array([chunk.row for chunk in self.chunks], dtype=np.int32)
         return np.concatenate([chunks, self.decode_rows])
-
-    @property
-    def has_last_chunk(self) -> bool:
-        return any(chunk.last for chunk in self.chunks)
 
     @property
     def chunk_tokens(self) -> int:

@@ -7,8 +7,8 @@ over its own socket, so any of them may overtake any other.
     early tokens ─► wait ─ExpectAnswer─► open ─its ending went out │ ForgetAnswer─► forgotten; the key is remembered for a while
       deadline: dropped                  deadline while tokens are missing, end of its life: Failed
 
-What an answer holds back (half a character, the beginning of a stop string) goes out with its ending, but not with a failure
-after which the request is resumed: the next attempt's answer begins with it.
+What an answer holds back (half a character, the beginning of a stop string) goes out with its ending. It does not go out with a
+failure after which the request is resumed: then the next attempt's answer begins with it.
 """
 
 from collections import Counter
@@ -28,7 +28,6 @@ from common.messages import (
     Failed,
     Finished,
     ForgetAnswer,
-    TextBatch,
     TextDelta,
     TokenBatch,
     TokenDelta,
@@ -40,8 +39,10 @@ from common.text.token_order import TokenOrder
 
 @dataclass(frozen=True, kw_only=True)
 class DetokenizerLimits:
-    """open_answers: at once; more are refused. early_answers: whose ExpectAnswer has not come. waiting_tokens: of one answer.
-    remembered: keys of answers that are over. patience_s: how long tokens wait for their ExpectAnswer, or for tokens before them.
+    """open_answers: most at once; more are refused. early_answers: most answers whose ExpectAnswer has not come.
+
+    waiting_tokens: most of one answer. remembered: keys of answers that are over. patience_s: how long tokens wait for their
+    ExpectAnswer, or for tokens before them.
     """
 
     open_answers: int = 65_536
@@ -57,28 +58,33 @@ class _Answer:
     def __init__(self, vocabulary: Vocabulary, opened: ExpectAnswer, dies_s: float) -> None:
         context = [int(id) for id in unpack_ids(opened.context)]
         if not 0 <= opened.first <= len(context):
-            raise ValueError(f"the context holds {len(context)} tokens, but {opened.first} of the answer are to precede")
+            raise ValueError(f"the context holds {len(context)} tokens, fewer than the {opened.first} of the answer so far")
         begin = len(context) - opened.first
         self.order = TokenOrder(opened.first)
         self._decoder = IncrementalDecoder(vocabulary, context[:begin], opened.skip_special_tokens)
         self._stops = StopStrings(opened.stop)
         _, text = self._render(context[begin:])
         if not text.startswith(opened.text):
-            raise ValueError("the text that was delivered is not that of the answer's tokens so far")
+            raise ValueError("the text that was delivered differs from the text of the answer's tokens so far")
         self._ahead = text[len(opened.text) :]
-        """Text of tokens before the first one expected that was not delivered with them."""
+        """Text of the answer's tokens so far that was not delivered: a former attempt held it back."""
         self.dies_s = dies_s
         self.waits = False
-        """Whether its deadline is that of tokens that are missing, and not the end of its life."""
+        """Whether its deadline is for missing tokens, and not the end of its life."""
 
-    def advance(self, key: Key, broken_off: Ending | None = None) -> TextDelta | None:
-        """Text of the tokens whose turn has come; with the ending when it has, or with `broken_off` although tokens lack."""
+    def advance(self, key: Key, broken_off: Ending | None = None) -> list[TextDelta]:
+        """Render the tokens whose turn has come: one delta, or none when nothing is new.
+
+        It carries the ending if that has come, or `broken_off` if the answer ends although tokens are missing.
+        """
         token_ids = self.order.take()
         first = self.order.next - len(token_ids)
         ending = self.order.ending or broken_off
         if not token_ids and ending is None and self._stops.matched is None:
-            return None
-        used, text = self._render(token_ids[:-1] if _is_last_silent(token_ids, ending) else token_ids)
+            return []
+        stop_token = ending.matched if isinstance(ending, Finished) and ending.reason == "stop" else None
+        is_last_silent = bool(token_ids) and token_ids[-1] == stop_token  # it is counted, but has no text
+        used, text = self._render(token_ids[:-1] if is_last_silent else token_ids)
         is_last_word = ending is not None and not (isinstance(ending, Failed) and ending.retryable)
         if self._stops.matched is None and is_last_word:
             text += self._stops.push(self._decoder.flush())
@@ -88,10 +94,10 @@ class _Answer:
         elif is_last_word:
             text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
-        return TextDelta(key, first, tuple(token_ids), text, ending)
+        return [TextDelta(key, first, tuple(token_ids), text, ending)]
 
     def _render(self, token_ids: list[int]) -> tuple[int, str]:
-        """How many of the tokens were used, up to the one that completes a stop string, and their text."""
+        """Returns how many tokens were used, up to the one that completes a stop string, and their text."""
         text = ""
         for used, token_id in enumerate(token_ids):
             if self._stops.matched is not None:
@@ -100,13 +106,8 @@ class _Answer:
         return len(token_ids), text
 
 
-def _is_last_silent(token_ids: list[int], ending: Ending | None) -> bool:
-    """Whether the last token is the one that ended the answer: it is counted, but is no text."""
-    return bool(token_ids) and isinstance(ending, Finished) and ending.reason == "stop" and ending.matched == token_ids[-1]
-
-
 class Detokenizer:
-    """The open answers of one detokenizer. `dropped` counts by reason what was of no use."""
+    """The open answers of one detokenizer. `dropped` counts, by reason, what was of no use."""
 
     def __init__(self, tokenizer: Tokenizer, limits: DetokenizerLimits | None = None) -> None:
         self._vocabulary = Vocabulary(tokenizer)
@@ -129,25 +130,25 @@ class Detokenizer:
     def next_deadline(self) -> float | None:
         return self._deadlines.next_deadline()
 
-    def receive(self, message: DetokenizerInbox, now: float) -> list[TextBatch]:
-        """Take a message in; returns at most one batch, with at most one delta per key."""
+    def receive(self, message: DetokenizerInbox, now: float) -> list[TextDelta]:
+        """Take in a message. Returns at most one delta per key."""
         match message:
             case TokenBatch():
-                return _batch(self._receive_tokens(message.deltas, now))
+                return self._receive_tokens(message.deltas, now)
             case ExpectAnswer():
-                return _batch(self._open_answer(message, now))
+                return self._open_answer(message, now)
             case ForgetAnswer():
                 self._end(message.key)
                 return []
             case _:
                 assert_never(message)
 
-    def tick(self, now: float) -> list[TextBatch]:
+    def tick(self, now: float) -> list[TextDelta]:
         """Act on the deadlines that have passed.
 
         Early tokens are dropped. An open answer fails, because tokens are missing or because its life is over.
         """
-        texts: list[TextDelta | None] = []
+        texts: list[TextDelta] = []
         for key in self._deadlines.expired(now):
             answer = self._open.get(key)
             if answer is None:
@@ -156,12 +157,12 @@ class Detokenizer:
                 continue
             announced = answer.order.announced_ending
             ending = announced if isinstance(announced, Failed) else Failed.of(_missing(answer) if answer.waits else _late())
-            texts.append(self._break_off(key, answer, ending))
-        return _batch(texts)
+            texts += self._break_off(key, answer, ending)
+        return texts
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _receive_tokens(self, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta | None]:
+    def _receive_tokens(self, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
         touched: dict[Key, _Answer] = {}
         for delta in deltas:
             if delta.key in self._over:
@@ -173,10 +174,10 @@ class Detokenizer:
                 touched[delta.key] = answer
             else:
                 self._receive_early(delta, now)
-        return [self._advance(key, answer, now) for key, answer in touched.items()]
+        return [text for key, answer in touched.items() for text in self._advance(key, answer, now)]
 
     def _receive_early(self, delta: TokenDelta, now: float) -> None:
-        """Tokens whose ExpectAnswer has not come: they wait, bounded in number and time."""
+        """Keep tokens that came before their ExpectAnswer, for a while and not too many."""
         waiting = self._early.get(delta.key)
         if waiting is None:
             if len(self._early) >= self._limits.early_answers:
@@ -189,63 +190,58 @@ class Detokenizer:
             return
         waiting.append(delta)
 
-    def _open_answer(self, opened: ExpectAnswer, now: float) -> list[TextDelta | None]:
+    def _open_answer(self, opened: ExpectAnswer, now: float) -> list[TextDelta]:
         key = opened.key
         if key in self._open or key in self._over:
             self.dropped["opened again"] += 1
             return []
         if len(self._open) >= self._limits.open_answers:
-            return [self._refuse(opened, Overloaded("the detokenizer has as many open answers as it may"))]
+            return self._refuse(opened, Overloaded("the detokenizer has as many open answers as it may have"))
         try:
             answer = _Answer(self._vocabulary, opened, now + opened.life_s)
         except ValueError as error:
-            return [self._refuse(opened, TandemError(f"the answer cannot be opened: {error}"))]
+            return self._refuse(opened, TandemError(f"the answer cannot be opened: {error}"))
         self._open[key] = answer
         self._deadlines.set(key, answer.dies_s)
         for delta in self._early.pop(key, ()):
             self._put(answer, delta)
-        return [self._advance(key, answer, now)]
+        return self._advance(key, answer, now)
 
     def _put(self, answer: _Answer, delta: TokenDelta) -> None:
         again = answer.order.put(delta.first, delta.token_ids, delta.ending)
         if again:
             self.dropped["tokens that came again"] += again
 
-    def _advance(self, key: Key, answer: _Answer, now: float) -> TextDelta | None:
+    def _advance(self, key: Key, answer: _Answer, now: float) -> list[TextDelta]:
         if answer.order.waiting_tokens > self._limits.waiting_tokens:
             return self._break_off(key, answer, Failed.of(_missing(answer)))
-        text = answer.advance(key)
-        if text is not None and text.ending is not None:
+        texts = answer.advance(key)
+        if texts and texts[0].ending is not None:
             self._end(key)
-        elif answer.order.has_gap and (text is not None or not answer.waits):
+        elif answer.order.has_gap and (texts or not answer.waits):
             answer.waits = True
             self._deadlines.set(key, min(now + self._limits.patience_s, answer.dies_s))
         elif answer.waits and not answer.order.has_gap:
             answer.waits = False
             self._deadlines.set(key, answer.dies_s)
-        return text
+        return texts
 
-    def _break_off(self, key: Key, answer: _Answer, ending: Ending) -> TextDelta | None:
+    def _break_off(self, key: Key, answer: _Answer, ending: Ending) -> list[TextDelta]:
         self._end(key)
         return answer.advance(key, ending)
 
-    def _refuse(self, opened: ExpectAnswer, error: TandemError) -> TextDelta:
+    def _refuse(self, opened: ExpectAnswer, error: TandemError) -> list[TextDelta]:
         self._end(opened.key)
-        return TextDelta(opened.key, opened.first, (), "", Failed.of(error))
+        return [TextDelta(opened.key, opened.first, (), "", Failed.of(error))]
 
     def _end(self, key: Key) -> None:
-        """Forget an answer, and remember that it is over, so that what still comes is dropped."""
+        """Forget an answer, but remember that it is over, so that late tokens are dropped."""
         self._open.pop(key, None)
         self._early.pop(key, None)
         self._deadlines.clear(key)
         self._over[key] = None
         if len(self._over) > self._limits.remembered:
             del self._over[next(iter(self._over))]
-
-
-def _batch(texts: list[TextDelta | None]) -> list[TextBatch]:
-    deltas = tuple(text for text in texts if text is not None)
-    return [TextBatch(deltas=deltas)] if deltas else []
 
 
 def _missing(answer: _Answer) -> InstanceFailed:

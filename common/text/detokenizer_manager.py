@@ -1,7 +1,6 @@
 """The detokenizer's process: its mailbox, its loop, and the core between them.
 
-Owns the mailbox, the turns and the heartbeat. Decides nothing: `common.text.detokenizer` does. Signals, flags and reports are
-the starter's.
+Owns the mailbox, the turns and the heartbeat. Decides nothing: `common.text.detokenizer` does. Does not know signals or flags.
 """
 
 import logging
@@ -15,7 +14,7 @@ from common.text.tokenizer_manager import TokenizerManager
 from common.wire import Mailbox
 
 HEARTBEAT_S = 1.0
-"""How often the router hears of this process, whatever else it has to say."""
+"""Seconds between heartbeats to the router."""
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class DetokenizerManager:
     """Made and run by one thread. bind: tcp://host:port of its inbox. Raises ConfigError when the model has no tokenizer or the
     address cannot be bound.
 
-    It can bind before the router does: `meet_router` may come at any time, also while it runs.
+    `meet_router` may be called at any time, also while it runs, so the detokenizer can start before the router.
     """
 
     def __init__(self, bind: str, model: str) -> None:
@@ -36,7 +35,7 @@ class DetokenizerManager:
         self.address = self._mailbox.address
 
     def meet_router(self, address: str) -> None:
-        """Text goes to this address from the next turn on. Any thread may call it."""
+        """Send text to this address from the next turn on. Any thread may call it."""
         self._router_address = address
         self._mailbox.wake()
 
@@ -56,22 +55,20 @@ class DetokenizerManager:
             _log.info("dropped while running: %s", dict(self._detokenizer.dropped))
 
     def close(self) -> None:
-        """Close the inbox; for one that is never run. Idempotent."""
+        """Close the inbox; needed only if it never runs. Idempotent."""
         self._mailbox.close()
 
     def _turn(self) -> None:
-        """Wait for mail, a deadline or the time to beat, and send the text that everything together brought as one batch."""
+        """Wait for mail, a deadline or the next heartbeat, and send all text that this brought as one batch."""
         deadline = self._detokenizer.next_deadline()
         wake_s = self._next_beat_s if deadline is None else min(deadline, self._next_beat_s)
         self._mailbox.wait(wake_s - time.monotonic())
         self._mailbox.route(ROUTER, self._router_address)
         texts: list[TextDelta] = []
         for _, message in self._mailbox.receive():
-            for batch in self._detokenizer.receive(message, time.monotonic()):
-                texts += batch.deltas
+            texts += self._detokenizer.receive(message, time.monotonic())
         now = time.monotonic()
-        for batch in self._detokenizer.tick(now):
-            texts += batch.deltas
+        texts += self._detokenizer.tick(now)
         if texts:
             self._mailbox.send(ROUTER, TextBatch(deltas=tuple(texts)))
         if now >= self._next_beat_s:
@@ -79,7 +76,7 @@ class DetokenizerManager:
             self._beat()
 
     def _beat(self) -> None:
-        """Say that this process lives, to a router that is known."""
+        """Send the heartbeat, if the router is known."""
         if self._router_address is None:
             return
         core = self._detokenizer

@@ -1,7 +1,9 @@
 """Incremental detokenizing: one answer's tokens in, the text that they settle out.
 
 Owns the tokens whose text is not settled yet. Does not know requests, numbers of tokens or stop strings. The streaming decoder is
-that of the tokenizers library (`DecodeStream`); here are its flush, its bounds and its recovery.
+the tokenizers library's `DecodeStream`. This file adds what that lacks: a flush at the end of an answer, a bound on bytes that
+never become a character, ids that the tokenizer does not have, a context that ends in half a character, and recovery from its
+"Invalid prefix" error, which byte fallback causes.
 
     context │ … │ settled │ pending │
                   └ decoded as the left neighbour of pending: some decoders drop a space at the start
@@ -16,30 +18,30 @@ REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, and for one that is not complete yet."""
 CONTEXT_TOKENS = 16
 PENDING_TOKENS = 32
-"""A character takes at most four bytes, so at most four tokens. When so many wait, they are no character in the making, and
-decoding them again for each further token would take time without bound."""
+"""A character takes at most four bytes, so at most four tokens. This many waiting tokens are not an unfinished character, and
+decoding them again for each further token would take more and more time."""
 _MAX_ID = 2**31
 
 
 class Vocabulary:
-    """A tokenizer as its answers' decoders share it. Tokens that never show as text are left out before they are decoded."""
+    """A tokenizer, shared by the decoders of all answers. It says which tokens have text; only those are decoded."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def shows(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether the token can have text. Ids that the tokenizer does not have (padding of the model's embedding) have none."""
+        """Whether the token can have text. Ids that the tokenizer lacks (padding of the model's embedding) have none."""
         if skip_special_tokens and token_id in self._special:
             return False
         return 0 <= token_id < _MAX_ID and self.tokenizer.id_to_token(token_id) is not None
 
 
 class IncrementalDecoder:
-    """One answer's text. context: ids before the first token that decide how it is decoded; their own text is not returned.
+    """One answer's text. context: ids before the first token, which decide how it is decoded; their own text is not returned.
 
-    All texts of `step` and that of `flush` together are what the tokens decode to at once, after the context. When a decoder
-    rewrites text that was settled (byte fallback does, for bytes that are no character), what was returned stays as it was.
+    The texts of all `step` and of `flush`, joined, equal the text of all tokens decoded at once after the context. A decoder may
+    rewrite settled text (byte fallback does, for bytes that are no character); what was returned then stays as it was.
     """
 
     _settled: list[int]
@@ -54,11 +56,11 @@ class IncrementalDecoder:
         while complete and self._decode(shown[:complete]).endswith(REPLACEMENT):
             complete -= 1
         self._begin(shown[:complete], shown[complete:])
-        self._unwanted = self._pending_text()
-        """Text of the context that the stream has not passed: bytes at its end that are no character, or not yet."""
+        self._unwanted = self._text_after_settled(self._pending)
+        """Text of the context's last bytes, which are not a character, or not yet one; it is not returned."""
 
     def step(self, token_id: int) -> str:
-        """Take the next token; returns the text that is now settled, often "" or one token's."""
+        """Take the next token. Returns the text that is now settled: often "", often that of one token."""
         if not self._vocabulary.shows(token_id, self._skip_special_tokens):
             return ""
         self._pending.append(token_id)
@@ -76,8 +78,8 @@ class IncrementalDecoder:
         return ""
 
     def flush(self) -> str:
-        """The answer is complete: returns the text of what is pending, incomplete characters as U+FFFD."""
-        text = self._pending_text()
+        """End the answer. Returns the text of the pending tokens, with U+FFFD for incomplete characters."""
+        text = self._text_after_settled(self._pending)
         self._begin([], [])
         return self._wanted(text)
 
@@ -89,8 +91,8 @@ class IncrementalDecoder:
             assert text is None, "pending tokens have settled text"
 
     def _settle_what_is_no_character(self) -> str:
-        """Cut the pending tokens where no character is cut, if there is such a place among the last few."""
-        whole = self._pending_text()
+        """Settle all but the last few pending tokens, cut where no character is cut; "" if there is no such place."""
+        whole = self._text_after_settled(self._pending)
         for kept in range(4, 8):
             tail = self._pending[-kept:]
             text = self._text_after_settled(self._pending[:-kept])
@@ -100,7 +102,7 @@ class IncrementalDecoder:
         return ""
 
     def _start_over(self) -> str:
-        """The decoder changed text that was settled: go on with the pending tokens alone."""
+        """Go on with the pending tokens alone, because the decoder changed settled text."""
         pending = self._pending
         self._begin([], [])
         return "".join(self.step(token_id) for token_id in pending)
@@ -108,9 +110,6 @@ class IncrementalDecoder:
     def _wanted(self, text: str) -> str:
         unwanted, self._unwanted = self._unwanted, ""
         return text.removeprefix(unwanted)
-
-    def _pending_text(self) -> str:
-        return self._text_after_settled(self._pending)
 
     def _text_after_settled(self, token_ids: list[int]) -> str:
         before = self._decode(self._settled)

@@ -2,8 +2,8 @@
 
 Owns the text that is held back because it may be the beginning of a stop string. Does not know tokens.
 
-The end is the first moment at which the text so far contains a stop string; when two are complete at that moment, it is the
-longer one. So how the text was cut into pieces makes no difference.
+The answer ends as soon as its text contains a stop string. When two are complete at that moment, the longer one counts. So it
+makes no difference how the text was cut into pieces.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ class StopStrings:
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
-        """The stop string that ended the text; nothing is to be pushed after it."""
+        """The stop string that ended the text. Push nothing after it."""
 
     def push(self, text: str) -> str:
-        """Take the next piece; returns the text that is now certain to lie before any stop string."""
+        """Take the next piece. Returns the text that certainly lies before any stop string."""
         assert self.matched is None, "the text has ended"
         if not self._stops:
             return text
@@ -37,7 +37,7 @@ class StopStrings:
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """The text is complete: returns what was held back."""
+        """End the text. Returns what was held back."""
         text, self._held = self._held, ""
         return text
 

@@ -1,7 +1,7 @@
 """The order of one answer's tokens, which come from several instances over several sockets.
 
-Owns the numbers: what is next, what waits for a gap to close, where the answer ends. Does not know text, keys or time. Tokens are
-numbered from 0, so whatever arrives twice, late or early, each is taken once and in order.
+Owns the numbers: which token is next, which wait for a gap to close, where the answer ends. Does not know text, keys or time.
+Tokens are numbered from 0, so each is taken once and in order, even if it arrives twice, late or early.
 
     taken │ next … gap … │ waiting │ … │ the ending's place
 """
@@ -16,7 +16,7 @@ class TokenOrder:
 
     def __init__(self, first: int = 0) -> None:
         self.next = first
-        """Number of the token that comes next: all before it have been taken, or are ready to be."""
+        """Number of the next token: all before it were taken or are ready to be."""
         self._dropped_tokens = 0
         self._ready: list[int] = []
         self._waiting: dict[int, tuple[int, ...]] = {}
@@ -25,9 +25,9 @@ class TokenOrder:
         self._ends_at = 2**63
 
     def put(self, first: int, token_ids: Sequence[int], ending: Ending | None) -> int:
-        """Take in tokens, the first of them number `first`. The ending that comes first stays.
+        """Take in tokens; `first` is the number of the first of them. The first ending that comes counts.
 
-        Returns how many tokens turned out to be of no use: they came before, or lie after the ending.
+        Returns how many tokens are of no use: they came before, or they lie after the ending.
         """
         dropped_before = self._dropped_tokens
         end = first + len(token_ids)
@@ -43,7 +43,7 @@ class TokenOrder:
         return self._dropped_tokens - dropped_before
 
     def take(self) -> list[int]:
-        """The tokens that are in order and were not taken before."""
+        """Returns the tokens that are in order and were not taken before."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -54,12 +54,12 @@ class TokenOrder:
 
     @property
     def announced_ending(self) -> Ending | None:
-        """The ending, also while tokens before it are missing."""
+        """The ending, even while tokens before it are missing."""
         return self._ending
 
     @property
     def has_gap(self) -> bool:
-        """Whether something came whose turn it is not yet."""
+        """Whether something arrived that must wait for tokens before it."""
         return bool(self._waiting) or (self._ending is not None and self.ending is None)
 
     def _let_wait(self, first: int, token_ids: tuple[int, ...]) -> None:

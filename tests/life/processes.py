@@ -99,10 +99,8 @@ class DetokenizerProcess:
         now = self._clock.now
         texts: list[TextDelta] = []
         for _, message in self._mail.receive():
-            for batch in self.core.receive(message, now):
-                texts += batch.deltas
-        for batch in self.core.tick(now):
-            texts += batch.deltas
+            texts += self.core.receive(message, now)
+        texts += self.core.tick(now)
         if texts:
             self._mail.send(ROUTER, TextBatch(deltas=tuple(texts)))
         if now >= self._beats_s:

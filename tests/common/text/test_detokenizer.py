@@ -16,7 +16,6 @@ from common.messages import (
     Failed,
     Finished,
     ForgetAnswer,
-    TextBatch,
     TextDelta,
     TokenBatch,
     TokenDelta,
@@ -46,12 +45,12 @@ def answer(text: str, ending: Ending = LENGTH, of: Key | None = None) -> TokenDe
 
 
 def received(detokenizer: Detokenizer, messages: Iterable[DetokenizerInbox], now: float = 0.0) -> list[TextDelta]:
-    batches: list[TextBatch] = []
+    texts: list[TextDelta] = []
     for message in messages:
         brought = detokenizer.receive(message, now)
-        assert len(brought) <= 1
-        batches += brought
-    return [delta for batch in batches for delta in batch.deltas]
+        assert len({delta.key for delta in brought}) == len(brought), "at most one delta per key"
+        texts += brought
+    return texts
 
 
 def only(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -73,14 +72,13 @@ def test_an_answer_becomes_text_with_its_ending(detokenizer: Detokenizer) -> Non
     assert detokenizer.open_answers == 0
 
 
-def test_one_batch_in_is_one_batch_out_with_one_delta_per_request(detokenizer: Detokenizer) -> None:
+def test_one_batch_of_tokens_brings_one_delta_per_request(detokenizer: Detokenizer) -> None:
     a, b, c, d, e = ids_of("hello")[0], *ids_of(" wxyz")[:4]
     received(detokenizer, [ExpectAnswer(key=key("a")), ExpectAnswer(key=key("b"))])
-    batches = detokenizer.receive(
+    deltas = detokenizer.receive(
         tokens(TokenDelta(key("a"), 0, (a,)), TokenDelta(key("b"), 0, (b, c)), TokenDelta(key("a"), 1, (d, e))), 0.0
     )
-    (batch,) = batches
-    assert [(delta.key, delta.token_ids) for delta in batch.deltas] == [(key("a"), (a, d, e)), (key("b"), (b, c))]
+    assert [(delta.key, delta.token_ids) for delta in deltas] == [(key("a"), (a, d, e)), (key("b"), (b, c))]
 
 
 def test_the_token_that_ended_the_answer_is_counted_but_is_no_text(detokenizer: Detokenizer) -> None:
@@ -197,8 +195,8 @@ def test_tokens_that_are_missing_for_too_long_fail_the_answer(detokenizer: Detok
     deadline = detokenizer.next_deadline()
     assert deadline == DetokenizerLimits().patience_s
     assert detokenizer.tick(deadline - 0.1) == []
-    (batch,) = detokenizer.tick(deadline)
-    ending = only(batch.deltas).ending
+    texts = detokenizer.tick(deadline)
+    ending = only(texts).ending
     assert isinstance(ending, Failed) and ending.retryable, "the next attempt may bring them"
     assert "from number 0 on" in ending.message
     assert detokenizer.open_answers == 0
@@ -207,8 +205,8 @@ def test_tokens_that_are_missing_for_too_long_fail_the_answer(detokenizer: Detok
 
 def test_a_failure_that_waits_for_tokens_is_what_the_answer_ends_with(detokenizer: Detokenizer) -> None:
     received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), 3, (), Failed("out of memory")))])
-    (batch,) = detokenizer.tick(DetokenizerLimits().patience_s)
-    assert only(batch.deltas).ending == Failed("out of memory")
+    texts = detokenizer.tick(DetokenizerLimits().patience_s)
+    assert only(texts).ending == Failed("out of memory")
 
 
 def test_progress_gives_the_rest_of_a_gap_its_full_time(detokenizer: Detokenizer) -> None:
@@ -231,8 +229,8 @@ def test_an_answer_whose_close_is_lost_fails_at_the_end_of_its_life(detokenizer:
     received(detokenizer, [ExpectAnswer(key=key(), life_s=30.0)], now=5.0)
     received(detokenizer, [tokens(TokenDelta(key(), 0, ids_of("hello")))], now=20.0)
     assert detokenizer.tick(34.9) == []
-    (batch,) = detokenizer.tick(35.0)
-    ending = only(batch.deltas).ending
+    texts = detokenizer.tick(35.0)
+    ending = only(texts).ending
     assert isinstance(ending, Failed) and (ending.status, ending.retryable) == (504, False)
     assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
 
@@ -240,8 +238,8 @@ def test_an_answer_whose_close_is_lost_fails_at_the_end_of_its_life(detokenizer:
 def test_tokens_are_not_awaited_beyond_the_end_of_the_answers_life(detokenizer: Detokenizer) -> None:
     received(detokenizer, [ExpectAnswer(key=key(), life_s=3.0), tokens(TokenDelta(key(), 2, (5,)))])
     assert detokenizer.next_deadline() == 3.0
-    (batch,) = detokenizer.tick(3.0)
-    assert isinstance(only(batch.deltas).ending, Failed)
+    texts = detokenizer.tick(3.0)
+    assert isinstance(only(texts).ending, Failed)
     assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
 
 
