@@ -45,8 +45,10 @@ from tests.kv_transfer.agent_process import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 30.0
-"""Longest wait for anything; a test that waits so long has failed."""
+WAIT_S = 60.0
+"""Longest wait for an answer or an event: an agent that is silent for longer hangs."""
+END_S = 30.0
+"""Longest wait for an agent to end."""
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
@@ -252,7 +254,7 @@ class ProcessAgent:
         maps = Path(f"/proc/{self._process.pid}/maps").read_text()
         shared = {path for path in maps.split() if path.startswith("/dev/shm/")}
         self._do(End())
-        status = self._process.wait(WAIT_S)
+        status = self._process.wait(END_S)
         self._release()
         assert status == 0, f"an agent ended with {status}: {self.complaints()}"
         left = [path for path in shared if Path(path).exists()]
@@ -266,7 +268,7 @@ class ProcessAgent:
         """End the process at once, whatever state it is in."""
         if not self._gone:
             self._process.kill()
-            self._process.wait(WAIT_S)
+            self._process.wait(END_S)
             self._release()
 
     def _release(self) -> None:
@@ -293,7 +295,7 @@ class ProcessAgent:
 
     def _answer(self) -> Started | Answer:
         answer = self._answers.get(timeout=WAIT_S)
-        assert answer is not None, f"the agent has died: {self._process.wait(WAIT_S)}: {self.complaints()}"
+        assert answer is not None, f"the agent has died: {self._process.wait(END_S)}: {self.complaints()}"
         return answer
 
     def _read(self) -> None:

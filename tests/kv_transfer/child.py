@@ -16,8 +16,10 @@ from typing import BinaryIO, Generic, TypeVar
 import msgspec
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 30.0
-"""Longest wait for anything; who waits so long has failed."""
+WAIT_S = 60.0
+"""Longest wait for a report: a process that is silent for longer hangs."""
+END_S = 30.0
+"""Longest wait for a process to end."""
 ReportT = TypeVar("ReportT")
 
 
@@ -73,14 +75,14 @@ class Child(Generic[ReportT]):
 
     def wait(self) -> int:
         """Its exit status, when it ends by itself."""
-        status = self._process.wait(WAIT_S)
+        status = self._process.wait(END_S)
         self._release()
         return status
 
     def kill(self) -> None:
         """End it at once, whatever state it is in. Idempotent."""
         self._process.kill()
-        self._process.wait(WAIT_S)
+        self._process.wait(END_S)
         self._release()
 
     def _release(self) -> None:
@@ -90,7 +92,7 @@ class Child(Generic[ReportT]):
             pipe.close()
 
     def _obituary(self) -> str:
-        return f"process {self.pid} ended with {self._process.wait(WAIT_S)}: {self.complaints()[-2000:]}"
+        return f"process {self.pid} ended with {self._process.wait(END_S)}: {self.complaints()[-2000:]}"
 
     def _read(self) -> None:
         """On a thread of its own, until the process is gone."""

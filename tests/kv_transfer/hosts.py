@@ -15,7 +15,7 @@ from tests.kv_transfer.child import WAIT_S, remaining
 from tests.kv_transfer.member_process import MemberPlan
 from tests.kv_transfer.members import Member, open_files, running_threads
 
-COMMAND_S = 20.0
+COMMAND_S = 60.0
 LOOK_S = 0.02
 """How often something is looked at that does not announce itself."""
 REST_S = 0.5

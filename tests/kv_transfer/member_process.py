@@ -26,7 +26,7 @@ from kv_transfer.transfer_thread import TransferThread
 from tests.kv_transfer.agent_process import Answer, Dump, End, Failed, Line, random_bytes, transport_of
 from tests.kv_transfer.child import reports_to_parent
 
-START_S = 20.0
+START_S = 60.0
 READ_BYTES = 64 * 1024
 """Larger buffers come and go at the top of the heap, and make resident memory creep."""
 ANY_KEY = Key(RequestId("any"), 0)

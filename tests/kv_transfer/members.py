@@ -34,7 +34,7 @@ from tests.kv_transfer.member_process import (
     WritesSettled,
 )
 
-LEASE_S = 30.0
+LEASE_S = 120.0
 Ended: TypeAlias = Pushed | Failed
 
 
