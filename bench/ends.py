@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, assert_never
 import numpy as np
 
 from bench.lines import Address, AgentPlan
+from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
 from common.ids import Incarnation, InstanceId, Int32Array, Int64Array, Ticket
@@ -21,7 +22,7 @@ from common.instance.ports import Connect as ConnectPeers
 from common.instance.ports import Push as PushPages
 from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.backends import LOOPBACK, make_transport
+from kv_transfer.backends import make_transport
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import BUSY_S, EXPECT_S, IDLE_S, TransferThread

@@ -8,10 +8,9 @@ cma        Linux's cross memory attach, between processes of one host, on CPU; n
 
 from typing import assert_never
 
+from common.addresses import LOOPBACK
 from common.config import TransportName
 from kv_transfer.transport import Transport
-
-LOOPBACK = "127.0.0.1"
 
 
 def make_transport(name: TransportName, host: str = LOOPBACK) -> Transport:

@@ -13,7 +13,7 @@ import numpy as np
 from common.ids import Int64Array
 from common.messages import PoolDescriptor
 from kv_transfer.planner import PageSlice, plan_runs
-from kv_transfer.wires import LOOPBACK, Wire, busiest, bytes_sent, fastest_bytes_per_s
+from kv_transfer.wires import LOOPBACK_DEVICE, Wire, busiest, bytes_sent, fastest_bytes_per_s
 
 FIRST_BYTES, MOST_BYTES = 2**20, 16 * 2**20
 MOST_RUNS = 4096
@@ -76,7 +76,7 @@ class LinkProbe:
     def host_bytes_per_s(self, wire: Wire | None) -> float | None:
         """What this host could do: to a process beside us as fast as memory is copied, to another host as fast as its fastest
         wire. None: not known."""
-        if wire is not None and wire.name != LOOPBACK:
+        if wire is not None and wire.name != LOOPBACK_DEVICE:
             return fastest_bytes_per_s()
         return memory_bytes_per_s() if self._on_host else None
 

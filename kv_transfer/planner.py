@@ -1,10 +1,11 @@
-"""The planner: page ids of two pools, and what each of them holds of a page, to runs of bytes.
+"""The planner: turns the page ids of two pools into runs of bytes.
 
-Owns the arithmetic between pages, heads, layers and byte offsets. Knows layouts. Does not know transports, requests or devices.
+Owns the arithmetic between pages, heads, layers and byte offsets, and checks pools and page ids. Knows layouts. Does not know
+transports or requests.
 
-Instances may differ in tensor parallelism: a rank's page holds a range of the model's KV heads, and a source rank writes to a
-target rank the heads that both hold. With more ranks than heads each head is held by several ranks in a row, and `writers` says
-which of them writes to whom.
+Instances may differ in tensor parallelism. The pages of a rank hold a range of the model's KV heads (`heads_of`), and a source
+rank writes to a target rank the heads that both hold. With more ranks than heads, several neighbouring ranks hold the same head,
+and `writers` says which of them writes to whom.
 """
 
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ import numpy as np
 
 from common.errors import TransferError
 from common.ids import Int32Array, Int64Array
+from common.messages import PoolDescriptor
 from common.pages.layout import KVLayout
+from kv_transfer.runs import merge_runs
 
 
 @dataclass(frozen=True, slots=True)
 class PageSlice:
-    """What the pages of one rank hold: heads [first_head, first_head + layout.kv_heads) of the model's, in this layout."""
+    """What the pages of one rank hold: the model's heads [first_head, first_head + layout.kv_heads), in this layout."""
 
     layout: KVLayout
     first_head: int = 0
@@ -31,7 +34,7 @@ class PageSlice:
 
 @dataclass(frozen=True, slots=True)
 class HeadRange:
-    """Heads [first, end) of the model's that `source` writes to `target`; both are ranks."""
+    """The model's heads [first, end), which the rank `source` writes to the rank `target`."""
 
     source: int
     target: int
@@ -40,9 +43,9 @@ class HeadRange:
 
 
 def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
-    """The KV heads that a tensor-parallel rank holds: a share of them, or one that several ranks hold.
+    """The KV heads that a tensor-parallel rank holds: a share of them, or one head that several ranks hold.
 
-    Raises TransferError unless one number divides the other. A latent cache (MLA) is one head that every rank holds.
+    A latent cache (MLA) is one head that every rank holds. Raises TransferError unless one number divides the other.
     """
     if ranks <= kv_heads and kv_heads % ranks == 0:
         share = kv_heads // ranks
@@ -54,7 +57,8 @@ def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
 
 
 def writers(source_ranks: int, target_ranks: int, kv_heads: int) -> list[HeadRange]:
-    """Who writes what to whom, so that each target rank gets each of its heads exactly once, and replicas share the work."""
+    """Which source rank writes which heads to which target rank. Each target rank gets each of its heads exactly once, and source
+    ranks that hold the same head share the work."""
     plan: list[HeadRange] = []
     replicas = max(1, source_ranks // kv_heads)
     for target in range(target_ranks):
@@ -70,11 +74,11 @@ def writers(source_ranks: int, target_ranks: int, kv_heads: int) -> list[HeadRan
 def plan_runs(
     source_pages: Int32Array, target_pages: Int32Array, source: PageSlice, target: PageSlice, layers: range | None = None
 ) -> Int64Array:
-    """The byte runs that copy source_pages[i] to target_pages[i], as far as both hold the same heads; in order of pages, merged
-    where both sides are contiguous.
+    """The byte runs that copy the heads held by both from source_pages[i] to target_pages[i], in the order of the pages. Runs
+    that are contiguous on both sides are merged.
 
-    source_pages, target_pages: [pages] int32. layers: only these; None: all. Returns [runs, 3] int64: source offset, target
-    offset, bytes, from the pools' bases. Raises TransferError when pages do not pair or layouts differ in more than heads.
+    source_pages, target_pages: [pages] int32. layers: which to copy; None: all. Returns [runs, 3] int64: source offset, target
+    offset, bytes, from the pools' bases. Raises TransferError when page counts differ, or layouts in more than heads.
     """
     if len(source_pages) != len(target_pages):
         raise TransferError(f"{len(source_pages)} source pages for {len(target_pages)} target pages")
@@ -84,12 +88,12 @@ def plan_runs(
     np.multiply(target_pages[:, None], np.int64(target.layout.page_bytes), out=runs[:, :, 1])
     runs[:, :, :2] += within[:, :2]
     runs[:, :, 2] = within[:, 2]
-    return _merged(runs.reshape(-1, 3))
+    return merge_runs(runs.reshape(-1, 3))
 
 
 @lru_cache(maxsize=1024)
 def _runs_of_a_page(source: PageSlice, target: PageSlice, layers: range) -> Int64Array:
-    """[runs, 3] int64: the blocks of one layer, key or value and head that both hold, merged, from the page's beginning."""
+    """[runs, 3] int64, from the start of the page: a block for each layer, key or value, and head held by both; then merged."""
     ours, theirs = source.layout, target.layout
     for name in ("layers", "head_dim", "page_size", "dtype"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -103,26 +107,34 @@ def _runs_of_a_page(source: PageSlice, target: PageSlice, layers: range) -> Int6
     )
     lengths = np.full((len(blocks), 1), ours.page_size * ours.slot_bytes, dtype=np.int64)
     runs = np.concatenate([blocks, lengths], axis=1)
-    return _merged(runs[np.argsort(runs[:, 0], kind="stable")])
+    return merge_runs(runs[np.argsort(runs[:, 0], kind="stable")])
 
 
 def _block_offsets(held: PageSlice, layer: Int64Array, part: Int64Array, head: Int64Array) -> Int64Array:
-    """Byte offset in the page of each block [page_size, head_dim]."""
+    """The byte offset of each block [page_size, head_dim] within the page."""
     layer_stride, part_stride, head_stride, _, _ = held.layout.strides
     elements = layer * layer_stride + part * part_stride + (head - held.first_head) * head_stride
     offsets: Int64Array = elements * (held.layout.slot_bytes // held.layout.head_dim)
     return offsets
 
 
-def _merged(runs: Int64Array) -> Int64Array:
-    """Neighbours that continue each other on both sides become one run."""
-    is_start = np.ones(len(runs), dtype=bool)
-    ends = runs[:-1, :2] + runs[:-1, 2:]
-    np.not_equal(ends[:, 0], runs[1:, 0], out=is_start[1:])
-    is_start[1:] |= ends[:, 1] != runs[1:, 1]
-    starts = np.flatnonzero(is_start)
-    if len(starts) == len(runs):
-        return runs
-    merged = runs[starts]
-    merged[:, 2] = np.add.reduceat(runs[:, 2], starts)
-    return merged
+def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
+    """The first field in which two layouts differ, with both values; None when they are equal."""
+    for name in KVLayout.__struct_fields__:
+        if getattr(ours, name) != getattr(theirs, name):
+            return f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here"
+    return None
+
+
+def check_pages(pages: Int32Array, total_pages: int, whose: str) -> None:
+    """Raises TransferError unless every id is a page of the pool."""
+    if len(pages) and (pages.min() < 0 or pages.max() >= total_pages):
+        raise TransferError(f"page ids between {pages.min()} and {pages.max()} are not all in {whose} pool of {total_pages}")
+
+
+def check_pool(pool: PoolDescriptor) -> None:
+    """Raises TransferError unless every byte of the pool has an address, on a known kind of device."""
+    if pool.total_pages < 1 or not pool.is_addressable:
+        raise TransferError(f"invalid pool of {pool.total_pages} pages at address {pool.address}")
+    if not pool.has_known_device:
+        raise TransferError(f"its device {pool.device!r} is neither cpu nor cuda:N")

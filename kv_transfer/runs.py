@@ -1,40 +1,29 @@
-"""The planner: page ids of two pools to runs of bytes.
+"""Runs of bytes, [n, 3] int64 rows of (source offset, target offset, bytes): merges runs and cuts them into slices.
 
-Owns the arithmetic between page ids and byte offsets. Knows layouts. Does not know transports, requests or devices.
+Knows neither pages nor layouts; `kv_transfer/planner.py` makes the runs.
 """
 
 import numpy as np
 
-from common.errors import TransferError
-from common.ids import Int32Array, Int64Array
-from common.messages import PoolDescriptor
-from common.pages.layout import KVLayout
+from common.ids import Int64Array
 
 
-def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
-    """The first field in which two layouts differ, with both values; None when pages of one fit the other."""
-    for name in KVLayout.__struct_fields__:
-        if getattr(ours, name) != getattr(theirs, name):
-            return f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here"
-    return None
-
-
-def check_pages(pages: Int32Array, total_pages: int, whose: str) -> None:
-    """Raises TransferError unless every id is a page of the pool."""
-    if len(pages) and (pages.min() < 0 or pages.max() >= total_pages):
-        raise TransferError(f"page ids between {pages.min()} and {pages.max()} are not all in {whose} pool of {total_pages}")
-
-
-def check_pool(pool: PoolDescriptor) -> None:
-    """Raises TransferError unless every byte of the pool has an address, on a device that can be."""
-    if pool.total_pages < 1 or not pool.is_addressable:
-        raise TransferError(f"its pool of {pool.total_pages} pages at address {pool.address} cannot be")
-    if not pool.has_known_device:
-        raise TransferError(f"its device {pool.device!r} is neither cpu nor cuda:N")
+def merge_runs(runs: Int64Array) -> Int64Array:
+    """The same bytes in fewer runs: neighbours that continue each other on both sides become one run."""
+    is_start = np.ones(len(runs), dtype=bool)
+    ends = runs[:-1, :2] + runs[:-1, 2:]
+    np.not_equal(ends[:, 0], runs[1:, 0], out=is_start[1:])
+    is_start[1:] |= ends[:, 1] != runs[1:, 1]
+    starts = np.flatnonzero(is_start)
+    if len(starts) == len(runs):
+        return runs
+    merged = runs[starts]
+    merged[:, 2] = np.add.reduceat(runs[:, 2], starts)
+    return merged
 
 
 def slice_runs(runs: Int64Array, slice_bytes: int) -> list[Int64Array]:
-    """The same bytes in slices of at most `slice_bytes`, in order; a run that reaches into the next is cut."""
+    """The same bytes in slices of at most `slice_bytes`, in order. A run that crosses the end of a slice is cut there."""
     ends = np.cumsum(runs[:, 2])
     if not len(runs) or ends[-1] <= slice_bytes:
         return [runs] if len(runs) else []

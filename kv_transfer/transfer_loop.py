@@ -29,8 +29,7 @@ from common.instance.ports import (
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.link_speed import LinkProbe, slowness
-from kv_transfer.planner import PageSlice, plan_runs
-from kv_transfer.runs import check_pages, check_pool, mismatch
+from kv_transfer.planner import PageSlice, check_pages, check_pool, mismatch, plan_runs
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
 from kv_transfer.write_lease import OVERRUN_S
 

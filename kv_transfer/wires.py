@@ -1,7 +1,7 @@
 """The wires of this host: how many bytes each of its network devices has sent, and how fast it is.
 
-Owns what Linux says of them (`/proc/net/dev`, `/sys/class/net`, `/sys/class/infiniband`). Knows no transport: which of them a
-library really uses shows in what they count, whatever it was told to use.
+Owns what Linux reports about them (`/proc/net/dev`, `/sys/class/net`, `/sys/class/infiniband`). Knows no transport: the
+byte counts show which device a library really uses, whatever it was told to use.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from pathlib import Path
 
 RDMA = "RDMA"
 TCP = "TCP"
-LOOPBACK = "lo"
+LOOPBACK_DEVICE = "lo"
 _WORD_BYTES = 4
 """InfiniBand counts words (Linux, Documentation/ABI/stable/sysfs-class-infiniband: port_xmit_data)."""
 
@@ -28,7 +28,7 @@ class Wire:
 
 
 def bytes_sent(root: Path = Path("/")) -> dict[Wire, int]:
-    """What each device has sent since it came up; those that count nothing are left out."""
+    """How many bytes each device has sent since it came up. Devices without counters are left out."""
     sent: dict[Wire, int] = {}
     for name, words in _devices(root / "proc/self/net/dev"):
         sent[Wire(TCP, name)] = int(words[8])
@@ -39,26 +39,26 @@ def bytes_sent(root: Path = Path("/")) -> dict[Wire, int]:
 
 
 def busiest(before: Mapping[Wire, int], after: Mapping[Wire, int], pushed_bytes: int) -> Wire | None:
-    """The wire that carried so many bytes in between: RDMA first, for what it carries is counted by no other. None: memory, or a
-    device that this host does not count."""
+    """The wire that carried this many bytes between the two counts. RDMA comes first, because no other device counts its bytes.
+    None: memory carried them, or a device without counters."""
     carried = {wire: sent - before.get(wire, 0) for wire, sent in after.items()}
-    able = (wire for wire, sent in carried.items() if sent >= pushed_bytes)
-    return max(able, key=lambda wire: (wire.kind == RDMA, carried[wire]), default=None)
+    candidates = (wire for wire, sent in carried.items() if sent >= pushed_bytes)
+    return max(candidates, key=lambda wire: (wire.kind == RDMA, carried[wire]), default=None)
 
 
 def fastest_bytes_per_s(root: Path = Path("/")) -> float | None:
-    """Of all wires to other hosts that are up and say how fast they are (a virtual one does not)."""
+    """The fastest wire to other hosts that is up and reports its speed (a virtual device reports none)."""
     speeds = [speed for port in _ports(root) if (speed := _rdma_speed(port)) is not None]
     for name, _ in _devices(root / "proc/self/net/dev"):
         with suppress(OSError, ValueError):
             megabits = int((root / "sys/class/net" / name / "speed").read_text())
-            if name != LOOPBACK and megabits > 0:
+            if name != LOOPBACK_DEVICE and megabits > 0:
                 speeds.append(megabits * 1e6 / 8)
     return max(speeds, default=None)
 
 
 def _devices(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Name and columns of each network device, after two lines of headings."""
+    """The name and the columns of each network device. The file begins with two heading lines."""
     with suppress(OSError):
         for line in path.read_text().splitlines()[2:]:
             name, _, columns = line.partition(":")

@@ -15,12 +15,13 @@ from typing import TypeAlias, assert_never
 import msgspec
 import numpy as np
 
+from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
 from common.ids import Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.backends import LOOPBACK, make_transport
+from kv_transfer.backends import make_transport
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
 
 POLL_S = 1e-3

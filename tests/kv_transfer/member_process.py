@@ -15,12 +15,12 @@ from typing import BinaryIO, TypeAlias, assert_never
 import msgspec
 import numpy as np
 
+from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.ids import Incarnation, InstanceId, Key, RequestId, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled
 from common.messages import InstanceInfo, LinkInfo, PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.backends import LOOPBACK
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 from tests.kv_transfer.agent_process import Answer, Dump, End, Failed, Line, random_bytes, transport_of

@@ -9,7 +9,7 @@ from common.messages import LinkInfo
 from kv_transfer import link_speed
 from kv_transfer.link_speed import FIRST_BYTES, MOST_BYTES, MOST_RUNS, PROBES, LinkProbe, memory_bytes_per_s, slowness
 from kv_transfer.transfer_loop import RETRY_S, STALL_S, TURN_S
-from kv_transfer.wires import LOOPBACK, RDMA, TCP, Wire
+from kv_transfer.wires import LOOPBACK_DEVICE, RDMA, TCP, Wire
 from tests.builders import LAYOUT
 from tests.kv_transfer.two import PAGES, Two, linked, refused
 
@@ -148,7 +148,7 @@ def test_what_the_host_could_do_depends_on_where_the_peer_is(monkeypatch: pytest
     pool = Two(measures=True).source.loop.descriptor
     gpu = msgspec.structs.replace(pool, device="cuda:0")
     on_host, on_devices = LinkProbe(pool, pool), LinkProbe(gpu, gpu)
-    assert on_host.host_bytes_per_s(None) == on_host.host_bytes_per_s(Wire(TCP, LOOPBACK)) == 1e10
+    assert on_host.host_bytes_per_s(None) == on_host.host_bytes_per_s(Wire(TCP, LOOPBACK_DEVICE)) == 1e10
     assert on_host.host_bytes_per_s(Wire(TCP, "eth0")) == on_devices.host_bytes_per_s(Wire(RDMA, "mlx5_0:1")) == 5e10
     assert on_devices.host_bytes_per_s(None) is None, "how fast its links to other devices are is not known here"
     assert (on_host.carrier(None), on_devices.carrier(None)) == ("memory", "NVLink or PCIe")

@@ -17,8 +17,8 @@ Order = Literal["layer", "head"]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 SMALL = st.integers(1, 3)
 ORDERS: st.SearchStrategy[Order] = st.sampled_from(("layer", "head"))
-RANKS = {8: (1, 2, 8, 16), 4: (2, 16), 2: (1, 6), 1: (1, 4)}
-"""Ranks that can share so many KV heads."""
+RANKS = {8: (1, 2, 4, 8, 16), 4: (2, 16), 2: (1, 2, 4, 6), 1: (1, 4)}
+"""For each number of KV heads: how many ranks may share them."""
 SPLITS = [(heads, source, target) for heads, ranks in RANKS.items() for source in ranks for target in ranks]
 
 

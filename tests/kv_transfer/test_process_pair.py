@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from common.addresses import LOOPBACK
 from common.ids import Int64Array
 from kv_transfer.process_pair import SLICE_BYTES, SLICE_RUNS, Landing, Pair, is_closed_by_peer, reason_of
 
 POOL_BYTES = 2**20
 SILENCE_S = 1.0
-LOOPBACK = "127.0.0.1"
 
 
 class Two:

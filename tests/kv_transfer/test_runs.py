@@ -1,4 +1,4 @@
-"""The planner against a copy page by page: the same bytes, in as few runs as there can be, in slices that stay small."""
+"""Runs against a copy page by page: the same bytes, in as few runs as possible, cut into small slices; and checks of pools."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from common.errors import TransferError
 from common.ids import Int32Array, Int64Array
 from common.pages.layout import ITEM_BYTES, KVLayout
-from kv_transfer.planner import PageSlice, plan_runs
-from kv_transfer.runs import check_pages, mismatch, slice_runs
+from kv_transfer.planner import PageSlice, check_pages, mismatch, plan_runs
+from kv_transfer.runs import slice_runs
 from tests.builders import LAYOUT
 
 POOL_PAGES = 24
