@@ -3,11 +3,11 @@
 Owns the NIXL agent and every handle. Knows no pages. All calls come from one thread, so the agent runs unsynchronised and without
 its progress thread, which would spin on a core. Measured behaviour that shapes this file:
 
-- `transfer` copies inside the call on many links: tickets are posted in slices, so that a call is short.
-- A handle must be polled to its end, also after a failure: NIXL cannot abort, and releasing a handle does not stop it.
-- A cut link is reported only with TCP_USER_TIMEOUT, which in turn wants the receiver to poll more often than that.
-- A peer is removed only when nothing is in flight to it: before, its handles would fail while their bytes flow on.
-- Removing a peer that lives leaves its socket open on both sides: a link that is closed is kept for a while, to be used again.
+- On many links `transfer` copies inside the call. Pushes are cut into slices to keep each call short.
+- Every handle is polled to its end, also after a failure: NIXL cannot abort, and releasing a handle does not stop its write.
+- NIXL reports a cut link only with TCP_USER_TIMEOUT, and then the receiver must poll more often than that.
+- A peer is removed only when nothing is in flight to it. Otherwise its handles fail while their bytes flow on.
+- Removing a live peer leaves a socket open on both sides, so a closed link is kept for a while and used again.
 
 NIXL: https://github.com/ai-dynamo/nixl, API of 1.5.
 """
@@ -15,10 +15,9 @@ NIXL: https://github.com/ai-dynamo/nixl, API of 1.5.
 import math
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -27,43 +26,92 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
-from kv_transfer.runs import slice_runs
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.transport import TransportEvent
 
 SLICE_BYTES = 16 * 2**20
+SLICE_RUNS = 2**16
 SLICES_IN_FLIGHT = 4
 SILENCE_S = 10
-"""A peer that acknowledges nothing for so long is lost."""
+"""A peer that acknowledges nothing for this long is lost."""
 KEPT_S = 120.0
-"""A link that was closed can be used again for so long: longer than it takes until a lost link is tried again."""
+"""A closed link is kept for this long so that it can be used again. Longer than the pause before a lost link is tried again."""
 ENGINE_CONFIG = "TCP_USER_TIMEOUT={silence_s}s,TLS=^posix,MAX_RMA_RAILS=1"
-"""Silence is reported. On one host bytes go straight from memory to memory, but links are made over TCP: over shared memory, UCX
-1.23 crashes in a receiver that was stopped while a sender linked to it and was killed. One rail: it corrupts its heap when one of
-two TCP rails times out and the other lives on. UCX_MAX_RMA_RAILS=2 in the environment wins, where bandwidth needs it."""
+"""The timeout makes UCX report a silent peer. On one host bytes go straight from memory to memory, but connections are made over
+TCP: over shared memory, UCX 1.23 crashes in a receiver that was stopped while a sender connected and was killed. One rail: UCX
+corrupts its heap when one of two TCP rails times out and the other lives on. Set UCX_MAX_RMA_RAILS=2 in the
+environment where bandwidth needs it."""
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """in_flight: handles that have not ended. kept_until_s: when a closed one is forgotten."""
+class _NixlLink:
+    """Implements `kv_transfer.pushes.Link` for one remote agent. posted: writes that have not ended, and who waits for them.
 
-    agent: str
-    address: int
-    device: int
-    memory: str
-    in_flight: int = 0
-    kept_until_s: float = math.inf
+    kept_until_s: when a closed link is forgotten; infinite while it is open. is_dead: NIXL has dropped the agent.
+    """
 
+    detail = "NIXL UCX"
 
-@dataclass(slots=True, eq=False)
-class _Pushing:
-    """A ticket on its way: slices still to post, and handles that have not ended. failure: why no further slice is posted."""
+    def __init__(self, agent: Any, errors: tuple[type[Exception], ...], source: MemoryRegion, pool: PoolDescriptor) -> None:
+        self._agent, self._errors = agent, errors
+        self._source, self._source_memory = source, _memory_of(source.device)
+        self._pool, self._target_memory = pool, _memory_of(pool.device)
+        self.posted: list[tuple[Any, Future[None]]] = []
+        self.kept_until_s = math.inf
+        self.is_dead = False
 
-    ticket: Ticket
-    peer: _Peer
-    slices: deque[Int64Array]
-    handles: list[Any] = field(default_factory=list)
-    failure: str | None = None
-    quiescent: bool = True
+    def write(self, runs: Int64Array) -> Future[None]:
+        ended: Future[None] = Future()
+        try:
+            handle = self._prepare(runs)
+        except self._errors as error:  # nothing is under way, and the link is as good as before
+            ended.set_exception(SliceFailed(_reason_of(error), quiescent=True, loses_link=False))
+        else:
+            if not self._has_ended(handle, ended, self._agent.transfer):
+                self.posted.append((handle, ended))
+        return ended
+
+    def follow(self) -> None:
+        """Check the writes under way."""
+        check = self._agent.check_xfer_state
+        self.posted = [(handle, ended) for handle, ended in self.posted if not self._has_ended(handle, ended, check)]
+
+    def close(self) -> None:
+        self.kept_until_s = time.monotonic() + (0.0 if self.is_dead else KEPT_S)
+
+    def _prepare(self, runs: Int64Array) -> Any:
+        """The handle of one slice. Raises NIXL's errors, such as for memory outside of a pool."""
+        (our_memory, our_device), (their_memory, their_device) = self._source_memory, self._target_memory
+        source = _descriptors(runs[:, 0] + self._source.address, runs[:, 2], our_device)
+        target = _descriptors(runs[:, 1] + self._pool.address, runs[:, 2], their_device)
+        return self._agent.initialize_xfer(
+            "WRITE",
+            self._agent.get_xfer_descs(source, our_memory),
+            self._agent.get_xfer_descs(target, their_memory),
+            self._pool.agent,
+        )
+
+    def _has_ended(self, handle: Any, ended: Future[None], state_of: Callable[[Any], str]) -> bool:
+        """Post or check one handle, and release it when it has ended.
+
+        Only a dead endpoint proves that no more of a failed slice is sent. What a stopped receiver has in its socket still lands
+        when it goes on: measured, 0.1 MB at its first polls.
+        """
+        try:
+            state = state_of(handle)
+        except self._errors as error:
+            is_dead = type(error).__name__ in ("nixlRemoteDisconnectError", "nixlBackendError")
+            self.is_dead = self.is_dead or is_dead
+            ended.set_exception(SliceFailed(_reason_of(error), quiescent=is_dead, loses_link=is_dead))
+        else:
+            if state == "PROC":
+                return False
+            if state == "DONE":
+                ended.set_result(None)
+            else:
+                ended.set_exception(SliceFailed(f"a write is in state {state}", quiescent=False, loses_link=False))
+        with suppress(*self._errors):
+            self._agent.release_xfer_handle(handle)
+        return True
 
 
 class NixlTransport:
@@ -82,176 +130,91 @@ class NixlTransport:
             self._agent.create_backend("UCX", {"engine_config": ENGINE_CONFIG.format(silence_s=silence_s)})
         self._region: MemoryRegion | None = None
         self._registered: Any = None
-        self._peers: dict[str, _Peer] = {}
-        self._closed: dict[str, _Peer] = {}
-        self._pushing: dict[Ticket, _Pushing] = {}
-        self._events: list[TransportEvent] = []
+        self._links: dict[str, _NixlLink] = {}
+        """Every agent that NIXL knows, by name: also closed links that are kept."""
+        self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, SLICES_IN_FLIGHT)
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
         memory, device = _memory_of(region.device)
         with self._translated("register the pool"):
             self._registered = self._agent.register_memory([(region.address, region.region_bytes, device, "")], memory)
             self._region = region
+            self._pushes.register(region)
             return self._name, bytes(self._agent.get_agent_metadata())
 
     def connect(self, pool: PoolDescriptor) -> str:
-        if pool.agent not in self._peers:
-            kept = self._closed.pop(pool.agent, None)
-            self._peers[pool.agent] = kept or self._add(pool)
-        return "NIXL UCX"
+        return self._pushes.connect(pool, lambda: self._link(pool))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        peer = self._peers.get(agent)
-        if peer is None:
-            self._events.append(RunsFailed(ticket, f"no link to {agent}", quiescent=True))
-            return
-        pushing = _Pushing(ticket, peer, deque(slice_runs(runs, SLICE_BYTES)))
-        self._pushing[ticket] = pushing
-        self._post(pushing)
+        self._pushes.push(ticket, agent, runs)
 
     def poll(self) -> list[TransportEvent]:
         with self._translated("drive progress"):
             self._agent.get_new_notifs()
-        for pushing in list(self._pushing.values()):
-            self._advance(pushing)
-        self._forget()
-        events, self._events = self._events, []
+        for link in self._links.values():
+            if link.posted:
+                link.follow()
+        events = self._pushes.poll()
+        self._forget(time.monotonic())
         return events
 
     def close(self, agent: str | None = None) -> None:
-        self._stop_pushes(agent)
-        for name in [name for name in self._peers if agent in (None, name)]:
-            self._leave(self._peers[name], KEPT_S if agent else 0.0)
-        self._forget()
+        self._pushes.close(agent)
+        self._forget(time.monotonic() if agent else math.inf)
         if agent is None and self._registered is not None:
-            with self._ignoring_errors():
+            with suppress(*self._errors):
                 self._agent.deregister_memory(self._registered)
             self._registered = None
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _add(self, pool: PoolDescriptor) -> _Peer:
-        memory, device = _memory_of(pool.device)
+    def _link(self, pool: PoolDescriptor) -> _NixlLink:
+        """The link that was kept, or a new one."""
+        self._forget(time.monotonic())
+        link = self._links.get(pool.agent)
+        if link is None:
+            link = self._links[pool.agent] = self._add(pool)
+        elif link.is_dead:
+            raise TransferError(f"NIXL could not connect to {pool.agent}: writes over the lost link have not ended")
+        link.kept_until_s = math.inf
+        return link
+
+    def _add(self, pool: PoolDescriptor) -> _NixlLink:
+        assert self._region is not None, "register comes before connect"
         with self._translated(f"connect to {pool.agent}"):
             name = self._agent.add_remote_agent(pool.wire)
             known = name.decode() if isinstance(name, bytes) else str(name)
             if known != pool.agent:
-                if known not in self._peers and known not in self._closed:
+                if known not in self._links:
                     self._agent.remove_remote_agent(known)
                 raise TransferError(f"the descriptor of {pool.agent} belongs to {known}")
             self._agent.make_connection(pool.agent)
-        return _Peer(pool.agent, pool.address, device, memory)
+        return _NixlLink(self._agent, self._errors, self._region, pool)
 
-    def _stop_pushes(self, agent: str | None) -> None:
-        for pushing in self._pushing.values():
-            if agent in (None, pushing.peer.agent):
-                pushing.failure = pushing.failure or "the link was closed"
-                pushing.slices.clear()
-
-    def _leave(self, peer: _Peer, kept_s: float) -> None:
-        del self._peers[peer.agent]
-        self._closed[peer.agent] = peer
-        peer.kept_until_s = time.monotonic() + kept_s
-
-    def _forget(self) -> None:
-        """Remove the closed peers to which nothing is in flight any more, when they have been kept for long enough."""
-        if not self._closed:
-            return
-        now = time.monotonic()
-        for name in [name for name, peer in self._closed.items() if not peer.in_flight and now >= peer.kept_until_s]:
-            del self._closed[name]
-            with self._ignoring_errors():
-                self._agent.remove_remote_agent(name)
-
-    def _post(self, pushing: _Pushing) -> None:
-        """Post the next slices, few enough for one call also where each of them is copied inside it."""
-        for _ in range(SLICES_IN_FLIGHT - len(pushing.handles)):
-            if not pushing.slices:
-                return
-            try:
-                handle = self._prepare(pushing.peer, pushing.slices.popleft())
-            except self._errors as error:
-                self._refuse(pushing, error)
-                return
-            pushing.handles.append(handle)
-            pushing.peer.in_flight += 1
-            self._settle(pushing, handle, self._agent.transfer)
-
-    def _prepare(self, peer: _Peer, runs: Int64Array) -> Any:
-        """The handle of one slice; nothing is under way yet. Raises NIXL's errors, such as for memory outside of a pool."""
-        assert self._region is not None, "register comes before push"
-        memory, device = _memory_of(self._region.device)
-        source = self._agent.get_xfer_descs(_descriptors(runs[:, 0] + self._region.address, runs[:, 2], device), memory)
-        target = self._agent.get_xfer_descs(_descriptors(runs[:, 1] + peer.address, runs[:, 2], peer.device), peer.memory)
-        return self._agent.initialize_xfer("WRITE", source, target, peer.agent)
-
-    def _advance(self, pushing: _Pushing) -> None:
-        for handle in list(pushing.handles):
-            self._settle(pushing, handle, self._agent.check_xfer_state)
-        self._post(pushing)
-        if pushing.handles:
-            return
-        if pushing.failure is not None:
-            del self._pushing[pushing.ticket]
-            self._events.append(RunsFailed(pushing.ticket, pushing.failure, pushing.quiescent))
-        elif not pushing.slices:
-            del self._pushing[pushing.ticket]
-            self._events.append(RunsDone(pushing.ticket))
-
-    def _settle(self, pushing: _Pushing, handle: Any, state_of: Callable[[Any], str]) -> None:
-        """Post or check one handle, and let go of it when it has ended."""
-        try:
-            state = state_of(handle)
-        except self._errors as error:
-            self._fail(pushing, error)
-        else:
-            if state == "PROC":
-                return
-            if state != "DONE":
-                self._refuse(pushing, RuntimeError(f"a write is in state {state}"))
-                pushing.quiescent = False
-        pushing.handles.remove(handle)
-        pushing.peer.in_flight -= 1
-        with self._ignoring_errors():
-            self._agent.release_xfer_handle(handle)
-
-    def _refuse(self, pushing: _Pushing, error: Exception) -> None:
-        """Post nothing more of this ticket."""
-        pushing.failure = pushing.failure or f"{type(error).__name__}: {error}"
-        pushing.slices.clear()
-
-    def _fail(self, pushing: _Pushing, error: Exception) -> None:
-        """A slice failed under way. Only a dead endpoint proves that nothing of it is sent any more.
-
-        What a stopped receiver has in its socket still lands when it goes on: measured, 0.1 MB at its first polls.
-        """
-        self._refuse(pushing, error)
-        kind, peer = type(error).__name__, pushing.peer
-        dead = kind in ("nixlRemoteDisconnectError", "nixlBackendError")
-        pushing.quiescent = pushing.quiescent and dead
-        if dead and self._peers.get(peer.agent) is peer:
-            self._events.append(AgentLost(peer.agent, kind))
-            self._leave(peer, kept_s=0.0)
-            self._stop_pushes(peer.agent)
+    def _forget(self, now: float) -> None:
+        """Remove closed links that are dead or have been kept for long enough, once nothing is in flight over them. Earlier, NIXL
+        would report their writes as failed while the bytes flow on."""
+        closed = [(name, link) for name, link in self._links.items() if link.kept_until_s < math.inf]
+        for name, link in closed:
+            if not link.posted and (link.is_dead or now >= link.kept_until_s):
+                del self._links[name]
+                with suppress(*self._errors):
+                    self._agent.remove_remote_agent(name)
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
         try:
             yield
         except self._errors as error:
-            raise TransferError(f"NIXL could not {what}: {type(error).__name__}: {error}") from error
+            raise TransferError(f"NIXL could not {what}: {_reason_of(error)}") from error
 
-    @contextmanager
-    def _ignoring_errors(self) -> Iterator[None]:
-        """For what must be tried on the way out and whose failure changes nothing: the peer may be gone."""
-        try:
-            yield
-        except self._errors:
-            return
+
+def _reason_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _errors_of(names: Iterable[object]) -> tuple[type[Exception], ...]:
-    """What calls of NIXL raise: its own errors, which have no common base, and what its bindings make of C++ exceptions."""
+    """What NIXL raises: its own errors, which have no common base class, and Python's errors for C++ exceptions."""
     own = [name for name in names if isinstance(name, type) and issubclass(name, Exception)]
     return (*own, RuntimeError, ValueError)
 

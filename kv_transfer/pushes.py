@@ -1,8 +1,8 @@
-"""Pushes in slices: the books of a backend whose links write one slice of runs at a time.
+"""Pushes in slices: keeps track of tickets for a backend whose links write one slice of runs at a time.
 
-Owns tickets, the slices that are still to write, and which link they go over. Knows no library: a `Link` writes a slice and says
-through a future how that ended. Slices of one link are begun in order, a few at a time, so a push is never begun far ahead of
-its turn, and closing a link leaves little under way.
+Owns tickets, the slices that have not been written, and the link that carries them. Knows no library: a `Link` writes a slice and
+reports the result through a future. Each link begins its slices in order and has only a few under way, so closing a link leaves
+little to wait for.
 """
 
 from collections import deque
@@ -20,30 +20,32 @@ from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEven
 
 
 class SliceFailed(TransferError):
-    """A slice was not written as it should, and its link is of no more use. `quiescent`: no byte of it will land any more."""
+    """A slice was not written. `quiescent`: no byte of it will land any more. `loses_link`: the link is unusable too."""
 
-    def __init__(self, reason: str, quiescent: bool) -> None:
+    def __init__(self, reason: str, quiescent: bool, loses_link: bool = True) -> None:
         super().__init__(reason)
         self.quiescent = quiescent
+        self.loses_link = loses_link
 
 
 class Link(Protocol):
-    """The way to the pool of one agent. detail: what was chosen, for people."""
+    """A connection to the pool of one agent. detail: what the library chose, for people."""
 
     @property
     def detail(self) -> str: ...
 
     def write(self, runs: Int64Array) -> Future[None]:
-        """Begin to write one slice; may block for it. The future ends with None, every byte being visible at the target, or with
-        SliceFailed."""
+        """Begin to write one slice; may block until it is written. The future ends with None once every byte is visible at the
+        target, or with SliceFailed."""
 
     def close(self) -> None:
-        """No slice follows; those that were begun go on to their end."""
+        """No slice follows. The slices that were begun still run to their end."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pushing:
-    """A ticket on its way. slices: not begun. under_way: how many have not ended. failure: why no further one is begun."""
+    """A ticket that has not ended. slices: not begun yet. under_way: slices begun and not ended. failure: why no further slice is
+    begun."""
 
     ticket: Ticket
     slices: deque[Int64Array]
@@ -58,7 +60,7 @@ class _Pushing:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One link and what goes over it."""
+    """One link and the pushes that it carries."""
 
     pool: PoolDescriptor
     link: Link
@@ -69,7 +71,7 @@ class _Lane:
 class Pushes:
     """Implements push, poll and close of `kv_transfer.transport.Transport`, and keeps the links that the backend makes.
 
-    slice_bytes, slice_runs: most of a slice. window: slices that a link has under way at once.
+    slice_bytes, slice_runs: the largest slice. window: how many slices a link has under way at once.
     """
 
     def __init__(self, slice_bytes: int, slice_runs: int, window: int) -> None:
@@ -84,7 +86,7 @@ class Pushes:
         self._source_bytes = region.region_bytes
 
     def connect(self, pool: PoolDescriptor, make_link: Callable[[], Link]) -> str:
-        """Make the link unless there is one. Returns its detail. Raises what make_link raises."""
+        """Make the link unless it exists. Returns its detail. Raises what make_link raises."""
         if pool.agent not in self._lanes:
             self._lanes[pool.agent] = _Lane(pool, make_link())
         return self._lanes[pool.agent].link.detail
@@ -113,7 +115,7 @@ class Pushes:
     # --- inside ------------------------------------------------------------------------------------------------------------
 
     def _refusal(self, agent: str, runs: Int64Array) -> str | None:
-        """Why nothing of these runs can be written."""
+        """Why these runs cannot be written; None if they can."""
         lane = self._lanes.get(agent)
         if lane is None:
             return f"no link to {agent}"
@@ -135,7 +137,7 @@ class Pushes:
                 lane.under_way.append((pushing, lane.link.write(pushing.slices.popleft())))
 
     def _follow(self, lane: _Lane) -> None:
-        """Take in the slices that have ended, and report the tickets of which nothing is left."""
+        """Take in the slices that have ended, and report the tickets that have none left."""
         ended = [(pushing, future) for pushing, future in lane.under_way if future.done()]
         lane.under_way = [each for each in lane.under_way if each not in ended]
         for pushing, future in ended:
@@ -154,7 +156,7 @@ class Pushes:
     def _failed(self, lane: _Lane, pushing: _Pushing, failed: SliceFailed) -> None:
         pushing.stop(str(failed))
         pushing.quiescent = pushing.quiescent and failed.quiescent
-        if self._lanes.get(lane.pool.agent) is lane:
+        if failed.loses_link and self._lanes.get(lane.pool.agent) is lane:
             self._events.append(AgentLost(lane.pool.agent, str(failed)))
             self._leave(lane, f"the link was lost: {failed}")
 
