@@ -1,11 +1,9 @@
-"""One of the two processes of a measurement: a pool, one end of a way, and a loop that does what it is told.
+"""One of the two processes of a measurement: a pool and one end of a way, which obey commands.
 
-Owns the pool, the pages of each push, the clock around them and the loop. It runs as `python -m bench.agent PLAN`, says
-Started, and gives one answer to each command; it ends when it is told to, or when its stdin closes. Does not know who measures.
+Owns the pool, the pages of each push and the clock around them. Run as `python -m bench.agent PLAN`, it reports Started and
+answers each command once. Ends when it is told to, or when its parent is gone. Does not know who measures.
 """
 
-import os
-import select
 import sys
 import time
 import zlib
@@ -14,24 +12,24 @@ from typing import assert_never
 import msgspec
 import numpy as np
 
-from bench.ends import End as WayEnd
-from bench.ends import Memory, make_end
-from bench.lines import AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
+from bench.ends import End, Memory, make_end
+from bench.lines import AgentPlan, Answer, Command, Connect, Digest, Expect, Push, Refused, Report, Started, Stop
 from bench.plan import Point
 from common.errors import TransferError
 from common.ids import Int32Array
 from common.pages.host_memory import host_memory
+from common.processes.parent import Parent
 
 
 def touched_memory(pool_bytes: int, huge_pages: bool) -> Memory:
-    """As an instance's pool on CPU (with huge pages), but all of it there."""
+    """Memory like that of an instance's pool on CPU, with every page already touched."""
     memory = host_memory(pool_bytes, huge_pages)
     memory[:] = 0
     return memory
 
 
 def pages_of(point: Point, unit_bytes: int, pool_bytes: int, seed: int) -> list[tuple[Int32Array, Int32Array]]:
-    """The pages of each push of a point, as units of the pool: (source, target), [units] int32 each. The same in any process."""
+    """The pages of each push of a point, as units of the pool: (source, target), [units] int32 each. Equal in all processes."""
     random = np.random.default_rng([seed, point.page_bytes, point.pages])
     total, units = pool_bytes // point.page_bytes, point.page_bytes // unit_bytes
 
@@ -51,32 +49,24 @@ class Agent:
     def __init__(self, plan: AgentPlan) -> None:
         self._plan = plan
         self._pool = self._memory()
-        self._end: WayEnd = make_end(plan, self._pool, self._memory)
+        self._end: End = make_end(plan, self._pool, self._memory)
         self.started = Started(address=self._end.address)
 
     def _memory(self) -> Memory:
         return touched_memory(self._plan.pool_bytes, self._plan.huge_pages)
 
-    def run(self, reports: int) -> None:
-        """Obey until End, or until nobody is there to command."""
-        decoder = msgspec.json.Decoder[Command](Command)
-        with os.fdopen(0, "rb", buffering=0) as commands:
-            while True:
-                ready, _, _ = select.select([commands], [], [], self._end.turn())
-                if not ready:
-                    continue
-                line = commands.readline()
-                if not line:
-                    return
-                command = decoder.decode(line)
-                if isinstance(command, End):
-                    self._end.close()
-                    return
-                try:
-                    answer: Report = self._obey(command)
-                except TransferError as error:
-                    answer = Refused(reason=str(error))
-                say(reports, answer)
+    def turn(self) -> float | None:
+        return self._end.turn()
+
+    def act(self, command: Command) -> Report | None:
+        """Returns the answer; None for Stop."""
+        if isinstance(command, Stop):
+            self._end.close()
+            return None
+        try:
+            return self._obey(command)
+        except TransferError as error:
+            return Refused(reason=str(error))
 
     def _obey(self, command: Connect | Push | Expect | Digest) -> Answer:
         match command:
@@ -107,29 +97,21 @@ class Agent:
         return Answer(cpu_s=time.process_time(), elapsed_s=before - began, pushes=taken)
 
     def _digest(self, command: Digest) -> int:
-        """Of the last push of a turn: what it wrote, no later push of the turn has written over."""
+        """Of the last push of a turn: no later push of that turn has overwritten its pages."""
         source, target = pages_of(command.point, self._plan.unit_bytes, self._plan.pool_bytes, command.seed)[-1]
         memory, pages = (self._end.landing, target) if command.landed else (self._pool, source)
         return zlib.crc32(memory.reshape(-1, self._plan.unit_bytes)[pages].tobytes())
 
 
-def say(reports: int, report: Report) -> None:
-    """One line to whoever started this process."""
-    data = msgspec.json.encode(report) + b"\n"
-    while data:
-        data = data[os.write(reports, data) :]
-
-
 def main(plan_text: str) -> None:
-    reports = os.dup(1)
-    os.dup2(2, 1)  # libraries write to stdout
+    parent: Parent[Command, Report] = Parent(msgspec.json.Decoder[Command](Command))
     try:
         agent = Agent(msgspec.json.decode(plan_text, type=AgentPlan))
     except TransferError as error:
-        say(reports, Refused(reason=str(error)))
+        parent.report(Refused(reason=str(error)))
         return
-    say(reports, agent.started)
-    agent.run(reports)
+    parent.report(agent.started)
+    parent.obey(agent.act, agent.turn)
 
 
 if __name__ == "__main__":

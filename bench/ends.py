@@ -1,6 +1,6 @@
-"""The ends of each way that bytes can take from one process to the other: a KV transport, a transfer thread, a socket, memmove.
+"""The two ends of each way to move bytes between processes: a KV transport, a transfer thread, a socket, memmove.
 
-Owns what a push is on each of them. Knows pools and runs. Does not know what is measured, or who asks.
+Owns what a push is on each way. Knows pools and runs. Does not know what is measured, or who asks.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ class End(Protocol):
         """Whether pushes are on their way to this end."""
 
     def turn(self) -> float | None:
-        """Drive what must be driven. Returns in how many seconds it is time again; None: never."""
+        """Make progress. Returns after how many seconds to call it again; None: never."""
 
     def close(self) -> None: ...
 
@@ -78,12 +78,12 @@ def make_end(plan: AgentPlan, pool: Memory, spare: Callable[[], Memory]) -> End:
 
 
 def layout_of(page_bytes: int) -> KVLayout:
-    """A layout whose pages are of so many bytes."""
+    """A layout whose pages have this size."""
     return KVLayout(layers=1, kv_heads=1, head_dim=page_bytes // 2, page_size=1, dtype="uint8")
 
 
 class TransportEnd:
-    """The port alone: every call from this thread, and after a push it is polled without a pause."""
+    """The port alone: every call comes from this thread, which polls without a pause after a push."""
 
     def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
         self._transport = make_transport(name, host)
@@ -148,7 +148,7 @@ class TransportEnd:
 
 
 class ThreadEnd:
-    """A transfer thread, with its pace, its links and its leases: what an instance sees."""
+    """A transfer thread with its pace, links and leases: what an instance uses."""
 
     def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
         self._is_distant = _is_distant(host)
@@ -203,7 +203,7 @@ class ThreadEnd:
 
 
 class SocketEnd:
-    """One TCP connection: where the runs go, their bytes one after the other, and one byte back when all are there."""
+    """One TCP connection. A push sends where its runs go, then their bytes; one byte comes back when all have arrived."""
 
     def __init__(self, host: str, pool: Memory, layout: KVLayout) -> None:
         self._pool, self._layout = pool.data, layout
@@ -244,7 +244,7 @@ class SocketEnd:
         return push
 
     def expect(self, pushes: bool) -> None:
-        """The receiver sleeps in the kernel until something comes."""
+        """The receiver sleeps in the kernel until bytes arrive."""
 
     def turn(self) -> None:
         """The receiver needs no help."""
@@ -255,7 +255,10 @@ class SocketEnd:
         self._listener.close()
 
     def _receive(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # closed before anybody connected
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connection:
             while head := connection.recv(8, socket.MSG_WAITALL):
@@ -267,7 +270,7 @@ class SocketEnd:
 
 
 class MemmoveEnd:
-    """Both pools in one process and a loop over the runs: as fast as one core copies."""
+    """Both pools in one process, and a loop that copies the runs with one core."""
 
     def __init__(self, pool: Memory, landing: Memory, layout: KVLayout) -> None:
         self._pool, self._layout = pool, layout
@@ -309,7 +312,7 @@ def _pool_at(address: Address) -> PoolDescriptor:
 
 
 def _is_distant(host: str) -> bool:
-    """Whether the other process is, or stands for one, on another host."""
+    """Whether the other process is on another host, or stands for one that is."""
     return host != LOOPBACK
 
 
@@ -318,6 +321,6 @@ def _region_of(pool: Memory) -> MemoryRegion:
 
 
 def _instance_of(pool: PoolDescriptor) -> InstanceInfo:
-    """The owner of a pool, as a transfer loop wants to know it."""
+    """The owner of a pool, as a transfer loop needs it."""
     model = ModelIdentity(name="bench", fingerprint="", architecture="", dtype="uint8", vocab_size=1, context_tokens=1)
     return InstanceInfo(id=TARGET, incarnation=LIFE, role="decode", inbox="", ranks=(), model=model, pool=pool, max_running=1)

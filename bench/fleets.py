@@ -1,12 +1,10 @@
-"""A fleet of real processes that is measured: started, sent one request at a time, asked what it counted, stopped.
+"""A fleet that is measured: sent one request at a time, and asked what it counted.
 
-Owns the processes, and the clock of the client. Knows the public API and /cluster. Does not know what is compared with what.
+Owns the clock of the client. Knows the public API and /cluster. Does not know what is compared with what.
 """
 
-import contextlib
 import http.client
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,20 +12,17 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from launch.fleet_page import FleetPage
-from launch.local import FleetFailed, LocalFleet, LocalPlan
-from launch.processes import launch_command
+from bench.local_fleet import ANSWER_S, FleetFailed, FleetPages
 
 ANSWER_TOKENS = 2
 """The second token is the first that a decode instance computes."""
-ANSWER_S = 300.0
-COUNTED_S = 20.0
+COUNTED_S = 60.0
 LOOK_EVERY_S = 0.02
 EVENT = b"data: "
 
 
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
-    """When tokens came to the client, in seconds since it sent the request: the first one, and the last."""
+    """When the first and the last token came to the client, in seconds since it sent the request."""
 
     first_s: float
     last_s: float
@@ -51,7 +46,7 @@ class Fleet:
 
     def __init__(self, url: str, instances: int) -> None:
         self._netloc = urlsplit(url).netloc
-        self._page = FleetPage(url)
+        self._pages = FleetPages(url)
         self._instances = instances
         self._model = ""
 
@@ -62,14 +57,14 @@ class Fleet:
         deadline = time.monotonic() + COUNTED_S
         while (counted := self._totals().since(before)).requests_ended < self._instances:
             if time.monotonic() > deadline:
-                raise FleetFailed(f"a request that was answered is not over on each instance after {COUNTED_S:g} s: {counted}")
+                raise FleetFailed(f"an answered request is not over on each instance after {COUNTED_S:g} s: {counted}")
             time.sleep(LOOK_EVERY_S)
         return arrivals, counted
 
     def _totals(self) -> Totals:
-        cluster = self._page.get("/cluster")
-        if cluster is None or len(cluster["instances"]) < self._instances:
-            raise FleetFailed("the router does not answer, or an instance has left")
+        cluster = self._pages.cluster()
+        if len(cluster["instances"]) < self._instances:
+            raise FleetFailed("an instance has left")
         counters = [instance["counters"] for instance in cluster["instances"]]
         self._model = cluster["instances"][0]["model"]["name"]
         return Totals(**{name: sum(each[name] for each in counters) for name in Totals.__struct_fields__})
@@ -110,14 +105,3 @@ def _token_times(response: http.client.HTTPResponse) -> Iterator[float]:
             raise FleetFailed(f"a request failed: {event['error']}")
         for choice in event["choices"]:
             yield from [now] * len(choice.get("token_ids", ()))
-
-
-@contextlib.contextmanager
-def running(plan: LocalPlan) -> Iterator[Fleet]:
-    """The fleet of a plan, until the end. What its processes say goes to stderr. Raises FleetFailed."""
-    local = LocalFleet(plan, launch_command)
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            yield Fleet(local.start(), plan.prefill + plan.decode)
-        finally:
-            local.stop()

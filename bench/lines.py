@@ -1,22 +1,17 @@
-"""What the two processes of a measurement and the one that measures say to each other: JSON lines over pipes.
+"""What the process that measures says to the two processes of a measurement, and what they answer.
 
 Owns the vocabulary. Opens nothing.
 """
 
 from typing import TypeAlias
 
-import msgspec
-
 from bench.plan import Point, Way
 from common.messages import PoolDescriptor
+from common.processes.lines import JsonLine
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of every line; the tag is the class name."""
-
-
-class AgentPlan(Line, frozen=True):
-    """What an agent is: one end of a way. host: the address that it may listen on. unit_bytes: the page of its pool."""
+class AgentPlan(JsonLine, frozen=True):
+    """One end of a way. host: the address to listen on. unit_bytes: size of a page of its pool."""
 
     way: Way
     host: str
@@ -25,22 +20,22 @@ class AgentPlan(Line, frozen=True):
     huge_pages: bool
 
 
-class Address(Line, frozen=True):
-    """Where the other end is reached: its pool, or a host and port."""
+class Address(JsonLine, frozen=True):
+    """How to reach an end: its pool, or a host and port."""
 
     pool: PoolDescriptor | None = None
     host: str = ""
     port: int = 0
 
 
-class Connect(Line, frozen=True):
+class Connect(JsonLine, frozen=True):
     """Get ready to push to the other end."""
 
     address: Address
 
 
-class Push(Line, frozen=True):
-    """Push again and again for so long, and so many times at least. seed: which pages."""
+class Push(JsonLine, frozen=True):
+    """Push again and again, for this many seconds and at least this many times. seed: chooses the pages."""
 
     point: Point
     seed: int
@@ -48,44 +43,44 @@ class Push(Line, frozen=True):
     least_pushes: int
 
 
-class Expect(Line, frozen=True):
+class Expect(JsonLine, frozen=True):
     """Whether pushes are on their way to this end."""
 
     pushes: bool
 
 
-class Digest(Line, frozen=True):
-    """A checksum of what the pushes of a point read on this end, or wrote."""
+class Digest(JsonLine, frozen=True):
+    """Compute a checksum of what the pushes of a point read on this end or, if `landed`, wrote there."""
 
     point: Point
     seed: int
     landed: bool
 
 
-class End(Line, frozen=True):
+class Stop(JsonLine, frozen=True):
     """Close everything and exit."""
 
 
-Command: TypeAlias = Connect | Push | Expect | Digest | End
+Command: TypeAlias = Connect | Push | Expect | Digest | Stop
 
 
-class Started(Line, frozen=True):
+class Started(JsonLine, frozen=True):
     """The agent is there."""
 
     address: Address
 
 
-class Answer(Line, frozen=True):
-    """A command is done. cpu_s: CPU time of this process so far, user and system. pushes: how long each took, in seconds.
-    elapsed_s: from the first push to the end of the last."""
+class Answer(JsonLine, frozen=True):
+    """A command is done. cpu_s: CPU time of this process so far, user and system. pushes: seconds that each one took.
+    elapsed_s: from the start of the first push to the end of the last."""
 
     cpu_s: float
     elapsed_s: float = 0.0
-    pushes: list[float] = []
+    pushes: tuple[float, ...] = ()
     digest: int = 0
 
 
-class Refused(Line, frozen=True):
+class Refused(JsonLine, frozen=True):
     """The command, or the start, failed."""
 
     reason: str

@@ -13,16 +13,18 @@ from pathlib import Path
 import msgspec
 
 from bench import overlap_report
-from bench.fleets import Fleet, running
+from bench.fleets import Fleet
 from bench.hardware import this_hardware
+from bench.local_fleet import FleetFailed, local_fleet
 from bench.overlap_figures import Measured, Outcome, Sample, judge
 from bench.overlap_plan import FLEETS, RANDOM, FleetKind, OverlapBench, prompt_tokens
 from bench.random_model import random_model
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.cores import core_count, divide_cores
+from common.flags import to_flags
 from common.text.tokenizer_manager import TokenizerManager
-from launch.local import FleetFailed, LocalPlan
 
+PREFILLS: dict[FleetKind, int] = {"layer-wise": 1, "page-wise": 1, "colocated": 0}
 HEARTBEAT_S = 0.2
 """Counters come with heartbeats."""
 
@@ -56,7 +58,7 @@ def _measure(model: str, bench: OverlapBench, engine: EngineConfig) -> Measured:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_checkpoint(model, bench, engine))
         vocab = TokenizerManager(folder).vocab_size
-        fleets = {kind: stack.enter_context(running(plan_of(kind, folder, bench, engine))) for kind in FLEETS}
+        fleets = {kind: _running(stack, fleet_flags(kind, folder, bench, engine), kind) for kind in FLEETS}
         _say(f"{model}: the first requests")
         for fleet in fleets.values():
             fleet.serve(_prompt(lengths[bench.lengths[-1]], vocab, 0))  # so that memory and links have been used
@@ -69,17 +71,24 @@ def _measure(model: str, bench: OverlapBench, engine: EngineConfig) -> Measured:
     return Measured(model=model, prompt_tokens=lengths, samples=samples)
 
 
-def plan_of(kind: FleetKind, model: str, bench: OverlapBench, engine: EngineConfig) -> LocalPlan:
-    """The fleets differ in what is compared and in nothing else: an instance of each has as many threads."""
-    return LocalPlan(
-        prefill=0 if kind == "colocated" else 1,
-        decode=1,
-        router=RouterConfig(port=0, control_port=0, heartbeat_s=HEARTBEAT_S),
-        instance=InstanceConfig(transport=bench.transport),
-        model=ModelConfig(model=model),
-        engine=replace(engine, layer_groups=0) if kind == "page-wise" else engine,
-        log=LogConfig(log_level="warning"),
-    )
+def fleet_flags(kind: FleetKind, model: str, bench: OverlapBench, engine: EngineConfig) -> list[str]:
+    """The flags of `launch local`. The fleets differ only in what is compared; each instance has the same number of threads."""
+    return [
+        f"--prefill={PREFILLS[kind]}",
+        *to_flags(
+            RouterConfig(heartbeat_s=HEARTBEAT_S),
+            InstanceConfig(transport=bench.transport),
+            ModelConfig(model=model),
+            replace(engine, layer_groups=0) if kind == "page-wise" else engine,
+            LogConfig(log_level="warning"),
+        ),
+    ]
+
+
+def _running(stack: contextlib.ExitStack, flags: list[str], kind: FleetKind) -> Fleet:
+    """A fleet that runs as long as the stack is open. What it writes goes to stderr."""
+    fleet = stack.enter_context(local_fleet(*flags, on_output=sys.stderr.write))
+    return Fleet(fleet.url, PREFILLS[kind] + 1)
 
 
 def _checkpoint(model: str, bench: OverlapBench, engine: EngineConfig) -> contextlib.AbstractContextManager[str]:

@@ -1,33 +1,26 @@
-"""The two processes of a way, as the one that measures sees them: started, connected, measured, ended.
+"""The two processes of a way, as the measuring process sees them: started, connected, measured, ended.
 
-Owns the processes and their pipes, and how CPU time is attributed. Does not know how bytes move, or what is worth measuring.
+Owns the processes, and how CPU time is attributed. Does not know how bytes move, or what is worth measuring.
 """
 
-import os
-import select
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
 import msgspec
 
 from bench.figures import Sample
-from bench.lines import Address, AgentPlan, Answer, Command, Connect, Digest, End, Expect, Push, Refused, Report, Started
+from bench.lines import Address, AgentPlan, Answer, Command, Connect, Digest, Expect, Push, Refused, Report, Started, Stop
 from bench.plan import Point, TransferBench, Way
 from common.errors import TransferError
-from common.processes.child import KILL_S
+from common.processes.child import KILL_S, ChildEnded, Respondent
 
-_ROOT = Path(__file__).resolve().parents[1]
 ANSWER_S = 120.0
 LEAST_PUSHES = 3
 LEAST_PUSHES_OF_ONE_PAGE = 200
-"""So that a 99th percentile is one."""
+"""Enough for a 99th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,80 +39,40 @@ class Agent:
     """One process. prefix: what its command is run by."""
 
     def __init__(self, plan: AgentPlan, prefix: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._decoder = msgspec.json.Decoder[Report](Report)
-        self._unread = b""
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "bench.agent", msgspec.json.encode(plan).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            cwd=_ROOT,  # a child runs the code that we run
-            env={**os.environ, **environment},
-        )
+        command = [*prefix, sys.executable, "-P", "-m", "bench.agent", msgspec.json.encode(plan).decode()]
+        decoder = msgspec.json.Decoder[Report](Report)
+        self._child: Respondent[Command, Report] = Respondent("agent", command, decoder, environment)
 
     def started(self) -> Address:
-        """Wait until it is there. Raises TransferError with its reason."""
+        """Wait until it has started. Raises TransferError with its reason."""
         report = self._report()
-        if not isinstance(report, Started):
-            raise TransferError(f"an agent began with {report}")
+        assert isinstance(report, Started), report
         return report.address
 
-    def tell(self, command: Command) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise TransferError(f"an agent is gone: {error}; {self._last_words()}") from error
-
-    def answer(self) -> Answer:
-        """The answer to a command. Raises TransferError with the reason when it was refused."""
+    def do(self, command: Command) -> Answer:
+        """Returns the answer. Raises TransferError with the reason when the command is refused."""
+        self._child.order(command)
         report = self._report()
-        if not isinstance(report, Answer):
-            raise TransferError(f"an agent answered {report}")
+        assert isinstance(report, Answer), report
         return report
 
-    def do(self, command: Command) -> Answer:
-        self.tell(command)
-        return self.answer()
-
     def close(self) -> None:
-        """Ask it to end, and end it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self.tell(End())
-            self._process.wait(KILL_S)
-        except (TransferError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._complaints.close()
-        try:
-            self._process.stdin.close()
-        except BrokenPipeError:
-            return  # what was not read any more
+        """Ask it to end; kill it when it does not."""
+        self._child.order(Stop())
+        if not self._child.wait(KILL_S):
+            self._child.kill()
+            self._child.wait(KILL_S)
 
-    def _report(self) -> Report:
-        assert self._process.stdout is not None
-        until = time.monotonic() + ANSWER_S
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
-            if not ready:
-                raise TransferError(f"an agent said nothing for {ANSWER_S:g} s; {self._last_words()}")
-            data = os.read(self._process.stdout.fileno(), 1 << 20)
-            if not data:
-                raise TransferError(f"an agent ended with {self._process.wait()}; {self._last_words()}")
-            self._unread += data
-        line, self._unread = self._unread.split(b"\n", 1)
-        report: Report = self._decoder.decode(line)
+    def _report(self) -> Started | Answer:
+        try:
+            report = self._child.next_report(ANSWER_S)
+        except ChildEnded as error:
+            raise TransferError(" / ".join(line.strip() for line in str(error).splitlines())) from error
+        if report is None:
+            raise TransferError(f"an agent did not answer for {ANSWER_S:g} s")
         if isinstance(report, Refused):
             raise TransferError(report.reason)
         return report
-
-    def _last_words(self) -> str:
-        self._complaints.seek(0)
-        return self._complaints.read()[-500:].decode(errors="replace").strip().replace("\n", " / ") or "it said nothing"
 
 
 class Pair:
@@ -152,14 +105,14 @@ class Pair:
             agent.close()
 
     def connect(self) -> None:
-        """Wait until both are there, and link them. Raises TransferError."""
+        """Wait until both have started, and link them. Raises TransferError."""
         addresses = [agent.started() for agent in self._agents]
         self._target.do(Expect(pushes=True))
         self._source.do(Connect(address=addresses[-1]))
         self._target.do(Expect(pushes=False))
 
     def check(self, point: Point, seed: int) -> None:
-        """Push a turn, so that what is done once is done, and compare what landed. Raises TransferError."""
+        """Push one turn, which also warms up the way, and compare what landed. Raises TransferError."""
         turn = point.pushes_in_turn(self._pool_bytes)
         self._target.do(Expect(pushes=True))
         self._source.do(Push(point=point, seed=seed, seconds=0.0, least_pushes=turn))
@@ -170,7 +123,7 @@ class Pair:
             raise TransferError(f"{self.way.label} wrote other bytes than were sent")
 
     def measure(self, point: Point, seed: int, seconds: float) -> Sample:
-        """Push for so long. CPU time is that of all threads of both processes. Raises TransferError."""
+        """Push for this many seconds. CPU time is that of all threads of both processes. Raises TransferError."""
         least = LEAST_PUSHES_OF_ONE_PAGE if point.pages == 1 else LEAST_PUSHES
         before = self._cpu_s(pushes=True)
         answer = self._source.do(Push(point=point, seed=seed, seconds=seconds, least_pushes=least))

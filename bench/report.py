@@ -8,7 +8,7 @@ from collections.abc import Callable
 from bench.figures import Outcome, Place, Row, cpu_s_per_gb, gb_per_s, median_us, p99_us
 from bench.tables import cautions, machine_line, markdown_goals, markdown_table, text_goals, text_table
 
-COLUMNS = ("page", "pages", "arrangement", "way", "GB/s (least … most)", "us: median / p99", "CPU-s/GB suffers least.")
+COLUMNS = ("page", "pages", "arrangement", "way", "GB/s (least … most)", "us: median / p99", "CPU-s/GB")
 
 
 def text(outcome: Outcome) -> str:

@@ -21,11 +21,11 @@ from bench.namespaces import two_namespaces
 from bench.pair import Pair, Spot, Spots
 from bench.plan import Point, TransferBench, Way
 from bench.plot import draw
+from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
 SETTLE_S = 0.5
 """After this nothing that connecting began still runs."""
 ONE_HOST: Spots = (Spot((), LOOPBACK), Spot((), LOOPBACK))

@@ -14,6 +14,7 @@ from bench import overlap_plan
 from bench import plan as transfer_plan
 from bench.overlap_plan import OverlapBench
 from bench.plan import TransferBench
+from common.addresses import LOOPBACK
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
 from common.flags import ConfigClass, add_flags, read_config, to_flags
@@ -121,7 +122,7 @@ def _local(flags: argparse.Namespace) -> int:
         prefill=flags.prefill,
         decode=flags.decode,
         router=read_config(RouterConfig, flags),
-        instance=read_config(InstanceConfig, flags, host="127.0.0.1"),
+        instance=read_config(InstanceConfig, flags, host=LOOPBACK),
         model=read_config(ModelConfig, flags),
         engine=read_config(EngineConfig, flags),
         log=read_config(LogConfig, flags),

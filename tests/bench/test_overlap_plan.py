@@ -2,10 +2,11 @@
 
 import pytest
 
-from bench.overlap import plan_of
+from bench.overlap import fleet_flags
 from bench.overlap_plan import FLEETS, OverlapBench, prompt_tokens, quick
 from common.config import EngineConfig
 from common.errors import ConfigError
+from launch.main import build_parser
 
 
 def test_the_defaults_measure_random_weights_and_the_demo_model_at_one_two_and_eight_chunks() -> None:
@@ -40,11 +41,11 @@ def test_a_prompt_is_whole_chunks_less_a_page() -> None:
 
 def test_fleets_differ_in_their_instances_and_in_how_the_last_chunk_is_pushed_alone() -> None:
     engine = EngineConfig(threads=3, layer_groups=3)
-    layer_wise, page_wise, colocated = (plan_of(kind, "demo", OverlapBench(transport="cma"), engine) for kind in FLEETS)
-    assert [(plan.prefill, plan.decode) for plan in (layer_wise, page_wise, colocated)] == [(1, 1), (1, 1), (0, 1)]
-    assert [plan.engine_of_each().layer_groups for plan in (layer_wise, page_wise)] == [3, 0]
-    assert {plan.engine_of_each().threads for plan in (layer_wise, page_wise, colocated)} == {3}
-    assert {plan.instance.transport for plan in (layer_wise, page_wise, colocated)} == {"cma"}
+    plans = [build_parser().parse_args(["local", *fleet_flags(k, "demo", OverlapBench(transport="cma"), engine)]) for k in FLEETS]
+    assert [(plan.prefill, plan.decode) for plan in plans] == [(1, 1), (1, 1), (0, 1)]
+    assert [plan.layer_groups for plan in plans[:2]] == [3, 0]
+    assert {plan.threads for plan in plans} == {3}
+    assert {plan.transport for plan in plans} == {"cma"}
 
 
 def test_quick_is_small_and_leaves_what_was_said() -> None:

@@ -95,7 +95,7 @@ def test_an_agent_that_cannot_start_says_why() -> None:
     spot = Spot(("sh", "-c", "echo no such machine >&2; exit 3", "sh"), "127.0.0.1")
     with (
         Pair(SMALL, Way("memmove"), (spot, spot), {}) as made,
-        pytest.raises(TransferError, match="ended with 3; no such machine"),
+        pytest.raises(TransferError, match="exit status 3 / last lines of agent: / no such machine"),
     ):
         made.connect()
 

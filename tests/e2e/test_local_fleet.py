@@ -12,14 +12,14 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from bench.local_fleet import LocalFleet, local_fleet
 from demo import corpus
-from tests.e2e.local_fleet import LocalFleet, local_fleet
 from tests.shared_memory import left_behind, shared_files
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
-    with local_fleet(tmp_path_factory.mktemp("fleet"), "--dtype", "float32", "--decode", "2") as running:
+    with local_fleet("--dtype", "float32", "--decode", "2") as running:
         yield running
 
 
@@ -95,16 +95,16 @@ def test_bad_input_is_named_and_the_server_goes_on(
     fleet: LocalFleet, change: dict[str, object], status: int, field: str | None
 ) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5} | change
-    answer = fleet.client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == status, answer.text
+    answer = fleet.post("/v1/chat/completions", body)
+    assert answer.status == status, answer.text
     error = answer.json()["error"]
     assert error["param"] == field and error["message"] and error["type"]
     assert fleet.complete("Hello", 2)["choices"]
 
 
 def test_a_body_that_is_not_json_is_refused(fleet: LocalFleet) -> None:
-    answer = fleet.client.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
-    assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+    answer = fleet.post("/v1/chat/completions", b"{")
+    assert answer.status == 400 and "JSON" in answer.json()["error"]["message"]
 
 
 def _leave_in_mid_stream(fleet: LocalFleet, number: int) -> None:
@@ -123,20 +123,20 @@ def _leave_in_mid_stream(fleet: LocalFleet, number: int) -> None:
 def test_memory_comes_home_after_a_hundred_clients_left_in_mid_stream(fleet: LocalFleet) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: _leave_in_mid_stream(fleet, number), range(100)))
-    cluster = fleet.wait_until_home(60.0)
+    cluster = fleet.wait_until_home()
     assert all(instance["counters"]["requests_accepted"] for instance in cluster["instances"])
     assert fleet.complete("Hello", 3)["usage"]["completion_tokens"] <= 3
 
 
 def test_the_pages_of_the_api_answer(fleet: LocalFleet) -> None:
-    assert fleet.client.get("/health").status_code == 200
-    assert fleet.client.get("/ready").status_code == 200
+    assert fleet.get("/health").status == 200
+    assert fleet.get("/ready").status == 200
     cluster = fleet.cluster()
     assert sorted(instance["role"] for instance in cluster["instances"]) == ["decode", "decode", "prefill"]
     for instance in cluster["instances"]:
         assert instance["ranks"][0]["pid"] > 0 and instance["links"]
         assert {link["state"] for link in instance["links"]} == {"ready"}
-    assert fleet.client.get("/nowhere").json()["error"]["message"]
+    assert fleet.get("/nowhere").json()["error"]["message"]
 
 
 def _descendants(pid: int) -> list[int]:
@@ -151,10 +151,10 @@ def _descendants(pid: int) -> list[int]:
 
 def test_ctrl_c_leaves_no_process_socket_or_shared_memory(tmp_path: Path) -> None:
     before = shared_files()
-    with local_fleet(tmp_path) as fleet:
-        family = _descendants(fleet.process.pid)
+    with local_fleet() as fleet:
+        family = _descendants(fleet.pid)
         assert len(family) >= 4, "router, detokenizer, prefill, decode"
     alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
     assert not alive
     assert not left_behind(before)
-    assert not re.search("Traceback", (tmp_path / "fleet.stderr").read_text())
+    assert not re.search("Traceback", fleet.output)

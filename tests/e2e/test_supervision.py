@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.local_fleet import LocalFleet, local_fleet
 from launch.fleet_page import FleetPage
-from tests.e2e.local_fleet import LocalFleet, local_fleet
 from tests.shared_memory import left_behind, shared_files
 
 PATIENCE_S = 120.0
@@ -41,7 +41,7 @@ class Streams:
     def __init__(self, fleet: LocalFleet) -> None:
         self._fleet = fleet
         self._pool = ThreadPoolExecutor(len(PROMPTS))
-        self._model = fleet.model
+        self._model = fleet.model()
         self.open = [Stream() for _ in PROMPTS]
         self._ends: list[Future[None]] = []
 
@@ -88,7 +88,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 def until_whole(fleet: LocalFleet, decode: list[str]) -> None:
     """Waits until every member is there and linked and the router takes requests."""
     page = FleetPage(fleet.url)
-    until(lambda: not page.missing(PREFILL, decode) and fleet.client.get("/ready").status_code == 200, "the fleet is whole")
+    until(lambda: not page.missing(PREFILL, decode) and fleet.is_ready(), "the fleet is whole")
 
 
 def state(fleet: LocalFleet, name: str) -> str | None:
@@ -112,7 +112,7 @@ def pid_of(fleet: LocalFleet, role: str) -> int:
         except OSError:
             continue  # the process has just ended
         if "launch.main" in words and role in words:
-            found += [int(folder.name)] if fleet.process.pid in ancestors else []
+            found += [int(folder.name)] if fleet.pid in ancestors else []
     (pid,) = found
     return pid
 
@@ -138,7 +138,7 @@ def instance_pids(fleet: LocalFleet) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
     before = shared_files()
-    with local_fleet(tmp_path_factory.mktemp("fleet"), "--dtype", "float32", "--decode", "2") as running:
+    with local_fleet("--dtype", "float32", "--decode", "2") as running:
         yield running
         running.wait_until_home()
     assert not left_behind(before)
@@ -211,7 +211,7 @@ def test_an_instance_that_is_told_twice_to_stop_ends_at_once_and_comes_back(
 def test_an_instance_that_is_told_to_stop_finishes_its_streams_and_stays_away(
     tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
-    with local_fleet(tmp_path, "--dtype", "float32", "--decode", "2") as fleet:
+    with local_fleet("--dtype", "float32", "--decode", "2") as fleet:
         streams = Streams(fleet)
         streams.begin()
         victim = busiest(fleet)

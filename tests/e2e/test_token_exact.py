@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from bench.local_fleet import LocalFleet, local_fleet
 from demo import corpus
 from demo.evaluate import MODEL
-from tests.e2e.local_fleet import LocalFleet, local_fleet
 
 AT_ONCE = 6
 
@@ -77,10 +77,10 @@ def check(tmp_path: Path, cases: Sequence[Case], *flags: str) -> None:
     """
     expected = [case.expected for case in cases]
     common = ("--dtype", "float32", "--dead-after-s", "60", *flags)
-    with local_fleet(tmp_path, *common) as fleet:
+    with local_fleet(*common) as fleet:
         assert answers(fleet, cases) == expected
         check_disaggregated(fleet, cases)
-    with local_fleet(tmp_path, "--prefill", "0", *common) as fleet:
+    with local_fleet("--prefill", "0", *common) as fleet:
         assert answers(fleet, cases) == expected
         fleet.wait_until_home()
 
@@ -95,8 +95,8 @@ def check_disaggregated(fleet: LocalFleet, cases: Sequence[Case]) -> None:
     assert prefill["bytes_pushed"] == decode["bytes_received"] > 0
     assert prefill["pages_pushed"] == decode["pages_received"]
     assert prefill["handoffs"] == decode["handoffs"] == sum(len(case.expected) > 1 for case in cases)
-    pushed = fleet.metric("tandem_instance_bytes_pushed_total")
-    assert sum(pushed.values()) == prefill["bytes_pushed"]
+    pushed = fleet.samples("tandem_instance_bytes_pushed_total")
+    assert sum(value for _, value in pushed) == prefill["bytes_pushed"]
 
 
 @pytest.fixture(scope="module")
