@@ -94,7 +94,7 @@ class Agent:
             now = time.perf_counter()
             taken.append(now - before)
             before = now
-        return Answer(cpu_s=time.process_time(), elapsed_s=before - began, pushes=taken)
+        return Answer(cpu_s=time.process_time(), elapsed_s=before - began, pushes=tuple(taken))
 
     def _digest(self, command: Digest) -> int:
         """Of the last push of a turn: no later push of that turn has overwritten its pages."""
