@@ -162,7 +162,7 @@ class Doorkeeper:
         self._app = app
         self._metrics = metrics
         self._limit = limit
-        self._open = 0
+        self._http_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -177,9 +177,9 @@ class Doorkeeper:
             await send(message)
 
         app: ASGIApp = self._app
-        if self._open >= self._limit:
+        if self._http_requests >= self._limit:
             app = response_to(Overloaded(f"the router has {self._limit} HTTP requests open: try again shortly"))
-        self._open += 1
+        self._http_requests += 1
         try:
             with ExitStack() as scope[AT_END]:
                 await app(scope, receive, watched_send)
@@ -187,7 +187,7 @@ class Doorkeeper:
             status = 500  # a bug: the server answers for it
             raise
         finally:
-            self._open -= 1
+            self._http_requests -= 1
             route = scope.get("route")
             self._metrics.responded("other" if route is None else route.path, status)
 

@@ -76,7 +76,7 @@ class RequestBook:
         self._fleet = fleet
         self._observer = observer
         self._config = config
-        self._open: dict[RequestId, Record] = {}
+        self._records: dict[RequestId, Record] = {}
         self._parked: dict[RequestId, Failed] = {}
         """The requests that wait for an instance, and why."""
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
@@ -89,16 +89,16 @@ class RequestBook:
         """Dropped answers to probes: about attempts that are not open, or from instances that do not serve them."""
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._records)
 
     def records(self) -> Iterable[Record]:
-        return self._open.values()
+        return self._records.values()
 
     def require_room(self, requests: int) -> None:
         """Raises Overloaded when this many more requests do not fit."""
         limit = self._config.max_requests
-        if len(self._open) + requests > limit:
-            raise Overloaded(f"the router has {len(self._open)} of at most {limit} requests open: try again shortly")
+        if len(self._records) + requests > limit:
+            raise Overloaded(f"the router has {len(self._records)} of at most {limit} requests open: try again shortly")
 
     # --- in --------------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class RequestBook:
             raise
         sends: list[Send] = []
         for record, attempt in started:
-            self._open[record.spec.request_id] = record
+            self._records[record.spec.request_id] = record
             self._alarms.set((Alarm.DEADLINE, record.spec.request_id), record.deadline_s)
             sends += self._announce(record, attempt, now)
         return sends
@@ -191,7 +191,7 @@ class RequestBook:
 
     def _find(self, key: Key) -> tuple[Record, Attempt] | None:
         """The request whose present attempt this is, and the attempt."""
-        record = self._open.get(key.request_id)
+        record = self._records.get(key.request_id)
         if record is None or record.attempt is None or record.attempt.key != key:
             return None
         return record, record.attempt
@@ -222,10 +222,10 @@ class RequestBook:
 
     def retry_parked(self, now: float) -> list[Send]:
         """More members can serve than before: try every request that waits for one."""
-        return [send for request_id in list(self._parked) for send in self._try_again(self._open[request_id], now)]
+        return [send for request_id in list(self._parked) for send in self._try_again(self._records[request_id], now)]
 
     def _attempts(self) -> Iterable[tuple[Record, Attempt]]:
-        return ((record, record.attempt) for record in self._open.values() if record.attempt is not None)
+        return ((record, record.attempt) for record in self._records.values() if record.attempt is not None)
 
     def _resume_all(self, pairs: Iterable[tuple[Record, Attempt]], setback: Setback, now: float) -> list[Send]:
         return [send for record, attempt in list(pairs) for send in self._resume(record, attempt, setback, now)]
@@ -303,7 +303,7 @@ class RequestBook:
         """The client has gone. Ids that are not open belong to requests that have ended."""
         sends: list[Send] = []
         for request_id in request_ids:
-            record = self._open.get(request_id)
+            record = self._records.get(request_id)
             if record is not None:
                 sends += self._break_off(record, Finished(reason="cancelled"), now)
         return sends
@@ -313,7 +313,7 @@ class RequestBook:
         sends: list[Send] = []
         silent: list[Attempt] = []
         for alarm, request_id in self._alarms.expired(now):
-            record = self._open.get(request_id)
+            record = self._records.get(request_id)
             if record is None:
                 continue  # an alarm before this one has ended it
             match alarm:
@@ -349,7 +349,7 @@ class RequestBook:
     def _end(self, record: Record, ending: Ending, now: float, text: str = "", token_ids: tuple[int, ...] = ()) -> None:
         """The one way out of the book. text, token_ids: what comes with the ending."""
         request_id = record.spec.request_id
-        del self._open[request_id]
+        del self._records[request_id]
         self._parked.pop(request_id, None)
         for alarm in Alarm:
             self._alarms.clear((alarm, request_id))

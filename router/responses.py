@@ -34,7 +34,7 @@ class Answer:
         self._specs = accepted.specs
         self._news = asyncio.Event()
         self._outbox = Outbox(self._news.set)
-        self._open = 0
+        self._unended = 0
         """Choices that have been dispatched and have not ended."""
         self._client_gone = False
 
@@ -42,12 +42,12 @@ class Answer:
         """Raises Overloaded, Unavailable, BadRequest."""
         requests, now = self._gateway.core.requests, self._gateway.clock()
         self._gateway.deliver(requests.submit(self._specs, self._outbox, received_s, now))
-        self._open = len(self._specs)
+        self._unended = len(self._specs)
 
     def close(self) -> None:
         """Cancel what is still open. Idempotent."""
-        if self._open:
-            self._open = 0
+        if self._unended:
+            self._unended = 0
             ids = [spec.request_id for spec in self._specs]
             self._gateway.deliver(self._gateway.core.requests.cancel(ids, self._gateway.clock()))
 
@@ -55,14 +55,14 @@ class Answer:
         """The next deltas, as many as there are; none when every choice has ended. Every request ends by its deadline, so this
         does not wait for ever. Raises ClientGone."""
         deltas: Sequence[ChoiceDelta] = ()
-        while self._open and not deltas:
+        while self._unended and not deltas:
             await self._news.wait()
             self._news.clear()
             if self._client_gone:
                 raise ClientGone
             deltas = self._outbox.take()
         for delta in deltas:
-            self._open -= delta.ending is not None
+            self._unended -= delta.ending is not None
         return deltas
 
     async def watch_client(self, receive: Receive) -> None:

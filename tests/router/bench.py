@@ -24,6 +24,7 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
+from router.fleet import Fleet
 from router.outbox import Outbox
 from router.requests import RequestSpec
 from tests.builders import instance
@@ -31,6 +32,15 @@ from tests.router.fakes import Unobserved, beat
 
 P0, D0, P1, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("p1", "prefill"), instance("d1", "decode")
 PROMPT = pack_ids(range(100, 120))
+
+
+def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float = 3.0) -> Fleet:
+    fleet = Fleet(Incarnation("r"), "tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=dead_after_s)
+    for member in members:
+        fleet.register(Register(instance=member), 0.0)
+    for member in members if linked else ():
+        fleet.heartbeat(beat(member, *(other for other in members if other.role != member.role)), 0.0)
+    return fleet
 
 
 class Bench:
@@ -46,16 +56,16 @@ class Bench:
         self.beat(0.0)
 
     def beat(self, now: float, *without: InstanceInfo) -> list[Send]:
-        """All but these say that they live."""
+        """All members but these send a heartbeat."""
         return [send for member in self.members if member not in without for send in self.report(member, now)]
 
     def report(self, member: InstanceInfo, now: float, load: Load | None = None, draining: bool = False) -> list[Send]:
-        """One says that it lives, and how it is."""
+        """One member sends a heartbeat."""
         others = (other for other in self.members if other.role != member.role)
         return self.core.receive(beat(member, *others, load=load, draining=draining), now)
 
     def join(self, member: InstanceInfo, now: float) -> list[Send]:
-        """A newcomer, which is linked at once."""
+        """A new member joins, and is linked at once."""
         self.members.append(member)
         return [*self.core.receive(Register(instance=member), now), *self.beat(now)]
 
@@ -73,12 +83,12 @@ class Bench:
     def text(
         self, first: int, text: str, ending: Ending | None = None, now: float = 1.0, name: str = "r", attempt: int = 0
     ) -> list[Send]:
-        """The detokenizer says: these characters, one token each."""
+        """The detokenizer sends these characters, one token each."""
         delta = TextDelta(key(name, attempt), first, tuple(ord(char) for char in text), text, ending)
         return self.core.receive(TextBatch(deltas=(delta,)), now)
 
     def probed(self, of: InstanceInfo, next_token: int | None, now: float, name: str = "r", attempt: int = 0) -> list[Send]:
-        """The instance says what it knows of an attempt."""
+        """The instance answers a probe about an attempt."""
         standing = Standing(key(name, attempt), next_token)
         return self.core.receive(Probed(id=of.id, incarnation=of.incarnation, standings=(standing,)), now)
 
@@ -109,7 +119,7 @@ def close(name: str = "r", attempt: int = 0) -> Send:
 
 
 def about_requests(sends: Iterable[Send]) -> list[Send]:
-    """What is left without membership."""
+    """The messages that are not about membership."""
     return [send for send in sends if isinstance(send.message, ExpectAnswer | Generate | Cancel | ForgetAnswer | Probe)]
 
 
@@ -117,11 +127,11 @@ def generates(sends: Iterable[Send]) -> list[tuple[str, Generate]]:
     return [(send.to, send.message) for send in sends if isinstance(send.message, Generate)]
 
 
-def opened(sends: Iterable[Send]) -> list[ExpectAnswer]:
+def announced(sends: Iterable[Send]) -> list[ExpectAnswer]:
     return [send.message for send in sends if isinstance(send.message, ExpectAnswer)]
 
 
 def route(sends: Iterable[Send]) -> tuple[str, str | None]:
-    """Where the one request that begins is served: first, and then."""
+    """The members that serve the one attempt that starts: the first, and the decode instance."""
     ((to, message),) = generates(sends)
     return to, message.decode

@@ -105,8 +105,8 @@ def beat(of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, drain
 class EchoFleet:
     """Implements `Mail[RouterInbox]`: a prefill and a decode instance and a detokenizer, which answer when the loop turns.
 
-    fail_at: number of the token in whose place a failure comes, in so many attempts as `failing` says (None: in all).
-    stall_at: number of the token before which it falls silent.
+    fail_at: number of the token in whose place a failure comes, in the first `failing` attempts (None: in all).
+    stall_at: number of the token before which the fleet falls silent.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class EchoFleet:
         self.say(beat(self.decode, self.prefill))
 
     def say(self, message: RouterInbox) -> None:
-        """Goes to the router one message per turn of the loop, so that clients see them one by one."""
+        """Send it to the router. Only one message goes in each turn of the loop, so that clients see them one by one."""
         self._arrived.append(message)
         if len(self._arrived) == 1:
             asyncio.get_running_loop().call_soon(self._turn)

@@ -93,7 +93,7 @@ async def test_a_request_whose_response_is_never_sent_is_cancelled(monkeypatch: 
         assert client.sent[0]["status"] == 500
 
 
-async def test_a_client_that_leaves_in_mid_stream_had_what_came_before() -> None:
+async def test_a_client_that_leaves_in_mid_stream_got_what_came_before() -> None:
     async with Site(EchoFleet(stall_at=3)) as site:
         client = RawClient(site, stream=True)
         await asyncio.wait_for(client.news.wait(), 5)
@@ -135,7 +135,7 @@ async def test_text_that_waits_for_a_slow_client_is_sent_as_one_piece() -> None:
     assert len(deltas) < 10
 
 
-async def test_what_a_dead_connection_raises_cancels_quietly() -> None:
+async def test_an_error_from_a_dead_connection_cancels_quietly() -> None:
     async with Site(EchoFleet(stall_at=3)) as site:
         client = RawClient(site, stream=True)
         client.broken = True

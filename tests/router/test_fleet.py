@@ -1,5 +1,7 @@
 """Membership as lists of messages and the messages that answer them."""
 
+from functools import partial
+
 import msgspec
 import pytest
 
@@ -21,17 +23,12 @@ from common.messages import (
 )
 from router.fleet import REMEMBERED, REPLACED_REMEMBERED, Fleet, UnknownInstance
 from tests.builders import instance
+from tests.router import bench
+from tests.router.bench import D0, D1, P0
 from tests.router.fakes import beat
 
 DEAD_AFTER_S = 4.0
-P0, D0, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("d1", "decode")
-
-
-def new_fleet(*members: InstanceInfo) -> Fleet:
-    fleet = Fleet(Incarnation("r"), "tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S)
-    for member in members:
-        fleet.register(Register(instance=member), 0.0)
-    return fleet
+new_fleet = partial(bench.new_fleet, linked=False, dead_after_s=DEAD_AFTER_S)
 
 
 def ids(fleet: Fleet) -> list[str]:
@@ -45,7 +42,7 @@ def peers(*infos: InstanceInfo) -> Peers:
 WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S)
 
 
-def test_who_registers_is_welcomed_with_its_peers_and_the_other_role_hears_of_it() -> None:
+def test_an_instance_that_registers_gets_its_peers_and_the_other_role_hears_about_it() -> None:
     fleet = new_fleet(P0, D0)
     change = fleet.register(Register(instance=D1), 1.0)
     assert change.sends == [Send(D1.id, WELCOME), Send(D1.id, peers(P0)), Send(P0.id, peers(D0, D1))]
@@ -142,7 +139,7 @@ def test_an_incarnation_that_wakes_after_its_successor_joined_is_refused_and_the
     assert isinstance(fleet.register(Register(instance=D0), 5.0).sends[0].message, Refused), "nor does it return when it is gone"
 
 
-def test_that_an_incarnation_was_replaced_says_nothing_of_other_instances() -> None:
+def test_replacing_an_incarnation_does_not_affect_other_instances() -> None:
     fleet = new_fleet(D0, instance("d0", "decode", incarnation="2"))
     assert D1.incarnation == D0.incarnation
     fleet.register(Register(instance=D1), 1.0)
@@ -166,7 +163,7 @@ def test_a_prefill_instance_that_was_only_silent_meets_its_peers_again_and_they_
     assert fleet.next_deadline() == 4.0 + DEAD_AFTER_S
 
 
-def test_what_was_said_of_links_to_a_silent_member_does_not_outlive_its_return() -> None:
+def test_reports_of_links_to_a_silent_member_are_void_when_it_returns() -> None:
     fleet = new_fleet(P0, D0)
     fleet.heartbeat(beat(P0, D0), 2.0)
     fleet.tick(DEAD_AFTER_S)
@@ -212,7 +209,7 @@ def test_a_new_detokenizer_is_named_to_every_member_and_to_those_that_come() -> 
 
 
 @pytest.mark.parametrize("more", [beat(D0, P0), beat(P0, D0)])
-def test_only_a_report_by_which_more_can_serve_says_so(more: Heartbeat) -> None:
+def test_only_a_report_that_lets_more_members_serve_says_so(more: Heartbeat) -> None:
     fleet = new_fleet(P0, D0)
     assert fleet.heartbeat(more, 1.0).more_can_serve, "a link"
     assert not fleet.heartbeat(more, 1.5).more_can_serve
@@ -260,14 +257,14 @@ def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_agai
     assert [member.trouble is None for member in fleet.members("decode")] == [False]
 
 
-def test_that_an_incarnation_was_told_to_drain_says_nothing_of_its_successor() -> None:
+def test_the_successor_of_a_draining_incarnation_takes_requests() -> None:
     fleet = new_fleet(P0, D0)
     fleet.drain(D0.id)
     fleet.register(Register(instance=instance("d0", "decode", incarnation="2")), 1.0)
     assert [member.trouble is None for member in fleet.members("decode")] == [True]
 
 
-def test_who_is_no_member_cannot_be_drained() -> None:
+def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:
     with pytest.raises(UnknownInstance, match="'d1'") as raised:
         new_fleet(P0, D0).drain(D1.id)
     assert raised.value.status == 404
@@ -311,7 +308,7 @@ def other_pool(**changes: object) -> InstanceInfo:
         (msgspec.structs.replace(D1, model=msgspec.structs.replace(D1.model, vocab_size=2**31)), "vocabulary must be between"),
     ],
 )
-def test_an_instance_that_describes_itself_absurdly_is_refused_by_what_is_absurd(asking: InstanceInfo, names: str) -> None:
+def test_an_instance_with_an_absurd_description_is_refused_and_told_which_part(asking: InstanceInfo, names: str) -> None:
     fleet = new_fleet()
     change = fleet.register(Register(instance=asking), 1.0)
     (refusal,) = change.sends
@@ -333,7 +330,7 @@ def test_a_layout_of_huge_numbers_is_refused(field: str, value: int) -> None:
     assert ("64-bit" if value == 2**30 else field) in refusal.message.reason
 
 
-def test_a_layout_without_size_is_no_message_at_all() -> None:
+def test_a_layout_without_size_is_not_a_valid_message() -> None:
     register = msgspec.to_builtins(Register(instance=D1))
     register["instance"]["pool"]["layout"]["kv_heads"] = 0
     with pytest.raises(TandemError, match="kv_heads"):  # which the mailbox counts as a refused frame
@@ -348,7 +345,7 @@ def test_a_newcomer_that_is_absurd_does_not_evict_the_member_of_its_name() -> No
 
 
 @pytest.mark.parametrize("inbox", ["", "tcp://", "tcp://host", "tcp://host:70000", "ipc:///tmp/x", "tcp://[::1]:5", "x" * 10_000])
-def test_who_gives_no_address_is_refused_where_people_see_it(inbox: str) -> None:
+def test_an_instance_without_a_valid_address_is_refused_where_people_see_it(inbox: str) -> None:
     fleet = new_fleet(P0)
     change = fleet.register(Register(instance=msgspec.structs.replace(D1, inbox=inbox)), 1.0)
     assert (change.sends, ids(fleet), fleet.refusals) == ([], ["p0"], 1)
@@ -381,7 +378,7 @@ def other_layout(**changes: object) -> InstanceInfo:
         (msgspec.structs.replace(D1, wire_version=WIRE_VERSION + 2), f"wire version {WIRE_VERSION + 2}"),
     ],
 )
-def test_an_instance_that_does_not_match_is_refused_by_what_differs(asking: InstanceInfo, names: str) -> None:
+def test_an_instance_that_does_not_match_is_refused_and_told_what_differs(asking: InstanceInfo, names: str) -> None:
     fleet = new_fleet(P0)
     (refusal,) = fleet.register(Register(instance=asking), 1.0).sends
     assert isinstance(refusal.message, Refused) and names in refusal.message.reason
@@ -409,7 +406,7 @@ def test_when_everyone_has_left_another_model_may_come() -> None:
     assert fleet.model is not None and fleet.model.fingerprint == "g"
 
 
-def test_what_is_remembered_of_strangers_is_bounded() -> None:
+def test_the_fleet_remembers_a_bounded_number_of_strangers() -> None:
     fleet = new_fleet(P0)
     for number in range(3 * REMEMBERED):
         stranger = msgspec.structs.replace(other_layout(page_size=8), incarnation=Incarnation(str(number)))

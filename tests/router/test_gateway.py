@@ -96,7 +96,7 @@ async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone(monke
     gateway.close()
 
 
-async def test_another_detokenizer_is_reached_before_it_is_told_anything_and_no_more_after_the_end() -> None:
+async def test_a_new_detokenizer_gets_its_route_before_any_message_and_nothing_after_the_gateway_closed() -> None:
     mail = RecordingMail()
     gateway = new_gateway(mail, Clock())
     mail.arriving = [(D0.id, Register(instance=D0))]

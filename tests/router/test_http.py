@@ -173,7 +173,7 @@ async def test_without_max_tokens_a_completion_has_16_tokens_as_openai_says(prom
         assert sent_to_fleet(site)[0].sampling.max_new_tokens == answer_tokens
 
 
-async def test_a_default_length_is_no_limit_for_those_that_ask_for_more() -> None:
+async def test_a_request_may_ask_for_more_than_the_default_length() -> None:
     async with Site(config=RouterConfig(default_max_tokens=2)) as site:
         await post(site, "/v1/chat/completions", chat(max_tokens=50))
         assert sent_to_fleet(site)[0].sampling.max_new_tokens == 50

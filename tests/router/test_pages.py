@@ -44,7 +44,7 @@ async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_whe
     assert "d0 is draining" in assert_error(refused, 503, "unavailable_error", None)
 
 
-async def test_who_is_no_member_cannot_be_drained() -> None:
+async def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:
     async with Site() as site, site.client() as client:
         response = await client.post("/cluster/d9/drain")
         assert "'d9'" in assert_error(response, 404, "invalid_request_error", None)

@@ -7,26 +7,15 @@ import pytest
 
 from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
-from common.ids import Incarnation, Life
+from common.ids import Life
 from common.messages import InstanceInfo, Load, Register
 from router.fleet import Fleet
 from router.policy import choose, unready
 from tests.builders import instance
+from tests.router.bench import D0, D1, P0, P1, new_fleet
 from tests.router.fakes import beat
 
-P0, P1 = instance("p0", "prefill"), instance("p1", "prefill")
-D0, D1 = instance("d0", "decode"), instance("d1", "decode")
 DISPATCHES: tuple[Dispatch, ...] = ("auto", "colocated")
-
-
-def new_fleet(*members: InstanceInfo, linked: bool = True) -> Fleet:
-    fleet = Fleet(Incarnation("r"), "tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=3.0)
-    for member in members:
-        fleet.register(Register(instance=member), 0.0)
-    for member in members:
-        others = [other for other in members if other.role != member.role]
-        fleet.heartbeat(beat(member, *others if linked else ()), 0.0)
-    return fleet
 
 
 def chosen(
@@ -54,7 +43,7 @@ def test_the_least_loaded_in_tokens_is_taken_not_the_one_with_fewest_requests() 
     assert chosen(fleet) == ("p1", "d1")
 
 
-def test_what_was_assigned_since_the_last_report_counts() -> None:
+def test_tokens_assigned_since_the_last_report_count_as_load() -> None:
     fleet = new_fleet(P0, P1, D0)
     fleet.heartbeat(beat(P1, D0, load=Load(waiting_tokens=20)), 1.0)
     assert chosen(fleet) == ("p0", "d0")
@@ -120,7 +109,7 @@ def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unr
     assert unready(fleet, "auto") == []
 
 
-def test_a_fleet_whose_every_prefill_instance_is_so_serves_without_them_and_is_unready() -> None:
+def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready() -> None:
     fleet = new_fleet(P0, D0)
     fleet.heartbeat(beat(P0, D0, load=WORN), 1.0)
     assert chosen(fleet) == ("d0", None)
@@ -178,7 +167,7 @@ def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_unready(
 
 
 @pytest.mark.parametrize("load", [Load(oldest_step_s=30.5), Load(oldest_transfer_s=31.0)])
-def test_an_instance_in_which_nothing_moves_gets_nothing_new(load: Load) -> None:
+def test_a_stuck_instance_gets_nothing_new(load: Load) -> None:
     fleet = new_fleet(P0, D0, D1)
     fleet.heartbeat(beat(D0, P0, load=load), 1.0)
     assert chosen(fleet) == ("p0", "d1")
@@ -198,7 +187,7 @@ def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so() -> N
     assert ["d0 is draining" in reason for reason in unready(fleet, "auto")] == [True]
 
 
-def test_a_fleet_whose_prefill_instances_drain_goes_on_without_them_as_was_asked_for() -> None:
+def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them() -> None:
     fleet = new_fleet(P0, D0)
     fleet.drain(P0.id)
     assert chosen(fleet) == ("d0", None)
@@ -208,7 +197,7 @@ def test_a_fleet_whose_prefill_instances_drain_goes_on_without_them_as_was_asked
 # --- where it failed before ----------------------------------------------------------------------------------------------
 
 
-def test_where_a_request_failed_it_does_not_go_again_while_others_can_serve() -> None:
+def test_a_request_does_not_go_back_to_where_it_failed_while_others_can_serve() -> None:
     fleet = new_fleet(P0, P1, D0, D1)
     fleet.heartbeat(beat(P1, D0, D1, load=Load(waiting_tokens=900)), 1.0)
     fleet.heartbeat(beat(D1, P0, P1, load=Load(running_tokens=900)), 1.0)
@@ -219,18 +208,18 @@ def test_where_a_request_failed_it_does_not_go_again_while_others_can_serve() ->
     assert chosen(fleet, max_new_tokens=1, avoid=[P0]) == ("p1", None)
 
 
-def test_where_it_failed_through_the_only_prefill_instance_a_decode_instance_serves_alone() -> None:
+def test_after_a_failure_at_the_only_prefill_instance_a_decode_instance_serves_alone() -> None:
     assert chosen(new_fleet(P0, D0, D1), avoid=[P0, D0]) == ("d1", None)
     assert chosen(new_fleet(P0, D0), avoid=[P0], max_new_tokens=1) == ("d0", None)
 
 
-def test_where_only_those_are_left_at_which_it_failed_they_get_it_again() -> None:
+def test_a_request_goes_back_to_where_it_failed_when_nobody_else_is_left() -> None:
     assert chosen(new_fleet(P0, D0), avoid=[P0, D0]) == ("d0", None)
     assert chosen(new_fleet(P0, D0), avoid=[D0]) == ("p0", "d0")
     assert chosen(new_fleet(P0), avoid=[P0], max_new_tokens=1) == ("p0", None)
 
 
-def test_a_failure_of_one_incarnation_is_not_its_successors() -> None:
+def test_a_failure_at_one_incarnation_does_not_count_against_its_successor() -> None:
     successor = instance("d0", "decode", incarnation="2")
     assert chosen(new_fleet(successor, D1), "colocated", avoid=[D0]) == ("d0", None)
     assert chosen(new_fleet(successor, D1), "colocated", avoid=[successor]) == ("d1", None)

@@ -32,7 +32,7 @@ class ProbeBench(Bench):
         return probes(self.core.tick(now))
 
 
-def test_an_attempt_of_which_nothing_is_heard_is_probed_at_its_members_again_and_again() -> None:
+def test_a_silent_attempt_is_probed_at_its_members_again_and_again() -> None:
     bench = ProbeBench(P0, D0).serving()
     assert bench.core.next_deadline() == PROBE_S
     assert bench.tick(1.9) == {}
@@ -48,7 +48,7 @@ def test_each_member_is_asked_about_all_its_attempts_at_once() -> None:
     assert sorted((*asked["d0"], *asked["d1"])) == [key("a"), key("b"), key("c")]
 
 
-def test_a_token_is_news_and_is_not_asked_for() -> None:
+def test_a_token_postpones_the_probe() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.text(0, "a", now=1.5)
     assert bench.tick(2.0) == {}
@@ -62,7 +62,7 @@ def test_after_the_handoff_the_prefill_instance_is_not_asked() -> None:
     assert bench.tick(2.0) == {"d0": (key(),)}
 
 
-def test_a_request_that_nobody_serves_is_not_asked_about() -> None:
+def test_a_request_that_nobody_serves_is_not_probed() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.leave(D0, 1.0)
     assert bench.tick(2.0) == {}
@@ -70,14 +70,14 @@ def test_a_request_that_nobody_serves_is_not_asked_about() -> None:
     assert bench.tick(4.5) == {"d1": (key(attempt=1),)}
 
 
-def test_what_has_ended_is_not_asked_about_and_leaves_no_deadline() -> None:
+def test_a_request_that_ended_is_not_probed_and_leaves_no_deadline() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.text(0, "a", Finished(reason="length"))
     assert bench.core.requests.next_deadline() is None
     assert bench.tick(2.0) == {}
 
 
-def test_a_request_whose_time_is_over_is_not_asked_about_though_it_was_silent() -> None:
+def test_a_silent_request_whose_time_is_over_is_not_probed() -> None:
     bench = Bench(D0, config=RouterConfig(request_timeout_s=2.5)).serving()
     bench.report(D0, 2.0)
     assert bench.core.tick(2.9) == [*cancels(D0), close()]
@@ -87,7 +87,7 @@ def test_a_request_whose_time_is_over_is_not_asked_about_though_it_was_silent() 
 # --- verdicts ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_that_nobody_knows_twice_was_lost_and_is_resumed() -> None:
+def test_an_attempt_that_no_member_knows_in_two_rounds_is_resumed() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.tick(2.0)
     assert bench.probed(P0, None, 2.1) == bench.probed(D0, None, 2.1) == []
@@ -99,7 +99,7 @@ def test_an_attempt_that_nobody_knows_twice_was_lost_and_is_resumed() -> None:
     assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
 
 
-def test_an_attempt_of_which_somebody_knows_goes_on() -> None:
+def test_an_attempt_that_a_member_knows_goes_on() -> None:
     bench = ProbeBench(P0, D0).serving()
     for round_s in (2.0, 4.0, 6.0):
         bench.tick(round_s)
@@ -107,7 +107,7 @@ def test_an_attempt_of_which_somebody_knows_goes_on() -> None:
     assert bench.observer.resumes == []
 
 
-def test_a_decode_instance_that_waits_for_a_handoff_of_which_its_writer_knows_nothing_is_not_enough() -> None:
+def test_an_attempt_known_only_to_a_decode_instance_that_waits_for_its_handoff_is_resumed() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.text(0, "a", now=0.0)
     for round_s in (2.0, 4.0):
@@ -117,7 +117,7 @@ def test_a_decode_instance_that_waits_for_a_handoff_of_which_its_writer_knows_no
     assert [message.first for _, message in generates(sent)] == [1]
 
 
-def test_that_one_member_does_not_answer_says_nothing() -> None:
+def test_a_member_that_does_not_answer_proves_nothing() -> None:
     bench = ProbeBench(P0, D0).serving()
     for round_s in (2.0, 4.0, 6.0):
         bench.tick(round_s)
@@ -125,7 +125,7 @@ def test_that_one_member_does_not_answer_says_nothing() -> None:
     assert bench.observer.resumes == []
 
 
-def test_rounds_that_do_not_follow_each_other_say_nothing() -> None:
+def test_two_suspect_rounds_with_a_good_one_between_them_prove_nothing() -> None:
     bench = ProbeBench(D0).serving()
     for round_s, next_token in ((2.0, None), (4.0, 0), (6.0, None), (8.0, 0), (10.0, None)):
         bench.tick(round_s)
@@ -160,7 +160,7 @@ def test_tokens_that_come_between_two_rounds_were_only_on_their_way() -> None:
     assert generates(bench.probed(D0, 8, 6.3)) != []
 
 
-def test_a_token_between_a_question_and_its_answer_makes_the_answer_no_verdict() -> None:
+def test_an_answer_to_a_probe_is_ignored_when_a_token_came_after_the_probe() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.text(0, "abc", now=0.0)
     bench.tick(2.0)
@@ -197,7 +197,7 @@ def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothi
     ],
     ids=["another incarnation", "another instance", "another attempt", "another request"],
 )
-def test_what_others_say_is_stale_and_counted(standing: Probed) -> None:
+def test_answers_from_or_about_others_are_dropped_and_counted(standing: Probed) -> None:
     bench = ProbeBench(D0).serving()
     for round_s in (2.0, 4.0, 6.0):
         bench.tick(round_s)
@@ -217,7 +217,7 @@ def test_one_answer_about_many_attempts_resumes_those_that_were_lost() -> None:
 # --- while the detokenizer is silent ---------------------------------------------------------------------------------------
 
 
-def test_while_the_detokenizer_is_silent_nothing_follows_from_that_no_token_comes() -> None:
+def test_while_the_detokenizer_is_silent_missing_tokens_are_not_probed() -> None:
     bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0)).serving()
     bench.core.receive(BEAT, 0.0)
     assert probes(bench.core.tick(2.0)) == {"d0": (key(),)}
@@ -231,7 +231,7 @@ def test_while_the_detokenizer_is_silent_nothing_follows_from_that_no_token_come
         assert probes(bench.core.tick(now)) == {}
 
 
-def test_when_it_is_heard_again_everything_open_is_probed_at_once_and_judged_afresh() -> None:
+def test_when_the_detokenizer_is_heard_again_every_open_attempt_is_probed_at_once_and_judged_anew() -> None:
     bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0)).serving(spec("a", 0), spec("b", 1))
     bench.core.receive(BEAT, 0.0)
     bench.core.tick(2.0)
@@ -249,13 +249,13 @@ def test_when_it_is_heard_again_everything_open_is_probed_at_once_and_judged_afr
     assert bench.core.requests.next_deadline() is None
 
 
-def test_a_detokenizer_that_was_never_heard_is_not_missed() -> None:
+def test_a_detokenizer_that_was_never_heard_does_not_count_as_silent() -> None:
     bench = Bench(D0)
     bench.core.tick(100.0)
     assert bench.core.unhealthy() == []
 
 
-def test_it_beats_once_a_second_however_soon_instances_are_taken_for_dead() -> None:
+def test_the_detokenizer_has_three_seconds_however_soon_instances_are_taken_for_dead() -> None:
     bench = Bench(D0, config=RouterConfig(heartbeat_s=0.1, dead_after_s=0.5))
     bench.core.receive(BEAT, 0.0)
     bench.core.tick(2.9)
@@ -264,7 +264,7 @@ def test_it_beats_once_a_second_however_soon_instances_are_taken_for_dead() -> N
     assert bench.core.unhealthy() != []
 
 
-def test_another_detokenizer_is_awaited_as_the_first_was() -> None:
+def test_a_new_detokenizer_does_not_count_as_silent_before_it_is_heard() -> None:
     bench = Bench(D0)
     bench.core.receive(BEAT, 0.0)
     bench.core.tick(4.0)

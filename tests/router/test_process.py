@@ -186,7 +186,7 @@ async def test_when_another_detokenizer_takes_over_an_open_answer_goes_on_throug
     assert "".join(texts) == prompt + prompt
 
 
-async def test_a_host_that_is_not_this_one_is_named(tmp_path: Path) -> None:
+async def test_a_host_name_of_another_host_is_refused_by_name(tmp_path: Path) -> None:
     model = ModelConfig(model=str(write_checkpoint(tmp_path)))
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
         await serve(RouterConfig(host="192.0.2.1"), model, ANYWHERE, lambda serving: None, asyncio.Event())

@@ -18,7 +18,7 @@ TERMS = Terms(timeout_s=600.0)
 # --- in ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_opened_at_the_detokenizer_and_sent_to_the_prefill_instance_only() -> None:
+def test_a_request_is_announced_to_the_detokenizer_and_sent_to_the_prefill_instance_only() -> None:
     bench = Bench(P0, D0)
     sent = bench.submit(spec(stop=("end",)))
     assert sent == [
@@ -133,7 +133,7 @@ def test_text_of_another_attempt_is_dropped_and_counted() -> None:
     assert (bench.read(), bench.core.requests.stale) == ("", 1)
 
 
-def test_a_stop_string_cancels_at_the_instances_which_do_not_know_of_it() -> None:
+def test_a_stop_string_cancels_at_the_instances_because_they_do_not_know_it() -> None:
     bench = Bench(P0, D0).serving(spec(stop=("end",)))
     bench.text(0, "a")
     assert bench.text(1, "", Finished(reason="stop", matched="end")) == cancels(P0, D0)
@@ -154,7 +154,7 @@ def test_a_failure_at_one_instance_cancels_at_both() -> None:
 # --- out ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_goes_cancels_everywhere_once() -> None:
+def test_a_client_that_leaves_cancels_everywhere_once() -> None:
     bench = Bench(P0, D0).serving()
     bench.text(0, "a")
     assert bench.core.requests.cancel([RequestId("r")], 2.0) == [*cancels(P0, D0), close()]

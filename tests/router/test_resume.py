@@ -19,11 +19,11 @@ from tests.router.bench import (
     PROMPT,
     Bench,
     about_requests,
+    announced,
     cancels,
     close,
     generates,
     key,
-    opened,
     route,
     spec,
 )
@@ -47,15 +47,15 @@ def test_the_next_attempt_is_the_prompt_and_the_tokens_so_far_with_what_remains(
     bench.text(2, "c", now=1.5)
     sent = bench.text(3, "", PUSH_FAILED, now=4.0)
     assert sent[:3] == [*cancels(*old), close()]
-    ((first, generate),), (opening,) = generates(sent), opened(sent)
+    ((first, generate),), (announcement,) = generates(sent), announced(sent)
     ids = [ord(char) for char in "abc"]
-    assert generate.key == opening.key == key(attempt=1)
+    assert generate.key == announcement.key == key(attempt=1)
     assert unpack_ids(generate.prompt).tolist() == [*range(100, 120), *ids]
     assert generate.sampling.max_new_tokens == 5
-    assert (generate.first, opening.first) == (3, 3)
+    assert (generate.first, announcement.first) == (3, 3)
     assert generate.terms == Terms(priority=5, age_s=4.0, timeout_s=26.0)
-    assert opening.context == pack_ids([*range(112, 120), *ids])
-    assert (opening.text, opening.stop, opening.life_s) == ("abc", ("end",), 86.0)
+    assert announcement.context == pack_ids([*range(112, 120), *ids])
+    assert (announcement.text, announcement.stop, announcement.life_s) == ("abc", ("end",), 86.0)
     assert {first, generate.decode}.isdisjoint({to, decode}), "they are avoided, for others can serve"
 
 
@@ -80,7 +80,7 @@ def test_text_that_comes_with_the_failure_of_an_attempt_is_delivered_and_not_com
     bench = Bench(P0, D0).serving()
     sent = bench.text(0, "ab", PUSH_FAILED)
     assert [(message.first, message.sampling.max_new_tokens) for _, message in generates(sent)] == [(2, 6)]
-    assert (bench.read(), opened(sent)[0].text) == ("ab", "ab")
+    assert (bench.read(), announced(sent)[0].text) == ("ab", "ab")
 
 
 def test_when_no_token_had_come_the_gap_is_counted_from_the_first_resume() -> None:
@@ -128,7 +128,7 @@ def test_a_dead_prefill_instance_is_replaced_for_requests_that_were_not_handed_o
     assert route(sent) == ("p1", "d0")
 
 
-def test_a_dead_prefill_instance_is_not_missed_after_the_handoff() -> None:
+def test_a_dead_prefill_instance_does_not_matter_after_the_handoff() -> None:
     bench = Bench(P0, D0).serving()
     bench.text(0, "ab")
     assert about_requests(bench.leave(P0, 2.0)) == []
@@ -161,7 +161,7 @@ def test_only_the_requests_of_the_dead_instance_are_resumed() -> None:
     assert [(message.key.request_id, message.decode) for _, message in resumed] == [(by_decode[D0.id], D1.id)]
 
 
-def test_what_a_stuck_instance_was_given_goes_elsewhere_once() -> None:
+def test_the_requests_of_a_stuck_instance_go_elsewhere_once() -> None:
     bench = Bench(P0, D0, D1)
     assert route(bench.submit(spec())) == ("p0", "d0")
     sent = about_requests(bench.report(D0, 31.0, Load(oldest_step_s=30.5)))
@@ -179,7 +179,7 @@ def test_a_gap_in_the_tokens_is_resumed_rather_than_skipped() -> None:
     assert (bench.observer.resumes, bench.read()) == ([ResumeReason.LOST_MESSAGES], "a")
 
 
-def test_an_ending_that_comes_before_the_tokens_it_ends_is_a_gap_as_well() -> None:
+def test_an_ending_that_comes_before_its_tokens_is_a_gap_too() -> None:
     bench = Bench(P0, D0).serving()
     bench.text(0, "a")
     sent = bench.text(3, "", Finished(reason="stop"))
@@ -187,7 +187,7 @@ def test_an_ending_that_comes_before_the_tokens_it_ends_is_a_gap_as_well() -> No
     assert bench.endings() == []
 
 
-def test_when_the_detokenizer_is_another_everything_open_is_resumed_and_nobody_is_to_blame() -> None:
+def test_a_new_detokenizer_resumes_everything_open_and_no_member_is_avoided() -> None:
     bench = Bench(P0, D0, D1).serving(spec("a", 0), spec("b", 1))
     bench.text(0, "xy", name="a")
     sent = about_requests(bench.core.detokenizer_moved("tcp://detokenizer:2", 2.0))
@@ -263,7 +263,7 @@ def test_after_two_fruitless_attempts_there_is_time_for_the_fleets_state_to_arri
         assert len(generates(bench.core.tick(ends_s))) == 1
 
 
-def test_preemption_is_no_fruitless_attempt_but_all_attempts_together_are_bounded() -> None:
+def test_a_preempted_attempt_is_not_fruitless_but_the_number_of_attempts_is_bounded() -> None:
     bench = Bench(P0, D0, config=RouterConfig(max_attempts=9)).serving()
     for attempt in range(9):
         assert bench.observer.endings == []
@@ -294,7 +294,7 @@ def test_a_request_that_nobody_can_serve_waits_for_an_instance_and_goes_on_with_
     assert bench.core.requests.next_deadline() is None
 
 
-def test_it_is_a_new_request_that_is_refused_at_once() -> None:
+def test_a_new_request_is_refused_at_once_while_an_older_one_waits() -> None:
     bench = Bench(P0, D0).serving()
     bench.leave(D0, 2.0)
     with pytest.raises(Unavailable):
@@ -310,7 +310,7 @@ def test_a_report_after_which_an_instance_takes_requests_again_ends_the_wait() -
     assert [message.key for _, message in generates(bench.report(D0, 3.0))] == [key(attempt=1)]
 
 
-def test_who_waits_too_long_ends_as_unavailable() -> None:
+def test_a_request_that_waits_too_long_ends_as_unavailable() -> None:
     bench = Bench(P0, D0, config=RouterConfig(resume_wait_s=2.5)).serving()
     bench.leave(D0, 2.0)
     bench.beat(2.0, D0)
@@ -325,7 +325,7 @@ def test_who_waits_too_long_ends_as_unavailable() -> None:
     assert generates(bench.core.receive(Register(instance=D1), 5.0)) == []
 
 
-def test_who_waits_can_still_be_cancelled() -> None:
+def test_a_waiting_request_can_be_cancelled() -> None:
     bench = Bench(P0, D0).serving()
     bench.leave(D0, 2.0)
     assert bench.core.requests.cancel([RequestId("r")], 3.0) == []
@@ -334,7 +334,7 @@ def test_who_waits_can_still_be_cancelled() -> None:
     assert bench.core.requests.next_deadline() is None
 
 
-def test_who_waits_still_has_its_deadline() -> None:
+def test_a_waiting_request_keeps_its_deadline() -> None:
     bench = Bench(P0, D0, config=RouterConfig(request_timeout_s=4.0)).serving()
     bench.leave(D0, 2.0)
     bench.report(P0, 2.0)
@@ -344,7 +344,7 @@ def test_who_waits_still_has_its_deadline() -> None:
     assert bench.core.requests.next_deadline() is None
 
 
-def test_what_only_a_larger_instance_could_hold_waits_for_it_as_well() -> None:
+def test_a_request_that_only_a_larger_instance_can_hold_waits_for_one() -> None:
     bench = Bench(P0, D0).serving(spec(max_new_tokens=200))
     bench.join(replace(instance("d2", "decode"), pool=replace(D0.pool, total_pages=40)), 1.0)
     bench.leave(D0, 2.0)

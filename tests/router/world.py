@@ -1,7 +1,7 @@
-"""Everything around a router core, played by chance: instances, a detokenizer, clients. Messages are lost, or come late or twice.
+"""Everything around a router core, played at random: instances, a detokenizer, clients. Messages are lost, or come late or twice.
 
-Owns what is true: each request's answer, which is compared with what its client gets, and who was told of each attempt, so that
-it can be checked that none is left over.
+Owns the truth: each request's answer, to compare with what its client gets, and who was told about each attempt, to check that
+none is left over.
 """
 
 from collections import Counter, defaultdict
@@ -50,7 +50,7 @@ ERRORS: tuple[TandemError, ...] = (
 
 
 class Client(Outbox):
-    """A client, and everything that it was ever given."""
+    """A client, and everything that it was given."""
 
     def __init__(self, name: RequestId, answer_tokens: int, limit_chars: int) -> None:
         super().__init__(lambda: None, limit_chars)
@@ -74,8 +74,8 @@ class Client(Outbox):
 
 @dataclass(slots=True, eq=False)
 class Try:
-    """An attempt, as the instances and the detokenizer see it. next_token: which they emit next. ended: by itself, and the
-    router has heard it."""
+    """An attempt as the instances and the detokenizer see it. next_token: the one that they emit next. ended: how it ended on its
+    own, if the router has heard it."""
 
     key: Key
     members: tuple[InstanceId, ...]
@@ -97,7 +97,7 @@ def answer(name: RequestId, first: int, tokens: int) -> str:
 
 
 class World:
-    """loss: how likely a message is lost."""
+    """loss: probability that a message is lost."""
 
     def __init__(self, seed: int, config: RouterConfig, loss: float) -> None:
         self.random = Random(seed)
@@ -109,7 +109,7 @@ class World:
         self.members: dict[str, InstanceInfo] = {}
         self.clients: dict[RequestId, Client] = {}
         self.tries: dict[Key, Try] = {}
-        self.opened: dict[Key, ExpectAnswer] = {}
+        self.announced: dict[Key, ExpectAnswer] = {}
         self.cancelled: defaultdict[Key, set[InstanceId]] = defaultdict(set)
         self.closed: set[Key] = set()
         self.asked: list[tuple[InstanceId, tuple[Key, ...]]] = []
@@ -118,17 +118,17 @@ class World:
             self.start(name)
         self.beat()
 
-    # --- what the router says ----------------------------------------------------------------------------------------------
+    # --- messages from the router ----------------------------------------------------------------------------------------------
 
     def hear(self, message: RouterInbox) -> None:
         self.take(self.core.receive(message, self.now))
 
     def take(self, sends: list[Send]) -> None:
-        """Act on what the router says: check it, and let some of it be lost."""
+        """Check what the router sends and act on it, except for what is lost."""
         for send in sends:
             match send.message:
                 case ExpectAnswer() as message:
-                    self.opened[message.key] = message
+                    self.announced[message.key] = message
                 case Generate() as message:
                     self._take_generate(send.to, message)
                 case Cancel() as message:
@@ -144,10 +144,10 @@ class World:
     def _take_generate(self, to: InstanceId, message: Generate) -> None:
         key, first, client = message.key, message.first, self.clients[message.key.request_id]
         assert self.latest(client) == key.attempt - 1, "attempts are numbered without a gap"
-        so_far, opened = answer(client.name, 0, first), self.opened[key]
+        so_far, announced = answer(client.name, 0, first), self.announced[key]
         assert first == client.tokens, "the next attempt goes on where the client is"
         assert unpack_ids(message.prompt).tolist() == [*unpack_ids(PROMPT).tolist(), *map(ord, so_far)]
-        assert (opened.first, opened.text, opened.context[-4 * first :] if first else b"") == (
+        assert (announced.first, announced.text, announced.context[-4 * first :] if first else b"") == (
             first,
             so_far,
             pack_ids([*map(ord, so_far)]),
@@ -163,7 +163,7 @@ class World:
         """Number of the client's latest attempt; -1 before its first."""
         return max((key.attempt for key in self.tries if key.request_id == client.name), default=-1)
 
-    # --- what the others say -----------------------------------------------------------------------------------------------
+    # --- messages from the others -----------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
         """An instance starts, or starts again."""
@@ -179,7 +179,7 @@ class World:
         self.hear(Goodbye(id=info.id, incarnation=info.incarnation))
 
     def beat(self, silent: float = 0.0, odd: float = 0.0) -> None:
-        """Everybody reports, but for some; some report that they drain, are stuck or have no links."""
+        """Every member reports, except for some. Some report that they drain, are stuck or have no links."""
         for info in list(self.members.values()):
             if self.random.random() < silent:
                 continue
@@ -201,7 +201,7 @@ class World:
         return client
 
     def emit(self, one: Try, tokens: int, error: TandemError | None = None) -> None:
-        """The attempt's next tokens; with the failure, or the ending that is due."""
+        """Send the attempt's next tokens, with the failure or the ending that is due."""
         first, tokens = one.next_token, min(tokens, one.end - one.next_token)
         one.next_token += tokens
         done = Finished(reason="length") if one.next_token == one.end else None
@@ -218,7 +218,7 @@ class World:
             self.hear(TextBatch(deltas=(delta,)))
 
     def answer_probes(self) -> None:
-        """What was asked is answered as it is now, if it is."""
+        """Members answer the probes with what they know now, unless the answer is lost."""
         asked, self.asked = self.asked, []
         for name, keys in asked:
             info = self.members.get(name)
@@ -236,10 +236,10 @@ class World:
         self.now += seconds
         self.take(self.core.tick(self.now))
 
-    # --- what must be true -------------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------
 
     def check_books(self) -> None:
-        """Of what is open: the members carry exactly its tokens."""
+        """The members carry exactly the tokens of what is open."""
         expected: Counter[str] = Counter()
         for record in self.core.requests.records():
             for member in () if record.attempt is None else record.attempt.members:
@@ -249,7 +249,7 @@ class World:
             assert member.assigned_tokens == expected[f"{member.life}"]
 
     def check_over(self) -> None:
-        """Everything has ended: once for each client, and at everybody who was told of it."""
+        """Every request has ended, once for its client, and at everybody who was told about it."""
         assert len(self.core.requests) == 0
         assert self.core.requests.next_deadline() is None
         assert [member.assigned_tokens for member in self.core.fleet.members() if member.assigned_tokens] == []
