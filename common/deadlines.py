@@ -1,6 +1,6 @@
-"""The deadline wheel: what must have happened by when, for one process.
+"""The deadline wheel: what must happen by when, in one process.
 
-Owns the times. Reads no clock: the time is an argument. A deadline is keyed, so setting it again moves it.
+Owns the times. Reads no clock: the time is an argument. Every deadline has a key, and setting it again moves it.
 """
 
 import heapq
@@ -15,8 +15,8 @@ K = TypeVar("K", bound=Hashable)
 class DeadlineWheel(Generic[K]):
     """Keyed deadlines; O(log n) to set, O(1) to clear, both amortized.
 
-    A deadline that is moved or cleared leaves its old entry in the heap. They are swept out when they outnumber the others, so
-    memory follows the number of deadlines, not how often one is moved.
+    A deadline that is moved or cleared leaves a stale entry in the heap. Stale entries are swept out when they outnumber the
+    others, so memory depends on the number of deadlines, not on how often one is moved.
     """
 
     def __init__(self) -> None:
@@ -39,18 +39,14 @@ class DeadlineWheel(Generic[K]):
             heapq.heapify(self._heap)
 
     def hasten(self, key: K, at_s: float) -> None:
-        """Move a deadline forward, if there is one and it is later."""
+        """Bring a deadline forward to `at_s`, if there is one and it is later."""
         known = self._at.get(key)
         if known is not None and at_s < known[0]:
             self.set(key, at_s)
 
     def clear(self, key: K) -> None:
-        """Forget the deadline; it may already have passed or never have been set."""
+        """Forget the deadline. It may already have passed, or never have been set."""
         self._at.pop(key, None)
-
-    def take(self, key: K) -> bool:
-        """Forget the deadline; True when there was one."""
-        return self._at.pop(key, None) is not None
 
     def next_deadline(self) -> float | None:
         """When the earliest deadline passes, or None when there is none."""
@@ -66,7 +62,7 @@ class DeadlineWheel(Generic[K]):
         """Remove and return the keys whose deadline has passed, earliest first."""
         keys: list[K] = []
         if not self._heap or self._heap[0][0] > now:
-            return keys  # what is stale passes no later than it says
+            return keys  # a stale entry is never later than the true deadline
         while (at := self.next_deadline()) is not None and at <= now:
             _, _, key = heapq.heappop(self._heap)
             del self._at[key]

@@ -1,7 +1,7 @@
-"""The running batch as arrays, one entry a row: what each row has sampled, how far it may go, and how far its pages reach.
+"""The running batch as arrays with one entry per row: what each row has sampled, its limit, and how far its pages reach.
 
-Owns the counters of decoding rows. Knows plans' rows. Does not know requests, messages, pages or time. Host work per step is
-a few array operations, however large the batch.
+Owns the counters of decoding rows. Knows the rows of plans. Does not know requests, messages, pages or time. A step costs a few
+array operations, however large the batch is.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Batch:
         self._eos = np.array(eos_token_ids, dtype=np.int32)
         self._decoding = np.zeros(rows, dtype=bool)
         self.live = np.zeros(rows, dtype=bool)
-        """Rows whose request has not ended; what others sample is dropped."""
+        """Rows whose request has not ended. What other rows sample is dropped."""
         self._heeds_eos = np.zeros(rows, dtype=bool)
         self.sampled = np.zeros(rows, dtype=np.int32)
         self._planned = np.zeros(rows, dtype=np.int32)
@@ -36,7 +36,7 @@ class Batch:
 
     def join(self, row: int, sampling: SamplingParams, prompt: int, room: int, *, sampled: int) -> None:
         """A request takes the row; prompt and room in tokens. sampled: 1 when its first token is known, so that it decodes from
-        the next plan on; 0 when its prompt is to be computed here first."""
+        the next plan on; 0 when its prompt must be computed here first."""
         self._decoding[row] = sampled > 0
         self.live[row] = True
         self._heeds_eos[row] = not sampling.ignore_eos
@@ -61,16 +61,18 @@ class Batch:
 
     def short_rows(self) -> Int32Array:
         """The rows that cannot go on without another page. [rows] int32."""
-        return np.flatnonzero(self._wants_step() & ~self._has_room()).astype(np.int32)
+        wants, has_room = self._advanceable()
+        return np.flatnonzero(wants & ~has_room).astype(np.int32)
 
     def next_rows(self) -> Int32Array:
-        """The rows that decode in the next plan; counts them as planned. Rows without room sit it out. [rows] int32."""
-        rows = np.flatnonzero(self._wants_step() & self._has_room()).astype(np.int32)
+        """The rows that decode in the next plan; they count as planned. Rows without room wait. [rows] int32."""
+        wants, has_room = self._advanceable()
+        rows = np.flatnonzero(wants & has_room).astype(np.int32)
         self._planned[rows] += 1
         return rows
 
     def record(self, rows: Int32Array, tokens: Int32Array) -> tuple[np.ndarray, np.ndarray]:
-        """One sampled token for each of `rows` came back; returns two masks over them: stopped by a token, at their limit."""
+        """One sampled token for each of `rows` came back. Returns two masks over them: stopped by a token, and at the limit."""
         self.sampled[rows] += 1
         assert (self.sampled[rows] <= self._planned[rows]).all()
         stopped = self._heeds_eos[rows] & np.isin(tokens, self._eos)
@@ -79,10 +81,6 @@ class Batch:
             stopped |= np.array(named, dtype=bool)
         return stopped, self.sampled[rows] >= self._limit[rows]
 
-    def _wants_step(self) -> np.ndarray:
-        wants: np.ndarray = self._decoding & (self._planned < self._limit)
-        return wants
-
-    def _has_room(self) -> np.ndarray:
-        has: np.ndarray = self._prompt + self._planned - 1 < self._room
-        return has
+    def _advanceable(self) -> tuple[np.ndarray, np.ndarray]:
+        """Two masks over all rows: has another token to compute, and has room for it in its pages."""
+        return self._decoding & (self._planned < self._limit), self._prompt + self._planned - 1 < self._room

@@ -1,6 +1,6 @@
-"""Landings: whether what was handed off is what its reservation waited for.
+"""Landings: whether a handoff fits the reservation that waited for it.
 
-Owns the checks: what a writer says is not believed where it can be seen. Changes nothing.
+Owns the checks: what a writer says is verified wherever that is possible. Changes nothing.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kv_transfer.handoff_target import Reservation
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """Why a handoff cannot be decoded from. corrupt_pages: how many are not as they were sent."""
+    """Why a handoff cannot be decoded from. corrupt_pages: how many pages differ from what was sent."""
 
     reason: str
     corrupt_pages: int = 0
@@ -22,7 +22,8 @@ class Objection:
 def find_objection(
     handoff: Handoff, reservation: Reservation, engine: EngineDescription, digest: Digest | None
 ) -> Objection | None:
-    """What of a handoff does not fit its reservation. digest: compares the pages too, if the writer sent their digests."""
+    """The first thing in which a handoff does not fit its reservation. digest: if given, and the writer sent digests, the pages are
+    compared too."""
     have = reservation.have_tokens // engine.layout.page_size
     pages = reservation.prompt_pages - have
     if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * engine.layout.page_bytes:
@@ -32,5 +33,5 @@ def find_objection(
     if digest is not None and handoff.digests:
         corrupt = corrupt_pages(handoff.digests, digest(reservation.lease.pages[have : reservation.prompt_pages]))
         if corrupt:
-            return Objection(f"{corrupt} of {pages} pages are not as they were sent", corrupt)
+            return Objection(f"{corrupt} of {pages} pages differ from what was sent", corrupt)
     return None

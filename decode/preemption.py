@@ -2,19 +2,19 @@
 
 Owns the choice. Knows requests as records; ends nothing itself.
 
-The least urgent goes first, and among equals the youngest. A request that is put out keeps its age wherever it is resumed, so the
-oldest one is never put out by another, always gets on, and nobody starves.
+The least urgent goes first, and among equals the youngest. A preempted request keeps its age wherever it is resumed, so the oldest
+one is never preempted for another, always advances, and nobody starves.
 """
 
 from collections.abc import Iterable, Sequence
 
-from decode.request import DecodeRequest
+from decode.requests import DecodeRequest
 
 
 def choose_victims(holders: Iterable[DecodeRequest], lacking: Sequence[DecodeRequest], coming_pages: int) -> list[DecodeRequest]:
-    """Who of `holders` is put out so that every request in `lacking` that is left gets a page.
+    """The requests of `holders` to preempt so that every request in `lacking` that is not preempted gets a page.
 
-    coming_pages: pages that are on their way home anyway.
+    coming_pages: pages that come home soon anyway.
     """
     missing = len(lacking) - coming_pages
     victims: list[DecodeRequest] = []

@@ -1,7 +1,7 @@
 """The sending end of the handoff: which pages of a request are written into its reservation, and when it is over.
 
-Owns the state of each outgoing handoff, the tickets of its pushes, and the lease for each decode instance it writes to.
-Knows messages and page ids; the time is an argument. Does not know tokens (what they mean), models, sockets or libraries.
+Owns the state of each outgoing handoff, the tickets of its pushes, and the write lease for each decode instance it writes to.
+Knows messages and page ids; the time is an argument. Does not know what tokens mean, models, sockets or libraries.
 
     open ──Reserve──►  RESERVING ──Grant──► PUSHING ──all pages written, first token known──► Handoff ─► closed
                            │                   │
@@ -10,11 +10,12 @@ Knows messages and page ids; the time is an argument. Does not know tokens (what
                         Withdraw ◄── drained (no push in flight) ── DRAINING ─► closed
                                                                        └─ not proven drained ─► STUCK, claimed for ever
 
-Nothing is acknowledged one by one: while a handoff with an instance is open, and a little longer, Renew says every second which
-ones are. That keeps the lease (`kv_transfer/write_lease.py`), and brings to light on either side what a lost message left behind.
+Single messages are not acknowledged. While a handoff with an instance is open, and a little longer, Renew says every second which
+handoffs are open. That extends the write lease (`kv_transfer/write_lease.py`), and shows either side what a lost message left
+behind.
 
-The source pages are read by pushes until `SourceRead` says that they are not, or `SourceClosed` says so of all: only then may
-their lease end.
+What comes out is of two kinds. The actions that a method returns are to be carried out, in order. The closings, which the caller
+takes with `take_closings` after each event, say which source pages no push reads any more: only then may their page lease end.
 """
 
 from collections.abc import Iterable
@@ -24,22 +25,22 @@ from typing import Literal, TypeAlias, assert_never
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
 from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
-from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
+from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
 from kv_transfer.traffic import Traffic
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
 
-Phase = Literal["reserving", "pushing", "draining", "stuck"]
+HandoffStage = Literal["reserving", "pushing", "draining", "stuck"]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceClosed:
-    """The handoff is over on this side. `failure`: what the client is told; None when the decode instance has the request, or
-    when it was given up on purpose.
+    """The handoff is over on this side. failure: what the client is told; None when the decode instance has the request, or when
+    the request was given up on purpose.
 
-    quiescent: no push can still read the source pages; when False they must be quarantined.
+    quiescent: no push can still read the source pages. When False they must be quarantined.
     """
 
     key: Key
@@ -49,24 +50,25 @@ class SourceClosed:
 
 @dataclass(frozen=True, slots=True)
 class SourceRead:
-    """The next `pages` of the source pages, from the first on, are written, and the prompt is computed: nothing reads them."""
+    """Nothing reads the next `pages` of the source pages any more, counted from the first: they are written, and the prompt is
+    computed."""
 
     key: Key
     pages: int
 
 
-Output: TypeAlias = Send | Push | Allow | SourceRead | SourceClosed
+Closing: TypeAlias = SourceRead | SourceClosed
 
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """pages [0, posted) are written or in flight, [posted, complete) wait for a grant or are posted next.
+    """Pages [0, posted) are written or in flight; [posted, complete) wait for a grant or are posted next.
 
     0 ····· read ····· posted ····· complete ····· len(source_pages)
 
-    While the last chunk is computed, the first layers_complete layers of all pages from `complete` on are there, and of those
-    from `posted` on the first layers_posted layers are written or in flight. in_flight: the first page of each push. read: of how
-    many pages SourceRead was said.
+    While the last chunk is computed, the pages from `complete` on hold their first layers_complete layers, and of the pages from
+    `posted` on the first layers_posted layers are written or in flight. in_flight: the first page of each push. read: the number
+    of pages that SourceRead has reported.
     """
 
     key: Key
@@ -74,7 +76,7 @@ class _Outgoing:
     source_pages: Int32Array
     page_size: int
     reserved_s: float
-    phase: Phase = "reserving"
+    stage: HandoffStage = "reserving"
     target_pages: Int32Array | None = None
     generation: Generation = Generation(0)
     posted: int = 0
@@ -90,10 +92,10 @@ class _Outgoing:
     pushed_bytes: int = 0
 
     def accept(self, grant: Grant) -> None:
-        """Learn where to write. Raises ValueError for a grant that does not fit the request; nothing has changed then."""
+        """Learn where to write. Raises ValueError for a grant that does not fit the request, and then changes nothing."""
         target_pages, pages = unpack_ids(grant.pages), len(self.source_pages)
         if len(target_pages) != pages:
-            raise ValueError(f"{len(target_pages)} pages for {pages}")
+            raise ValueError(f"granted {len(target_pages)} pages for {pages}")
         have, beyond = divmod(grant.have_tokens, self.page_size)
         if beyond or not 0 <= have <= pages:
             raise ValueError(f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}")
@@ -102,7 +104,7 @@ class _Outgoing:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """The handoffs that are open with one decode instance. until_s: when the lease to write there ends."""
+    """The open handoffs with one decode instance. until_s: when the write lease there ends."""
 
     open: dict[Key, _Outgoing] = field(default_factory=dict)
     until_s: float = float("-inf")
@@ -110,9 +112,9 @@ class _Session:
 
 
 class HandoffSource:
-    """All outgoing handoffs of one prefill instance. Every method returns what is to be done, in order.
+    """All outgoing handoffs of one prefill instance. stale: messages and events that match no handoff; they were dropped.
 
-    digest: with --verify-pages, what computes the digests that go with a handoff.
+    digest: computes the digests that go with a handoff (--verify-pages).
     """
 
     def __init__(self, incarnation: Incarnation, layout: KVLayout, digest: Digest | None = None) -> None:
@@ -126,8 +128,8 @@ class HandoffSource:
         self._renewals: DeadlineWheel[Life] = DeadlineWheel()
         self._tickets = 0
         self.traffic = Traffic()
+        self._closings: list[Closing] = []
         self.stale = 0
-        """Messages and events that belong to nothing we know: dropped and counted."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -136,12 +138,17 @@ class HandoffSource:
     def pushes_in_flight(self) -> int:
         return len(self._by_ticket)
 
+    def take_closings(self) -> list[Closing]:
+        """What has closed since the last call, in order."""
+        closings, self._closings = self._closings, []
+        return closings
+
     def next_deadline(self) -> float | None:
         return self._renewals.next_deadline()
 
     # --- what the scheduler says -------------------------------------------------------------------------------------------
 
-    def open(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Output]:
+    def open(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Action]:
         """Ask `peer` for a reservation. source_pages: [pages] int32, in token order; they stay leased until SourceClosed."""
         assert reserve.key not in self._by_key, f"{reserve.key} is handed off twice"
         outgoing = _Outgoing(reserve.key, peer, source_pages, self._page_size, reserve.sent_s)
@@ -153,16 +160,16 @@ class HandoffSource:
             self._renewals.set(peer, reserve.sent_s + RENEW_S)
         return [Send(peer.id, reserve)]
 
-    def computed(self, key: Key, tokens: int) -> list[Output]:
-        """The KV of the first `tokens` tokens of the prompt is in the source pages: push the pages that are complete."""
+    def computed(self, key: Key, tokens: int) -> list[Action]:
+        """The source pages hold the KV of the first `tokens` tokens of the prompt: push the complete pages."""
         outgoing = self._by_key.get(key)
         if outgoing is None:
             return []
         outgoing.complete = max(outgoing.complete, tokens // self._page_size)
         return self._advance(outgoing)
 
-    def layers_computed(self, key: Key, layers: int) -> list[Output]:
-        """Of the last chunk, which is being computed, the KV of the first `layers` layers is in the source pages: push those."""
+    def layers_computed(self, key: Key, layers: int) -> list[Action]:
+        """The source pages hold the first `layers` layers of the last chunk, which is still being computed: push those layers."""
         outgoing = self._by_key.get(key)
         if outgoing is None:
             return []
@@ -171,8 +178,8 @@ class HandoffSource:
             outgoing.complete = len(outgoing.source_pages)
         return self._advance(outgoing)
 
-    def sampled(self, key: Key, first_token: int) -> list[Output]:
-        """The whole prompt is computed and its first token is known: push the last page too, then hand off."""
+    def sampled(self, key: Key, first_token: int) -> list[Action]:
+        """The whole prompt is computed and its first token is known: push the rest, then hand off."""
         outgoing = self._by_key.get(key)
         if outgoing is None:
             return []
@@ -180,18 +187,18 @@ class HandoffSource:
         outgoing.first_token = first_token
         return self._advance(outgoing)
 
-    def give_up(self, key: Key) -> list[Output]:
-        """The request has ended on this side: post nothing more, drain, then withdraw. Unknown keys are over already."""
+    def give_up(self, key: Key) -> list[Action]:
+        """The request has ended on this side: post nothing more, drain, then withdraw. A handoff that is over is left alone."""
         outgoing = self._by_key.get(key)
-        if outgoing is None or outgoing.phase == "stuck":
+        if outgoing is None or outgoing.stage == "stuck":
             return []
         return self._drain(outgoing, failure=None)
 
     # --- what decode instances and transfers say ---------------------------------------------------------------------------
 
-    def receive(self, sender: InstanceId, message: Grant | Decline | Renewed, now: float) -> list[Output]:
-        """A decode instance spoke. What is late, comes from another instance than we asked, or answers a word that we have not
-        said yet (but a former process of our name on a clock of its own), is dropped and counted."""
+    def receive(self, sender: InstanceId, message: Grant | Decline | Renewed, now: float) -> list[Action]:
+        """A decode instance spoke. A message is dropped and counted when it is late, comes from an instance that we did not ask,
+        or answers a time that has not come yet (it then answers a former process of our name, on that one's clock)."""
         if not isinstance(message, Decline) and message.sent_s > now:
             self.stale += 1
             return []
@@ -200,14 +207,14 @@ class HandoffSource:
                 return self._renewed(sender, message)
             case Grant() | Decline():
                 outgoing = self._by_key.get(message.key)
-                if outgoing is None or outgoing.peer.id != sender or outgoing.phase == "stuck":
+                if outgoing is None or outgoing.peer.id != sender or outgoing.stage == "stuck":
                     self.stale += 1
                     return []
                 return self._granted(outgoing, message) if isinstance(message, Grant) else self._declined(outgoing, message)
             case _:
                 assert_never(message)
 
-    def transfer_ended(self, event: PushDone | PushFailed) -> list[Output]:
+    def transfer_ended(self, event: PushDone | PushFailed) -> list[Action]:
         """A push of ours is terminal."""
         outgoing = self._by_ticket.pop(event.ticket, None)
         if outgoing is None:
@@ -223,114 +230,114 @@ class HandoffSource:
                 outgoing.quiescent = outgoing.quiescent and event.quiescent
                 return self._drain(outgoing, _unavailable(f"pushing to {outgoing.peer.id} failed: {event.reason}"))
 
-    def peers_gone(self, alive: Iterable[tuple[InstanceId, Incarnation]]) -> list[Output]:
-        """Only `alive` remain: handoffs to others cannot succeed. Their pushes end through their own events.
+    def peers_gone(self, alive: Iterable[tuple[InstanceId, Incarnation]]) -> list[Action]:
+        """Only `alive` remain, so handoffs to others fail. Their pushes end through their own events.
 
-        One that has a successor of its name is dead: it reuses no page, and hears nothing more.
+        A peer whose name has a new incarnation is dead: it reuses no page, and is sent nothing more.
         """
         incarnations = dict(alive)
         self.traffic.keep(incarnations)
-        outputs: list[Output] = []
+        actions: list[Action] = []
         for peer, session in list(self._sessions.items()):
             if incarnations.get(peer.id) == peer.incarnation:
                 continue
-            session.until_s = float("-inf")  # its link is closed; a new one begins without a lease
+            session.until_s = float("-inf")  # its link is closed, and a new link begins without a lease
             is_dead = peer.id in incarnations
             if is_dead:
-                self._renewals.clear(peer)  # its successor would take them for all that we hold open there
+                self._renewals.clear(peer)  # the new incarnation would mistake them for claims on itself
             for outgoing in list(session.open.values()):
-                if outgoing.phase != "stuck":
-                    outputs += self._drain(outgoing, _unavailable(f"{peer.id} left the fleet"))
+                if outgoing.stage != "stuck":
+                    actions += self._drain(outgoing, _unavailable(f"{peer.id} left the fleet"))
                 elif is_dead:
                     self._forget(outgoing)
             self._drop_silent(peer)
-        return outputs
+        return actions
 
-    def tick(self, now: float) -> list[Output]:
-        """Say which handoffs are open, to whom it is time to say so."""
-        outputs: list[Output] = []
+    def tick(self, now: float) -> list[Action]:
+        """Send the renewals that are due: which handoffs are open."""
+        actions: list[Action] = []
         for peer in self._renewals.expired(now):
             session = self._sessions[peer]
             session.renewals_left = RENEWALS_AFTER if session.open else session.renewals_left - 1
-            claims = tuple(Claim(each.key, each.generation, each.phase == "stuck") for each in session.open.values())
-            outputs.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=claims)))
+            claims = tuple(Claim(each.key, each.generation, each.stage == "stuck") for each in session.open.values())
+            actions.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=claims)))
             if session.renewals_left > 0:
                 self._renewals.set(peer, now + RENEW_S)
             self._drop_silent(peer)
-        return outputs
+        return actions
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _granted(self, outgoing: _Outgoing, grant: Grant) -> list[Output]:
+    def _granted(self, outgoing: _Outgoing, grant: Grant) -> list[Action]:
         if outgoing.target_pages is not None:
             self.stale += 1
             return []
         try:
             outgoing.accept(grant)
         except ValueError as error:
-            return self._drain(outgoing, Failed(message=f"{outgoing.peer.id} granted what cannot be: {error}"))
-        if outgoing.phase == "reserving":
-            outgoing.phase = "pushing"
+            return self._drain(outgoing, Failed(message=f"invalid grant from {outgoing.peer.id}: {error}"))
+        if outgoing.stage == "reserving":
+            outgoing.stage = "pushing"
         return [*self._extend(outgoing.peer, grant.sent_s + grant.write_lease_s), *self._advance(outgoing)]
 
-    def _declined(self, outgoing: _Outgoing, decline: Decline) -> list[Output]:
-        """There will be no grant; or the one that there was is taken back, and then the pages wait for our word."""
-        if outgoing.target_pages is None and outgoing.phase == "reserving":
-            return self._close(outgoing, failure=decline.failed, withdraw=False)
+    def _declined(self, outgoing: _Outgoing, decline: Decline) -> list[Action]:
+        """There will be no grant, or the grant is taken back. In the second case the target pages wait for our Withdraw."""
+        if outgoing.target_pages is None and outgoing.stage == "reserving":
+            self._close(outgoing, decline.failed)
+            return []
         return self._drain(outgoing, decline.failed)
 
-    def _renewed(self, sender: InstanceId, renewed: Renewed) -> list[Output]:
-        outputs: list[Output] = []
+    def _renewed(self, sender: InstanceId, renewed: Renewed) -> list[Action]:
+        actions: list[Action] = []
         for peer in [peer for peer in self._sessions if peer.id == sender]:
-            outputs += self._extend(peer, renewed.sent_s + renewed.write_lease_s)
+            actions += self._extend(peer, renewed.sent_s + renewed.write_lease_s)
         for key in renewed.over:
             outgoing = self._by_key.get(key)
-            # A Reserve that was sent just before may still be behind.
+            # The answer may have overtaken a Reserve that was sent just before.
             if outgoing is not None and outgoing.peer.id == sender and outgoing.reserved_s <= renewed.sent_s - RENEW_S / 2:
                 lost = InstanceFailed(f"{sender} does not hold the reservation of {key}")
-                outputs += self._drain(outgoing, Failed.of(lost)) if outgoing.phase != "stuck" else []
-        return outputs
+                actions += self._drain(outgoing, Failed.of(lost)) if outgoing.stage != "stuck" else []
+        return actions
 
-    def _extend(self, peer: Life, until_s: float) -> list[Output]:
+    def _extend(self, peer: Life, until_s: float) -> list[Action]:
         session = self._sessions.get(peer)
         if session is None or until_s <= session.until_s:
             return []
         session.until_s = until_s
         return [Allow(peer.id, peer.incarnation, until_s)]
 
-    def _advance(self, outgoing: _Outgoing) -> list[Output]:
-        if outgoing.phase == "draining":
+    def _advance(self, outgoing: _Outgoing) -> list[Action]:
+        """Post what may be posted; when everything is written, hand off."""
+        if outgoing.stage == "draining":
             return self._close_if_drained(outgoing)
-        if outgoing.phase != "pushing" or outgoing.target_pages is None:
+        if outgoing.stage != "pushing" or outgoing.target_pages is None:
             return []
-        outputs: list[Output] = []
+        actions: list[Action] = []
+        pages = len(outgoing.source_pages)
         if outgoing.posted < outgoing.complete:
             rest = range(outgoing.layers_posted, self._layers) if outgoing.layers_posted else None
-            outputs.append(self._post(outgoing, outgoing.target_pages, outgoing.complete, rest))
+            actions.append(self._post(outgoing, outgoing.target_pages, outgoing.complete, rest))
             outgoing.posted = outgoing.complete
-        if outgoing.posted < len(outgoing.source_pages) and outgoing.layers_posted < outgoing.layers_complete:
+        if outgoing.posted < pages and outgoing.layers_posted < outgoing.layers_complete:
             layers = range(outgoing.layers_posted, outgoing.layers_complete)
-            outputs.append(self._post(outgoing, outgoing.target_pages, len(outgoing.source_pages), layers))
+            actions.append(self._post(outgoing, outgoing.target_pages, pages, layers))
             outgoing.layers_posted = outgoing.layers_complete
-        done = outgoing.posted >= len(outgoing.source_pages) and not outgoing.in_flight
-        if done and outgoing.first_token is not None:
-            outputs.append(Send(outgoing.peer.id, self._handoff(outgoing, outgoing.first_token)))
-            return outputs + self._close(outgoing, failure=None, withdraw=False)
-        return outputs + self._read(outgoing)
-
-    def _read(self, outgoing: _Outgoing) -> list[Output]:
-        """Once the prompt is computed, its pages are needed for the pushes alone (and for their digests, which come last)."""
-        if outgoing.first_token is None or self._digest is not None:
-            return []
+        if outgoing.first_token is None:
+            return actions
+        if outgoing.posted == pages and not outgoing.in_flight:
+            actions.append(self._handoff(outgoing, outgoing.first_token))
+            self._close(outgoing, failure=None)
+            return actions
+        # The prompt is computed, so only the pushes still need its pages (and the digests, which are computed last).
         read = min(outgoing.in_flight.values(), default=outgoing.posted)
-        if read <= outgoing.read:
-            return []
-        more, outgoing.read = read - outgoing.read, read
-        return [SourceRead(outgoing.key, more)]
+        if read > outgoing.read and self._digest is None:
+            self._closings.append(SourceRead(outgoing.key, read - outgoing.read))
+            outgoing.read = read
+        return actions
 
-    def _handoff(self, outgoing: _Outgoing, first_token: int) -> Handoff:
+    def _handoff(self, outgoing: _Outgoing, first_token: int) -> Send:
         pushed = outgoing.source_pages[outgoing.have_pages :]
-        return Handoff(
+        handoff = Handoff(
             key=outgoing.key,
             generation=outgoing.generation,
             first_token=first_token,
@@ -338,9 +345,10 @@ class HandoffSource:
             pushed_bytes=outgoing.pushed_bytes,
             digests=b"" if self._digest is None else self._digest(pushed),
         )
+        return Send(outgoing.peer.id, handoff)
 
     def _post(self, outgoing: _Outgoing, target_pages: Int32Array, end: int, layers: range | None) -> Push:
-        """Pages [posted, end), and of them only these layers."""
+        """Push pages [posted, end), or only these layers of them."""
         self._tickets += 1
         ticket = Ticket(self._tickets)
         span = slice(outgoing.posted, end)
@@ -349,25 +357,26 @@ class HandoffSource:
         peer = outgoing.peer
         return Push(ticket, peer.id, peer.incarnation, outgoing.source_pages[span], target_pages[span], layers)
 
-    def _drain(self, outgoing: _Outgoing, failure: Failed | None) -> list[Output]:
-        if outgoing.phase != "draining":
-            outgoing.phase = "draining"
+    def _drain(self, outgoing: _Outgoing, failure: Failed | None) -> list[Action]:
+        if outgoing.stage != "draining":
+            outgoing.stage = "draining"
             outgoing.failure = failure
         return self._close_if_drained(outgoing)
 
-    def _close_if_drained(self, outgoing: _Outgoing) -> list[Output]:
+    def _close_if_drained(self, outgoing: _Outgoing) -> list[Action]:
         if outgoing.in_flight:
             return []
         if outgoing.quiescent:
-            return self._close(outgoing, outgoing.failure, withdraw=True)
-        # Withdraw is the promise that nothing is under way. Without proof it is not given, and the claim stays.
-        outgoing.phase = "stuck"
-        return [SourceClosed(outgoing.key, outgoing.failure, quiescent=False)]
+            self._close(outgoing, outgoing.failure)
+            return [Send(outgoing.peer.id, Withdraw(key=outgoing.key))]
+        # Withdraw promises that no write is under way. Without proof it is not sent, and the claim stays.
+        outgoing.stage = "stuck"
+        self._closings.append(SourceClosed(outgoing.key, outgoing.failure, quiescent=False))
+        return []
 
-    def _close(self, outgoing: _Outgoing, failure: Failed | None, withdraw: bool) -> list[Output]:
+    def _close(self, outgoing: _Outgoing, failure: Failed | None) -> None:
+        self._closings.append(SourceClosed(outgoing.key, failure, quiescent=True))
         self._forget(outgoing)
-        closed = SourceClosed(outgoing.key, failure, quiescent=True)
-        return [Send(outgoing.peer.id, Withdraw(key=outgoing.key)), closed] if withdraw else [closed]
 
     def _forget(self, outgoing: _Outgoing) -> None:
         del self._by_key[outgoing.key]
@@ -375,7 +384,7 @@ class HandoffSource:
         self._drop_silent(outgoing.peer)
 
     def _drop_silent(self, peer: Life) -> None:
-        """A session in which nothing is open and nothing more is said is over."""
+        """Drop a session in which nothing is open and nothing more will be said."""
         session = self._sessions.get(peer)
         if session is not None and not session.open and peer not in self._renewals:
             del self._sessions[peer]

@@ -71,7 +71,6 @@ def serve(
             executor,
             transfers,
             mailbox,
-            pushes=role == "prefill",
         )
         process.progress(f"joining the fleet at {instance.router}")
         with _close_deadline(process):
@@ -117,7 +116,7 @@ def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfi
     )
     digest = executor.digest_pages if instance.verify_pages == "on" else None
     scheduler = PrefillScheduler if info.role == "prefill" else DecodeScheduler
-    return scheduler(info.id, info.incarnation, executor.description, limits, digest)
+    return scheduler(info, executor.description, limits, digest)
 
 
 def _describe(

@@ -1,7 +1,10 @@
-"""The ports of an instance: how its scheduler sees transfers and mail, as pure data.
+"""The ports of an instance: its scheduler, its transfers and its mail, and the pure data that passes between them.
 
-Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, libraries or clocks; `kv_transfer` implements
-`Transfers`, `common.wire` implements `Mail`.
+Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, libraries or clocks. `kv_transfer` implements
+`Transfers`, `common.wire` implements `Mail`, and each role implements `Scheduler`.
+
+    Mail ──message──► Scheduler ──Action──► Mail, Transfers
+    Transfers ─Event─►    └──────Plan────► Executor ──StepResult──► Scheduler
 """
 
 from collections.abc import Mapping
@@ -10,7 +13,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from common.engine.plan import Plan, StepResult
 from common.ids import Incarnation, InstanceId, Int32Array, Key, Ticket
-from common.messages import AnyMessage, Counters, InstanceInfo, LinkInfo, LinkTraffic, Load
+from common.messages import AnyMessage, Counters, InstanceInfo, LinkInfo, Load
 
 M = TypeVar("M")
 
@@ -20,16 +23,16 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """The whole set of peers: links to new ones are made in the background, links to missing ones are closed."""
+    """The whole set of peers to write to. Links to new peers are made in the background, links to missing ones are closed."""
 
     peers: tuple[InstanceInfo, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
-    """Write our pages into a peer's: source_pages[i] → target_pages[i]. [pages] int32 each. layers: only these; None: all.
+    """Write our pages into a peer's: source_pages[i] → target_pages[i]. [pages] int32 each. layers: write only these; None: all.
 
-    The peer is named with its incarnation: a push meant for a dead incarnation fails instead of landing in its successor.
+    The incarnation makes a push that was meant for a dead process fail instead of landing in its successor.
     """
 
     ticket: Ticket
@@ -42,7 +45,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Allow:
-    """Pushes to the peer may be written until then, on our clock. Without it nothing is written; it never moves back."""
+    """Pushes to the peer may be written until `until_s` on our clock, and not at all without an Allow. It never moves back."""
 
     peer: InstanceId
     incarnation: Incarnation
@@ -51,15 +54,15 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Take in what peers wrote to us that is still in our receive buffers, then say Settled."""
+    """Copy what peers wrote to us from our receive buffers into the pages, then report Settled."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """How many writes of peers are awaited: while there are any, progress is driven often. distant: some may come from another
-    host, and over TCP they come no faster than it is driven."""
+    """Expect this many writes of peers; while there are any, drive progress often. distant: some may come from another host. Over
+    TCP they arrive only as fast as we drive progress."""
 
     writes: int
     distant: bool = False
@@ -80,8 +83,7 @@ class PushDone:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """The push did not complete. `quiescent` says that no byte of it is or will be under way. begun: something may have been
-    written."""
+    """The push did not complete. quiescent: no byte of it is under way or ever will be. begun: something may have been written."""
 
     ticket: Ticket
     reason: str
@@ -98,7 +100,7 @@ class LinkChanged:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What had arrived for the key's reservation before Settle is in its pages."""
+    """Everything that had arrived for the key's reservation before Settle is now in its pages."""
 
     key: Key
 
@@ -107,7 +109,7 @@ TransferEvent: TypeAlias = PushDone | PushFailed | LinkChanged | Settled
 
 
 class Transfers(Protocol):
-    """Pushes pages on a thread of its own; never blocks the caller. Every push ends in exactly one PushDone or PushFailed."""
+    """Pushes pages on its own thread and never blocks the caller. Every push ends in exactly one PushDone or PushFailed."""
 
     def submit(self, command: TransferCommand) -> None: ...
 
@@ -115,26 +117,27 @@ class Transfers(Protocol):
 
     @property
     def progress_s(self) -> float:
-        """Since when nothing has moved: when its loop last turned, or before that when a push in flight last made progress."""
+        """When something last moved: when the loop last turned, or, if earlier, when a push in flight last made progress."""
 
     def close(self) -> None:
-        """End every push (done or failed), close the links and free the transport. Bounded in time; idempotent."""
+        """End every push (done or failed), close the links and free the transport. Takes bounded time; idempotent."""
 
 
 # --- mail ------------------------------------------------------------------------------------------------------------
 
 
 class Mail(Protocol[M]):
-    """One inbox, and a way to send to any known address. Sending never blocks: a full or dead peer loses the message,
-    which is counted and comes to light at a deadline."""
+    """One inbox, and a way to send to any known address. Sending never blocks: a message to a full or dead peer is lost and
+    counted, and a deadline brings the loss to light."""
 
     def send(self, to: InstanceId, message: AnyMessage) -> None: ...
 
     def receive(self) -> list[tuple[InstanceId, M]]:
-        """Everything that has arrived, each with its sender; frames that are no message of this inbox are dropped and counted."""
+        """All messages that have arrived, each with its sender. Frames that are not a message of this inbox are dropped and
+        counted."""
 
     def route(self, to: InstanceId, address: str | None) -> None:
-        """Learn (or with None forget) the address of a correspondent."""
+        """Learn the address of a correspondent, or forget it (None)."""
 
     @property
     def frames_refused(self) -> Mapping[str, int]:
@@ -145,7 +148,25 @@ class Mail(Protocol[M]):
         """Messages that could not be sent, by reason."""
 
 
-# --- what a scheduler asks for -----------------------------------------------------------------------------------------
+# --- schedulers ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayersDone:
+    """The running step has written the KV of its first `layers` layers into the pages."""
+
+    plan: Plan
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """The router that sent the requests is gone: nobody waits for their answers any more."""
+
+
+Event: TypeAlias = TransferEvent | LayersDone | RouterLost
+"""What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
+the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +175,29 @@ class Send:
     message: AnyMessage
 
 
-Action: TypeAlias = Send | Push | Allow | Settle
+Action: TypeAlias = Send | TransferCommand
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """plan: the next forward, or None when there is nothing to compute. actions: to be done before it is launched."""
+    """plan: the next forward, or None when there is nothing to compute. actions: what to do before it is launched.
+
+    follows_layers: report LayersDone while the plan is computed.
+    """
 
     plan: Plan | None
     actions: list[Action]
+    follows_layers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How an instance is. drained: it was told to drain, and nothing is left, or what is left will never end."""
+
+    load: Load
+    counters: Counters
+    links: tuple[LinkInfo, ...]
+    drained: bool
 
 
 M_contra = TypeVar("M_contra", contravariant=True)
@@ -174,37 +209,16 @@ class Scheduler(Protocol[M_contra]):
 
     def receive(self, sender: InstanceId, message: M_contra, now: float) -> list[Action]: ...
 
-    def layers_done(self, plan: Plan, layers: int, now: float) -> list[Action]:
-        """Of the step that is being computed, the KV of the first `layers` layers is in the pages."""
+    def handle(self, event: Event, now: float) -> list[Action]: ...
 
     def step_done(self, result: StepResult, now: float) -> list[Action]: ...
 
-    def transfer_event(self, event: TransferEvent, now: float) -> list[Action]: ...
-
     def tick(self, now: float) -> list[Action]:
         """Act on every deadline that has passed."""
-
-    def drain(self, now: float) -> list[Action]:
-        """Take in no more, end what waits so that it is resumed elsewhere, and after a while what still runs. Idempotent."""
-
-    @property
-    def drained(self) -> bool:
-        """Draining, and nothing is left (or what is left will never end)."""
-
-    def abandon(self, now: float) -> list[Action]:
-        """The router that sent the requests is gone: end them all, telling no client."""
 
     def decide(self, now: float) -> Decision:
         """Admit what fits and plan the next forward. The caller launches the plan."""
 
     def next_deadline(self) -> float | None: ...
 
-    def load(self) -> Load: ...
-
-    def counters(self) -> Counters: ...
-
-    def traffic(self, peer: InstanceId) -> LinkTraffic:
-        """What was pushed to this peer."""
-
-    @property
-    def open_reservations(self) -> int: ...
+    def report(self) -> Report: ...

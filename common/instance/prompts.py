@@ -1,7 +1,7 @@
-"""Prompts on their way through prefill: taken in, who is computed how far, and the next chunks under a token budget.
+"""Prompts on their way through prefill: how they are read, how far each is computed, and the next chunks under a token budget.
 
-Owns the counters of a prompt. Knows plans. Does not know messages, pages, sockets or time. Both roles use it:
-the prefill role for all it does, the decode role for requests that it serves alone.
+Owns the counters of a prompt. Knows plans. Does not know messages, pages, sockets or time. The prefill role uses it for every
+request, the decode role for requests that it serves alone.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from common.ids import Int32Array, unpack_ids
 
 
 def read_prompt(packed: bytes, vocab_size: int) -> Int32Array:
-    """The token ids of a message, [tokens] int32. Raises BadRequest unless there are some and each is in the vocabulary."""
+    """The token ids of a message, [tokens] int32. Raises BadRequest when there are none, or one is outside the vocabulary."""
     try:
         prompt = unpack_ids(packed)
     except ValueError as error:
@@ -25,7 +25,7 @@ def read_prompt(packed: bytes, vocab_size: int) -> Int32Array:
 
 @dataclass(slots=True, eq=False)
 class PromptProgress:
-    """One prompt in one row. Computed at launch runs ahead of computed in fact:
+    """One prompt in one row. What is launched runs ahead of what is computed:
 
     0 ──── computed ──── launched ──── len(prompt)
             in the pages   in flight      to do
@@ -36,37 +36,23 @@ class PromptProgress:
     launched: int = 0
     computed: int = 0
 
-    def launch(self, tokens: int) -> None:
-        self.launched += tokens
-        self._check()
-
     def complete(self, tokens: int) -> None:
+        """A chunk of so many tokens came back."""
         self.computed += tokens
-        self._check()
-
-    @property
-    def all_launched(self) -> bool:
-        return self.launched == len(self.prompt)
-
-    @property
-    def remaining_tokens(self) -> int:
-        return len(self.prompt) - self.computed
-
-    def _check(self) -> None:
-        assert 0 <= self.computed <= self.launched <= len(self.prompt)
+        assert 0 <= self.computed <= self.launched
 
 
 def next_chunks(prompts: Iterable[PromptProgress], budget_tokens: int) -> tuple[Chunk, ...]:
-    """Chunks for the next forward, first come first served, at most `budget_tokens` in all; marks them launched."""
+    """Chunks for the next forward, first come first served, at most `budget_tokens` in all. Marks them as launched."""
     chunks = []
     for progress in prompts:
         if budget_tokens == 0:
             break
-        tokens = min(budget_tokens, len(progress.prompt) - progress.launched)
-        if tokens == 0:
+        start, total = progress.launched, len(progress.prompt)
+        end = min(start + budget_tokens, total)
+        if start == end:
             continue
-        start = progress.launched
-        progress.launch(tokens)
-        budget_tokens -= tokens
-        chunks.append(Chunk(progress.row, start, progress.prompt[start : start + tokens], last=progress.all_launched))
+        progress.launched = end
+        budget_tokens -= end - start
+        chunks.append(Chunk(progress.row, start, progress.prompt[start:end], last=end == total))
     return tuple(chunks)

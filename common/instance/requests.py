@@ -1,58 +1,60 @@
-"""The requests of an instance: by key, with their deadlines, and the keys that are over.
+"""The requests of an instance, whatever its role: accepted once, served until a deadline, ended once, and then remembered.
 
-Owns what both roles must keep of a request, whatever its phase: that it is served once, until when, and what is said of it to a
-router that asks. Does not know prompts, pages or plans.
+Owns the table, the waiting line, the deadlines, the drain, the peers, and the counters that both roles keep. Does not know pages,
+rows, pushes or reservations: the role's scheduler decides when a request may be removed.
 
-    (unknown) ── add ──► open ── remove ──► over, remembered a while ──► (unknown)
-        └── close_early (refused, or its Cancel came first) ──┘
+    (unknown) ── accept ──► waiting, running ── end ──► ended ── remove ──► over, remembered a while ──► (unknown)
+        └── refused, or its Cancel came first ────────────────────────────────┘
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from common.deadlines import DeadlineWheel
-from common.errors import BadRequest
-from common.ids import Key
-from common.instance.line import Rank
-from common.messages import Standing, Terms
+from common.engine.executor import EngineDescription
+from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
+from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, Life
+from common.instance.drain import Drainage
+from common.instance.limits import InstanceLimits
+from common.instance.ports import Send
+from common.instance.prompts import read_prompt
+from common.instance.request import Phase, Request
+from common.instance.waiting_line import Rank, WaitingLine
+from common.messages import Counters, Failed, Generate, InstanceInfo, Peers, Probe, Probed, Reserve, Standing, Terms
 
 MEMORY_S = 60.0
-"""How long the key of a request that is over is remembered: a message about it may be on its way for so long."""
+"""How long the key of a request that is over is remembered. A message about it may be under way that long."""
 
-
-class Known(Protocol):
-    """What the table needs of a role's request."""
-
-    @property
-    def key(self) -> Key: ...
-
-    @property
-    def standing(self) -> int | None:
-        """Number of the token that this instance emits next; None once it emits no more, though something of it may be left."""
-
-
-R = TypeVar("R", bound=Known)
+R = TypeVar("R", bound=Request)
 
 
 def read_terms(terms: Terms, now: float) -> Rank:
-    """Where a request stands among the others. Raises BadRequest for times that are none: they have no order."""
+    """The rank of a request among the others. Raises BadRequest for times that are not numbers: they have no order."""
     if math.isnan(terms.age_s) or (terms.timeout_s is not None and math.isnan(terms.timeout_s)):
         raise BadRequest("age_s and timeout_s must be numbers", field="terms")
     return Rank(terms.priority, now - terms.age_s)
 
 
 class RequestTable(Generic[R]):
-    """Every request of one instance, until nothing of it is left."""
+    """Every request of one instance, until nothing of it is left. make: the role's record.
 
-    def __init__(self, request_timeout_s: float) -> None:
-        self._request_timeout_s = request_timeout_s
+    peers: the instances of the other role, by id. stale: messages about keys that are over or came again; they were dropped.
+    """
+
+    def __init__(self, make: type[R], me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits) -> None:
+        self._make = make
+        self._me = me
+        self._engine = engine
+        self._limits = limits
         self._open: dict[Key, R] = {}
         self._deadlines: DeadlineWheel[Key] = DeadlineWheel()
         self._over: DeadlineWheel[Key] = DeadlineWheel()
-        self.accepted = 0
-        self.stale = 0
-        """Messages about keys that are over, or that came again: dropped and counted."""
+        self._drainage = Drainage(me.id, limits.drain_timeout_s)
+        self.waiting: WaitingLine[R] = WaitingLine()
+        self.peers: dict[InstanceId, Incarnation] = {}
+        self.accepted = self.ended = self.stale = 0
+        self.steps = self.prompt_tokens = self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -67,43 +69,147 @@ class RequestTable(Generic[R]):
     def get(self, key: Key) -> R | None:
         return self._open.get(key)
 
-    def is_new(self, key: Key) -> bool:
-        """Whether a request of this key may begin: an attempt is served once. One that may not is counted as stale."""
-        is_new = key not in self._open and key not in self._over
-        self.stale += not is_new
-        return is_new
+    # --- in --------------------------------------------------------------------------------------------------------------
 
-    def add(self, request: R, timeout_s: float | None, now: float) -> float:
-        """Returns the request's deadline."""
-        self._open[request.key] = request
+    def accept(
+        self,
+        asked: Generate | Reserve,
+        peer: Life | None,
+        answer_tokens: int,
+        now: float,
+        objection: TandemError | None = None,
+    ) -> Failed | None:
+        """Put a request into the waiting line. Returns the reason when it is refused. An attempt is served once: a request whose
+        key is known is counted as stale and dropped.
+
+        peer: with whom it shares the work. answer_tokens: of its answer, those whose memory is needed here. objection: why the
+        role refuses it, if it does.
+        """
+        key = asked.key
+        if key in self._open or key in self._over:
+            self.stale += 1
+            return None
+        try:
+            rank = read_terms(asked.terms, now)
+            prompt, pages = self._check(asked, peer, answer_tokens, objection)
+        except TandemError as error:
+            self._over.set(key, now + MEMORY_S)
+            return Failed.of(error)
+        limit_s = self._limits.request_timeout_s
+        deadline_s = now + (limit_s if asked.terms.timeout_s is None else min(asked.terms.timeout_s, limit_s))
+        request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first)
+        self._open[key] = request
+        self._deadlines.set(key, deadline_s)
+        self.waiting.join(key, rank, request)
         self.accepted += 1
-        limit_s = self._request_timeout_s if timeout_s is None else min(timeout_s, self._request_timeout_s)
-        self._deadlines.set(request.key, now + limit_s)
-        return now + limit_s
+        return None
 
-    def close_early(self, key: Key, now: float) -> None:
-        """It is over before it began: it was refused, or its Cancel came first (messages travel over different links)."""
-        self._over.set(key, now + MEMORY_S)
+    def _check(
+        self, asked: Generate | Reserve, peer: Life | None, answer_tokens: int, objection: TandemError | None
+    ) -> tuple[Int32Array, int]:
+        """The prompt, and the pages to lease for it: one more than it fills, if the answer can need it. Raises the error with
+        which the request is refused."""
+        model, layout = self._engine.model, self._engine.layout
+        prompt = read_prompt(asked.prompt, model.vocab_size)
+        asked.sampling.validate()
+        if objection is not None:
+            raise objection
+        if not 0 <= asked.first < len(prompt):
+            raise BadRequest(f"first must be between 0 and {len(prompt) - 1}", field="first")
+        tokens = len(prompt) + answer_tokens
+        most_pages = layout.pages_for(max(len(prompt), tokens - 1))  # the last token of an answer is never fed back
+        if tokens > model.context_tokens or most_pages > self._engine.total_pages:
+            field = "max_tokens" if answer_tokens else "prompt"
+            raise BadRequest(f"the request needs {tokens} tokens: too long for {self._me.id}", field=field)
+        if self._drainage.began:
+            raise self._drainage.refusal
+        if len(self.waiting) >= self._limits.max_waiting:
+            raise Overloaded(f"{self._me.id} has {self._limits.max_waiting} requests waiting already")
+        if peer is not None and not self.knows(peer):
+            raise Unavailable(f"{self._me.id} does not know the instance {peer.id}")
+        return prompt, min(layout.pages_for(len(prompt)) + 1, most_pages)
 
-    def stop_deadline(self, key: Key) -> None:
-        """The request has ended; what is left of it waits for steps and transfers only."""
-        self._deadlines.clear(key)
+    # --- out -------------------------------------------------------------------------------------------------------------
 
-    def remove(self, key: Key, now: float) -> None:
-        del self._open[key]
-        self._deadlines.clear(key)
-        self._over.set(key, now + MEMORY_S)
+    def cancel(self, key: Key, now: float) -> R | None:
+        """The request to end, if the key is known. One that is not may still come (messages travel over different links): then
+        it is over before it begins."""
+        request = self._open.get(key)
+        if request is None:
+            self._over.set(key, now + MEMORY_S)
+        return request
 
-    def late(self, now: float) -> list[R]:
-        """Requests whose deadline has passed; each is returned once."""
+    def end(self, request: R) -> Phase | None:
+        """The request is served no longer; from now on it waits only for steps and transfers. Returns the phase that it was in;
+        None when it had ended before."""
+        before = request.phase
+        if before is Phase.ENDED:
+            return None
+        request.phase = Phase.ENDED
+        self.ended += 1
+        self.waiting.leave(request.key)
+        self._deadlines.clear(request.key)
+        return before
+
+    def remove(self, request: R, now: float) -> None:
+        """Nothing can touch the request's pages any more: they come home. This happens once."""
+        assert request.phase is Phase.ENDED, f"{request.key} is removed before its end"
+        del self._open[request.key]
+        self._over.set(request.key, now + MEMORY_S)
+        if request.lease is not None:
+            request.lease.close()
+
+    def overdue(self, now: float) -> list[tuple[R, Failed]]:
+        """The requests to end now, each with its reason: its deadline has passed, or the drain has taken long enough."""
         self._over.expired(now)
-        return [self._open[key] for key in self._deadlines.expired(now)]
+        overdue: list[tuple[R, Failed]] = []
+        for key in self._deadlines.expired(now):
+            late = DeadlinePassed(f"the request's deadline passed on {self._me.id}")
+            overdue.append((self._open[key], Failed.of(late)))
+        if self._drainage.tick(now):
+            overdue += [(request, Failed.of(self._drainage.refusal)) for request in self]
+        return overdue
+
+    def drain(self, now: float) -> list[tuple[R, Failed]]:
+        """Accept no more. Returns the requests to end so that they are resumed elsewhere. Idempotent."""
+        self._drainage.begin(now)
+        return [(request, Failed.of(self._drainage.refusal)) for request in self.waiting]
+
+    @property
+    def drained(self) -> bool:
+        return self._drainage.is_over or (self._drainage.began and not self._open)
 
     def next_deadline(self) -> float | None:
-        """When the next deadline passes. What is remembered too long costs memory only and wakes nobody."""
-        return self._deadlines.next_deadline()
+        """When the next deadline passes. Keys that are remembered too long cost memory only, so they wake nobody."""
+        request_s, drain_s = self._deadlines.next_deadline(), self._drainage.next_deadline()
+        return request_s if drain_s is None else drain_s if request_s is None else min(request_s, drain_s)
 
-    def standings(self, keys: Iterable[Key]) -> tuple[Standing, ...]:
+    # --- peers and reports -------------------------------------------------------------------------------------------------
+
+    def meet(self, message: Peers) -> list[R]:
+        """The set of peers is new. Returns the waiting requests whose peer has left."""
+        self.peers = {peer.id: peer.incarnation for peer in message.instances}
+        return [request for request in self.waiting if request.peer is not None and not self.knows(request.peer)]
+
+    def knows(self, peer: Life) -> bool:
+        return self.peers.get(peer.id) == peer.incarnation
+
+    def answer(self, probe: Probe) -> Send:
         """What is known of these requests."""
-        found = ((key, self._open.get(key)) for key in keys)
-        return tuple(Standing(key, None if request is None else request.standing) for key, request in found)
+        standings = tuple(self._standing(key) for key in probe.keys)
+        return Send(ROUTER, Probed(id=self._me.id, incarnation=self._me.incarnation, standings=standings))
+
+    def _standing(self, key: Key) -> Standing:
+        request = self._open.get(key)
+        return Standing(key, None if request is None or request.phase is Phase.ENDED else request.next_token)
+
+    def counters(self) -> Counters:
+        """What both roles count."""
+        return Counters(
+            requests_accepted=self.accepted,
+            requests_ended=self.ended,
+            prompt_tokens_computed=self.prompt_tokens,
+            tokens_generated=self.tokens,
+            steps=self.steps,
+            messages_stale=self.stale,
+        )

@@ -32,10 +32,6 @@ class WheelAgainstDictionary(RuleBasedStateMachine):
         self.wheel.clear(key)
         self.known.pop(key, None)
 
-    @rule(key=KEYS)
-    def take(self, key: int) -> None:
-        assert self.wheel.take(key) == (self.known.pop(key, None) is not None)
-
     @rule(now=TIMES)
     def turn(self, now: float) -> None:
         passed = self.wheel.expired(now)

@@ -6,29 +6,16 @@ Owns their shapes. Knows no test.
 from collections.abc import Sequence
 
 from common.engine.plan import Plan
-from common.ids import Generation, Incarnation, InstanceId, pack_ids, unpack_ids
-from common.instance.ports import Action, Allow, Decision, Push, Send, Settle, Settled
-from common.messages import (
-    AnyMessage,
-    Claim,
-    Decline,
-    Failed,
-    Generate,
-    Grant,
-    Handoff,
-    Peers,
-    Renew,
-    Renewed,
-    Reserve,
-    Terms,
-    TokenBatch,
-    TokenDelta,
-)
+from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
+from common.instance.ports import Action, Decision, Settle, Settled
+from common.messages import Claim, Decline, Failed, Generate, Grant, Handoff, Peers, Renew, Renewed, Reserve, Terms
+from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.digests import Digest
 from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
+from tests.schedulers import messages, prompt_of
 
-ME, ROUTER, WRITER = InstanceId("d"), InstanceId("router"), InstanceId("p")
+ME, WRITER = InstanceId("d"), InstanceId("p")
 LIFE, WRITERS_LIFE = Incarnation("d1"), Incarnation("1")
 
 
@@ -36,13 +23,10 @@ def scheduler(
     total_pages: int = 64, max_rows: int = 4, chunk_tokens: int = 8, max_waiting: int = 16, digest: Digest | None = None
 ) -> DecodeScheduler:
     bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting)
-    made = DecodeScheduler(ME, LIFE, engine(total_pages, max_rows), bounds, digest)
-    made.receive(ROUTER, Peers(instances=(instance("p", "prefill"),)), 0.0)
+    made = DecodeScheduler(instance(ME, "decode", LIFE), engine(total_pages, max_rows), bounds, digest)
+    met_s = -2 * MEASURED_S  # the writer's link was measured long ago
+    made.receive(ROUTER, Peers(instances=(instance("p", "prefill"),)), met_s)
     return made
-
-
-def prompt_of(tokens: int) -> bytes:
-    return pack_ids([100 + i for i in range(tokens)])
 
 
 def reserve(
@@ -103,10 +87,6 @@ def handoff(grant: Grant, first_token: int = 50, digests: bytes = b"") -> Handof
 # --- what came of it -------------------------------------------------------------------------------------------------------
 
 
-def messages(actions: Sequence[Action]) -> list[AnyMessage]:
-    return [action.message for action in actions if isinstance(action, Send)]
-
-
 def grants(actions: Sequence[Action]) -> list[Grant]:
     return [message for message in messages(actions) if isinstance(message, Grant)]
 
@@ -120,37 +100,16 @@ def renewed(actions: Sequence[Action]) -> Renewed:
     return answer
 
 
-def deltas(actions: Sequence[Action]) -> list[TokenDelta]:
-    return [delta for message in messages(actions) if isinstance(message, TokenBatch) for delta in message.deltas]
-
-
-def failures(actions: Sequence[Action]) -> dict[str, Failed]:
-    """What clients are told of requests that failed."""
-    return {delta.key.request_id: delta.ending for delta in deltas(actions) if isinstance(delta.ending, Failed)}
-
-
 def declined(actions: Sequence[Action]) -> dict[str, Failed]:
     """What writers are told of requests that failed."""
     return {message.key.request_id: message.failed for message in messages(actions) if isinstance(message, Decline)}
-
-
-def kinds(actions: Sequence[Action]) -> list[str]:
-    """Names of what is to be done, in order."""
-    names = []
-    for action in actions:
-        match action:
-            case Send():
-                names.append(type(action.message).__name__)
-            case Push() | Allow() | Settle():
-                names.append(type(action).__name__)
-    return names
 
 
 def settle(made: DecodeScheduler, actions: Sequence[Action], now: float = 0.0) -> None:
     """The transfers say Settled to every Settle among `actions`."""
     for action in actions:
         if isinstance(action, Settle):
-            assert made.transfer_event(Settled(action.key), now) == []
+            assert made.handle(Settled(action.key), now) == []
 
 
 # --- on the way ------------------------------------------------------------------------------------------------------------
@@ -173,10 +132,3 @@ def step(made: DecodeScheduler, now: float, token: int = 60) -> list[Action]:
     decision = made.decide(now)
     plan = planned(decision)
     return [*decision.actions, *made.step_done(result(plan, [token] * len(plan.sampled_rows)), now)]
-
-
-def is_home(made: DecodeScheduler) -> bool:
-    """Every page is in its pool, and no request is known."""
-    load = made.load()
-    counts = (load.pages_free, load.waiting_requests, load.running_requests, load.reservations, load.pages_quarantined)
-    return counts == (load.pages_total, 0, 0, 0, 0) and made.open_reservations == 0

@@ -12,21 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.engine.plan import Plan
-from common.ids import InstanceId, unpack_ids
+from common.ids import ROUTER, InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
 from common.messages import Cancel, Generate, Grant, Peers, Probe, Renewed, Reserve, Terms, Withdraw
 from decode.scheduler import DecodeMessage
 from kv_transfer.write_lease import OVERRUN_S, WRITE_LEASE_S
 from tests.builders import EOS, instance, key, result
-from tests.decode.rig import (
-    ROUTER,
-    deltas,
-    generate,
-    handoff,
-    renew,
-    reserve,
-    scheduler,
-)
+from tests.decode.rig import generate, handoff, renew, reserve, scheduler
+from tests.schedulers import abandon, deltas, drain
 
 TOTAL_PAGES = 7
 LATE_S = 30.0
@@ -152,7 +145,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(is_gone=SELDOM)
     def the_router_goes(self, is_gone: bool) -> None:
         if is_gone:
-            self.do(self.made.abandon(self.now))
+            self.do(abandon(self.made, self.now))
 
     # --- what happens here -----------------------------------------------------------------------------------------------
 
@@ -192,7 +185,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.settling)
     @rule()
     def settled(self) -> None:
-        self.do(self.made.transfer_event(Settled(self.settling.pop(0).key), self.now))
+        self.do(self.made.handle(Settled(self.settling.pop(0).key), self.now))
         self.turn()
 
     # --- what must hold --------------------------------------------------------------------------------------------------
@@ -203,7 +196,7 @@ class AnyOrder(RuleBasedStateMachine):
         rows = {row for plan in self.in_flight for row in plan.rows.tolist()}
         written += [page for row in rows for page in self.pages[row]]
         assert len(written) == len(set(written)), "two write the same page"
-        assert self.made.load().pages_free + len(written) <= TOTAL_PAGES, "a page that may be written is in the pool"
+        assert self.made.report().load.pages_free + len(written) <= TOTAL_PAGES, "a page that may be written is in the pool"
 
     def teardown(self) -> None:
         """The calm: whoever can let go does, and then everything is home."""
@@ -218,10 +211,10 @@ class AnyOrder(RuleBasedStateMachine):
                 self.settled()
             self.a_page_is_in_one_hand()
             if second == 5:
-                self.do(self.made.drain(self.now))
-        load = self.made.load()
+                self.do(drain(self.made, self.now))
+        load = self.made.report().load
         counts = (load.waiting_requests, load.running_requests, load.reservations)
-        assert load.pages_free == TOTAL_PAGES and counts == (0, 0, 0) and self.made.drained
+        assert load.pages_free == TOTAL_PAGES and counts == (0, 0, 0) and self.made.report().drained
 
 
 TestAnyOrder = AnyOrder.TestCase

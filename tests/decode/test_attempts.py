@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.ids import Int32Array
+from common.ids import ROUTER, Int32Array
 from common.instance.drain import LAST_S
 from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Standing, Terms, TokenDelta, Withdraw
 from decode.scheduler import DecodeScheduler
@@ -11,18 +11,12 @@ from tests.builders import LAYOUT, key, result
 from tests.decode.rig import (
     LIFE,
     ME,
-    ROUTER,
     WRITER,
     declined,
-    deltas,
-    failures,
     generate,
     granted,
     grants,
     handoff,
-    is_home,
-    kinds,
-    messages,
     planned,
     renew,
     reserve,
@@ -31,6 +25,7 @@ from tests.decode.rig import (
     settle,
     step,
 )
+from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, messages
 
 # --- an answer that is resumed ---------------------------------------------------------------------------------------------
 
@@ -82,7 +77,7 @@ def test_a_request_whose_time_is_over_in_the_line_is_declined() -> None:
     reserved(made, "a")
     made.receive(WRITER, reserve("b", 4, terms=Terms(timeout_s=1.0)), 0.0)
     actions = made.tick(1.0)
-    assert declined(actions)["b"].status == 504 and deltas(actions) == [] and made.load().waiting_requests == 0
+    assert declined(actions)["b"].status == 504 and deltas(actions) == [] and made.report().load.waiting_requests == 0
 
 
 # --- what the router asks --------------------------------------------------------------------------------------------------
@@ -108,7 +103,7 @@ def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_n
     made.receive(ROUTER, Cancel(key=key("a")), 0.1)
     (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.2))
     assert isinstance(answer, Probed) and answer.standings == (Standing(key("a"), None),)
-    assert made.load().pages_free < made.load().pages_total
+    assert made.report().load.pages_free < made.report().load.pages_total
 
 
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
@@ -118,11 +113,11 @@ def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client(
     made.receive(ROUTER, generate("computes", 12), 0.0)
     plan = planned(made.decide(0.0))
     made.receive(WRITER, reserve("waits", 4), 0.0)
-    assert made.abandon(0.5) == []
+    assert abandon(made, 0.5) == []
     assert made.step_done(result(plan, [60]), 0.6) == []
     settle(made, made.receive(WRITER, Withdraw(key=key("reserved")), 0.7))
     assert is_home(made) and made.decide(0.8).plan is None
-    assert made.counters().requests_ended == 4
+    assert made.report().counters.requests_ended == 4
 
 
 # --- digests ---------------------------------------------------------------------------------------------------------------
@@ -145,7 +140,7 @@ def verified(change: int = 0) -> tuple[DecodeScheduler, Grant, bytes]:
 def test_pages_that_are_as_they_were_sent_are_decoded_from() -> None:
     made, grant, digests = verified()
     assert made.receive(WRITER, handoff(grant, digests=digests), 0.1) == []
-    assert len(planned(made.decide(0.1)).decode_rows) == 1 and made.counters().pages_corrupt == 0
+    assert len(planned(made.decide(0.1)).decode_rows) == 1 and made.report().counters.pages_corrupt == 0
 
 
 @pytest.mark.parametrize("corrupt", [1, 3])
@@ -153,10 +148,10 @@ def test_a_page_that_is_not_as_it_was_sent_is_counted_and_its_request_is_resumed
     made, grant, digests = verified(corrupt)
     actions = made.receive(WRITER, handoff(grant, digests=digests), 0.1)
     told = failures(actions)["a"]
-    assert told.retryable and f"{corrupt} of 3 pages are not as they were sent" in told.message
+    assert told.retryable and f"{corrupt} of 3 pages differ from what was sent" in told.message
     settle(made, actions)
     assert is_home(made) and made.decide(0.2).plan is None
-    assert (made.counters().pages_corrupt, made.counters().handoffs) == (corrupt, 0)
+    assert (made.report().counters.pages_corrupt, made.report().counters.handoffs) == (corrupt, 0)
 
 
 def test_digests_of_too_few_pages_are_a_difference() -> None:
@@ -179,45 +174,45 @@ def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
     grant = reserved(made, "reserved")
     made.receive(WRITER, reserve("waits", 4), 0.0)
     made.receive(ROUTER, generate("waits too", 4), 0.0)
-    actions = made.drain(1.0)
+    actions = drain(made, 1.0)
     assert declined(actions)["waits"].retryable and failures(actions)["waits too"].retryable
     late = [*made.receive(WRITER, reserve("late", 4), 1.0), *made.receive(ROUTER, generate("late too", 4), 1.0)]
     assert "leaving" in declined(late)["late"].message and "leaving" in failures(late)["late too"].message
-    assert made.drain(2.0) == [] and made.receive(WRITER, handoff(grant), 2.0) == []
+    assert drain(made, 2.0) == [] and made.receive(WRITER, handoff(grant), 2.0) == []
     drained = []
     for _ in range(3):
-        drained.append(made.drained)
+        drained.append(made.report().drained)
         assert failures(step(made, 3.0)) == {}
-    assert [*drained, made.drained] == [False, False, False, True] and is_home(made)
+    assert [*drained, made.report().drained] == [False, False, False, True] and is_home(made)
 
 
 def test_what_still_runs_when_the_drain_has_taken_long_enough_is_resumed_elsewhere() -> None:
     made = scheduler()
     made.receive(WRITER, handoff(reserved(made, "decodes")), 0.0)
     plan = planned(made.decide(0.0))
-    made.drain(0.0)
+    drain(made, 0.0)
     assert made.tick(29.9) == []
     told = failures(made.tick(30.0))["decodes"]
     assert told.retryable and told.status == 503
-    drained = [made.drained]
+    drained = [made.report().drained]
     made.step_done(result(plan, [60]), 30.1)
-    assert [*drained, made.drained] == [False, True]
+    assert [*drained, made.report().drained] == [False, True]
 
 
 def test_a_drain_does_not_wait_for_ever_for_writers_that_do_not_let_go() -> None:
     made = scheduler()
     reserved(made, "a", now=20.0)
-    made.drain(0.0)
+    drain(made, 0.0)
     made.tick(30.0)
-    drained = [made.drained]
+    drained = [made.report().drained]
     made.tick(30.0 + LAST_S)
-    assert [*drained, made.drained] == [False, True]
+    assert [*drained, made.report().drained] == [False, True]
 
 
 def test_an_instance_that_was_not_told_to_leave_has_never_drained() -> None:
     made = scheduler()
     made.tick(1e6)
-    assert not made.drained
+    assert not made.report().drained
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------------
@@ -229,9 +224,9 @@ def test_the_load_says_who_waits_runs_and_is_expected() -> None:
     step(made, 0.0)
     reserved(made, "reserved", tokens=10)
     made.receive(WRITER, reserve("waits", 7), 0.0)
-    load = made.load()
+    load = made.report().load
     assert (load.waiting_requests, load.waiting_tokens) == (1, 7)
     assert (load.running_requests, load.running_tokens) == (2, (6 + 2) + 10)
     assert (load.reservations, load.pages_total, load.pages_free) == (1, 16, 16 - 3 - 4)
     assert granted(made.decide(0.0).actions) == [] and kinds(made.tick(0.0)) == []
-    assert made.counters().pages_received == LAYOUT.pages_for(6)
+    assert made.report().counters.pages_received == LAYOUT.pages_for(6)

@@ -5,25 +5,22 @@ Whatever happens, the client is told once, and the pages come home when no write
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
-from common.ids import Incarnation
-from common.instance.ports import Action, Settle, Settled
-from common.messages import Cancel, Grant, Peers, Withdraw
+from common.ids import ROUTER, Incarnation
+from common.instance.ports import Action, Connect, Expect, Settle, Settled
+from common.messages import Cancel, Grant, LinkInfo, Peers, Withdraw
+from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
-from tests.builders import instance, key
+from tests.builders import engine, instance, key, limits
 from tests.decode.rig import (
-    ROUTER,
     WRITER,
     declined,
-    deltas,
-    failures,
     granted,
     grants,
     handoff,
-    is_home,
-    kinds,
     planned,
     renew,
     renewed,
@@ -32,6 +29,7 @@ from tests.decode.rig import (
     scheduler,
     settle,
 )
+from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds
 
 SILENCE_S = WRITE_LEASE_S + MARGIN_S
 SUCCESSOR = Incarnation("2")
@@ -77,7 +75,7 @@ def test_a_lost_handoff_or_withdraw_ends_the_reservation_as_lost_and_the_request
     assert failures(actions)["a"].retryable and "lost" in failures(actions)["a"].message
     assert made.receive(WRITER, handoff(grant), 1.1) == [], "it was only late"
     settle(made, actions)
-    assert is_home(made) and made.counters().handoffs_lost == 1
+    assert is_home(made) and made.report().counters.handoffs_lost == 1
 
 
 def test_a_renewal_that_overtakes_a_reserve_drops_nothing() -> None:
@@ -102,7 +100,7 @@ def test_a_reserve_that_waits_and_is_not_claimed_any_more_leaves_the_line() -> N
     first = reserved(made, "a")
     made.receive(WRITER, reserve("b", 6, sent_s=0.5), 0.5)
     assert kinds(made.receive(WRITER, renew(1.0, ("a", first.generation)), 1.0)) == ["Renewed"]
-    assert made.load().waiting_requests == 0
+    assert made.report().load.waiting_requests == 0
 
 
 def test_a_renewal_of_another_life_drops_nothing_of_this_one() -> None:
@@ -110,7 +108,7 @@ def test_a_renewal_of_another_life_drops_nothing_of_this_one() -> None:
     reserved(made, "a")
     made.receive(WRITER, reserve("b", 6, sent_s=0.5), 0.5)
     assert kinds(made.receive(WRITER, renew(1.0, incarnation=SUCCESSOR), 1.0)) == ["Renewed"]
-    assert (made.load().waiting_requests, made.load().reservations) == (1, 1)
+    assert (made.report().load.waiting_requests, made.report().load.reservations) == (1, 1)
 
 
 def test_a_claim_of_what_was_never_heard_of_is_over() -> None:
@@ -148,11 +146,11 @@ def too_late(made: DecodeScheduler) -> Sequence[Action]:
 
 
 def abandoned(made: DecodeScheduler) -> Sequence[Action]:
-    return made.abandon(0.5)
+    return abandon(made, 0.5)
 
 
 def drained(made: DecodeScheduler) -> Sequence[Action]:
-    return [*made.drain(25.0), *made.tick(55.0)]
+    return [*drain(made, 25.0), *made.tick(55.0)]
 
 
 def withdraws(made: DecodeScheduler, grant: Grant, now: float) -> Sequence[Action]:
@@ -186,7 +184,7 @@ def test_of_what_nobody_waits_for_nobody_is_told_however_the_writer_lets_go(
 ) -> None:
     made = scheduler()
     grant = reserved(made)
-    assert end(made) == [] and made.load().pages_free < made.load().pages_total
+    assert end(made) == [] and made.report().load.pages_free < made.report().load.pages_total
     actions = word(made, grant, 1.0)
     assert deltas(actions) == []
     settle(made, actions)
@@ -204,7 +202,7 @@ def test_a_request_that_ends_here_is_told_by_its_writer_or_else_by_us_once(
     made.receive(WRITER, renew(50.0, ("a", grant.generation)), 50.0)
     told = end(made)
     assert declined(told)["a"].status == status and deltas(told) == []
-    assert made.load().pages_free < made.load().pages_total, "it may still write"
+    assert made.report().load.pages_free < made.report().load.pages_total, "it may still write"
     actions = word(made, grant, 61.0)
     if word is withdraws:
         assert deltas(actions) == []
@@ -238,13 +236,13 @@ def test_what_arrived_for_the_pages_is_in_memory_before_they_come_home(word: Wor
     grant = reserved(made)
     actions = word(made, grant, 1.0)
     assert [action for action in actions if isinstance(action, Settle)] == [Settle(key("a"))]
-    load = made.load()
+    load = made.report().load
     assert (load.reservations, load.pages_total - load.pages_free) == (0, 3)
     made.receive(ROUTER, Cancel(key=key("a")), 2.0)
     made.tick(60.0)
-    assert made.load().pages_free < made.load().pages_total
-    assert made.transfer_event(Settled(key("a")), 61.0) == [] and is_home(made)
-    assert made.transfer_event(Settled(key("a")), 62.0) == [], "of what is unknown"
+    assert made.report().load.pages_free < made.report().load.pages_total
+    assert made.handle(Settled(key("a")), 61.0) == [] and is_home(made)
+    assert made.handle(Settled(key("a")), 62.0) == [], "of what is unknown"
 
 
 # --- silence ---------------------------------------------------------------------------------------------------------------
@@ -277,7 +275,7 @@ def test_what_waits_for_a_writer_that_left_the_fleet_leaves_the_line() -> None:
     reserved(made, "a")
     made.receive(WRITER, reserve("b", 6), 0.0)
     assert made.receive(ROUTER, Peers(instances=(instance("p", "prefill", "2"),)), 1.0) == []
-    assert (made.load().waiting_requests, made.load().reservations) == (0, 1)
+    assert (made.report().load.waiting_requests, made.report().load.reservations) == (0, 1)
 
 
 def test_a_writer_that_has_fallen_silent_is_granted_nothing() -> None:
@@ -296,7 +294,7 @@ def test_a_writer_that_was_stopped_for_long_is_told_that_everything_is_over() ->
     settle(made, made.tick(SILENCE_S))
     assert made.receive(WRITER, handoff(grant), 30.0) == []
     assert renewed(made.receive(WRITER, renew(30.0, ("a", grant.generation)), 30.0)).over == (key("a"),)
-    assert is_home(made) and made.counters().messages_stale == 1
+    assert is_home(made) and made.report().counters.messages_stale == 1
 
 
 @pytest.mark.parametrize("sent_s", [float("nan"), float("inf"), float("-inf")])
@@ -307,4 +305,55 @@ def test_words_at_no_time_raise_nothing_and_hold_nothing_for_ever(sent_s: float)
     for second in range(1, 4):
         made.receive(WRITER, renew(sent_s, ("a", 0), ("b", 7)), float(second))
     settle(made, made.tick(3.0 + SILENCE_S))
-    assert made.load().reservations == 0
+    assert made.report().load.reservations == 0
+
+
+# --- the writes that are expected ------------------------------------------------------------------------------------------
+
+
+def expected(actions: Sequence[Action]) -> list[Expect]:
+    return [action for action in actions if isinstance(action, Expect)]
+
+
+def unmet() -> DecodeScheduler:
+    """It has never heard of its peers."""
+    return DecodeScheduler(instance("d", "decode"), engine(), limits())
+
+
+THERE = Peers(instances=(instance("p", "prefill"),))
+
+
+def test_a_decode_instance_reports_its_links_as_ready_and_makes_none() -> None:
+    made = unmet()
+    actions = [*made.receive(ROUTER, THERE, 0.0), *made.tick(0.0)]
+    assert made.report().links == (LinkInfo(peer=WRITER, incarnation=Incarnation("1"), state="ready"),)
+    assert not any(isinstance(action, Connect) for action in actions)
+
+
+def test_the_writes_with_which_a_new_writer_measures_its_link_are_expected() -> None:
+    made = unmet()
+    said = [*made.receive(ROUTER, THERE, 0.0), *made.tick(0.0), *made.tick(MEASURED_S / 2)]
+    assert said == [Expect(1)]
+    said += [*made.receive(ROUTER, THERE, MEASURED_S), *made.tick(MEASURED_S)]
+    assert said == [Expect(1), Expect(0)], "a writer that is known is not measured again"
+
+
+def test_writes_from_another_host_are_expected_as_distant() -> None:
+    made = unmet()
+    there = instance("p", "prefill")
+    elsewhere = tuple(msgspec.structs.replace(rank, host="elsewhere") for rank in there.ranks)
+    made.receive(ROUTER, Peers(instances=(msgspec.structs.replace(there, ranks=elsewhere),)), 0.0)
+    assert made.tick(0.0) == [Expect(1, distant=True)]
+
+
+def test_the_transfers_are_told_how_many_reservations_there_are_when_that_changes() -> None:
+    made = scheduler()
+    said = [*made.tick(0.0)]
+    for name in ("a", "b"):
+        made.receive(WRITER, reserve(name, 6), 0.0)
+    for _ in range(3):
+        said += [*made.decide(0.0).actions, *made.tick(0.0)]
+    for name in ("a", "b"):
+        made.receive(WRITER, Withdraw(key=key(name)), 1.0)
+        said += [*made.tick(1.0), *made.tick(1.0)]
+    assert expected(said) == [Expect(2), Expect(1), Expect(0)]

@@ -4,27 +4,23 @@ import numpy as np
 import pytest
 
 from common.engine.plan import Plan
-from common.instance.line import Rank
+from common.ids import ROUTER
+from common.instance.waiting_line import Rank
 from common.messages import Cancel, Claim, Grant, Renew, Terms, Withdraw
 from common.pages.pool import PagePool
 from decode.preemption import choose_victims
-from decode.request import DecodeRequest
+from decode.requests import DecodeRequest
 from decode.scheduler import DecodeScheduler
 from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import EOS, LAYOUT, key, result
 from tests.decode.rig import (
-    ROUTER,
     WRITER,
     WRITERS_LIFE,
     declined,
-    deltas,
-    failures,
     generate,
     granted,
     grants,
     handoff,
-    is_home,
-    kinds,
     planned,
     renew,
     renewed,
@@ -34,6 +30,7 @@ from tests.decode.rig import (
     settle,
     step,
 )
+from tests.schedulers import deltas, failures, is_home, kinds
 
 
 def ask(made: DecodeScheduler, name: str, tokens: int, max_new_tokens: int = 16, age_s: float = 0.0, priority: int = 0) -> None:
@@ -60,7 +57,7 @@ def test_a_request_takes_a_page_when_it_needs_one_and_the_executor_is_told() -> 
         held = max(2, LAYOUT.pages_for(4 + number))  # the step writes the KV of one token more
         assert [grown_row for grown_row, _ in grown(plan)] == [row] * (held - len(pages))
         pages += [page for _, page in grown(plan)]
-        assert len(set(pages)) == held and made.load().pages_free == 8 - held
+        assert len(set(pages)) == held and made.report().load.pages_free == 8 - held
         made.step_done(result(plan, [60]), 100.0)
     assert len(pages) == 4 and is_home(made)
 
@@ -70,7 +67,7 @@ def test_a_page_is_taken_for_a_step_while_the_step_before_is_still_in_flight() -
     made.receive(WRITER, handoff(reserved(made, tokens=7, max_new_tokens=60)), 0.0)  # leased: room for 12 tokens
     plans = [planned(made.decide(0.0)) for _ in range(10)]
     assert [len(grown(plan)) for plan in plans] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 1]
-    assert made.load().pages_total - made.load().pages_free == LAYOUT.pages_for(7 + 10)
+    assert made.report().load.pages_total - made.report().load.pages_free == LAYOUT.pages_for(7 + 10)
 
 
 def test_a_request_never_takes_more_than_its_longest_answer_needs() -> None:
@@ -78,7 +75,7 @@ def test_a_request_never_takes_more_than_its_longest_answer_needs() -> None:
     ask(made, "a", tokens=6, max_new_tokens=7)  # 12 tokens of KV: the whole pool
     ends = [deltas(step(made, 100.0))[-1].ending for _ in range(7)]
     assert ends[:-1] == [None] * 6 and ends[-1] is not None and is_home(made)
-    assert made.counters().preemptions == 0
+    assert made.report().counters.preemptions == 0
 
 
 def test_the_pages_that_were_taken_on_the_way_come_home_with_the_others() -> None:
@@ -86,7 +83,7 @@ def test_the_pages_that_were_taken_on_the_way_come_home_with_the_others() -> Non
     ask(made, "a", tokens=4)
     for _ in range(9):
         step(made, 100.0)
-    assert made.load().pages_free == 5
+    assert made.report().load.pages_free == 5
     step(made, 100.0, token=EOS)
     assert is_home(made)
 
@@ -101,7 +98,7 @@ def crowded(*, old_age_s: float = 10.0, young_age_s: float = 5.0, young_priority
     ask(made, "young", tokens=4, age_s=young_age_s, priority=young_priority)
     for _ in range(5):
         assert failures(step(made, 100.0)) == {}
-    assert made.load().pages_free == 1
+    assert made.report().load.pages_free == 1
     return made
 
 
@@ -113,7 +110,7 @@ def test_when_no_page_is_free_the_youngest_is_preempted_and_may_go_on_elsewhere(
     assert told["young"].kind == "preempted_error" and told["young"].retryable and told["young"].status == 503
     (ending,) = (delta for delta in deltas(actions) if delta.ending)
     assert ending.first == 5 and ending.token_ids == ()
-    assert (made.counters().preemptions, made.counters().requests_ended) == (1, 1)
+    assert (made.report().counters.preemptions, made.report().counters.requests_ended) == (1, 1)
     assert [delta.key.request_id for delta in deltas(step(made, 100.0))] == ["old"]
 
 
@@ -131,7 +128,7 @@ def test_the_key_of_a_request_that_was_put_out_is_over() -> None:
     made = crowded()
     step(made, 100.0)
     assert made.receive(ROUTER, generate("young", 4), 100.0) == []
-    assert made.load().waiting_requests == 0 and made.counters().messages_stale == 1
+    assert made.report().load.waiting_requests == 0 and made.report().counters.messages_stale == 1
 
 
 def test_the_oldest_is_never_put_out_by_another_and_always_gets_on() -> None:
@@ -139,12 +136,12 @@ def test_the_oldest_is_never_put_out_by_another_and_always_gets_on() -> None:
     ask(made, "oldest", tokens=4, max_new_tokens=20, age_s=50.0)
     emitted = 0
     for number in range(20):
-        if not made.load().waiting_requests:
+        if not made.report().load.waiting_requests:
             ask(made, f"younger{number}", tokens=3, age_s=40.0)
         actions = step(made, 100.0)
         assert "oldest" not in failures(actions)
         emitted += sum(len(delta.token_ids) for delta in deltas(actions) if delta.key == key("oldest"))
-    assert emitted == 20 and made.counters().preemptions > 0
+    assert emitted == 20 and made.report().counters.preemptions > 0
 
 
 def test_the_pages_of_a_victim_come_home_when_its_step_returns_and_the_row_that_needs_one_sits_out_until_then() -> None:
@@ -154,7 +151,7 @@ def test_the_pages_of_a_victim_come_home_when_its_step_returns_and_the_row_that_
     for _ in range(7):
         assert failures(step(made, 100.0)) == {}
     in_flight = planned(made.decide(100.0))
-    assert len(in_flight.decode_rows) == 2 and made.load().pages_free == 0
+    assert len(in_flight.decode_rows) == 2 and made.report().load.pages_free == 0
     decision = made.decide(100.0)
     assert list(failures(decision.actions)) == ["young"] and decision.plan is None
     again = made.decide(100.0)
@@ -178,8 +175,8 @@ def victims(names: str, lacking: str, coming_pages: int = 0, pages: int = 2) -> 
     requests: dict[str, DecodeRequest] = {}
     for number, name in enumerate(names):
         asked = generate(name, 4)
-        rank = Rank(0, float(number))
-        requests[name] = DecodeRequest(asked, np.zeros(4, dtype=np.int32), None, rank, lease=pool.lease(pages))
+        rank, prompt = Rank(0, float(number)), np.zeros(4, dtype=np.int32)
+        requests[name] = DecodeRequest(asked, asked.key, prompt, None, rank, pages, 0.0, 0.0, 0, lease=pool.lease(pages))
     chosen = choose_victims(requests.values(), [requests[name] for name in lacking], coming_pages)
     return [request.key.request_id for request in chosen]
 
@@ -214,7 +211,7 @@ def with_young_reservation() -> tuple[DecodeScheduler, Grant]:
     step(made, 100.0)
     made.receive(WRITER, reserve("young", 4, sent_s=100.0), 100.0)
     (grant,) = grants([action for _ in range(8) for action in step(made, 100.0)])
-    assert (made.load().reservations, made.load().pages_free) == (1, 0)
+    assert (made.report().load.reservations, made.report().load.pages_free) == (1, 0)
     return made, grant
 
 
@@ -228,7 +225,7 @@ def test_a_reservation_that_is_preempted_is_declined_and_its_pages_come_home_wit
     settle(made, made.receive(WRITER, Withdraw(key=key("young")), 102.0))
     plan = planned(made.decide(102.0))
     assert len(plan.decode_rows) == 1 and len(grown(plan)) == 1
-    assert made.counters().preemptions == 1
+    assert made.report().counters.preemptions == 1
 
 
 def test_when_the_writer_does_not_let_go_the_row_is_not_kept_waiting_for_ever() -> None:
@@ -258,10 +255,10 @@ def test_a_page_is_left_for_every_request_that_runs() -> None:
     for name in ("a", "b", "c"):
         ask(made, name, tokens=4)
         step(made, 100.0)
-    assert (made.load().pages_free, made.load().waiting_requests) == (3, 1), "c needs 2, and 2 others run"
+    assert (made.report().load.pages_free, made.report().load.waiting_requests) == (3, 1), "c needs 2, and 2 others run"
     made.receive(ROUTER, Cancel(key=key("b")), 100.0)
     made.decide(100.0)
-    assert made.load().waiting_requests == 0
+    assert made.report().load.waiting_requests == 0
 
 
 def test_the_last_page_is_given_to_who_is_alone() -> None:
@@ -296,9 +293,9 @@ def stuck(total_pages: int = 6) -> DecodeScheduler:
 def test_pages_that_their_writer_does_not_let_go_of_are_in_quarantine() -> None:
     made = stuck()
     made.tick(105.0)
-    assert made.load().pages_quarantined == 0
+    assert made.report().load.pages_quarantined == 0
     made.tick(105.1)
-    assert made.load().pages_quarantined == 3
+    assert made.report().load.pages_quarantined == 3
     settle(made, made.receive(WRITER, Withdraw(key=key("stuck")), 106.0))
     assert is_home(made)
 
@@ -314,7 +311,7 @@ def test_what_cannot_fit_beside_them_waits_a_while_and_is_then_sent_away() -> No
         assert declined(made.decide(float(second - 1)).actions) == {}, "a silent writer's pages come home within this time"
     actions = made.decide(125.1).actions
     assert declined(actions)["large"].retryable and "lacks memory" in declined(actions)["large"].message
-    assert made.load().waiting_requests == 0
+    assert made.report().load.waiting_requests == 0
 
 
 def test_what_a_writer_gave_up_and_cannot_let_go_ends_here_too_though_the_cancel_was_lost() -> None:
@@ -324,9 +321,9 @@ def test_what_a_writer_gave_up_and_cannot_let_go_ends_here_too_though_the_cancel
     for second in (101.0, 102.0):
         actions = made.receive(WRITER, Renew(incarnation=WRITERS_LIFE, sent_s=second, claims=(claim,)), second)
         assert failures(actions) == {}, "its writer has told the client"
-    assert made.load().running_requests == 0
+    assert made.report().load.running_requests == 0
     made.tick(101.0 + WRITE_LEASE_S + 0.1)
-    assert made.load().pages_quarantined == 3, "they do not come home before its word"
+    assert made.report().load.pages_quarantined == 3, "they do not come home before its word"
     settle(made, made.receive(WRITER, Withdraw(key=key("stuck")), 108.0))
     assert is_home(made)
 

@@ -1,6 +1,7 @@
 """The sending end of the handoff, as messages in and actions out."""
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
-from kv_transfer.handoff_source import HandoffSource, Output, SourceClosed, SourceRead
+from kv_transfer.handoff_source import SourceClosed, SourceRead
 from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import LAYOUT, key, sampling
+from tests.kv_transfer.sources import Source
 
 ME, LIFE = Incarnation("writer"), Incarnation("1")
 D, OTHER = InstanceId("d"), InstanceId("other")
@@ -26,13 +28,13 @@ def reserve(name: str = "r", sent_s: float = BEGAN_S) -> Reserve:
     return Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(10)), sampling=sampling(), sent_s=sent_s)
 
 
-def opened() -> HandoffSource:
-    source = HandoffSource(ME, LAYOUT)
+def opened() -> Source:
+    source = Source(ME, LAYOUT)
     assert source.open(reserve(), PEER, SOURCE_PAGES) == [Send(D, reserve())]
     return source
 
 
-def granted() -> HandoffSource:
+def granted() -> Source:
     source = opened()
     assert source.receive(D, grant(), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S)]
     return source
@@ -53,7 +55,7 @@ def grant(pages: tuple[int, ...] = (20, 21, 22), have_tokens: int = 0, sent_s: f
     )
 
 
-def pushes(outputs: list[Output]) -> list[tuple[list[int], list[int]]]:
+def pushes(outputs: list[Any]) -> list[tuple[list[int], list[int]]]:
     return [(o.source_pages.tolist(), o.target_pages.tolist()) for o in outputs if isinstance(o, Push)]
 
 
@@ -86,7 +88,7 @@ def test_pages_are_read_for_the_last_time_when_the_prompt_is_computed_and_every_
 
 
 def test_pages_whose_digests_go_with_the_handoff_are_read_until_then() -> None:
-    source = HandoffSource(ME, LAYOUT, digest=lambda pages: b"")
+    source = Source(ME, LAYOUT, digest=lambda pages: b"")
     source.open(reserve(), PEER, SOURCE_PAGES)
     source.receive(D, grant(), BEGAN_S + 0.1)
     source.computed(key(), 8)
@@ -100,7 +102,7 @@ def test_pages_that_are_there_already_are_read_as_soon_as_the_prompt_is_computed
     assert SourceRead(key(), 2) in source.sampled(key(), 99)
 
 
-def layered(outputs: list[Output]) -> list[tuple[list[int], range | None]]:
+def layered(outputs: list[Any]) -> list[tuple[list[int], range | None]]:
     return [(o.target_pages.tolist(), o.layers) for o in outputs if isinstance(o, Push)]
 
 
@@ -175,7 +177,7 @@ def test_a_handoff_without_any_push_follows_the_first_token_at_once() -> None:
 
 
 def test_a_handoff_carries_the_digests_of_the_pages_that_were_pushed() -> None:
-    source = HandoffSource(ME, LAYOUT, digest=lambda pages: b"".join(bytes([page] * 4) for page in pages.tolist()))
+    source = Source(ME, LAYOUT, digest=lambda pages: b"".join(bytes([page] * 4) for page in pages.tolist()))
     source.open(reserve(), PEER, SOURCE_PAGES)
     source.receive(D, grant(have_tokens=4), BEGAN_S)
     source.sampled(key(), 99)
@@ -274,7 +276,7 @@ def test_a_grant_of_pages_that_cannot_be_there_is_refused(have_tokens: int) -> N
 @pytest.mark.parametrize("pages", [pack_ids((20, 21)), pack_ids((20, 21, 22, 23)), b"", b"abc"])
 def test_a_grant_of_the_wrong_size_is_refused(pages: bytes) -> None:
     outputs = opened().receive(D, msgspec.structs.replace(grant(), pages=pages), BEGAN_S)
-    assert isinstance(outputs[-1], SourceClosed) and "granted" in str(outputs[-1].failure)
+    assert isinstance(outputs[-1], SourceClosed) and "invalid grant from d" in str(outputs[-1].failure)
 
 
 @pytest.mark.parametrize("answer", [grant(), Decline(key=key(), failed=FULL)])

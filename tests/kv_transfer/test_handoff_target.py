@@ -92,14 +92,14 @@ def test_a_handoff_passes_the_lease_to_the_caller_once() -> None:
     landed = reader.target.land(P, handoff(grant.generation))
     assert landed is not None and landed.lease is lease
     assert reader.target.land(P, handoff(grant.generation)) is None
-    assert reader.target.stale == 1 and key() not in reader.target
+    assert reader.target.stale == 1 and key() not in reader.target.open
 
 
 def test_a_handoff_of_an_older_generation_is_dropped_and_counted() -> None:
     reader = Reader()
     grant, _ = reader.reserve()
     assert reader.target.land(P, handoff(grant.generation - 1)) is None
-    assert reader.target.stale == 1 and key() in reader.target
+    assert reader.target.stale == 1 and key() in reader.target.open
 
 
 def test_a_handoff_or_withdrawal_of_another_instance_is_dropped() -> None:
@@ -107,7 +107,7 @@ def test_a_handoff_or_withdrawal_of_another_instance_is_dropped() -> None:
     grant, _ = reader.reserve()
     assert reader.target.land(Q, handoff(grant.generation)) is None
     assert reader.target.withdraw(Q, key()) is None
-    assert reader.target.stale == 2 and len(reader.target) == 1
+    assert reader.target.stale == 2 and len(reader.target.open) == 1
 
 
 def test_generations_are_never_used_twice() -> None:
@@ -130,11 +130,11 @@ def test_a_cancelled_reservation_keeps_its_lease_until_the_writer_speaks() -> No
     reader = Reader()
     _, lease = reader.reserve()
     reader.target.cancel(key(), reader.now)
-    assert reader.pool.free_pages == 13 and len(reader.target) == 1
+    assert reader.pool.free_pages == 13 and len(reader.target.open) == 1
     withdrawn = reader.target.withdraw(P, key())
     assert withdrawn is not None and withdrawn.lease is lease
     reader.target.cancel(key(), reader.now)
-    assert len(reader.target) == 0
+    assert len(reader.target.open) == 0
 
 
 # --- renewals --------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_a_reservation_that_is_claimed_goes_on() -> None:
     reader.later(1.0)
     renewal = reader.renew(("r", grant.generation))
     assert (over(renewal), grants(renewal), lost(renewal)) == ([], [], [])
-    assert key() in reader.target
+    assert key() in reader.target.open
 
 
 def test_a_grant_that_the_writer_has_not_got_is_sent_again_under_its_latest_word() -> None:
@@ -173,7 +173,7 @@ def test_a_reservation_that_is_not_claimed_any_more_is_lost() -> None:
     reader.later(1.0)
     renewal = reader.renew(("kept", kept.generation))
     assert lost(renewal) == ["a"] and renewal.lost[0].lease is lease
-    assert len(reader.target) == 1 and lost(reader.renew(("kept", kept.generation))) == []
+    assert len(reader.target.open) == 1 and lost(reader.renew(("kept", kept.generation))) == []
 
 
 @pytest.mark.parametrize("age_s", [0.0, 0.5])
@@ -182,7 +182,7 @@ def test_a_renewal_that_is_no_newer_than_a_reserve_says_nothing_of_it(age_s: flo
     reader = Reader()
     reader.later(10.0)
     reader.reserve()
-    assert lost(reader.renew(age_s=age_s)) == [] and len(reader.target) == 1
+    assert lost(reader.renew(age_s=age_s)) == [] and len(reader.target.open) == 1
     reader.later(1e-3)
     assert lost(reader.renew()) == ["r"]
 
@@ -204,7 +204,7 @@ def test_a_claim_of_a_cancelled_reservation_is_over_and_the_reservation_stays(ge
     reader.later(1.0)
     renewal = reader.renew(("r", generation))
     assert (over(renewal), grants(renewal), lost(renewal)) == (["r"], [], [])
-    assert key() in reader.target
+    assert key() in reader.target.open
 
 
 def test_a_cancelled_reservation_that_is_not_claimed_any_more_is_lost_too() -> None:
@@ -212,7 +212,7 @@ def test_a_cancelled_reservation_that_is_not_claimed_any_more_is_lost_too() -> N
     reader.reserve()
     reader.target.cancel(key(), reader.now)
     reader.later(1.0)
-    assert lost(reader.renew()) == ["r"] and len(reader.target) == 0
+    assert lost(reader.renew()) == ["r"] and len(reader.target.open) == 0
 
 
 @pytest.mark.parametrize("writer", [SUCCESSOR, OTHER])
@@ -223,7 +223,7 @@ def test_a_renewal_of_another_life_or_instance_claims_and_loses_nothing_of_this_
     assert lost(reader.renew(writer=writer)) == []
     renewal = reader.renew(("r", grant.generation), writer=writer)
     assert (over(renewal), grants(renewal), lost(renewal)) == (["r"], [], [])
-    assert key() in reader.target
+    assert key() in reader.target.open
 
 
 # --- silence ---------------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_the_reservations_of_a_writer_that_fell_silent_are_fenced_when_it_cannot
     assert reader.fenced() == [] and reader.target.hears(WRITER)
     reader.later(1e-3)
     assert reader.fenced() == ["a", "b"]
-    assert len(reader.target) == 0 and not reader.target.hears(WRITER) and reader.target.next_deadline() is None
+    assert len(reader.target.open) == 0 and not reader.target.hears(WRITER) and reader.target.next_deadline() is None
 
 
 def test_every_newer_word_puts_the_fence_off() -> None:
@@ -351,7 +351,7 @@ def test_a_reservation_that_its_writer_gave_up_and_cannot_let_go_keeps_its_pages
     renew = Renew(incarnation=WRITER.incarnation, sent_s=reader.writers_now, claims=(claim, stale))
     renewal = reader.target.renew(P, renew, reader.now, lambda asked: False)
     assert [reservation.lease for reservation in renewal.stuck] == [lease]
-    assert lost(renewal) == [] and over(renewal) == ["unknown"] and key() in reader.target
+    assert lost(renewal) == [] and over(renewal) == ["unknown"] and key() in reader.target.open
 
 
 def test_what_has_no_reservation_is_not_stuck() -> None:

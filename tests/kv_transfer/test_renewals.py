@@ -1,5 +1,7 @@
 """Renewals at the sending end: which handoffs are said to be open, to whom, and what the answers bring."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,9 +9,10 @@ from common.errors import InstanceFailed
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
 from common.instance.ports import Allow, PushDone, PushFailed, Send
 from common.messages import Failed, Grant, Renew, Renewed, Reserve, Withdraw
-from kv_transfer.handoff_source import HandoffSource, Output, SourceClosed
+from kv_transfer.handoff_source import SourceClosed
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, key, sampling
+from tests.kv_transfer.sources import Source
 
 ME = Incarnation("writer")
 D, E = InstanceId("d"), InstanceId("e")
@@ -22,14 +25,14 @@ class Writer:
     """A source, its clock, and what it is told."""
 
     def __init__(self) -> None:
-        self.source = HandoffSource(ME, LAYOUT)
+        self.source = Source(ME, LAYOUT)
         self.now = BEGAN_S
 
     def open(self, name: str, peer: InstanceId = D, incarnation: Incarnation = FIRST) -> None:
         reserve = Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(8)), sampling=sampling(), sent_s=self.now)
         self.source.open(reserve, Life(peer, incarnation), PAGES)
 
-    def grant(self, name: str, generation: int = 5) -> list[Output]:
+    def grant(self, name: str, generation: int = 5) -> list[Any]:
         grant = Grant(
             key=key(name),
             generation=Generation(generation),
@@ -39,7 +42,7 @@ class Writer:
         )
         return self.source.receive(D, grant, self.now)
 
-    def renewed(self, sent_s: float, *over: str, sender: InstanceId = D) -> list[Output]:
+    def renewed(self, sent_s: float, *over: str, sender: InstanceId = D) -> list[Any]:
         answer = Renewed(sent_s=sent_s, write_lease_s=WRITE_LEASE_S, over=tuple(key(name) for name in over))
         return self.source.receive(sender, answer, self.now)
 

@@ -37,7 +37,7 @@ def unsettled(trial: Trial) -> Iterator[str]:
 
 
 def _not_home(trial: Trial, instance: Instance) -> Iterator[str]:
-    name, load = instance.name.id, instance.scheduler.load()
+    name, load = instance.name.id, instance.scheduler.report().load
     stuck = stuck_pages(trial, instance)
     leased = trial.ledger_of(instance).leased_pages
     if leased != stuck:
@@ -118,7 +118,7 @@ def misplaced(trial: Trial) -> Iterator[str]:
     """Bytes where they must not be."""
     yield from trial.fabric.problems
     for life in trial.lives:
-        corrupt = life.scheduler.counters().pages_corrupt
+        corrupt = life.scheduler.report().counters.pages_corrupt
         if corrupt:
             yield f"{life.name.id} found {corrupt} pages corrupt"
     for instance in trial.instances.values():

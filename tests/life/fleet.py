@@ -155,7 +155,7 @@ class Fleet:
 
     def is_home(self) -> bool:
         """Every page in its pool, no request anywhere."""
-        loads = [instance.scheduler.load() for instance in self.instances.values()]
+        loads = [instance.scheduler.report().load for instance in self.instances.values()]
         pages = all(load.pages_free == load.pages_total for load in loads)
         idle = all(load.waiting_requests + load.running_requests + load.reservations == 0 for load in loads)
         return pages and idle and len(self.router.requests) == 0

@@ -95,16 +95,14 @@ class Instance:
         is_prefill = name.role == "prefill"
         kind = PrefillScheduler if is_prefill else DecodeScheduler
         digest = self.engine.digest_pages if size.verify_pages else None
-        self.scheduler = kind(name.id, self.info.incarnation, engine, limits, digest)
+        self.scheduler = kind(self.info, engine, limits, digest)
         self._loop = Loop(clock, self)
         self._transfer_thread = Loop(clock, _TransferThread(self, self._clock))
         inbox: Any = PrefillInbox if is_prefill else DecodeInbox
         mailbox = network.open(name.address, self._loop.wake)
         self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {ROUTER: ROUTER_ADDRESS})
         membership = Membership(self.info, STARTUP_TIMEOUT_S, self._clock())
-        self.worker: InstanceWorker[Any] = InstanceWorker(
-            membership, self.scheduler, self.engine, self.transfers, self._mail, pushes=is_prefill
-        )
+        self.worker: InstanceWorker[Any] = InstanceWorker(membership, self.scheduler, self.engine, self.transfers, self._mail)
         self._loop.wake(clock.now)
         self._transfer_thread.wake(clock.now)
 

@@ -81,7 +81,7 @@ class Scene:
 
     def until_pushing(self, seconds: float = BRING_S) -> None:
         """A push of the prefill instance is held by its transport."""
-        self.fleet.turn_until(lambda: self.at_prefill.scheduler.load().pushes_in_flight > 0, seconds)
+        self.fleet.turn_until(lambda: self.at_prefill.scheduler.report().load.pushes_in_flight > 0, seconds)
         self.fleet.run_for(2 * TURN_S)
 
     def hold_pushes(self) -> None:
@@ -112,9 +112,11 @@ def _spec(name: str, prompt: list[int], max_tokens: int, timeout_s: float | None
 def _waiting_at_prefill(scene: Scene) -> None:
     for _ in range(2):
         scene.other(OTHER_PROMPT, 4)
-    scene.until(lambda: all(scene.fleet.instances[f"prefill-{n}"].scheduler.counters().prompt_tokens_computed for n in (0, 1)))
+    scene.until(
+        lambda: all(scene.fleet.instances[f"prefill-{n}"].scheduler.report().counters.prompt_tokens_computed for n in (0, 1))
+    )
     scene.ask()
-    scene.until(lambda: scene.at_prefill.scheduler.load().waiting_requests == 1)
+    scene.until(lambda: scene.at_prefill.scheduler.report().load.waiting_requests == 1)
 
 
 def _computing_before_the_grant(scene: Scene) -> None:
@@ -122,14 +124,14 @@ def _computing_before_the_grant(scene: Scene) -> None:
     scene.ask()
     scene.until_sent(scene.prefill, "Reserve", scene.decode)
     scene.grants.seconds = DELAY_S
-    assert scene.at_prefill.scheduler.counters().prompt_tokens_computed == 0
+    assert scene.at_prefill.scheduler.report().counters.prompt_tokens_computed == 0
 
 
 def _computing_and_pushing(scene: Scene) -> None:
     scene.hold_pushes()
     scene.ask()
     scene.until_pushing()
-    assert 0 < scene.at_prefill.scheduler.counters().prompt_tokens_computed < len(PROMPT)
+    assert 0 < scene.at_prefill.scheduler.report().counters.prompt_tokens_computed < len(PROMPT)
 
 
 def _first_token_out(scene: Scene) -> None:
@@ -142,16 +144,16 @@ def _first_token_out(scene: Scene) -> None:
 def _handed_off(scene: Scene) -> None:
     scene.ask()
     scene.until_sent(scene.prefill, "Handoff", scene.decode)
-    assert scene.at_decode.scheduler.load().reservations == 1
+    assert scene.at_decode.scheduler.report().load.reservations == 1
 
 
 def _waiting_for_decode_memory(scene: Scene) -> None:
     for _ in range(2 * SIZE.rows):
         scene.other(OTHER_PROMPT[:3], 50)
     decodes = [scene.fleet.instances[f"decode-{n}"] for n in (0, 1)]
-    scene.until(lambda: all(decode.scheduler.counters().handoffs == SIZE.rows for decode in decodes))
+    scene.until(lambda: all(decode.scheduler.report().counters.handoffs == SIZE.rows for decode in decodes))
     scene.ask()
-    scene.until(lambda: scene.at_decode.scheduler.load().waiting_requests == 1)
+    scene.until(lambda: scene.at_decode.scheduler.report().load.waiting_requests == 1)
 
 
 def _decoding(scene: Scene) -> None:
@@ -161,7 +163,7 @@ def _decoding(scene: Scene) -> None:
 
 def _prefilled_by_a_decode_instance(scene: Scene) -> None:
     scene.ask()
-    scene.until(lambda: scene.at_decode.scheduler.counters().prompt_tokens_computed > 0)
+    scene.until(lambda: scene.at_decode.scheduler.report().counters.prompt_tokens_computed > 0)
     assert not scene.client.token_ids
 
 

@@ -74,7 +74,7 @@ def _counts(trial: Trial) -> Counter[str]:
     for resume in trial.observer.resumes:
         counts[f"resumed: {resume}"] += 1
     for life in trial.lives:
-        total = life.scheduler.counters()
+        total = life.scheduler.report().counters
         counts["preemptions"] += total.preemptions
         counts["handoffs lost"] += total.handoffs_lost
         counts["pushes failed"] += total.pushes_failed

@@ -106,7 +106,7 @@ def test_pages_under_a_transfer_that_is_not_proven_to_have_ended_stay_away_on_bo
     assert scene.client.token_ids == undisturbed(PROMPT, MAX_TOKENS)
     scene.fleet.run_for(SETTLE_S)
     for instance in scene.fleet.instances.values():
-        load = instance.scheduler.load()
+        load = instance.scheduler.report().load
         # Of 19 tokens the prompt takes 5 pages; a reservation has one more, for the answer.
         away = 5 if instance is prefill else 6 if instance is decode else 0
         assert load.pages_total - load.pages_free == load.pages_quarantined == away

@@ -28,7 +28,7 @@ def test_one_request_travels_the_ring_once() -> None:
     # The decode scheduler leases pages for prompt and answer, 19 + 4 tokens of KV, and tells where to write.
     fleet.turn_until(lambda: ("decode-0", "Grant", "prefill-0") in fleet.network.log)
     assert decode.pool.free_pages == 64 - 6
-    assert decode.scheduler.load().reservations == 1
+    assert decode.scheduler.report().load.reservations == 1
 
     # Chunk by chunk, complete pages are pushed. The first token goes to the client as soon as it is sampled.
     fleet.turn_until(lambda: ("prefill-0", "TokenBatch", "detokenizer") in fleet.network.log)
@@ -46,7 +46,7 @@ def test_one_request_travels_the_ring_once() -> None:
     assert fleet.observer.endings == [Finished(reason="length")], "exactly one ending"
 
     # The counters prove that it was disaggregated, and everything has come home.
-    sent, received = prefill.scheduler.counters(), decode.scheduler.counters()
+    sent, received = prefill.scheduler.report().counters, decode.scheduler.report().counters
     assert (sent.prompt_tokens_computed, received.prompt_tokens_computed) == (19, 0)
     assert sent.pages_pushed == received.pages_received == 5
     assert sent.bytes_pushed == received.bytes_received
@@ -57,7 +57,7 @@ def test_one_request_travels_the_ring_once() -> None:
 def test_a_client_that_leaves_in_mid_stream_leaves_nothing_behind() -> None:
     fleet = Fleet()
     client = fleet.submit("r", PROMPT, max_tokens=50)
-    fleet.turn_until(lambda: fleet.instances["decode-0"].scheduler.counters().tokens_generated >= 3)
+    fleet.turn_until(lambda: fleet.instances["decode-0"].scheduler.report().counters.tokens_generated >= 3)
     fleet.leave("r")
     fleet.run(client)
     assert client.endings == [Finished(reason="cancelled")]
@@ -83,7 +83,7 @@ def test_colocated_serving_is_a_routing_decision() -> None:
     client = fleet.submit("r", PROMPT, max_tokens=5)
     fleet.run(client)
     assert client.token_ids == undisturbed(PROMPT, 5)
-    assert fleet.instances["decode-0"].scheduler.counters().prompt_tokens_computed == 19
+    assert fleet.instances["decode-0"].scheduler.report().counters.prompt_tokens_computed == 19
 
 
 def test_an_answer_of_one_token_never_meets_a_decode_instance() -> None:

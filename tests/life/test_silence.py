@@ -13,7 +13,7 @@ def held(fleet: Fleet) -> Client:
     """A request whose push is in flight and does not move."""
     fleet.memory.hold = True
     client = fleet.submit("r", PROMPT, 5)
-    fleet.turn_until(lambda: fleet.instances["prefill-0"].scheduler.load().pushes_in_flight > 0)
+    fleet.turn_until(lambda: fleet.instances["prefill-0"].scheduler.report().load.pushes_in_flight > 0)
     return client
 
 
@@ -37,11 +37,11 @@ def link_detail(fleet: Fleet) -> str:
 def assert_whole(fleet: Fleet) -> None:
     """Everything is at home, every link is up, and a request takes the ring."""
     fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready(), seconds=30.0)
-    before = fleet.instances["decode-0"].scheduler.counters().handoffs
+    before = fleet.instances["decode-0"].scheduler.report().counters.handoffs
     again = fleet.submit("again", PROMPT, 5)
     fleet.run(again)
     assert_answered(again)
-    assert fleet.instances["decode-0"].scheduler.counters().handoffs == before + 1
+    assert fleet.instances["decode-0"].scheduler.report().counters.handoffs == before + 1
 
 
 def test_a_decode_instance_that_pauses_during_a_handoff_gets_the_request_again_when_it_is_back() -> None:

@@ -286,7 +286,7 @@ class Trial(Fleet):
         waits for the end of writes."""
         if instance.name.role != "decode" or not self._is_up(instance.name.id) or instance in self._leaving:
             return 0
-        load = instance.scheduler.load()
+        load = instance.scheduler.report().load
         is_whole = load.pages_quarantined * QUARANTINE_DIVISOR <= load.pages_total
         return load.pages_total - load.pages_quarantined if is_whole else 0
 

@@ -4,15 +4,16 @@ Owns their shapes. Knows no test.
 """
 
 from common.engine.plan import Plan
-from common.ids import Generation, Incarnation, InstanceId, pack_ids, unpack_ids
-from common.instance.ports import Action, Allow, Push, PushDone, Send, Settle
-from common.messages import AnyMessage, Failed, Generate, Grant, Handoff, Peers, Reserve, Terms, TokenBatch, TokenDelta
+from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, unpack_ids
+from common.instance.ports import Action, Push, PushDone
+from common.messages import Generate, Grant, Handoff, Peers, Reserve, Terms
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
 from tests.builders import LAYOUT, engine, instance, key, limits, sampling
+from tests.schedulers import messages, prompt_of
 
-ME, ROUTER, DECODE = InstanceId("p"), InstanceId("router"), InstanceId("d")
+ME, DECODE = InstanceId("p"), InstanceId("d")
 LIFE = Incarnation("p1")
 
 
@@ -20,7 +21,7 @@ def scheduler(
     total_pages: int = 64, max_rows: int = 4, chunk_tokens: int = 8, max_waiting: int = 16, digest: Digest | None = None
 ) -> PrefillScheduler:
     bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting)
-    made = PrefillScheduler(ME, LIFE, engine(total_pages, max_rows), bounds, digest)
+    made = PrefillScheduler(instance(ME, "prefill", LIFE), engine(total_pages, max_rows), bounds, digest)
     made.receive(ROUTER, Peers(instances=(instance("d", "decode"),)), 0.0)
     return made
 
@@ -33,19 +34,14 @@ def generate(
     first: int = 0,
     terms: Terms | None = None,
 ) -> Generate:
-    prompt = pack_ids([100 + i for i in range(tokens)])
     return Generate(
         key=key(name),
-        prompt=prompt,
+        prompt=prompt_of(tokens),
         sampling=sampling(max_new_tokens),
         decode=decode,
         first=first,
         terms=terms or Terms(),
     )
-
-
-def messages(actions: list[Action]) -> list[AnyMessage]:
-    return [action.message for action in actions if isinstance(action, Send)]
 
 
 def reserves(actions: list[Action]) -> list[Reserve]:
@@ -74,36 +70,9 @@ def spans(plan: Plan | None) -> list[tuple[int, int, bool]]:
     return [(chunk.start, chunk.start + len(chunk.token_ids), chunk.last) for chunk in plan.chunks]
 
 
-def deltas(actions: list[Action]) -> list[TokenDelta]:
-    return [delta for message in messages(actions) if isinstance(message, TokenBatch) for delta in message.deltas]
-
-
-def failures(actions: list[Action]) -> dict[str, Failed]:
-    """What is told of requests that failed."""
-    return {delta.key.request_id: delta.ending for delta in deltas(actions) if isinstance(delta.ending, Failed)}
-
-
-def kinds(actions: list[Action]) -> list[str]:
-    """Names of what is to be done, in order."""
-    names = []
-    for action in actions:
-        match action:
-            case Send():
-                names.append(type(action.message).__name__)
-            case Push() | Allow() | Settle():
-                names.append(type(action).__name__)
-    return names
-
-
 def finish_pushes(made: PrefillScheduler, actions: list[Action], now: float = 1.0) -> list[Action]:
     """Every push among `actions` completes: what comes of it."""
     more: list[Action] = []
     for push in [action for action in actions if isinstance(action, Push)]:
-        more += made.transfer_event(PushDone(push.ticket, len(push.source_pages) * LAYOUT.page_bytes, 0.1), now)
+        more += made.handle(PushDone(push.ticket, len(push.source_pages) * LAYOUT.page_bytes, 0.1), now)
     return more
-
-
-def is_home(made: PrefillScheduler) -> bool:
-    """Every page is in its pool, and no request is known."""
-    load = made.load()
-    return (load.pages_free, load.waiting_requests, load.running_requests) == (load.pages_total, 0, 0)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.engine.plan import Plan
-from common.ids import Generation, InstanceId, pack_ids, unpack_ids
-from common.instance.ports import Action, Allow, LinkChanged, Push, PushDone, PushFailed, Send
+from common.ids import ROUTER, Generation, InstanceId, pack_ids, unpack_ids
+from common.instance.ports import Action, Allow, Connect, Push, PushDone, PushFailed, Send
 from common.messages import (
     Cancel,
     Decline,
@@ -21,7 +21,6 @@ from common.messages import (
     Generate,
     Grant,
     Handoff,
-    LinkInfo,
     LinkState,
     Peers,
     Probe,
@@ -34,7 +33,8 @@ from common.messages import (
 from kv_transfer.write_lease import WRITE_LEASE_S
 from prefill.scheduler import PrefillMessage
 from tests.builders import EOS, LAYOUT, instance, key, result
-from tests.prefill.rig import ROUTER, deltas, generate, scheduler
+from tests.prefill.rig import generate, scheduler
+from tests.schedulers import abandon, deltas, drain, link_changed
 
 TOTAL_PAGES = 8
 LATE_S = 30.0
@@ -79,7 +79,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert action.ticket not in self.pushes
                     self.pushes[action.ticket] = (self.name_of(action), action)
                 case _:
-                    assert isinstance(action, Send | Allow)
+                    assert isinstance(action, Send | Allow | Connect)
         for delta in deltas(actions):
             assert self.endings[delta.key.request_id] == 0, "nothing follows the ending"
             self.endings[delta.key.request_id] += delta.ending is not None
@@ -180,7 +180,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(is_gone=st.integers(0, 9).map(lambda drawn: drawn == 9))
     def the_router_goes(self, is_gone: bool) -> None:
         if is_gone:
-            self.do(self.made.abandon(self.now))
+            self.do(abandon(self.made, self.now))
 
     # --- what happens here -----------------------------------------------------------------------------------------------
 
@@ -208,18 +208,15 @@ class AnyOrder(RuleBasedStateMachine):
     def end_push(self, ticket: int, how: str) -> None:
         _, push = self.pushes.pop(ticket)
         if how == "done":
-            self.do(self.made.transfer_event(PushDone(push.ticket, len(push.source_pages), 0.1), self.now))
+            self.do(self.made.handle(PushDone(push.ticket, len(push.source_pages), 0.1), self.now))
         else:
             self.stuck |= set(push.source_pages.tolist()) if how == "stuck" else set()
-            self.do(self.made.transfer_event(PushFailed(push.ticket, "cable", quiescent=how != "stuck"), self.now))
+            self.do(self.made.handle(PushFailed(push.ticket, "cable", quiescent=how != "stuck"), self.now))
         self.turn()
 
     @rule(name=st.sampled_from(DECODERS), state=st.sampled_from(["lost", "ready", "connecting"]))
     def a_link_changes(self, name: str, state: LinkState) -> None:
-        info = instance(name, "decode", str(self.lives[name]))
-        self.do(
-            self.made.transfer_event(LinkChanged(LinkInfo(peer=info.id, incarnation=info.incarnation, state=state)), self.now)
-        )
+        self.do(self.made.handle(link_changed(name, state, str(self.lives[name])), self.now))
         self.turn()
 
     # --- what must hold --------------------------------------------------------------------------------------------------
@@ -231,11 +228,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(by_rows) == len(set(by_rows)), "two rows write the same page"
         read = {page for _, push in self.pushes.values() for page in push.source_pages.tolist()}
         used = read | set(by_rows) | self.stuck
-        assert self.made.load().pages_free + len(used) <= TOTAL_PAGES, "a page that is used is in the pool"
+        assert self.made.report().load.pages_free + len(used) <= TOTAL_PAGES, "a page that is used is in the pool"
 
     def teardown(self) -> None:
         """The calm: every push and step ends, and then everything is home."""
-        self.do(self.made.drain(self.now))
+        self.do(drain(self.made, self.now))
         for _ in range(70):
             self.now += 1.0
             self.turn()
@@ -243,9 +240,9 @@ class AnyOrder(RuleBasedStateMachine):
             for ticket in list(self.pushes):
                 self.end_push(ticket, "done")
             self.a_page_that_is_used_is_in_no_other_hands()
-        load = self.made.load()
+        load = self.made.report().load
         assert load.pages_free + load.pages_quarantined == TOTAL_PAGES and load.pages_quarantined >= len(self.stuck)
-        assert (load.waiting_requests, load.running_requests, self.made.drained) == (0, 0, True)
+        assert (load.waiting_requests, load.running_requests, self.made.report().drained) == (0, 0, True)
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -3,14 +3,13 @@
 import msgspec
 import pytest
 
-from common.ids import Int32Array, Ticket, pack_ids
+from common.ids import ROUTER, Int32Array, Ticket, pack_ids
 from common.instance.drain import LAST_S
-from common.instance.ports import Action, Allow, LinkChanged, Push, PushFailed, Settled
+from common.instance.ports import Action, Allow, Push, PushFailed, Settled
 from common.messages import (
     Cancel,
     Decline,
     Failed,
-    LinkInfo,
     Peers,
     Probe,
     Probed,
@@ -24,24 +23,9 @@ from common.messages import (
 )
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
-from tests.builders import instance, key, result
-from tests.prefill.rig import (
-    DECODE,
-    LIFE,
-    ME,
-    ROUTER,
-    deltas,
-    failures,
-    finish_pushes,
-    generate,
-    grant_for,
-    handoffs,
-    is_home,
-    kinds,
-    messages,
-    reserves,
-    scheduler,
-)
+from tests.builders import LAYOUT, instance, key, result
+from tests.prefill.rig import DECODE, LIFE, ME, finish_pushes, generate, grant_for, handoffs, reserves, scheduler
+from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, link_changed, messages
 
 
 def reserved(actions: list[Action]) -> list[str]:
@@ -58,9 +42,7 @@ def pushing(made: PrefillScheduler, name: str = "a") -> list[Action]:
     return actions
 
 
-def lost(incarnation: str = "1") -> LinkChanged:
-    info = instance("d", "decode", incarnation)
-    return LinkChanged(LinkInfo(peer=info.id, incarnation=info.incarnation, state="lost", detail="cable"))
+LOST = link_changed("d", "lost")
 
 
 # --- who is first ----------------------------------------------------------------------------------------------------------
@@ -115,7 +97,7 @@ def test_its_failure_has_the_number_of_the_token_that_would_have_come() -> None:
     decision = made.decide(0.0)
     made.receive(DECODE, grant_for(decision.actions), 0.0)
     made.step_done(result(decision.plan, [55]), 0.1)
-    (delta,) = deltas(made.transfer_event(PushFailed(Ticket(1), "cable", quiescent=True), 0.2))
+    (delta,) = deltas(made.handle(PushFailed(Ticket(1), "cable", quiescent=True), 0.2))
     assert delta.first == 3 and isinstance(delta.ending, Failed) and delta.ending.retryable
 
 
@@ -137,7 +119,7 @@ def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_n
     made.receive(ROUTER, Cancel(key=key("a")), 0.2)
     (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.3))
     assert isinstance(answer, Probed) and answer.standings == (Standing(key("a"), None),)
-    assert made.load().pages_free < made.load().pages_total
+    assert made.report().load.pages_free < made.report().load.pages_total
 
 
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
@@ -146,7 +128,7 @@ def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client(
     for name in ("computing", "waiting"):
         made.receive(ROUTER, generate(name, 8), 0.5)
     plan = made.decide(0.5).plan
-    assert kinds(made.abandon(1.0)) == ["Withdraw"]
+    assert kinds(abandon(made, 1.0)) == ["Withdraw"]
     assert kinds(finish_pushes(made, push)) == ["Withdraw"]
     made.step_done(result(plan), 1.1)
     assert is_home(made)
@@ -215,8 +197,9 @@ def test_a_handoff_carries_the_digests_of_its_pages_when_they_are_verified() -> 
     assert handoff.digests == b"abcd" and asked == [pushed.source_pages.tolist()]
 
 
-def test_what_settles_elsewhere_is_no_business_of_a_prefill_instance() -> None:
-    assert scheduler().transfer_event(Settled(key("a")), 0.0) == []
+def test_nothing_settles_at_a_prefill_instance() -> None:
+    with pytest.raises(AssertionError, match="nobody writes to a prefill instance"):
+        scheduler().handle(Settled(key("a")), 0.0)
 
 
 # --- links and peers -------------------------------------------------------------------------------------------------------
@@ -225,21 +208,27 @@ def test_what_settles_elsewhere_is_no_business_of_a_prefill_instance() -> None:
 def test_the_requests_on_a_lost_link_are_resumed_at_once_and_their_pages_come_home_when_their_pushes_have_ended() -> None:
     made = scheduler()
     pushing(made)
-    told = failures(made.transfer_event(lost(), 1.0))["a"]
+    told = failures(made.handle(LOST, 1.0))["a"]
     assert told.retryable and "cable" in told.message
-    load = made.load()
+    load = made.report().load
     assert (load.pages_quarantined, load.pages_total - load.pages_free) == (1, 1)
-    actions = made.transfer_event(PushFailed(Ticket(1), "the link was closed", quiescent=True), 5.0)
+    actions = made.handle(PushFailed(Ticket(1), "the link was closed", quiescent=True), 5.0)
     assert kinds(actions) == ["Withdraw"] and is_home(made)
+
+
+def test_what_was_pushed_to_a_peer_is_reported_with_its_link() -> None:
+    made = scheduler()
+    finish_pushes(made, pushing(made))
+    (link,) = made.report().links
+    assert (link.peer, link.traffic.pushes, link.traffic.bytes_pushed) == (DECODE, 1, LAYOUT.page_bytes)
 
 
 def test_a_link_that_is_up_again_holds_nothing_in_quarantine() -> None:
     made = scheduler()
     pushing(made)
-    made.transfer_event(lost(), 1.0)
-    ready = LinkInfo(peer=DECODE, incarnation=instance("d", "decode").incarnation, state="ready")
-    made.transfer_event(LinkChanged(ready), 2.0)
-    assert made.load().pages_quarantined == 0
+    made.handle(LOST, 1.0)
+    made.handle(link_changed("d", "ready"), 2.0)
+    assert made.report().load.pages_quarantined == 0
 
 
 def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on() -> None:
@@ -249,14 +238,14 @@ def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on
     grant = grant_for(decision.actions)
     made.receive(DECODE, grant, 0.0)
     made.step_done(result(decision.plan, [5]), 0.1)
-    actions = made.transfer_event(PushFailed(Ticket(1), "cable", quiescent=False), 0.2)
+    actions = made.handle(PushFailed(Ticket(1), "cable", quiescent=False), 0.2)
     assert kinds(actions) == ["TokenBatch"], "no Withdraw"
     for second in range(1, 3 + RENEWALS_AFTER):
         assert renews(made.tick(float(second))) == [["a"]]
     assert kinds(made.receive(DECODE, Renewed(sent_s=4.0, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), 5.0)) == ["Allow"]
     assert made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="late")), 5.0) == []
     assert made.receive(DECODE, grant, 5.0) == []
-    assert made.load().pages_quarantined == 1 and made.load().running_requests == 0
+    assert made.report().load.pages_quarantined == 1 and made.report().load.running_requests == 0
 
 
 def test_what_does_not_fit_beside_pages_that_never_come_home_is_refused_and_the_next_goes_on() -> None:
@@ -265,7 +254,7 @@ def test_what_does_not_fit_beside_pages_that_never_come_home_is_refused_and_the_
     made.receive(ROUTER, generate("large", 16), 0.2)
     made.receive(ROUTER, generate("small", 8), 0.2)
     assert made.decide(0.2).plan is None, "its page may still come home"
-    made.transfer_event(PushFailed(Ticket(1), "cable", quiescent=False), 0.3)
+    made.handle(PushFailed(Ticket(1), "cable", quiescent=False), 0.3)
     decision = made.decide(0.3)
     told = failures(decision.actions)["large"]
     assert told.retryable and "lacks memory" in told.message
@@ -275,8 +264,8 @@ def test_what_does_not_fit_beside_pages_that_never_come_home_is_refused_and_the_
 def test_what_is_computed_for_a_peer_that_left_is_drained_and_resumed() -> None:
     made = scheduler()
     pushing(made)
-    assert made.receive(ROUTER, Peers(instances=()), 1.0) == []
-    actions = made.transfer_event(PushFailed(Ticket(1), "the link was closed", quiescent=True), 1.1)
+    assert kinds(made.receive(ROUTER, Peers(instances=()), 1.0)) == []
+    actions = made.handle(PushFailed(Ticket(1), "the link was closed", quiescent=True), 1.1)
     assert kinds(actions) == ["Withdraw", "TokenBatch"] and "left the fleet" in failures(actions)["a"].message
 
 
@@ -297,47 +286,47 @@ def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
     made.receive(ROUTER, generate("runs", 8), 0.0)
     made.decide(0.0)
     made.receive(ROUTER, generate("waits", 4), 0.0)
-    told = failures(made.drain(1.0))
+    told = failures(drain(made, 1.0))
     assert list(told) == ["waits"] and told["waits"].retryable
     late = failures(made.receive(ROUTER, generate("late", 4), 1.0))["late"]
     assert late.retryable and "leaving" in late.message
-    assert made.drain(2.0) == [] and not made.drained
+    assert drain(made, 2.0) == [] and not made.report().drained
 
 
 def test_it_has_drained_when_what_runs_is_handed_off_and_its_pushes_have_ended() -> None:
     made = scheduler()
     push = pushing(made)
-    made.drain(0.5)
-    assert not made.drained
+    drain(made, 0.5)
+    assert not made.report().drained
     assert len(handoffs(finish_pushes(made, push))) == 1
-    assert made.drained
+    assert made.report().drained
 
 
 def test_what_still_runs_when_the_drain_has_taken_long_enough_is_resumed_elsewhere() -> None:
     made = scheduler()
     push = pushing(made)
-    made.drain(0.0)
+    drain(made, 0.0)
     assert failures(made.tick(29.0)) == {}
     told = failures(made.tick(30.0))["a"]
-    assert told.retryable and not made.drained
-    assert kinds(finish_pushes(made, push)) == ["Withdraw"] and made.drained
+    assert told.retryable and not made.report().drained
+    assert kinds(finish_pushes(made, push)) == ["Withdraw"] and made.report().drained
 
 
 def test_a_drain_does_not_wait_for_ever_for_pushes_that_do_not_end() -> None:
     made = scheduler()
     pushing(made)
-    made.drain(0.0)
+    drain(made, 0.0)
     made.tick(30.0)
-    drained = [made.drained]
+    drained = [made.report().drained]
     made.tick(30.0 + LAST_S)
-    assert [*drained, made.drained] == [False, True]
+    assert [*drained, made.report().drained] == [False, True]
 
 
 def test_an_idle_instance_has_drained_at_once_and_one_that_was_not_told_never() -> None:
     made = scheduler()
-    drained = [made.drained]
-    made.drain(0.0)
-    assert [*drained, made.drained] == [False, True]
+    drained = [made.report().drained]
+    drain(made, 0.0)
+    assert [*drained, made.report().drained] == [False, True]
 
 
 # --- the worst of messages -------------------------------------------------------------------------------------------------
@@ -375,7 +364,7 @@ def test_withdrawals_are_never_sent_while_a_push_is_in_flight() -> None:
     said += made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="no")), 0.3)
     said += made.tick(1.0)
     said += made.receive(DECODE, Renewed(sent_s=1.0, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), 1.1)
-    said += made.transfer_event(lost(), 1.2)
+    said += made.handle(LOST, 1.2)
     said += made.receive(ROUTER, Peers(instances=()), 1.3)
     said += made.tick(60.0)
     assert not any(isinstance(message, Withdraw | Reserve) for message in messages(said))
@@ -390,6 +379,6 @@ def test_a_request_that_has_ended_is_not_known_though_its_pages_wait_for_a_push(
     made.receive(DECODE, grant_for(decision.actions), 0.0)
     made.step_done(result(decision.plan, [5]), 0.1)
     made.receive(ROUTER, Cancel(key=key("a")), 0.2)
-    assert made.load().pages_free < made.load().pages_total
+    assert made.report().load.pages_free < made.report().load.pages_total
     (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.3))
     assert answer == Probed(id=ME, incarnation=LIFE, standings=(Standing(key("a"), None),))

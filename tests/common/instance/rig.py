@@ -4,6 +4,7 @@ Owns what was sent, launched and submitted. Knows no test.
 """
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +12,9 @@ from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.ids import ROUTER, Incarnation, InstanceId, Int32Array
 from common.instance.membership import Membership
-from common.instance.ports import Action, Decision, Scheduler, TransferCommand, TransferEvent
+from common.instance.ports import Action, Decision, Event, LayersDone, Report, Scheduler, TransferCommand, TransferEvent
 from common.instance.worker import InstanceWorker
-from common.messages import AnyMessage, Counters, Drain, Heartbeat, LinkTraffic, Load, Refused, Welcome
+from common.messages import AnyMessage, Counters, Drain, Heartbeat, Load, Refused, Welcome
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 
@@ -101,8 +102,6 @@ class FakeScheduler:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.open_reservations = 0
-        self.pushed: dict[InstanceId, LinkTraffic] = {}
         self.drained = False
         self.steps_to_plan = 0
         self.deadline_s: float | None = None
@@ -111,57 +110,40 @@ class FakeScheduler:
         self.told.append(type(message).__name__)
         return []
 
-    def layers_done(self, plan: Plan, layers: int, now: float) -> list[Action]:
-        self.told.append(f"{layers} layers")
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self.told.append(f"{event.layers} layers" if isinstance(event, LayersDone) else type(event).__name__)
         return []
 
     def step_done(self, result: StepResult, now: float) -> list[Action]:
         self.told.append("step done")
         return []
 
-    def transfer_event(self, event: TransferEvent, now: float) -> list[Action]:
-        self.told.append(type(event).__name__)
-        return []
-
     def tick(self, now: float) -> list[Action]:
-        return []
-
-    def drain(self, now: float) -> list[Action]:
-        self.told.append("drain")
-        return []
-
-    def abandon(self, now: float) -> list[Action]:
-        self.told.append("abandon")
         return []
 
     def decide(self, now: float) -> Decision:
         if self.steps_to_plan == 0:
             return Decision(None, [])
         self.steps_to_plan -= 1
-        return Decision(Plan(1), [])
+        return Decision(Plan(1), [], follows_layers=True)
 
     def next_deadline(self) -> float | None:
         return self.deadline_s
 
-    def load(self) -> Load:
-        return Load(pages_free=5)
-
-    def traffic(self, peer: InstanceId) -> LinkTraffic:
-        return self.pushed.get(peer, LinkTraffic())
-
-    def counters(self) -> Counters:
-        return Counters(steps=6)
+    def report(self) -> Report:
+        return Report(Load(pages_free=5), Counters(steps=6), (), self.drained)
 
 
 class Rig:
-    """A worker over fake ports, with the prefill scheduler or a fake one."""
+    """A worker over fake ports, with the prefill scheduler or another."""
 
-    def __init__(self, scheduler: Scheduler[PrefillMessage] | None = None, pushes: bool = True) -> None:
+    def __init__(self, scheduler: Scheduler[Any] | None = None) -> None:
         self.mail, self.executor, self.transfers = FakeMail(), FakeExecutor(), FakeTransfers()
-        self.membership = Membership(instance("p", "prefill"), startup_timeout_s=5.0, now=0.0)
-        made = scheduler or PrefillScheduler(InstanceId("p"), Incarnation("1"), engine(), limits(chunk_tokens=4))
+        me = instance("p", "prefill")
+        self.membership = Membership(me, startup_timeout_s=5.0, now=0.0)
+        made = scheduler or PrefillScheduler(me, engine(), limits(chunk_tokens=4))
         self.worker: InstanceWorker[PrefillMessage] = InstanceWorker(
-            self.membership, made, self.executor, self.transfers, self.mail, pushes=pushes
+            self.membership, made, self.executor, self.transfers, self.mail
         )
 
     def turn(self, now: float, *messages: Inbox) -> list[str]:

@@ -1,111 +1,137 @@
-"""The table of requests: each is served once, until its deadline, and its key is remembered a while."""
+"""The table of requests: each is accepted once, served until its deadline, ended once, and its key is remembered a while."""
 
 import math
-from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from common.errors import BadRequest
-from common.ids import Key
-from common.instance.line import Rank
+from common.instance.request import Phase, Request
 from common.instance.requests import MEMORY_S, RequestTable, read_terms
-from common.messages import Standing, Terms
-from tests.builders import key
+from common.instance.waiting_line import Rank
+from common.messages import Probe, Probed, Standing, Terms
+from tests.builders import engine, instance, key, limits
+from tests.prefill.rig import generate
+
+ME = instance("p", "prefill")
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    key: Key
-    standing: int | None = 0
+def table() -> RequestTable[Request]:
+    return RequestTable(Request, ME, engine(), limits(request_timeout_s=600.0))
 
 
-def table(request_timeout_s: float = 600.0) -> RequestTable[Request]:
-    return RequestTable(request_timeout_s)
+def is_accepted(made: RequestTable[Request], now: float, name: str = "r", timeout_s: float | None = None, first: int = 0) -> bool:
+    """Whether a request that is well formed is accepted when it comes now."""
+    before = made.accepted
+    assert made.accept(generate(name, 10, first=first, terms=Terms(timeout_s=timeout_s)), None, 4, now) is None
+    return made.accepted == before + 1
 
 
-def opened(name: str = "r", now: float = 0.0) -> tuple[RequestTable[Request], Request]:
-    made, request = table(), Request(key(name))
-    assert made.is_new(request.key)
-    made.add(request, None, now)
-    return made, request
+def opened(name: str = "r") -> tuple[RequestTable[Request], Request]:
+    made = table()
+    assert is_accepted(made, 0.0, name)
+    return made, made[key(name)]
 
 
-def test_a_request_is_open_from_add_to_remove() -> None:
+def finish(made: RequestTable[Request], request: Request, now: float) -> None:
+    made.end(request)
+    made.remove(request, now)
+
+
+def late(made: RequestTable[Request], now: float) -> list[Request]:
+    return [request for request, _ in made.overdue(now)]
+
+
+def test_a_request_is_open_until_it_is_removed() -> None:
     made, request = opened()
     assert made[key()] is request and made.get(key()) is request and list(made) == [request] and len(made) == 1
-    made.remove(key(), 1.0)
+    finish(made, request, 1.0)
     assert made.get(key()) is None and list(made) == [] and len(made) == 0 and made.accepted == 1
 
 
+def test_a_request_ends_once_and_leaves_the_line() -> None:
+    made, request = opened()
+    assert list(made.waiting) == [request]
+    assert [made.end(request), made.end(request), made.ended] == [Phase.WAITING, None, 1]
+    assert len(made.waiting) == 0 and list(made) == [request]
+
+
+def test_a_request_that_has_not_ended_is_not_removed() -> None:
+    made, request = opened()
+    with pytest.raises(AssertionError, match="before its end"):
+        made.remove(request, 0.0)
+
+
 def test_a_key_is_served_once_while_it_is_open_and_for_a_while_after() -> None:
-    made, _ = opened()
-    assert not made.is_new(key()) and made.stale == 1
-    made.remove(key(), 10.0)
-    assert not made.is_new(key()) and made.stale == 2
-    made.late(10.0 + MEMORY_S - 1e-3)
-    assert not made.is_new(key())
-    made.late(10.0 + MEMORY_S)
-    assert made.is_new(key()) and made.stale == 3
+    made, request = opened()
+    assert not is_accepted(made, 0.0) and made.stale == 1
+    finish(made, request, 10.0)
+    assert not is_accepted(made, 10.0) and made.stale == 2
+    late(made, 10.0 + MEMORY_S - 1e-3)
+    assert not is_accepted(made, 10.0)
+    late(made, 10.0 + MEMORY_S)
+    assert is_accepted(made, 10.0) and made.stale == 3
 
 
 def test_another_attempt_is_another_key() -> None:
     made, _ = opened()
-    assert made.is_new(key(attempt=1)) and made.stale == 0
+    again = msgspec.structs.replace(generate("r", 10), key=key(attempt=1))
+    assert made.accept(again, None, 4, 0.0) is None and made.accepted == 2 and made.stale == 0
 
 
-def test_a_key_that_was_over_before_it_began_is_not_new_for_a_while() -> None:
+def test_a_key_that_is_cancelled_before_it_comes_is_not_accepted_for_a_while() -> None:
     made = table()
-    made.close_early(key(), 0.0)
-    assert not made.is_new(key()) and len(made) == 0
-    made.late(MEMORY_S)
-    assert made.is_new(key())
+    assert made.cancel(key(), 0.0) is None
+    assert not is_accepted(made, 0.0) and len(made) == 0
+    late(made, MEMORY_S)
+    assert is_accepted(made, MEMORY_S)
 
 
 @pytest.mark.parametrize(
     ("timeout_s", "limit_s"),
     [(None, 600.0), (5.0, 5.0), (600.0, 600.0), (1e9, 600.0), (math.inf, 600.0), (0.0, 0.0), (-1.0, -1.0)],
 )
-def test_a_request_lives_as_long_as_it_may_and_no_longer_than_the_instance_allows(
-    timeout_s: float | None, limit_s: float
-) -> None:
-    made, request = table(), Request(key())
-    assert made.add(request, timeout_s, 100.0) == 100.0 + limit_s
+def test_a_request_lives_until_its_own_time_is_over_or_the_instances_limit(timeout_s: float | None, limit_s: float) -> None:
+    made = table()
+    assert is_accepted(made, 100.0, timeout_s=timeout_s)
+    request = made[key()]
+    assert request.deadline_s == 100.0 + limit_s
     assert made.next_deadline() == 100.0 + limit_s
-    assert made.late(100.0 + limit_s - 1e-3) == []
-    assert made.late(100.0 + limit_s) == [request]
-    assert made.late(1000.0) == [], "once"
+    assert late(made, 100.0 + limit_s - 1e-3) == []
+    assert late(made, 100.0 + limit_s) == [request]
+    assert late(made, 1000.0) == [], "once"
 
 
 def test_a_deadline_is_over_when_the_request_is() -> None:
-    made, _ = opened("ended")
-    made.stop_deadline(key("ended"))
-    made.add(Request(key("gone")), None, 0.0)
-    made.remove(key("gone"), 1.0)
-    assert made.late(1e6) == []
+    made, ended = opened("ended")
+    made.end(ended)
+    is_accepted(made, 0.0, "gone")
+    finish(made, made[key("gone")], 1.0)
+    assert late(made, 1e6) == []
 
 
-def test_what_is_only_remembered_wakes_nobody() -> None:
-    made, _ = opened()
-    made.remove(key(), 0.0)
-    made.close_early(key("other"), 0.0)
+def test_a_remembered_key_wakes_nobody() -> None:
+    made, request = opened()
+    finish(made, request, 0.0)
+    made.cancel(key("other"), 0.0)
     assert made.next_deadline() is None
 
 
-def test_requests_may_be_removed_while_one_goes_through_them() -> None:
+def test_requests_may_be_removed_while_the_table_is_iterated() -> None:
     made, _ = opened("a")
-    made.add(Request(key("b")), None, 0.0)
+    is_accepted(made, 0.0, "b")
     for request in made:
-        made.remove(request.key, 0.0)
+        finish(made, request, 0.0)
     assert len(made) == 0
 
 
-def test_standings_say_which_token_comes_next_and_which_keys_are_not_known() -> None:
-    made, request = opened("a")
-    request.standing = 7
-    made.add(Request(key("over")), None, 0.0)
-    made.remove(key("over"), 0.0)
-    asked = (key("over"), key("a"), key("unknown"))
-    assert made.standings(asked) == (Standing(key("over"), None), Standing(key("a"), 7), Standing(key("unknown"), None))
+def test_a_probe_is_answered_with_the_next_token_or_none_for_keys_that_are_not_known() -> None:
+    made, _ = opened("over")
+    finish(made, made[key("over")], 0.0)
+    is_accepted(made, 0.0, "a", first=7)
+    answer = made.answer(Probe(keys=(key("over"), key("a"), key("unknown")))).message
+    standings = (Standing(key("over"), None), Standing(key("a"), 7), Standing(key("unknown"), None))
+    assert answer == Probed(id=ME.id, incarnation=ME.incarnation, standings=standings)
 
 
 def test_terms_rank_by_priority_and_then_by_when_the_clients_request_arrived() -> None:

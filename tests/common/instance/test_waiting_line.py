@@ -1,11 +1,11 @@
-"""The line, compared with a list that is sorted again and again."""
+"""The waiting line, compared with a list that is sorted again and again."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.ids import Key, RequestId
-from common.instance.line import Line, Rank
+from common.instance.waiting_line import Rank, WaitingLine
 from tests.builders import key
 
 RANKS = st.builds(Rank, priority=st.integers(-1, 2), arrived_s=st.sampled_from([0.0, 1.0, 1.5, float("inf")]))
@@ -14,7 +14,7 @@ RANKS = st.builds(Rank, priority=st.integers(-1, 2), arrived_s=st.sampled_from([
 class LineAgainstSortedList(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.line: Line[str] = Line()
+        self.line: WaitingLine[str] = WaitingLine()
         self.waiting: list[tuple[Rank, int, Key]] = []
         self.serial = 0
 
@@ -34,7 +34,7 @@ class LineAgainstSortedList(RuleBasedStateMachine):
         self.waiting.remove(place)
 
     @rule()
-    def a_stranger_leaves(self) -> None:
+    def an_unknown_key_leaves(self) -> None:
         assert not self.line.leave(key("stranger"))
 
     @invariant()
@@ -48,15 +48,15 @@ TestLineAgainstSortedList = LineAgainstSortedList.TestCase
 TestLineAgainstSortedList.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_the_lower_priority_is_first_then_the_older_then_who_came_first() -> None:
-    line: Line[str] = Line()
+def test_the_order_is_by_priority_then_age_then_arrival() -> None:
+    line: WaitingLine[str] = WaitingLine()
     for name, rank in (("d", Rank(0, 2.0)), ("e", Rank(0, 2.0)), ("c", Rank(0, 1.0)), ("f", Rank(1, 0.0)), ("a", Rank(-1, 9.0))):
         line.join(key(name), rank, name)
     assert list(line) == ["a", "c", "d", "e", "f"]
 
 
-def test_whoever_goes_through_the_line_may_change_it() -> None:
-    line: Line[str] = Line()
+def test_the_line_may_change_while_it_is_iterated() -> None:
+    line: WaitingLine[str] = WaitingLine()
     for name in "abc":
         line.join(key(name), Rank(0, 0.0), name)
     for name in line:

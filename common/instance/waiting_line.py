@@ -1,7 +1,7 @@
-"""The line: who waits, the most urgent first.
+"""The waiting line: who waits on an instance, the most urgent first.
 
 Owns the order: by priority, then by age; among equals first come, first served. Knows nothing of pages, rows or time. A request
-that is resumed keeps its age, so it stands before everyone who came after it, wherever it goes.
+that is resumed keeps its age, so on every instance it stands before all that came after it.
 """
 
 from bisect import bisect_left, insort
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Rank(NamedTuple):
-    """The lower, the earlier. arrived_s: on the instance's clock, when the client's request arrived at the router."""
+    """Lower ranks are served first. arrived_s: when the client's request arrived at the router, on the instance's clock."""
 
     priority: int
     arrived_s: float
@@ -26,8 +26,8 @@ class _Place(NamedTuple):
     key: Key
 
 
-class Line(Generic[T]):
-    """Items by key, in the order of their ranks. Joining and leaving cost O(n) moves of pointers, n being bounded and small."""
+class WaitingLine(Generic[T]):
+    """Items by key, in the order of their ranks. Joining and leaving move O(n) pointers; n is bounded and small."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
@@ -38,18 +38,18 @@ class Line(Generic[T]):
         return len(self._items)
 
     def __iter__(self) -> Iterator[T]:
-        """In order; a snapshot, so the line may change meanwhile."""
+        """In order. This is a snapshot, so the line may change meanwhile."""
         return iter([self._items[place.key][1] for place in self._places])
 
     def join(self, key: Key, rank: Rank, item: T) -> None:
-        assert key not in self._items, f"{key} is in the line already"
+        assert key not in self._items, f"{key} waits already"
         self._serial += 1
         place = _Place(rank, self._serial, key)
         insort(self._places, place)
         self._items[key] = (place, item)
 
     def leave(self, key: Key) -> bool:
-        """True when the key was in the line."""
+        """True when the key was waiting."""
         known = self._items.pop(key, None)
         if known is None:
             return False

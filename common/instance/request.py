@@ -1,0 +1,50 @@
+"""A request on an instance, and the phases of its life there.
+
+Owns the record that both roles keep; a role adds fields of its own. Decides nothing: the role's scheduler does.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.ids import Int32Array, Key, Life
+from common.instance.prompts import PromptProgress
+from common.instance.waiting_line import Rank
+from common.messages import Generate, Reserve
+from common.pages.pool import PageLease
+
+
+class Phase(Enum):
+    """From any phase a request may go to ENDED. It is gone when no step and no write can touch its pages any more.
+
+    prefill   WAITING ─► COMPUTING ─► HANDING_OFF ─► ENDED ─► (gone)
+    decode    WAITING ─► RESERVED ────────────► DECODING ─► ENDED ─► (gone)
+                 └─────► COMPUTING (local prefill) ─►┘
+    """
+
+    WAITING = auto()
+    RESERVED = auto()
+    COMPUTING = auto()
+    HANDING_OFF = auto()
+    DECODING = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
+    alone. pages: to be leased on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that
+    this instance emits next.
+    """
+
+    asked: Generate | Reserve
+    key: Key
+    prompt: Int32Array
+    peer: Life | None
+    rank: Rank
+    pages: int
+    accepted_s: float
+    deadline_s: float
+    next_token: int
+    phase: Phase = Phase.WAITING
+    lease: PageLease | None = None
+    progress: PromptProgress | None = None

@@ -1,0 +1,94 @@
+"""The requests of a decode instance that hold memory: how one joins the batch, and how it ends and leaves.
+
+Owns the page pool, the rows, the running batch and the reservations, because a request may leave only when all four have let go
+of it. Does not decide who is admitted, planned or preempted.
+"""
+
+from dataclasses import dataclass
+
+from common.engine.executor import EngineDescription
+from common.engine.plan import RowStart
+from common.ids import Key, Life
+from common.instance.emit import emit_ending
+from common.instance.limits import InstanceLimits
+from common.instance.ports import Action, Send
+from common.instance.request import Phase, Request
+from common.instance.requests import RequestTable
+from common.instance.rows import Rows
+from common.messages import Decline, Ending, Failed, InstanceInfo
+from common.pages.pool import PagePool
+from decode.batch import Batch
+from kv_transfer.handoff_target import HandoffTarget
+
+_IN_BATCH = (Phase.COMPUTING, Phase.DECODING)
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest(Request):
+    """Its peer is the writer that sends its KV; None when its prompt is computed here.
+
+    row: its place in the batch, once admitted. untold: how it ended while its writer was to tell the client; if the writer has
+    handed off instead, we must. settles: its pages wait until what has arrived for them is in memory.
+    """
+
+    row: int | None = None
+    untold: Failed | None = None
+    settles: bool = False
+
+
+class DecodeRequests:
+    """by_row: the request in each row. starts: rows that begin with the next plan."""
+
+    def __init__(self, me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits) -> None:
+        self._page_size = engine.layout.page_size
+        self.table = RequestTable(DecodeRequest, me, engine, limits)
+        self.pool = PagePool(engine.total_pages)
+        self.rows = Rows(engine.max_rows)
+        self.batch = Batch(engine.max_rows, engine.eos_token_ids)
+        self.target = HandoffTarget(me.incarnation)
+        self.by_row: dict[int, DecodeRequest] = {}
+        self.starts: list[RowStart] = []
+
+    def start(self, request: DecodeRequest, sampled: int, length: int = 0, last_token: int | None = None) -> None:
+        """The request is in the batch from the next plan on. sampled: see `Batch.join`. length, last_token: see `RowStart`."""
+        assert request.row is not None and request.lease is not None
+        pages, sampling = request.lease.pages, request.asked.sampling
+        self.batch.join(request.row, sampling, len(request.prompt), len(pages) * self._page_size, sampled=sampled)
+        self.starts.append(RowStart(request.row, pages, sampling, length, last_token))
+
+    def end(self, request: DecodeRequest, ending: Ending | None, now: float) -> list[Action]:
+        """The one door. `ending` is told to the client, or None when the client knows or another instance tells it.
+
+        While a writer holds the request, the writer tells the client: only it knows whether the first token went out.
+        """
+        before = self.table.end(request)
+        if before is None:
+            return []
+        actions: list[Action] = []
+        if request.peer is not None and before not in _IN_BATCH:
+            self.target.cancel(request.key, now)
+            if isinstance(ending, Failed):
+                actions.append(decline(request.peer, request.key, ending))
+                request.untold = ending
+        elif ending is not None:
+            actions.append(emit_ending(request.key, request.next_token, ending))
+        if request.row is not None:
+            self.batch.leave(request.row)
+        self.release(request, now)
+        return actions
+
+    def release(self, request: DecodeRequest, now: float) -> None:
+        """Bring home what nothing in flight can touch: no step names the row, and no writer may write the pages."""
+        if request.key in self.target.open or request.settles:
+            return
+        if request.row is not None:
+            if self.rows.in_flight[request.row]:
+                return
+            del self.by_row[request.row]
+            self.rows.give_back(request.row)
+            self.starts = [start for start in self.starts if start.row != request.row]
+        self.table.remove(request, now)
+
+
+def decline(writer: Life, key: Key, failed: Failed) -> Send:
+    return Send(writer.id, Decline(key=key, failed=failed))

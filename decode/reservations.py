@@ -1,0 +1,145 @@
+"""Reservations: what a decode instance does when a writer lands, withdraws or renews, or falls silent.
+
+Owns the counters of handoffs, and how many writes of peers are expected. Knows the requests and their one door. Does not know
+plans or steps.
+"""
+
+from common.engine.executor import EngineDescription
+from common.errors import InstanceFailed, Unavailable
+from common.ids import InstanceId, Key, Life
+from common.instance.emit import emit_ending
+from common.instance.ports import Action, Expect, Settle
+from common.instance.request import Phase
+from common.messages import Failed, Handoff, InstanceInfo, Peers, Renew, Reserve
+from decode.landing import find_objection
+from decode.requests import DecodeRequest, DecodeRequests
+from kv_transfer.digests import Digest
+from kv_transfer.handoff_target import Reservation
+
+MEASURED_S = 2.0
+"""A new peer may write to us this long although no reservation is open: it measures the link, and some transports need both ends
+to make progress."""
+
+
+class Reservations:
+    """digest: with --verify-pages, what the pages that landed are compared with."""
+
+    def __init__(self, me: InstanceInfo, engine: EngineDescription, requests: DecodeRequests, digest: Digest | None) -> None:
+        self._hosts = {rank.host for rank in me.ranks}
+        self._engine = engine
+        self._requests = requests
+        self._target = requests.target
+        self._digest = digest
+        self._expected = 0
+        self._measured_by_s = 0.0
+        self._has_distant_writers = False
+        self.pages_received = self.bytes_received = self.handoffs = self.handoffs_lost = self.pages_corrupt = 0
+
+    # --- writers and their writes ------------------------------------------------------------------------------------------
+
+    def meet(self, message: Peers, now: float) -> list[Action]:
+        """The set of writers is new. Those that left get no reservation any more; the ones that they have end when they say so or
+        are silent for too long."""
+        table = self._requests.table
+        if any(table.peers.get(peer.id) != peer.incarnation for peer in message.instances):
+            self._measured_by_s = now + MEASURED_S
+        self._has_distant_writers = any(rank.host not in self._hosts for peer in message.instances for rank in peer.ranks)
+        return [action for request in table.meet(message) for action in self._requests.end(request, None, now)]
+
+    def expect(self, now: float) -> list[Action]:
+        """How many writes of peers are expected, if that has changed."""
+        writes = len(self._target.open) + (now < self._measured_by_s)
+        if writes == self._expected:
+            return []
+        self._expected = writes
+        return [Expect(writes, self._has_distant_writers)]
+
+    # --- the way of a reservation ------------------------------------------------------------------------------------------
+
+    def grant(self, request: DecodeRequest, writer: Life, now: float) -> list[Action]:
+        """The request has pages and a row: tell its writer where to write."""
+        assert request.lease is not None and isinstance(request.asked, Reserve)
+        if not self._target.hears(writer):
+            return self._requests.end(request, Failed.of(Unavailable(f"{writer.id} fell silent")), now)
+        request.phase = Phase.RESERVED
+        prompt_pages = self._engine.layout.pages_for(len(request.prompt))
+        return [self._target.grant(request.key, writer, request.lease, prompt_pages, request.asked.sent_s)]
+
+    def land(self, sender: InstanceId, handoff: Handoff, now: float) -> list[Action]:
+        """The KV is here: the request joins the next step."""
+        reservation = self._target.land(sender, handoff)
+        if reservation is None:
+            return []
+        request = self._requests.table[reservation.key]
+        request.next_token += 1  # the writer has sent the first token
+        objection = find_objection(handoff, reservation, self._engine, self._digest)
+        if objection is not None:
+            self.pages_corrupt += objection.corrupt_pages
+            failed = Failed.of(InstanceFailed(f"invalid handoff from {sender}: {objection.reason}"))
+            return self._close(reservation, failed, now)
+        self.handoffs += 1
+        self.pages_received += handoff.pushed_pages
+        self.bytes_received += handoff.pushed_bytes
+        if request.phase is Phase.ENDED:
+            self._requests.release(request, now)
+            return [] if request.untold is None else [emit_ending(request.key, request.next_token, request.untold)]
+        request.phase = Phase.DECODING
+        self._requests.start(request, sampled=1, length=len(request.prompt), last_token=handoff.first_token)
+        return []
+
+    def withdraw(self, sender: InstanceId, key: Key, now: float) -> list[Action]:
+        """The writer gives up, and tells the client why if the client is to know."""
+        request = self._requests.table.get(key)
+        if request is not None and request.phase is Phase.WAITING and request.peer is not None and request.peer.id == sender:
+            return self._requests.end(request, None, now)
+        reservation = self._target.withdraw(sender, key)
+        if reservation is None:
+            return []
+        self._requests.table[key].untold = None
+        return self._close(reservation, None, now)
+
+    def renew(self, sender: InstanceId, message: Renew, now: float) -> list[Action]:
+        """A writer says what it holds open. Everything else of it is over, whatever messages were lost."""
+        writer = Life(sender, message.incarnation)
+        waiting = [request for request in self._requests.table.waiting if request.peer == writer]
+        waiting_keys = {request.key for request in waiting}
+        renewal = self._target.renew(sender, message, now, lambda key: key in waiting_keys)
+        actions: list[Action] = list(renewal.sends)
+        for reservation in renewal.lost:
+            self.handoffs_lost += 1
+            lost = Failed.of(InstanceFailed(f"the handoff from {sender} was lost"))
+            actions += self._close(reservation, lost, now)
+        for reservation in renewal.stuck:
+            actions += self._requests.end(self._requests.table[reservation.key], None, now)
+        claimed = {claim.key for claim in message.claims}
+        for request in waiting:
+            assert isinstance(request.asked, Reserve)
+            if request.key not in claimed and request.asked.sent_s < message.sent_s:
+                actions += self._requests.end(request, None, now)
+        return actions
+
+    def fence(self, now: float) -> list[Action]:
+        """End the reservations of writers that have been silent for so long that they cannot write any more."""
+        actions: list[Action] = []
+        for reservation in self._target.fenced(now):
+            silent = Failed.of(Unavailable(f"{reservation.writer.id} fell silent during the handoff"))
+            actions += self._close(reservation, silent, now)
+        return actions
+
+    def settled(self, key: Key, now: float) -> None:
+        """Everything that had arrived for a closed reservation is in memory, so its pages can be given away."""
+        request = self._requests.table.get(key)
+        if request is not None and request.settles:
+            request.settles = False
+            self._requests.release(request, now)
+
+    def _close(self, reservation: Reservation, failed: Failed | None, now: float) -> list[Action]:
+        """No write for this reservation is or will be under way, and it was not handed off. failed: what the client is told, if
+        nobody else tells it. The pages come home when everything that had arrived for them is in memory."""
+        request = self._requests.table[reservation.key]
+        untold = request.untold or (failed if request.phase is not Phase.ENDED else None)
+        request.settles = True
+        actions: list[Action] = [Settle(request.key)]
+        if untold is not None:
+            actions.append(emit_ending(request.key, request.next_token, untold))
+        return actions + self._requests.end(request, None, now)

@@ -1,0 +1,57 @@
+"""What tests of both roles' schedulers ask of one: what it says, to whom, and whether everything has come home.
+
+Owns no scheduler: `tests/prefill/rig.py` and `tests/decode/rig.py` make them. Knows no test.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
+from common.instance.ports import Action, Connect, Expect, LinkChanged, RouterLost, Scheduler, Send
+from common.messages import AnyMessage, Drain, Failed, LinkInfo, LinkState, TokenBatch, TokenDelta
+
+
+def prompt_of(tokens: int) -> bytes:
+    return pack_ids([100 + i for i in range(tokens)])
+
+
+def messages(actions: Sequence[Action]) -> list[AnyMessage]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def deltas(actions: Sequence[Action]) -> list[TokenDelta]:
+    return [delta for message in messages(actions) if isinstance(message, TokenBatch) for delta in message.deltas]
+
+
+def failures(actions: Sequence[Action]) -> dict[str, Failed]:
+    """What clients are told of requests that failed."""
+    return {delta.key.request_id: delta.ending for delta in deltas(actions) if isinstance(delta.ending, Failed)}
+
+
+def kinds(actions: Sequence[Action]) -> list[str]:
+    """Names of the actions that concern one request, in order; of a Send, the name of its message."""
+    return [type(each.message if isinstance(each, Send) else each).__name__ for each in actions if not _is_general(each)]
+
+
+def _is_general(action: Action) -> bool:
+    return isinstance(action, Expect | Connect)
+
+
+def drain(made: Scheduler[Any], now: float) -> list[Action]:
+    return made.receive(ROUTER, Drain(), now)
+
+
+def abandon(made: Scheduler[Any], now: float) -> list[Action]:
+    """The router is gone."""
+    return made.handle(RouterLost(), now)
+
+
+def link_changed(peer: str, state: LinkState, incarnation: str = "1") -> LinkChanged:
+    return LinkChanged(LinkInfo(peer=InstanceId(peer), incarnation=Incarnation(incarnation), state=state, detail="cable"))
+
+
+def is_home(made: Scheduler[Any]) -> bool:
+    """Every page is in its pool, and no request is known."""
+    load = made.report().load
+    counts = (load.pages_free, load.waiting_requests, load.running_requests, load.reservations, load.pages_quarantined)
+    return counts == (load.pages_total, 0, 0, 0, 0)
