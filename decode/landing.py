@@ -22,8 +22,8 @@ class Objection:
 def find_objection(
     handoff: Handoff, reservation: Reservation, engine: EngineDescription, digest: Digest | None
 ) -> Objection | None:
-    """The first thing in which a handoff does not fit its reservation. digest: if given, and the writer sent digests, the pages are
-    compared too."""
+    """The first thing in which a handoff does not fit its reservation. digest: if given, and the writer sent digests, the pages
+    are compared too."""
     have = reservation.have_tokens // engine.layout.page_size
     pages = reservation.prompt_pages - have
     if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * engine.layout.page_bytes:

@@ -1,7 +1,7 @@
 """Who gets decode memory next: a request is admitted when its pages and a row are free together.
 
-Owns the order of admission. Knows the waiting line, the page pool and the rows. Does not know whether a request is a reservation or
-is computed here.
+Owns the order of admission. Knows the waiting line, the page pool and the rows. Does not know whether a request is a reservation
+or is computed here.
 
 The most urgent is first (`common.instance.waiting_line`), but a request that fits may pass one that does not. Once the request at
 the head has waited PATIENCE_S, nobody passes it any more, so its wait is bounded.

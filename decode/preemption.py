@@ -2,8 +2,8 @@
 
 Owns the choice. Knows requests as records; ends nothing itself.
 
-The least urgent goes first, and among equals the youngest. A preempted request keeps its age wherever it is resumed, so the oldest
-one is never preempted for another, always advances, and nobody starves.
+The least urgent goes first, and among equals the youngest. A preempted request keeps its age wherever it is resumed, so the
+oldest one is never preempted for another, always advances, and nobody starves.
 """
 
 from collections.abc import Iterable, Sequence

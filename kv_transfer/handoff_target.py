@@ -100,7 +100,7 @@ class HandoffTarget:
         return self.open.pop(handoff.key)
 
     def withdraw(self, sender: InstanceId, key: Key) -> Reservation | None:
-        """The writer has drained and gives up. Returns the reservation, whose lease the caller closes; None when it is unknown."""
+        """The writer has drained and gives up. Returns the reservation, whose lease the caller closes; None if it is unknown."""
         reservation = self.open.get(key)
         if reservation is None or reservation.writer.id != sender:
             self.stale += 1

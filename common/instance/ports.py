@@ -83,7 +83,7 @@ class PushDone:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """The push did not complete. quiescent: no byte of it is under way or ever will be. begun: something may have been written."""
+    """The push did not complete. quiescent: no byte of it is or will be under way. begun: something may have been written."""
 
     ticket: Ticket
     reason: str

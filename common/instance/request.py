@@ -32,8 +32,8 @@ class Phase(Enum):
 @dataclass(slots=True, eq=False)
 class Request:
     """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
-    alone. pages: to be leased on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that
-    this instance emits next.
+    alone. pages: to be leased on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token
+    that this instance emits next.
     """
 
     asked: Generate | Reserve
