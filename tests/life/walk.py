@@ -174,18 +174,16 @@ class WalkedInstance:
             max_running=engine.max_rows,
         )
         kind = PrefillScheduler if role == "prefill" else DecodeScheduler
-        self.scheduler = kind(name, info.incarnation, engine, LIMITS, None)
+        self.scheduler = kind(info, engine, LIMITS)
         membership = Membership(info, HANG_S, clock())
-        self.worker: InstanceWorker[Any] = InstanceWorker(
-            membership, self.scheduler, executor, transfers, self._mailbox, pushes=role == "prefill"
-        )
+        self.worker: InstanceWorker[Any] = InstanceWorker(membership, self.scheduler, executor, transfers, self._mailbox)
 
     def act(self) -> None:
         self.worker.turn(self._clock())
 
     @property
     def is_home(self) -> bool:
-        load = self.scheduler.load()
+        load = self.scheduler.report().load
         return load.pages_free == load.pages_total and load.waiting_requests + load.running_requests == 0
 
 
@@ -300,7 +298,7 @@ async def _walk() -> Walk:
                 with recorder.calls("the router: request in") as calls:
                     await fleet.chat(word + facts)
                 chats.append(calls)
-        counters = {role: instance.scheduler.counters() for role, instance in fleet.instances.items()}
+        counters = {role: instance.scheduler.report().counters for role, instance in fleet.instances.items()}
     assert counters["prefill"].handoffs == 4 and counters["decode"].prompt_tokens_computed == 0, counters
     return recorder.walk(chats, idle)
 
