@@ -1,10 +1,10 @@
-"""The transfer loop: pushes and links over one transport, fed with commands and time.
+"""The transfer loop: pushes over one transport, driven by commands and time.
 
-Owns links, tickets and their deadlines. Implements `common.instance.ports.Transfers` when driven by hand (`step`); in a process
-it runs on a thread of its own (`kv_transfer/transfer_thread.py`). Reads no clock but the one it was given. Knows no requests.
+Owns tickets and the write leases that they need; the links are in `kv_transfer/links.py`. Implements
+`common.instance.ports.Transfers` when a test calls `step`; in a process it runs on a thread of its own
+(`kv_transfer/transfer_thread.py`). Reads no clock but the one it was given. Knows no requests.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +12,11 @@ from typing import assert_never
 
 from common.deadlines import DeadlineWheel
 from common.errors import TransferError
-from common.ids import InstanceId, Key, Ticket
+from common.ids import Int64Array, Key, Ticket
 from common.instance.ports import (
     Allow,
     Connect,
     Expect,
-    LinkChanged,
     Push,
     PushDone,
     PushFailed,
@@ -26,47 +25,23 @@ from common.instance.ports import (
     TransferCommand,
     TransferEvent,
 )
-from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
+from common.messages import PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.link_speed import LinkProbe, slowness
-from kv_transfer.planner import PageSlice, check_pages, check_pool, mismatch, plan_runs
+from kv_transfer.link_speed import LinkProbe
+from kv_transfer.links import Link, Links
+from kv_transfer.planner import PageSlice, check_pages, plan_runs
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
 from kv_transfer.write_lease import OVERRUN_S
 
-STALL_S = 10.0
-SLOWEST_BYTES_PER_S = 10 * 2**20
-"""A link on which no push completes for longer than STALL_S, and than what is in flight on it takes at this rate, is lost."""
 SETTLE_POLLS = 16
-"""After so many polls, what had arrived before is in memory: a receive buffer takes a few."""
-RETRY_S, RETRY_MOST_S = 5.0, 60.0
-"""A lost link is tried again, after twice the time each time: a dead peer has left the fleet by then."""
-TURN_S = 1.0
-"""Links are measured one after the other, but none waits longer than this for the one before."""
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    """bytes_in_flight, progress_s: of pushes since the link last came up, and when one of them last began or ended.
-
-    until_s: when the lease ends under which its pushes are written. library: what the transport calls it. probe: its measurement.
-    """
-
-    info: InstanceInfo
-    state: LinkState
-    detail: str = ""
-    bytes_in_flight: int = 0
-    progress_s: float = 0.0
-    retry_s: float = RETRY_S
-    until_s: float = -math.inf
-    library: str = ""
-    probe: LinkProbe | None = None
+"""After this many polls, everything that had arrived before is in memory: emptying a receive buffer takes a few."""
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """probe: the measurement to which it belongs, which needs no lease: nobody is given the page."""
+    """A push that has not ended. probe: the measurement it belongs to; such a push needs no lease: it writes a spare page."""
 
-    link: _Link
+    link: Link
     push_bytes: int
     began: float
     runs: int
@@ -74,12 +49,11 @@ class _InFlight:
 
 
 class LeaseOverrun(TransferError):
-    """A write is in flight long after its lease ended: this process was stopped. It must end before the write goes on."""
+    """A write is in flight long after its lease ended, so this process was stopped. It must end before the write goes on."""
 
 
 class TransferLoop:
-    """One transport, its links and its pushes. measures: a link that comes up is measured before it is ready, where both pools
-    have a spare page."""
+    """One transport, its links and its pushes. measures: see `Links`."""
 
     def __init__(
         self,
@@ -93,7 +67,6 @@ class TransferLoop:
     ) -> None:
         self._transport = transport
         self._clock = clock
-        self._measures = measures
         agent, wire = transport.register(region)
         self.descriptor = PoolDescriptor(
             backend=backend,
@@ -107,15 +80,11 @@ class TransferLoop:
         )
         self._commands: deque[TransferCommand] = deque()
         self._events: deque[TransferEvent] = deque()
-        self._links: dict[InstanceId, _Link] = {}
+        self._links = Links(transport, self.descriptor, clock, measures, self._events.append)
         self._in_flight: dict[Ticket, _InFlight] = {}
-        self._stalls: DeadlineWheel[InstanceId] = DeadlineWheel()
-        self._retries: DeadlineWheel[InstanceId] = DeadlineWheel()
-        self._leases: DeadlineWheel[_Link] = DeadlineWheel()
+        self._leases: DeadlineWheel[Link] = DeadlineWheel()
         self._settling: deque[tuple[int, Key]] = deque()
-        """Keys, and the number of the poll after which each is settled."""
-        self._unmeasured: deque[_Link] = deque()
-        self._turn_ends_s = -math.inf
+        """Each key with the number of the poll after which it is settled."""
         self._probes = 0
         self._polls = 0
         self._expected = 0
@@ -139,7 +108,7 @@ class TransferLoop:
         return events
 
     def close(self) -> None:
-        """End what is in flight as the transport can, and close it. Idempotent."""
+        """Close the transport; what is still in flight fails. Idempotent."""
         if not self._closed:
             self._closed = True
             self._transport.close()
@@ -151,11 +120,11 @@ class TransferLoop:
     @property
     def active(self) -> bool:
         """Whether progress must be driven often."""
-        return bool(self._commands or self._in_flight or self._settling or self._unmeasured or self._distant)
+        return bool(self._commands or self._in_flight or self._settling or self._links.measuring or self._distant)
 
     @property
     def expecting(self) -> bool:
-        """Whether peers write to us, for which some transports need our help."""
+        """Whether peers write to us. Some transports need our help for that."""
         return self._expected > 0
 
     @property
@@ -163,34 +132,31 @@ class TransferLoop:
         return not (self._commands or self._in_flight)
 
     def next_deadline(self) -> float | None:
-        """When a deadline of a link passes; what is in flight or expected moves on before."""
-        wheels = (self._leases.next_deadline(), self._stalls.next_deadline(), self._retries.next_deadline())
-        return min((at for at in wheels if at is not None), default=None)
+        """The next deadline of a link or a lease. Transfers in flight or expected need `step` more often than that."""
+        deadlines = (self._leases.next_deadline(), self._links.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def step(self) -> bool:
-        """Carry out commands, drive the transport, pass on what happened. True when there is news to poll.
+        """Carry out commands, drive the transport, and collect what happened. True when `poll` has news.
 
-        Leases come first: nothing is posted or driven under one that has ended. Raises LeaseOverrun.
+        Leases come first: nothing is posted or driven under a lease that has ended. Raises LeaseOverrun.
         """
         while self._commands:
             self._check_leases()
             self._carry_out(self._commands.popleft())
-        self._check_leases()  # a command may have taken its time
+        self._check_leases()  # a command may have taken long
         self._drive()
         now = self._clock()
-        for peer in self._stalls.expired(now):
-            self._stalled(self._links[peer])
-        for peer in self._retries.expired(now):
-            self._open(self._links[peer])
-        while self._unmeasured and now >= self._turn_ends_s:
-            self._measure(self._unmeasured.popleft())
+        self._links.tick(now)
+        while (link := self._links.next_to_measure(now)) is not None:
+            self._measure(link)
         self._progress_s = min((flight.link.progress_s for flight in self._in_flight.values()), default=now)
         return bool(self._events)
 
     def _carry_out(self, command: TransferCommand) -> None:
         match command:
             case Connect():
-                self._reconcile(command.peers)
+                self._links.reconcile(command.peers)
             case Push():
                 self._begin(command)
             case Allow():
@@ -203,9 +169,9 @@ class TransferLoop:
                 assert_never(command)
 
     def _check_leases(self) -> None:
-        """A lease that has ended with pushes in flight closes its link, so that no further slice is posted.
+        """Close a link whose lease has ended with pushes in flight, so that no further slice is posted.
 
-        So does the end of the link itself, but what is in flight by then is watched on.
+        Pushes that outlive their link are still watched.
         """
         now = self._clock()
         for link in self._leases.expired(now):
@@ -217,13 +183,12 @@ class TransferLoop:
                     f"a push to {link.info.id} was in flight {late_s:.0f} s after its lease had ended: was this process stopped?"
                 )
             if link.state == "ready":
-                self._transport.close(link.info.pool.agent)
-                self._lose(link, "the lease ended: it does not answer")
+                self._links.cut(link, "the lease ended: it does not answer")
             self._leases.set(link, link.until_s + OVERRUN_S)
 
     def _allow(self, allow: Allow) -> None:
-        link = self._links.get(allow.peer)
-        if link is not None and link.info.incarnation == allow.incarnation and allow.until_s > link.until_s:
+        link = self._links.find(allow.peer, allow.incarnation)
+        if link is not None and allow.until_s > link.until_s:
             link.until_s = allow.until_s
             self._leases.set(link, allow.until_s)
 
@@ -237,123 +202,16 @@ class TransferLoop:
                 case RunsDone() | RunsFailed():
                     self._ended(event)
                 case AgentLost():
-                    self._agent_lost(event)
+                    self._links.lose(event.agent, event.reason)
                 case _:
                     assert_never(event)
-
-    def _reconcile(self, peers: tuple[InstanceInfo, ...]) -> None:
-        wanted = {peer.id: peer for peer in peers}
-        for link in list(self._links.values()):
-            peer = wanted.get(link.info.id)
-            if peer is None or peer.incarnation != link.info.incarnation:
-                del self._links[link.info.id]
-                self._stalls.clear(link.info.id)
-                self._retries.clear(link.info.id)
-                self._transport.close(link.info.pool.agent)
-                link.state, link.probe = "lost", None
-        for peer in peers:
-            if peer.id not in self._links:
-                self._links[peer.id] = _Link(peer, "connecting")
-                self._open(self._links[peer.id])
-
-    def _open(self, link: _Link) -> None:
-        pool = link.info.pool
-        try:
-            if pool.backend != self.descriptor.backend:
-                raise TransferError(f"it uses {pool.backend} and we use {self.descriptor.backend}")
-            difference = mismatch(self.descriptor.layout, pool.layout)
-            if difference is not None:
-                raise TransferError(f"its KV layout differs: {difference}")
-            check_pool(pool)
-            link.library = self._transport.connect(pool)
-        except TransferError as error:
-            self._lose(link, str(error))
-            return
-        link.bytes_in_flight = 0
-        if self._measures and pool.spare_pages and self.descriptor.spare_pages:
-            link.probe = LinkProbe(self.descriptor, pool)
-        if link.probe is not None and not link.probe.done:
-            if link not in self._unmeasured:
-                self._unmeasured.append(link)
-            self._set(link, "connecting", f"{link.library}: measuring")
-        else:
-            link.probe, link.retry_s = None, RETRY_S
-            self._set(link, "ready", link.library)
-
-    def _lose(self, link: _Link, reason: str) -> None:
-        """Pushes on the link end by their own events; new ones are refused until it is up again."""
-        self._stalls.clear(link.info.id)
-        link.probe = None
-        self._retries.set(link.info.id, self._clock() + link.retry_s)
-        link.retry_s = min(2 * link.retry_s, RETRY_MOST_S)
-        self._set(link, "lost", reason)
-
-    def _set(
-        self,
-        link: _Link,
-        state: LinkState,
-        detail: str,
-        bytes_per_s: float | None = None,
-        host_bytes_per_s: float | None = None,
-        warning: str = "",
-    ) -> None:
-        if (link.state, link.detail) == (state, detail):
-            return
-        link.state, link.detail = state, detail
-        info = LinkInfo(
-            peer=link.info.id,
-            incarnation=link.info.incarnation,
-            state=state,
-            detail=detail,
-            bytes_per_s=bytes_per_s,
-            host_bytes_per_s=host_bytes_per_s,
-            warning=warning,
-        )
-        self._events.append(LinkChanged(info))
-
-    # --- measuring -----------------------------------------------------------------------------------------------------------
-
-    def _measure(self, link: _Link) -> None:
-        """Its turn has come, if it is still there."""
-        if link.probe is not None:
-            self._turn_ends_s = self._clock() + TURN_S
-            self._probe(link, link.probe)
-
-    def _probe(self, link: _Link, probe: LinkProbe) -> None:
-        """The next write of a measurement."""
-        runs = probe.next_runs()
-        self._probes += 1
-        ticket, probe_bytes = Ticket(-self._probes), int(runs[:, 2].sum())
-        self._in_flight[ticket] = _InFlight(link, probe_bytes, self._clock(), len(runs), probe)
-        self._moved(link, probe_bytes)
-        self._transport.push(ticket, link.info.pool.agent, runs)
-
-    def _probed(self, flight: _InFlight, probe: LinkProbe, event: RunsDone | RunsFailed) -> None:
-        """A write of a measurement has ended: the next one, or the link is ready."""
-        link = flight.link
-        if link.probe is not probe:
-            return  # the link was lost, or closed, since
-        if isinstance(event, RunsFailed):
-            self._transport.close(link.info.pool.agent)
-            self._lose(link, f"it could not be measured: {event.reason}")
-        else:
-            probe.took(flight.push_bytes, self._clock() - flight.began)
-            if not probe.done:
-                self._probe(link, probe)
-                return
-            link.probe, link.retry_s = None, RETRY_S
-            wire = probe.wire()
-            carrier, host_bytes_per_s = probe.carrier(wire), probe.host_bytes_per_s(wire)
-            warning = slowness(probe.bytes_per_s, host_bytes_per_s, carrier)
-            self._set(link, "ready", f"{link.library}: {carrier}", probe.bytes_per_s, host_bytes_per_s, warning)
-        self._turn_ends_s = -math.inf
 
     # --- pushing -------------------------------------------------------------------------------------------------------------
 
     def _begin(self, push: Push) -> None:
-        link = self._links.get(push.peer)
+        link = self._links.find(push.peer, push.incarnation)
         try:
-            if link is None or link.info.incarnation != push.incarnation or link.state != "ready":
+            if link is None or link.state != "ready":
                 raise TransferError(f"there is no link to {push.peer}")
             if self._clock() >= link.until_s:
                 raise TransferError(f"the lease to write to {push.peer} has ended")
@@ -364,41 +222,29 @@ class TransferLoop:
         except TransferError as error:
             self._events.append(PushFailed(push.ticket, str(error), quiescent=True, begun=False))
             return
-        push_bytes = int(runs[:, 2].sum())
-        self._in_flight[push.ticket] = _InFlight(link, push_bytes, self._clock(), len(runs))
-        self._moved(link, push_bytes)
-        self._transport.push(push.ticket, link.info.pool.agent, runs)
+        self._push(push.ticket, link, runs)
 
-    def _moved(self, link: _Link, push_bytes: int) -> None:
-        """A push began (bytes above 0) or ended (below) on the link. A link that was lost since then is not watched."""
-        if link.state == "lost":
-            return
-        if push_bytes < 0 or not link.bytes_in_flight:
-            link.progress_s = self._clock()
-        link.bytes_in_flight = max(0, link.bytes_in_flight + push_bytes)
-        if link.bytes_in_flight:
-            self._stalls.set(link.info.id, link.progress_s + STALL_S + link.bytes_in_flight / SLOWEST_BYTES_PER_S)
-        else:
-            self._stalls.clear(link.info.id)
+    def _measure(self, link: Link) -> None:
+        """Begin the next write of the link's measurement."""
+        assert link.probe is not None
+        self._probes += 1
+        self._push(Ticket(-self._probes), link, link.probe.next_runs(), link.probe)
+
+    def _push(self, ticket: Ticket, link: Link, runs: Int64Array, probe: LinkProbe | None = None) -> None:
+        push_bytes = int(runs[:, 2].sum())
+        self._in_flight[ticket] = _InFlight(link, push_bytes, self._clock(), len(runs), probe)
+        self._links.moved(link, push_bytes)
+        self._transport.push(ticket, link.info.pool.agent, runs)
 
     def _ended(self, event: RunsDone | RunsFailed) -> None:
         flight = self._in_flight.pop(event.ticket)
-        self._moved(flight.link, -flight.push_bytes)
+        self._links.moved(flight.link, -flight.push_bytes)
+        seconds = self._clock() - flight.began
         if flight.probe is not None:
-            self._probed(flight, flight.probe, event)
-            return
-        match event:
-            case RunsDone():
-                self._events.append(PushDone(event.ticket, flight.push_bytes, self._clock() - flight.began, flight.runs))
-            case RunsFailed():
-                self._events.append(PushFailed(event.ticket, event.reason, event.quiescent))
-
-    def _stalled(self, link: _Link) -> None:
-        """Nothing is proven about the pushes under way: they end when the transport says so."""
-        self._transport.close(link.info.pool.agent)
-        self._lose(link, f"no push completed for {self._clock() - link.progress_s:.0f} s")
-
-    def _agent_lost(self, lost: AgentLost) -> None:
-        for link in self._links.values():
-            if link.info.pool.agent == lost.agent:
-                self._lose(link, lost.reason)
+            failure = event.reason if isinstance(event, RunsFailed) else None
+            if self._links.probed(flight.link, flight.probe, failure, flight.push_bytes, seconds):
+                self._measure(flight.link)
+        elif isinstance(event, RunsFailed):
+            self._events.append(PushFailed(event.ticket, event.reason, event.quiescent))
+        else:
+            self._events.append(PushDone(event.ticket, flight.push_bytes, seconds, flight.runs))

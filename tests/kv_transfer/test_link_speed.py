@@ -8,7 +8,7 @@ from common.instance.ports import Connect, LinkChanged, PushFailed, TransferEven
 from common.messages import LinkInfo
 from kv_transfer import link_speed
 from kv_transfer.link_speed import FIRST_BYTES, MOST_BYTES, MOST_RUNS, PROBES, LinkProbe, memory_bytes_per_s, slowness
-from kv_transfer.transfer_loop import RETRY_S, STALL_S, TURN_S
+from kv_transfer.links import RETRY_S, STALL_S, TURN_S
 from kv_transfer.wires import LOOPBACK_DEVICE, RDMA, TCP, Wire
 from tests.builders import LAYOUT
 from tests.kv_transfer.two import PAGES, Two, linked, refused

@@ -8,7 +8,8 @@ import pytest
 
 from common.ids import Incarnation, Ticket
 from common.instance.ports import Connect, Expect, LinkChanged, PushDone, Settle, Settled
-from kv_transfer.transfer_loop import RETRY_MOST_S, RETRY_S, SETTLE_POLLS, SLOWEST_BYTES_PER_S, STALL_S
+from kv_transfer.links import RETRY_MOST_S, RETRY_S, SLOWEST_BYTES_PER_S, STALL_S
+from kv_transfer.transfer_loop import SETTLE_POLLS
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked, refused
 

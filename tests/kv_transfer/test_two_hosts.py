@@ -13,7 +13,7 @@ import pytest
 
 from bench.namespaces import two_namespaces
 from common.errors import TransferError
-from kv_transfer.transfer_loop import RETRY_S
+from kv_transfer.links import RETRY_S
 from tests.kv_transfer.agent_process import Failed, random_bytes
 from tests.kv_transfer.agents import Bytes, Kind, mooncake_kind, nixl_kind
 from tests.kv_transfer.hosts import Cable, Held, TwoHosts, await_true, processes_in
