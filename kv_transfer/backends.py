@@ -14,8 +14,8 @@ from kv_transfer.transport import Transport
 
 
 def make_transport(name: TransportName, host: str = LOOPBACK) -> Transport:
-    """A transport of this process. host: the address of this host that peers can reach, for those that listen on one. Raises
-    TransferError when its library cannot be loaded."""
+    """A transport of this process. host: the address at which peers can reach this host, for backends that listen.
+    Raises TransferError when its library cannot be loaded."""
     match name:
         case "nixl":
             from kv_transfer.nixl import NixlTransport

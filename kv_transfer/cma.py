@@ -1,12 +1,12 @@
 """The CMA transport: writes straight into the memory of another process of this host (Cross Memory Attach of Linux).
 
-Owns the kernel's calls and the beacon. Knows no pages. `process_vm_writev` copies inside the call, on any CPU memory, without a
-part for the receiver in it, so a slice has ended when it returns and every failure is quiescent. It is what UCX uses on one host
-under the same name, here without a library: the reference for the other backends.
+Owns the system calls and the beacon. Knows no pages. `process_vm_writev` copies inside the call, to any CPU memory, without help
+from the receiver. So a slice has ended when the call returns, and every failure is quiescent. UCX uses the same call on one host;
+this backend does so without a library and is the reference for the others.
 
-A process id may be used again. So each agent keeps a beacon in its memory, which is its name, and a writer reads it before and
-after each slice: it proves that the process lives, that it is the one that was meant, and that it still wants to be written to.
-An agent that is closed puts its beacon out.
+A process id may be used again. So each agent keeps a beacon in its memory, which is its name, and a writer reads the beacon
+before and after each slice. The beacon proves that the process lives, that it is the right one, and that it still accepts writes.
+An agent that closes erases its beacon.
 
 `man 2 process_vm_writev`; the rights that it takes: `man 2 ptrace`, "Ptrace access mode checking".
 """
@@ -29,9 +29,9 @@ from kv_transfer.pushes import Pushes, SliceFailed
 from kv_transfer.transport import TransportEvent
 
 SLICE_BYTES = 8 * 2**20
-"""What one poll may write on one link: a millisecond or two."""
+"""The most that one poll writes on one link; takes a millisecond or two."""
 IOV_MAX = 1024
-"""Runs of one call, a limit of Linux."""
+"""Runs per call, a limit of Linux."""
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
 
 
@@ -43,7 +43,7 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 class _Kernel:
-    """Calls of libc. Raises TransferError where they are not to be had."""
+    """The system calls, through libc. Raises TransferError where they do not exist."""
 
     def __init__(self) -> None:
         try:
@@ -57,8 +57,8 @@ class _Kernel:
             call.argtypes, call.restype = (ctypes.c_int, *vector, *vector, ctypes.c_ulong), ctypes.c_ssize_t
 
     def let_peers_in(self) -> None:
-        """With Yama (kernel.yama.ptrace_scope=1), only processes that are named may write here: name all of this user's. Without
-        Yama the call fails and nothing is needed."""
+        """With Yama (kernel.yama.ptrace_scope=1), only processes that we allow may write here, so allow all of this user. Without
+        Yama the call fails, and nothing is needed."""
         self._prctl(_PR_SET_PTRACER, ctypes.c_ulong(_PR_SET_PTRACER_ANY), 0, 0, 0)
 
     def copy(self, kind: str, pid: int, ours: Int64Array, theirs: Int64Array, lengths: Int64Array) -> None:
@@ -74,9 +74,9 @@ class _Kernel:
 
 
 _MEANING = {
-    errno.ESRCH: "it is gone, or not of this host or container",
-    errno.EPERM: "the kernel does not let us write there (another user, or a container without ptrace rights)",
-    errno.EFAULT: "it has no such memory",
+    errno.ESRCH: "it is gone, or it is on another host or in another container",
+    errno.EPERM: "the kernel does not let us write to it (another user, or a container without ptrace rights)",
+    errno.EFAULT: "it has no memory at that address",
 }
 
 
@@ -103,7 +103,7 @@ class _CmaLink:
         return ended
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
     def _check_beacon(self) -> None:
         name = self._pool.agent.encode()
@@ -111,7 +111,7 @@ class _CmaLink:
         ours, theirs, length = np.array([[ctypes.addressof(seen)], [self._wire.beacon], [len(name)]], dtype=np.int64)
         self._kernel.copy("read", self._wire.pid, ours, theirs, length)
         if seen.raw != name:
-            raise SliceFailed(f"process {self._wire.pid}: it is not {self._pool.agent}, or no more", quiescent=True)
+            raise SliceFailed(f"process {self._wire.pid}: it is not {self._pool.agent}, or has closed", quiescent=True)
 
 
 class CmaTransport:
@@ -156,4 +156,4 @@ class CmaTransport:
 
 def _check_device(device: str) -> None:
     if device != "cpu":
-        raise TransferError(f"it writes memory of the CPU, and the pool is on {device}: choose another --transport")
+        raise TransferError(f"CMA writes CPU memory only, and the pool is on {device}: choose another --transport")

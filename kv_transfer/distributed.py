@@ -1,8 +1,8 @@
 """The torch transport: torch.distributed without a world. Gloo moves pools of the CPU, NCCL those of CUDA devices.
 
-Owns the store that peers meet at, and the threads of its links. Knows no pages; what two ranks say to each other is in
-`kv_transfer/process_pair.py`. Every agent hosts a TCPStore. A sender joins the receiver's store and the two make a process group
-of their own, in which the receiver is rank 0; each end of it has a thread. `poll` lets joiners in.
+Owns the store where peers meet, and the threads of its links. Knows no pages. What two ranks say to each other is in
+`kv_transfer/process_pair.py`. Every agent hosts a TCPStore. A sender joins the receiver's store, and the two make a process group
+of their own with the receiver as rank 0 and a thread at each end. `poll` accepts joiners.
 """
 
 import queue
@@ -29,17 +29,17 @@ from kv_transfer.pushes import Pushes, SliceFailed
 from kv_transfer.transport import TransportEvent
 
 SILENCE_S = 10.0
-"""A peer that does not answer a slice for so long is lost."""
+"""A peer that does not answer a slice for this long is lost."""
 CONNECT_S = 3.0
 ACCEPT_S = 5e-3
-"""How often the store is asked for joiners."""
+"""How often the store is checked for joiners."""
 CLOSE_S = 2.0
 WINDOW = 2
-"""Slices that wait for a link's thread: the next is there when one has ended."""
+"""Slices queued for a link's thread, so that the next one is ready when one ends."""
 AGENT, JOINERS = "agent", "joiners"
 """Keys of the store: the name of its agent, and the queue of the names of new pairs."""
 ERRORS = (RuntimeError, ValueError, OSError)
-"""What torch.distributed raises; its own errors are RuntimeErrors."""
+"""What torch.distributed raises. Its own errors are RuntimeErrors."""
 NOTHING = np.empty((0, 3), dtype=np.int64)
 
 
@@ -52,14 +52,14 @@ class _Wire(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A slice that is to be sent."""
+    """A slice to send."""
 
     runs: Int64Array
     ended: "Future[None]" = field(default_factory=Future)
 
 
 class _Sender:
-    """Implements `kv_transfer.pushes.Link`: a pair and the thread that sends. ready: the pair is there, or TransferError."""
+    """Implements `kv_transfer.pushes.Link`: a pair and the thread that sends. ready: the pair is made, or TransferError."""
 
     def __init__(self, source: MemoryRegion, pool: PoolDescriptor, host: str, silence_s: float) -> None:
         self.detail = "torch.distributed " + ("Gloo" if pool.device == "cpu" else "NCCL")
@@ -101,9 +101,9 @@ class _Sender:
         self._part("the link was closed")
 
     def _join(self) -> Pair:
-        """Meet the receiver at its store. Raises what torch raises, OSError and TransferError."""
+        """Meet the receiver at its store. Raises ERRORS and TransferError."""
         host, port = self._wire.host, self._wire.port
-        socket.create_connection((host, port), CONNECT_S).close()  # a store that is gone is refused at once, without retries
+        socket.create_connection((host, port), CONNECT_S).close()  # fails at once if the store is gone; TCPStore would retry
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False)
         agent = store.get(AGENT).decode()
         if agent != self._pool.agent:
@@ -113,7 +113,7 @@ class _Sender:
         return Pair(store, name, 1, self._host, self._source.device, CONNECT_S, self._silence_s)
 
     def _next(self) -> _Job | None:
-        """What to send; nothing, as a sign of life, when there is nothing to send; None when the link is closed."""
+        """What to send next. An empty job, as a sign of life, if there is nothing to send. None when the link is closed."""
         try:
             return self._jobs.get(timeout=self._silence_s / 10)
         except queue.Empty:
@@ -156,7 +156,7 @@ class TorchTransport:
             raise TransferError(f"torch.distributed has no NCCL in this build of torch, and the pool is on {region.device}")
         try:
             family = socket.getaddrinfo(self._host, 0)[0][0]
-            listener = socket.create_server((self._host, 0), family=family)  # a store listens on every address by itself
+            listener = socket.create_server((self._host, 0), family=family)  # by itself a store would listen on every address
             self._port = listener.getsockname()[1]
             self._store = TCPStore(
                 self._host,
@@ -185,7 +185,7 @@ class TorchTransport:
         return self._pushes.poll()
 
     def close(self, agent: str | None = None) -> None:
-        """With None nothing lands in the pool any more, and the threads end: at once, or when a peer has been silent too long."""
+        """With None, nothing lands in the pool any more, and the threads end: at once, or when a silent peer times out."""
         self._pushes.close(agent)
         if agent is None and self._landing is not None:
             self._landing.close()
@@ -197,7 +197,7 @@ class TorchTransport:
     # --- inside ------------------------------------------------------------------------------------------------------------
 
     def _link(self, pool: PoolDescriptor) -> _Sender:
-        """Joiners are let in meanwhile: two agents may connect to each other at once."""
+        """Accepts joiners while it waits, because two agents may connect to each other at the same time."""
         assert self._region is not None, "register comes before connect"
         what = f"torch.distributed could not connect to {pool.agent}"
         if pool.device.partition(":")[0] != self._region.device.partition(":")[0]:
@@ -218,7 +218,7 @@ class TorchTransport:
         return sender
 
     def _accept(self) -> None:
-        """Let in who waits at the store, and forget the threads that have ended."""
+        """Accept the joiners that wait at the store, and forget threads that have ended."""
         now = time.monotonic()
         if self._store is None or now < self._accept_at:
             return
@@ -236,7 +236,7 @@ class TorchTransport:
         thread.start()
 
     def _receive(self, name: str) -> None:
-        """On a thread of its own: take what one sender sends, until the pair ends. It is for the sender to say why it did."""
+        """On a thread of its own: receive from one sender until the pair ends. The sender reports why it ended."""
         assert self._region is not None and self._landing is not None, "register comes before poll"
         try:
             store = TCPStore(

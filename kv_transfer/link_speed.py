@@ -1,7 +1,6 @@
-"""How fast a link is, and what carries it: measured when it comes up, before the first request, by writing into the spare page of
-the peer's pool.
+"""How fast a link is, and what carries it: measured when the link comes up, by writing into the spare page of the peer's pool.
 
-Owns the measurement of a link and what this host could do in its place. Knows pools and wires; posts nothing itself.
+Owns the measurement of a link, and the speed that this host should reach. Knows pools and wires. Posts nothing itself.
 """
 
 import time
@@ -18,18 +17,18 @@ from kv_transfer.wires import LOOPBACK_DEVICE, Wire, busiest, bytes_sent, fastes
 FIRST_BYTES, MOST_BYTES = 2**20, 16 * 2**20
 MOST_RUNS = 4096
 PROBES = 5
-"""Writes of a measurement. The first brings the link up, for libraries connect when first used; of the others the fastest counts,
-for what other programs take from one of them says nothing about the link."""
+"""Writes per measurement. The first one only brings the link up, because libraries connect on first use. Of the others the
+fastest counts: another program may slow some of them down."""
 SHORT_S = 0.01
-"""A write that took less says little: the next one is longer."""
+"""A shorter write says little, so the next one is larger."""
 SLOW_SHARE = 0.2
-"""A link that makes less than this of what the host could do did not take the way that it should."""
+"""A link slower than this share of what the host can do is not on the path that it should be on."""
 COPIED_BYTES = 64 * 2**20
 GB = 1e9
 
 
 class LinkProbe:
-    """The measurement of one link from the pool `ours` to the pool `theirs`, which both have a spare page."""
+    """The measurement of one link, from the pool `ours` to the pool `theirs`. Both have a spare page."""
 
     def __init__(self, ours: PoolDescriptor, theirs: PoolDescriptor) -> None:
         source, target = (np.array([pool.total_pages], dtype=np.int32) for pool in (ours, theirs))
@@ -44,18 +43,18 @@ class LinkProbe:
 
     @property
     def done(self) -> bool:
-        """Also when there is nothing to write: no head is held by both."""
+        """True also when there is nothing to write, because the pools have no head in common."""
         return self._probes == PROBES or not self._page_bytes
 
     def next_runs(self) -> Int64Array:
-        """What to write next, [runs, 3] int64 as for `Transport.push`: the spare page, again and again."""
+        """What to write next, [runs, 3] int64 as for `Transport.push`: the spare page, many times over."""
         if self._probes == 1:
             self._sent = bytes_sent()
         pages = min(-(-self._wanted_bytes // self._page_bytes), MOST_RUNS // len(self._page))
         return np.tile(self._page, (max(1, pages), 1))
 
     def took(self, probe_bytes: int, seconds: float) -> None:
-        """The write has ended well."""
+        """The write succeeded and took this long."""
         self._probes += 1
         if self._probes > 1 and seconds > 0:
             self._counted_bytes += probe_bytes
@@ -64,33 +63,33 @@ class LinkProbe:
             self._wanted_bytes = min(4 * self._wanted_bytes, MOST_BYTES)
 
     def wire(self) -> Wire | None:
-        """What carried it; None: no network of this host."""
+        """What carried the writes; None: no network device of this host."""
         return busiest(self._sent, bytes_sent(), self._counted_bytes) if self._counted_bytes else None
 
     def carrier(self, wire: Wire | None) -> str:
-        """The same, for people."""
+        """The name of the carrier, for people."""
         if wire is not None:
             return str(wire)
         return "NVLink or PCIe" if self._on_devices else "memory"
 
     def host_bytes_per_s(self, wire: Wire | None) -> float | None:
-        """What this host could do: to a process beside us as fast as memory is copied, to another host as fast as its fastest
-        wire. None: not known."""
+        """What this host should reach: the speed of a memory copy to a process on this host, the speed of the fastest wire to
+        another host. None: unknown."""
         if wire is not None and wire.name != LOOPBACK_DEVICE:
             return fastest_bytes_per_s()
         return memory_bytes_per_s() if self._on_host else None
 
 
 def slowness(bytes_per_s: float | None, host_bytes_per_s: float | None, carrier: str) -> str:
-    """A warning, where the link is far below what the host could do; else empty."""
+    """A warning if the link is far slower than the host allows; otherwise empty."""
     if bytes_per_s is None or host_bytes_per_s is None or bytes_per_s >= SLOW_SHARE * host_bytes_per_s:
         return ""
-    return f"slow: {bytes_per_s / GB:.2f} GB/s by {carrier}, where this host could make {host_bytes_per_s / GB:.1f}"
+    return f"slow: {bytes_per_s / GB:.2f} GB/s by {carrier}, where this host can do {host_bytes_per_s / GB:.1f}"
 
 
 @lru_cache(maxsize=1)
 def memory_bytes_per_s() -> float:
-    """How fast this host copies memory, more of it than its caches hold."""
+    """How fast this host copies memory, measured on more than its caches hold."""
     source, target = np.ones(COPIED_BYTES, dtype=np.uint8), np.zeros(COPIED_BYTES, dtype=np.uint8)
     fastest_s = float("inf")
     for _ in range(PROBES):

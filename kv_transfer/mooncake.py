@@ -2,13 +2,14 @@
 
 Owns the engine, and threads for each link. Knows no pages. Measured behaviour that shapes this file:
 
-- There is no way to ask after a batch without waiting for it: each slice is a blocking call on a thread of its link.
-- Beyond 1024 ranges under way to one peer a batch fails when a part of it is written: slices times window stay below.
+- The state of a batch cannot be read without waiting for it, so each slice is a blocking call on a thread of its link.
+- With more than 1024 ranges under way to one peer, a batch fails after a part of it was written. SLICE_RUNS times WINDOW stays
+  within that.
 - Every failure is the same -1. A timeout does not end a write: what was under way to a stopped receiver lands when it goes on.
-  What does prove an end is that the peer is gone: the port that it holds as long as it lives refuses a connection.
+  Only the death of the peer proves an end: the port that it holds while it lives then refuses a connection.
 - The engine chooses TCP or RDMA by the devices that it finds, whatever protocol it is told.
-- A process that exits while a call is under way is aborted, so its exit waits for the threads: for MC_TRANSFER_TIMEOUT seconds,
-  which is also how long a silent peer goes unnoticed. The environment is the only way to set it.
+- A process that exits during a call is aborted, so its exit waits for the threads, up to MC_TRANSFER_TIMEOUT seconds. A silent
+  peer goes unnoticed for as long. Only the environment can set it.
 
 Mooncake: https://github.com/kvcache-ai/Mooncake, transfer engine of 0.3.13.
 """
@@ -35,9 +36,9 @@ from kv_transfer.transport import TransportEvent
 SLICE_BYTES = 16 * 2**20
 SLICE_RUNS = 512
 WINDOW = 2
-"""Slices under way on a link, and so its threads."""
+"""Slices under way on a link, and threads per link."""
 SILENCE_S = 8
-"""A peer that acknowledges nothing for so long is lost, unless MC_TRANSFER_TIMEOUT says otherwise."""
+"""A peer that acknowledges nothing for this long is lost, unless MC_TRANSFER_TIMEOUT says otherwise."""
 CONNECT_S = 2.0
 DYING_S = 0.5
 NAME_BYTES = 64
@@ -69,8 +70,8 @@ class _MooncakeLink:
         self._threads = ThreadPoolExecutor(WINDOW, thread_name_prefix="mooncake")
 
     def greet(self, landing: int) -> None:
-        """Read the agent's name into `landing`, NAME_BYTES of memory that the engine knows: then the link is wired up, and leads
-        where it should. Raises TransferError, OSError, ValueError."""
+        """Read the agent's name into `landing`, NAME_BYTES of registered memory. This connects, and proves that the link leads to
+        the right agent. Raises TransferError, OSError, ValueError."""
         _reach(self._wire)
         reading = self._threads.submit(
             self._engine.transfer_sync_read, self._wire.session, landing, self._wire.beacon, NAME_BYTES
@@ -108,7 +109,9 @@ class MooncakeTransport:
     def __init__(self, host: str) -> None:
         self._engine = _make_engine()
         self._name = f"mooncake-{uuid.uuid4().hex}"
-        self._beacon = ctypes.create_string_buffer(_padded(self._name), 2 * NAME_BYTES)  # the second half: where others' land
+        self._beacon = ctypes.create_string_buffer(
+            _padded(self._name), 2 * NAME_BYTES
+        )  # the second half: where names of others are read to
         self._region: MemoryRegion | None = None
         self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
         self._accepted("start", self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""))
@@ -133,7 +136,7 @@ class MooncakeTransport:
         return self._pushes.poll()
 
     def close(self, agent: str | None = None) -> None:
-        """With None, peers' writes are refused from then on, over TCP."""
+        """With None, writes of peers are refused from then on (over TCP)."""
         self._pushes.close(agent)
         if agent is None and self._region is not None:
             self._engine.unregister_memory(self._region.address)
@@ -167,7 +170,7 @@ def _make_engine() -> Any:
 
 
 def _protocol(topology: str) -> str:
-    """What the engine has chosen. topology: JSON, for each place in memory the preferred and the other network devices."""
+    """What the engine has chosen. topology: JSON with the preferred and the other network devices of each place in memory."""
     devices = sorted({device for places in json.loads(topology).values() for place in places for device in place})
     return f"RDMA on {', '.join(devices)}" if devices and "MC_FORCE_TCP" not in os.environ else "TCP"
 
@@ -177,12 +180,12 @@ def _padded(name: str) -> bytes:
 
 
 def _reach(wire: _Wire) -> None:
-    """Raises OSError, or ValueError for a host that cannot be, unless something answers there."""
+    """Raises OSError unless something answers there; ValueError for an invalid host name."""
     socket.create_connection((wire.host, wire.port), CONNECT_S).close()
 
 
 def _is_gone(wire: _Wire) -> bool:
-    """Nobody holds the port. A peer that is stopped or cut off is not gone; one that is dying takes a moment."""
+    """Whether nobody holds the port. A peer that is stopped or cut off is not gone, and a dying one takes a moment."""
     until = time.monotonic() + DYING_S
     while time.monotonic() < until:
         try:

@@ -1,6 +1,6 @@
-"""Two ranks of torch.distributed and what they say to each other: one slice after the other, each with an answer.
+"""Two ranks of torch.distributed and their protocol: one slice after the other, each with an answer.
 
-Owns the process groups of one pair and the words on them. Knows no tickets and no threads.
+Owns the process groups of one pair and the messages on them. Knows neither tickets nor threads.
 
     rank 1, the sender                            rank 0, the receiver
     header: how many runs, and where  ─────────►  checks them
@@ -10,11 +10,11 @@ Owns the process groups of one pair and the words on them. Knows no tickets and 
 Measured behaviour that shapes this file:
 
 - Each message costs Gloo 30 to 70 microseconds, so the runs of a slice travel as one.
-- What arrives lands as a whole, after its last byte. So a slice without an answer may land late, unless the receiver has closed
+- A slice lands as a whole, after its last byte. So a slice without an answer may land late, unless the receiver has closed
   the connection.
-- A wait cannot be called off, and one that times out ends the group. So silence ends the pair, and a sender without work sends a
-  header without runs now and then.
-- A group is closed by letting go of it; its `abort` and `shutdown` leave the peer waiting.
+- A wait cannot be cancelled, and a wait that times out ends the group. So silence ends the pair, and an idle sender sends an
+  empty header now and then.
+- A group is closed by dropping the last reference; its `abort` and `shutdown` leave the peer waiting.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ _CLOSED_BY_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 
 
 class Landing:
-    """A pool that senders' slices land in, until it is closed. pool: [bytes] uint8. May be used from several threads."""
+    """A pool that accepts slices until it is closed. pool: [bytes] uint8. May be used from several threads."""
 
     def __init__(self, pool: Tensor) -> None:
         self._pool = pool
@@ -49,12 +49,12 @@ class Landing:
         self._open = True
 
     def check(self, rows: Int64Array) -> None:
-        """rows: [n, 2] of (offset, bytes). Raises ValueError unless they can land."""
+        """rows: [n, 2] of (offset, bytes). Raises ValueError unless they fit into the pool and into a slice."""
         if (rows < 0).any() or (rows.sum(axis=1) > len(self._pool)).any() or rows[:, 1].sum() > SLICE_BYTES:
             raise ValueError("a run is outside of the pool")
 
     def scatter(self, staged: Tensor, rows: Int64Array) -> bool:
-        """Copy what has arrived to where it belongs, and wait for it. False when the pool is closed: nothing was written."""
+        """Copy the received bytes to their places and wait for that. False: the pool is closed and nothing was written."""
         with self._lock:
             if self._open:
                 at = 0
@@ -66,14 +66,13 @@ class Landing:
             return self._open
 
     def close(self) -> None:
-        """Nothing lands any more. Waits for a slice that is landing."""
+        """Accept nothing more. Waits for a slice that is landing."""
         with self._lock:
             self._open = False
 
 
 class _Gloo:
-    """A process group whose tensors are on the CPU. Its messages arrive in the order in which they were sent. until: of the
-    monotonic clock."""
+    """A process group for tensors on the CPU. Messages arrive in the order of sending. until: a time of the monotonic clock."""
 
     def __init__(self, store: Store, rank: int, host: str, connect_s: float) -> None:
         gloo: Any = ProcessGroupGloo
@@ -96,7 +95,7 @@ class _Gloo:
 
 
 class _Nccl:
-    """A process group whose tensors are on a CUDA device. Silence is watched here: NCCL's own watchdog would end the process."""
+    """A process group for tensors on a CUDA device. Watches for silence itself: NCCL's watchdog would end the process."""
 
     def __init__(self, store: Store, rank: int) -> None:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -116,7 +115,7 @@ class _Nccl:
         self._group.abort()
 
     def _finish(self, work: Any, until: float) -> None:
-        """Wait for the device's copy: `wait` of NCCL orders streams and does not wait."""
+        """Wait for the device's copy. NCCL's own `wait` orders streams and does not wait."""
         while not work.is_completed():
             if time.monotonic() > until:
                 raise RuntimeError("Timed out waiting for NCCL")
@@ -125,8 +124,8 @@ class _Nccl:
 
 
 class Pair:
-    """One end of a pair. name: of the pair, at the store. rank: 0 receives, 1 sends. host: our address. silence_s: most that
-    a slice may take. All methods raise RuntimeError and ValueError, and then the pair is of no more use."""
+    """One end of a pair. name: the name of the pair at the store. rank: 0 receives, 1 sends. host: our address. silence_s: the
+    longest that a slice may take. All methods may raise RuntimeError or ValueError; after that only `close` may be called."""
 
     def __init__(self, store: Store, name: str, rank: int, host: str, device: str, connect_s: float, silence_s: float) -> None:
         self._control = _Gloo(PrefixStore(f"{name}/control", store), rank, host, connect_s)
@@ -151,7 +150,7 @@ class Pair:
         self._control.receive(self._answer, until)
 
     def take_slice(self, landing: Landing) -> bool:
-        """Returns False when the landing is closed: the pair is to be closed as well."""
+        """Returns False when the landing is closed; then the pair must be closed too."""
         self._control.receive(self._header, time.monotonic() + self._silence_s)
         until = time.monotonic() + self._silence_s
         rows = self._rows(int(self._header[0]))
@@ -165,7 +164,7 @@ class Pair:
         return True
 
     def close(self) -> None:
-        """Also after an error. No other method may be under way, or be called after it."""
+        """May be called after an error. No other method may run at the same time or afterwards."""
         self._data.close()
         self._control.close()
 
@@ -183,7 +182,7 @@ def _left(until: float) -> timedelta:
 
 
 class _CudaBytes:
-    """How a stretch of CUDA memory says what it is."""
+    """Describes a range of CUDA memory to torch."""
 
     def __init__(self, region: MemoryRegion) -> None:
         self.__cuda_array_interface__ = {
@@ -195,23 +194,23 @@ class _CudaBytes:
 
 
 def bytes_of(region: MemoryRegion) -> Tensor:
-    """The memory itself, as [bytes] uint8 on its device. It must outlive the tensor. Raises RuntimeError."""
+    """The memory itself as a tensor, [bytes] uint8 on its device. The memory must outlive the tensor. Raises RuntimeError."""
     if region.device == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * region.region_bytes).from_address(region.address), dtype=torch.uint8)
     return torch.as_tensor(_CudaBytes(region), device=region.device)
 
 
 def stream_of(device: str) -> AbstractContextManager[object]:
-    """A stream of its own for what a thread does on a CUDA device."""
+    """A CUDA stream for the work of one thread; does nothing on the CPU."""
     cuda: Any = torch.cuda
     return nullcontext() if device == "cpu" else cuda.stream(cuda.Stream(device))
 
 
 def reason_of(error: Exception) -> str:
-    """The first sentence of what torch says, without the place in its source."""
+    """The first sentence of torch's message, without the place in its source code."""
     return _PLACE_IN_SOURCE.sub("", str(error)).split("\n")[0].split(". ")[0]
 
 
 def is_closed_by_peer(error: Exception) -> bool:
-    """The peer's end of the connection is closed, so nothing more lands there."""
+    """Whether the peer has closed its end of the connection, so that nothing more lands there."""
     return _CLOSED_BY_PEER.search(str(error)) is not None

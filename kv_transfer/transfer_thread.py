@@ -1,6 +1,6 @@
-"""The transfer thread: one thread per process owns the transport and everything of it.
+"""The transfer thread: one thread per process makes every call to the transport.
 
-Owns the thread and its pace. The loop itself is `kv_transfer/transfer_loop.py`.
+Owns the thread and how often it polls. The loop itself is `kv_transfer/transfer_loop.py`.
 """
 
 import threading
@@ -15,14 +15,15 @@ from kv_transfer.transfer_loop import TransferLoop
 BUSY_S = 100e-6
 EXPECT_S = 1e-3
 IDLE_S = 0.2
-"""How often progress is driven: of pushes, our own and those of other hosts (over TCP they come no faster than that); of what
-peers of this host write, in which we have hardly a part; and of peers that connect to us. NIXL has nothing to wait on, and what
-is spent here is lost to computing."""
+"""How often the transport is polled. BUSY_S: while we push, or while other hosts push to us (over TCP, our polls set their pace).
+EXPECT_S: while peers on this host write to us, which hardly needs our help. IDLE_S: otherwise, to let peers connect. NIXL offers
+nothing to wait on, and each poll takes processor time from computing."""
 DRAIN_S = 5.0
 
 
 class TransferThread:
-    """Implements `common.instance.ports.Transfers`. make_loop runs on the thread; wake is called there when there is news."""
+    """Implements `common.instance.ports.Transfers`. make_loop runs on the thread, and wake is called there when there is
+    news."""
 
     def __init__(self, make_loop: Callable[[], TransferLoop], wake: Callable[[], None]) -> None:
         self._make_loop = make_loop

@@ -1,7 +1,7 @@
-"""The port of a transport backend: register, connect, push, poll, close. It moves runs of bytes and knows nothing else.
+"""The port of a transport backend: register, connect, push, poll, close. A backend moves runs of bytes and knows nothing else.
 
 Owns no implementation. All calls come from one thread (`kv_transfer/transfer_thread.py`). There is no abort, because no library
-has one: every ticket ends in RunsDone or RunsFailed, and RunsFailed says whether it is quiescent.
+has one. Every ticket ends in RunsDone or RunsFailed, and RunsFailed says whether the ticket is quiescent.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class RunsDone:
 
 @dataclass(frozen=True, slots=True)
 class RunsFailed:
-    """The ticket failed. `quiescent`: no byte of it is or will be under way, proven by the backend."""
+    """The ticket failed. `quiescent`: the backend has proven that no byte of it is or will be under way."""
 
     ticket: Ticket
     reason: str
@@ -30,7 +30,7 @@ class RunsFailed:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """The link to an agent is gone; its tickets have failed or will fail through their own events."""
+    """The link to an agent is gone. Its tickets fail through events of their own."""
 
     agent: str
     reason: str
@@ -40,22 +40,22 @@ TransportEvent: TypeAlias = RunsDone | RunsFailed | AgentLost
 
 
 class Transport(Protocol):
-    """One backend. Raises TransferError for what its library refuses; never a foreign error."""
+    """One backend. Raises TransferError for what its library refuses, and never a foreign error."""
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
-        """Make the pool's memory known. Returns (agent name unique per process incarnation, opaque wire descriptor)."""
+        """Register the pool's memory. Returns (agent name, opaque wire descriptor). Every incarnation has a new name."""
 
     def connect(self, pool: PoolDescriptor) -> str:
-        """Get ready to push to a peer's pool, wire-up included; bounded in time. Idempotent per agent. Returns what link was
-        chosen, for people. Raises TransferError."""
+        """Make the link to a peer's pool, within a bounded time. Idempotent per agent. Returns what kind of link was chosen, for
+        people. Raises TransferError."""
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        """Start writing. runs: [n, 3] int64 rows of (source offset, target offset, bytes), offsets from the pools' bases.
-        May block for a bounded slice of the copy. A failure arrives through `poll`."""
+        """Start writing. runs: [n, 3] int64 rows of (source offset, target offset, bytes), from the start of each pool.
+        May block while a bounded slice is copied. A failure arrives through `poll`."""
 
     def poll(self) -> list[TransportEvent]:
-        """Drive progress, ours and that of peers writing to us, and return what happened."""
+        """Drive our writes and those of peers to us, and return what happened."""
 
     def close(self, agent: str | None = None) -> None:
-        """Close the link to one agent, or with None everything. The tickets of what is closed end through `poll`
-        (or are gone with the process)."""
+        """Close the link to one agent; with None, close everything. Tickets on closed links still end through `poll`, unless the
+        process ends first."""

@@ -104,7 +104,7 @@ def test_a_process_that_has_become_another_is_not_written_to(pair: tuple[Agent, 
     ctypes.memmove(beacon, b"cma-another", 11)
     (lost, failed), before = source.transport.poll(), target.bytes.copy()
     assert isinstance(lost, AgentLost) and isinstance(failed, RunsFailed) and failed.quiescent
-    assert "or no more" in failed.reason
+    assert "or has closed" in failed.reason
     np.testing.assert_array_equal(target.bytes, before)
     assert not target.bytes[SLICE_BYTES:].any()
 
@@ -125,7 +125,7 @@ def test_memory_that_is_not_there_fails_the_push(pair: tuple[Agent, Agent]) -> N
     other.push(nowhere, EVERYTHING)
     events: list[TransportEvent] = other.transport.poll()
     assert isinstance(events[1], RunsFailed) and events[1].quiescent
-    assert events[1].reason == f"process {os.getpid()}: it has no such memory"
+    assert events[1].reason == f"process {os.getpid()}: it has no memory at that address"
 
 
 def test_memory_of_a_device_is_refused_on_either_side() -> None:

@@ -56,7 +56,7 @@ def test_a_link_is_ready_when_it_is_measured_and_not_before(two: Two) -> None:
     link = measured(two)
     assert (link.state, link.detail, link.host_bytes_per_s) == ("ready", "memmove: memory", 1e10)
     assert link.bytes_per_s == MOST_RUNS * LAYOUT.page_bytes / PROBE_S, "small pages are not written without end"
-    assert link.warning == "slow: 0.00 GB/s by memory, where this host could make 10.0"
+    assert link.warning == "slow: 0.00 GB/s by memory, where this host can do 10.0"
     assert two.source.loop.idle and not two.source.loop.active
 
 
@@ -138,7 +138,7 @@ def test_links_are_measured_one_after_the_other_but_none_waits_long_for_another(
 
 
 def test_a_link_is_slow_when_it_makes_far_less_than_the_host_could() -> None:
-    assert slowness(1e9, 10e9, "TCP over lo") == "slow: 1.00 GB/s by TCP over lo, where this host could make 10.0"
+    assert slowness(1e9, 10e9, "TCP over lo") == "slow: 1.00 GB/s by TCP over lo, where this host can do 10.0"
     assert slowness(4e9, 10e9, "memory") == ""
     assert slowness(None, 10e9, "memory") == slowness(1.0, None, "memory") == ""
 
