@@ -1,6 +1,6 @@
 """The error tree: each error knows its HTTP status, its OpenAI type and whether trying again helps.
 
-Foreign errors are translated into these at the door they come in by. Knows nothing of HTTP servers.
+Owns the errors. Errors of other libraries become one of these where they enter. Does not know HTTP servers.
 """
 
 from typing import ClassVar
@@ -15,7 +15,7 @@ class TandemError(Exception):
 
 
 class BadRequest(TandemError):
-    """The client's request cannot be served as written; `field` names what to change."""
+    """The client must change its request; `field` names what to change."""
 
     status = 400
     kind = "invalid_request_error"
@@ -51,7 +51,7 @@ class Unavailable(TandemError):
 
 
 class Preempted(Unavailable):
-    """The instance needs the request's memory for an older one: it goes on elsewhere, or later."""
+    """The instance needs the request's memory for an older one. The request goes on elsewhere, or later."""
 
     kind = "preempted_error"
 
@@ -72,7 +72,7 @@ class InstanceFailed(TandemError):
 
 
 class ConfigError(TandemError):
-    """A flag, file or combination that cannot be honoured; the message names it and the fix."""
+    """A flag, file or combination that cannot work; the message names it and the fix."""
 
 
 class PeerRefused(TandemError):
@@ -80,8 +80,8 @@ class PeerRefused(TandemError):
 
 
 class WireError(TandemError):
-    """A frame that is not a message of its link."""
+    """A frame that is not a message of this inbox."""
 
 
 class TransferError(TandemError):
-    """A transport operation failed at its library."""
+    """The transport's library reported a failure."""

@@ -18,7 +18,7 @@ Incarnation = NewType("Incarnation", str)
 """One life of an instance's process: a restarted instance keeps its id and gets a new incarnation."""
 
 Generation = NewType("Generation", int)
-"""The number of a reservation on its decode instance: never used twice, nor by another incarnation."""
+"""The number of a reservation on its decode instance. It is never used again, not even by another incarnation."""
 
 Ticket = NewType("Ticket", int)
 """The number of a push within the process that posts it."""
@@ -32,14 +32,14 @@ DETOKENIZER = InstanceId(DETOKENIZER_NAME)
 
 
 class Life(NamedTuple):
-    """One life of an instance: what is said to or by it is not for its successor of the same id."""
+    """One life of an instance. Messages to or from it do not concern its successor, which has the same id."""
 
     id: InstanceId
     incarnation: Incarnation
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """What every message about a request is keyed by: a late message of an old attempt is dropped by it."""
+    """The key of every message about a request. By it a late message of an old attempt is told apart and dropped."""
 
     request_id: RequestId
     attempt: int
@@ -54,5 +54,5 @@ def pack_ids(ids: Int32Array | Sequence[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> Int32Array:
-    """The inverse of `pack_ids`. Raises ValueError when `data` is not a whole number of ids."""
+    """The inverse of `pack_ids`. [ids] int32. Raises ValueError when `data` is not a whole number of ids."""
     return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)

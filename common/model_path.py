@@ -1,7 +1,7 @@
-"""Where a checkpoint lies: from what `--model` says to a folder on this host.
+"""Finds the folder of a checkpoint on this host from the value of `--model`.
 
-Owns the three spellings of a model. Does not know what is in the folder. Standard library only; Hugging Face's is imported when a
-name asks for it.
+Owns the three ways to name a model. Does not know what is in the folder. Imports only the standard library; Hugging Face's is
+imported when a name needs it.
 """
 
 import re
@@ -17,9 +17,9 @@ _WEIGHT_FILES = ("*.safetensors",)
 
 
 def resolve_model_path(model: str, weights: bool = True) -> Path:
-    """The folder of a checkpoint: of a folder itself, of "demo", or of a Hugging Face name (downloaded when it is not here yet).
+    """The folder of a checkpoint, given a folder, "demo" or a Hugging Face name (downloaded if it is not on this host yet).
 
-    weights: whether the weights are needed too; without them a download is small. Raises ConfigError.
+    weights: whether the weights are needed too; a download without them is small. Raises ConfigError.
     """
     if model == DEMO_MODEL:
         return _demo_path()
@@ -29,12 +29,12 @@ def resolve_model_path(model: str, weights: bool = True) -> Path:
     if model and folder.exists():
         raise ConfigError(f"--model {model!r} is a file: give the folder that holds config.json and tokenizer.json")
     if not _HUB_NAME.fullmatch(model):
-        raise ConfigError(f"--model {model!r}: there is no such folder, and it is no Hugging Face name (owner/name)")
+        raise ConfigError(f"--model {model!r}: there is no such folder, and it is not a Hugging Face name (owner/name)")
     return _download(model, (*_TEXT_FILES, *_WEIGHT_FILES) if weights else _TEXT_FILES)
 
 
 def model_name(model: str) -> str:
-    """What a checkpoint is called: the last part of its folder, or its Hugging Face name."""
+    """The name of a checkpoint: the last part of its folder, or its Hugging Face name."""
     folder = Path(model).expanduser()
     if model == DEMO_MODEL or not folder.is_dir():
         return model
@@ -59,4 +59,6 @@ def _download(model: str, patterns: tuple[str, ...]) -> Path:
         return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except (OSError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"--model {model!r}: there is no such folder, and Hugging Face did not give it: {reason}") from error
+        raise ConfigError(
+            f"--model {model!r}: there is no such folder, and the download from Hugging Face failed: {reason}"
+        ) from error

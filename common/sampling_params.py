@@ -13,8 +13,8 @@ MAX_SEED = 2**63 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of one request.
 
-    temperature: 0 means greedy. top_k: 0 means all tokens. min_p: share of the most likely token's probability
-    (Nguyen et al. 2024). seed: the sampling noise at a position is a function of (seed, position) alone.
+    temperature: 0 means greedy. top_k: 0 means all tokens. min_p: tokens below this share of the most likely token's probability
+    are excluded (Nguyen et al. 2024). seed: the sampling noise at a position is a function of (seed, position) alone.
     """
 
     max_new_tokens: int

@@ -1,13 +1,14 @@
 """The wire: one inbox and many outboxes over ZeroMQ, carrying msgspec messages in a versioned envelope.
 
-Owns sockets, the envelope, and the counts of what was refused or lost. Does not know what a message means, who should be
-answered, or when to give up: a message that was lost comes to light at somebody's deadline.
+Owns sockets, the envelope, and the counts of what was refused or lost. Does not know what a message means, whom to answer, or
+when to give up: somebody's deadline brings a lost message to light.
 
 A frame is one ZeroMQ message of one part, numbers in network order:
 
     | magic 4 | wire version 2 | sender length 1 | sender, UTF-8 | body, msgpack |
 
-Nothing that arrives can raise: what is no message of this inbox is dropped, counted by its reason and logged now and then.
+Nothing that arrives can raise an error: a frame that is not a message of this inbox is dropped, counted by reason and logged now
+and then.
 """
 
 import asyncio
@@ -36,9 +37,9 @@ _HEADER = struct.Struct("!4sHB")
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_SENDER_BYTES = 255
 SEND_LIMIT = 10_000
-"""Messages that wait for one peer; beyond it they are lost and counted."""
+"""Most messages that wait for one peer; more are lost and counted."""
 RECEIVE_LIMIT = 4_096
-"""Messages returned by one `receive`; the rest stays for the next."""
+"""Most messages that one `receive` returns; the rest stays for the next."""
 
 _LINGER_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
@@ -51,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class FrameRefused(WireError):
-    """A frame that is dropped; it is counted under `reason`."""
+    """A frame to drop and to count under `reason`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -59,29 +60,29 @@ class FrameRefused(WireError):
 
 
 def check_address(address: str) -> str:
-    """The address itself when it reads tcp://host:port. Raises ConfigError."""
+    """Returns the address if it has the form tcp://host:port. Raises ConfigError."""
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
-        raise ConfigError(f"{address!r} is no address: write tcp://host:port (IPv4 or a host name)")
+        raise ConfigError(f"{address!r} is not an address: write tcp://host:port (IPv4 or a host name)")
     return address
 
 
 def pack_frame(sender: InstanceId, body: bytes, version: int = WIRE_VERSION) -> bytes:
-    """A frame. Raises WireError when the sender's name does not fit."""
+    """Raises WireError when the sender's name is too short or too long."""
     name = sender.encode()
     if not 1 <= len(name) <= MAX_SENDER_BYTES:
-        raise WireError(f"an instance id takes 1 to {MAX_SENDER_BYTES} bytes, {sender!r} does not")
+        raise WireError(f"an instance id must have 1 to {MAX_SENDER_BYTES} bytes; it is {sender!r}")
     return _HEADER.pack(MAGIC, version, len(name)) + name + body
 
 
 def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
     """Sender and body of a frame. Raises FrameRefused."""
     if len(frame) < _HEADER.size or not frame.startswith(MAGIC):
-        raise FrameRefused("magic", "it does not begin as our frames do")
+        raise FrameRefused("magic", "it does not begin like a frame")
     _, version, name_bytes = _HEADER.unpack_from(frame)
     if abs(version - WIRE_VERSION) > 1:
         raise FrameRefused(
-            "wire version", f"it has wire version {version}, ours is {WIRE_VERSION}: only neighbours work together"
+            "wire version", f"it has wire version {version}, and ours is {WIRE_VERSION}: only neighbouring versions work together"
         )
     end = _HEADER.size + name_bytes
     if name_bytes == 0 or end > len(frame):
@@ -94,7 +95,7 @@ def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
 
 
 class _Tally:
-    """Counts by reason; each reason is logged when it first happens and then at most every `_LOG_EVERY_S`."""
+    """Counts by reason. Logs each reason when it first happens, and then at most every `_LOG_EVERY_S`."""
 
     def __init__(self, what: str) -> None:
         self.counts: Counter[str] = Counter()
@@ -117,7 +118,7 @@ class _Attachment:
 
 @dataclass(frozen=True, eq=False)
 class _Outbox:
-    """monitor: where the socket's broken connections are read; None when nobody wants to know."""
+    """monitor: reports when the socket's connection breaks; None when nobody wants to know."""
 
     address: str
     socket: "zmq.Socket[bytes]"
@@ -127,8 +128,8 @@ class _Outbox:
 class Mailbox(Generic[M]):
     """The inbox of one process, and its outboxes. Implements `common.instance.ports.Mail`.
 
-    me: written into every frame that is sent. inbox: the union M of what may arrive. bind: tcp://host:port, port 0 to have one
-    chosen. Raises ConfigError when the address cannot be bound. Everything but `wake` is called from one thread.
+    me: the sender in every frame. inbox: the union M of what may arrive. bind: tcp://host:port; port 0 picks a free one. Raises
+    ConfigError when the address cannot be bound. Call everything but `wake` from one thread.
     """
 
     def __init__(self, me: InstanceId, inbox: Any, bind: str, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -156,22 +157,22 @@ class Mailbox(Generic[M]):
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
         self.address: str = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where this inbox listens; has the real port."""
+        """Where this inbox listens, with the real port."""
 
     @property
     def frames_refused(self) -> Mapping[str, int]:
-        """Frames that arrived and were dropped, by reason."""
+        """Frames that arrived and were dropped; a count by reason."""
         return self._refused.counts
 
     @property
     def messages_lost(self) -> Mapping[str, int]:
-        """Messages that `send` could not hand to ZeroMQ, by reason."""
+        """Messages that `send` could not hand to ZeroMQ; a count by reason."""
         return self._lost.counts
 
     # --- sending -------------------------------------------------------------------------------------------------------
 
     def route(self, to: InstanceId, address: str | None) -> None:
-        """Learn (or with None forget) the address of a correspondent. What waits for a former address is dropped."""
+        """Set the address of a correspondent, or forget it (None). Messages that wait for a former address are dropped."""
         known = self._outboxes.get(to)
         if known is not None:
             if known.address == address:
@@ -191,26 +192,26 @@ class Mailbox(Generic[M]):
         self._outboxes[to] = _Outbox(address, outbox, monitor)
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
-        """Hand a message to the outbox of `to`; never blocks. What cannot be handed over is counted in `messages_lost`."""
+        """Put a message in the outbox of `to`. Never blocks; `messages_lost` counts what cannot be put there."""
         outbox = self._outboxes.get(to)
         if outbox is None:
-            self._lost.add("no route", f"no address is known of {to}")
+            self._lost.add("no route", f"the address of {to} is not known")
             return
         frame = self._prefix + self._encoder.encode(message)
         if len(frame) > self._max_frame_bytes:
             self._lost.add(
-                "too large", f"{type(message).__name__} to {to} takes {len(frame)} bytes, over {self._max_frame_bytes}"
+                "too large", f"{type(message).__name__} to {to} has {len(frame)} bytes, more than {self._max_frame_bytes}"
             )
             return
         try:
             outbox.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            self._lost.add("full", f"{SEND_LIMIT} messages wait for {to} already")
+            self._lost.add("full", f"{SEND_LIMIT} messages already wait for {to}")
 
     # --- receiving -----------------------------------------------------------------------------------------------------
 
     def receive(self) -> list[tuple[InstanceId, M]]:
-        """What has arrived, each with its sender, in the order of arrival; at most RECEIVE_LIMIT frames."""
+        """Returns what has arrived, in order, each message with its sender; reads at most RECEIVE_LIMIT frames."""
         mail: list[tuple[InstanceId, M]] = []
         for _ in range(RECEIVE_LIMIT):
             try:
@@ -224,18 +225,18 @@ class Mailbox(Generic[M]):
         return mail
 
     def wait(self, timeout_s: float) -> None:
-        """Block until mail is there, `wake` was called, or so many seconds have passed."""
+        """Block until mail is there, `wake` is called, or the time is over."""
         timeout_ms = math.ceil(1_000 * min(max(timeout_s, 0.0), _LONGEST_WAIT_S))
         ready = dict(self._poller.poll(timeout_ms))
         if self._woken.fileno() in ready:
             self._sleep_again()
 
     def wake(self) -> None:
-        """End the present or the next `wait`. Any thread may call it, any number of times, also after `close`."""
+        """End the current or the next `wait`. Any thread may call it, any number of times, even after `close`."""
         try:
             self._waker.send(b"\0")
         except BlockingIOError:
-            return  # enough is in the pipe already
+            return  # the pipe is full, so the wait will end
         except OSError:
             if not self._closed:
                 raise
@@ -248,11 +249,11 @@ class Mailbox(Generic[M]):
     ) -> None:
         """Call `on_mail` on the loop whenever mail is there or `wake` was called; it must call `receive`.
 
-        on_broken: called with the name of a correspondent whose connection was closed by its side, as by the end of its process;
-        for those that are routed to from now on. It says nothing about when the connection comes back.
+        on_broken: called with the name of a correspondent that closed its connection, for example because its process ended. It
+        works for correspondents that are routed from now on. Nothing reports when the connection is back.
 
-        ZMQ_FD turns readable once per change of state, not for as long as mail is there, so the state is read after every
-        `on_mail` and the loop comes back by itself while something is left.
+        ZMQ_FD becomes readable once per change of state and does not stay so while mail is there. So `check` runs again after
+        every `on_mail`, as long as mail is left.
         """
         if self._attached is not None:
             raise RuntimeError("a mailbox is attached to one loop at a time")
@@ -260,7 +261,7 @@ class Mailbox(Generic[M]):
         def check() -> None:
             if self._attached is not here or not self._has_mail():
                 return
-            loop.call_soon(check)  # first, so that it also happens when on_mail raises
+            loop.call_soon(check)  # before on_mail, which may raise
             on_mail()
 
         def woken() -> None:
@@ -271,10 +272,10 @@ class Mailbox(Generic[M]):
         here = self._attached = _Attachment(loop, on_broken)
         loop.add_reader(self._inbox.fileno(), check)
         loop.add_reader(self._woken.fileno(), woken)
-        loop.call_soon(check)  # for what came before
+        loop.call_soon(check)  # for mail that came before
 
     def detach(self) -> None:
-        """Undo `attach`. Idempotent; on the loop's thread."""
+        """Undo `attach`. Call it on the loop's thread. Idempotent."""
         if self._attached is None:
             return
         loop, self._attached = self._attached.loop, None
@@ -286,7 +287,7 @@ class Mailbox(Generic[M]):
                     loop.remove_reader(outbox.monitor.fileno())
 
     def close(self) -> None:
-        """Close every socket; what was sent may leave for half a second more. Idempotent."""
+        """Close every socket. Messages that were sent may still leave for half a second. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -302,7 +303,7 @@ class Mailbox(Generic[M]):
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _watched(self, to: InstanceId, outbox: "zmq.Socket[bytes]") -> "zmq.Socket[bytes] | None":
-        """The monitor of a socket that is about to connect, if somebody wants to know when its connection breaks."""
+        """Monitor a socket that is about to connect, if somebody wants to know when its connection breaks."""
         here = self._attached
         if here is None or here.on_broken is None:
             return None
@@ -317,7 +318,7 @@ class Mailbox(Generic[M]):
                 on_broken(to)
 
         here.loop.add_reader(monitor.fileno(), look)
-        here.loop.call_soon(look)  # the descriptor turns readable only for a socket that was once found empty
+        here.loop.call_soon(look)  # the descriptor becomes readable only after the socket was once found empty
         return monitor
 
     def _close_outbox(self, outbox: _Outbox, linger_ms: int) -> None:
@@ -332,7 +333,7 @@ class Mailbox(Generic[M]):
         if self._inbox.getsockopt(zmq.RCVMORE):
             while self._inbox.getsockopt(zmq.RCVMORE):
                 self._inbox.recv(zmq.NOBLOCK)
-            raise FrameRefused("parts", "it has several parts")
+            raise FrameRefused("parts", "it has more than one part")
         sender, body = unpack_frame(frame)
         try:
             return sender, self._decoder.decode(body)

@@ -1,6 +1,6 @@
 """Checkpoints: what a Hugging Face folder holds, checked, and its weights.
 
-Owns the reading of config and safetensors. Does not know how a model computes. What is not supported is refused by name.
+Owns the reading of config and safetensors. Does not know how a model computes. It refuses by name what is not supported.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
     },
 }
-"""What transformers takes when a config lacks the key (LlamaConfig, Qwen3Config). Its sizes of the weights are those of one model
-among many: a config without them is refused."""
+"""The defaults of transformers for keys that a config lacks (LlamaConfig, Qwen3Config). Sizes of weights have no default here,
+because transformers' own are those of one particular model: a config without them is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Everything of a config that the computation depends on."""
+    """Every value of a config that the computation depends on."""
 
     architecture: str
     vocab_size: int
@@ -103,7 +103,7 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def fingerprint(path: Path) -> str:
-    """A digest of config and weights' headers: equal for copies of one checkpoint, without reading every byte."""
+    """A digest of the config and the weight files' headers and ends. Equal for copies of one checkpoint; reads little."""
     digest = hashlib.sha256((path / CONFIG).read_bytes())
     for file in weight_files(path):
         with file.open("rb") as opened:
@@ -124,7 +124,7 @@ def weight_files(path: Path) -> list[Path]:
     files = [path / name for name in names]
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        raise ConfigError(f"{path}: {', '.join(missing)} is missing; Tandem reads safetensors checkpoints")
+        raise ConfigError(f"{path} lacks {', '.join(missing)}; Tandem reads safetensors checkpoints")
     return files
 
 
@@ -136,7 +136,7 @@ def read_weights(path: Path, dtype: torch.dtype, device: str, progress: Callable
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118 - safe_open is no mapping
                 if name.endswith(".rotary_emb.inv_freq"):
-                    continue  # a buffer that older versions of transformers saved; it follows from the config
+                    continue  # a buffer that older versions of transformers saved; the config determines it
                 yield name, opened.get_tensor(name).to(device=device, dtype=dtype)
 
 
@@ -161,18 +161,18 @@ def _read_rope(config: dict[str, Any], path: Path) -> tuple[float, RopeScaling |
 def _read_eos(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer: the generation config's (or else the model config's), and the tokenizer's.
 
-    A fine-tune may end its turns with a token of its own (<|im_end|>) that only its tokenizer names.
+    A fine-tuned model may end its turns with its own token (<|im_end|>) that only its tokenizer names.
     """
     named = _read_json(path / GENERATION).get("eos_token_id") if (path / GENERATION).exists() else None
     named = config.get("eos_token_id") if named is None else named
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(isinstance(token, int) for token in ids):
-        raise ConfigError(f"{path}: eos_token_id must be a token id or a list of them, is {named!r}")
+        raise ConfigError(f"{path}: eos_token_id must be a token id or a list of them; it is {named!r}")
     return tuple(dict.fromkeys([*ids, *_tokenizer_eos(path)]))
 
 
 def _tokenizer_eos(path: Path) -> list[int]:
-    """The id of the tokenizer's eos_token; none when there is no tokenizer, or when it does not name one that it has."""
+    """The id of the tokenizer's eos_token, if there is a tokenizer and it names a token that it has."""
     if not ((path / TOKENIZER).exists() and (path / TOKENIZER_CONFIG).exists()):
         return []
     named = _read_json(path / TOKENIZER_CONFIG).get("eos_token")
@@ -190,20 +190,20 @@ def _tokenizer_eos(path: Path) -> list[int]:
 
 
 def _number(config: dict[str, Any], name: str, path: Path, null: float | None = None) -> float:
-    """null: what a missing or null value stands for. Raises ConfigError naming the key when there is no positive number."""
+    """A positive number of the config; `null` if the key is missing or null. Raises ConfigError that names the key."""
     value = config.get(name)
     value = null if value is None else value
     if value is None:
         raise ConfigError(f"{path / CONFIG}: {name} is missing")
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ConfigError(f"{path / CONFIG}: {name} must be a positive number, is {value!r}")
+        raise ConfigError(f"{path / CONFIG}: {name} must be a positive number; it is {value!r}")
     return value
 
 
 def _whole(config: dict[str, Any], name: str, path: Path, null: int | None = None) -> int:
     value = _number(config, name, path, null)
     if value != int(value):
-        raise ConfigError(f"{path / CONFIG}: {name} must be a whole number, is {value!r}")
+        raise ConfigError(f"{path / CONFIG}: {name} must be a whole number; it is {value!r}")
     return int(value)
 
 

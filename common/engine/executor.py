@@ -20,7 +20,7 @@ class ExecutorFailed(TandemError):
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """What an executor holds: known once it is loaded, and constant from then on."""
+    """What an executor holds. Known when it is loaded, and constant from then on."""
 
     model: ModelIdentity
     layout: KVLayout
@@ -36,20 +36,22 @@ class StepHandle(Protocol):
 
     @property
     def ends_s(self) -> float | None:
-        """When the step ends, if that is known beforehand; None: the executor wakes its process's loop."""
+        """When the step ends, if that is known in advance; None: the executor wakes its process's loop then."""
 
     @property
     def layers_done(self) -> int:
-        """Of how many layers, from the first on, the KV of the plan's chunks is in the pages. The executor wakes its process's
-        loop a few times while it grows, not at every layer; it may also stay 0 until the step is complete."""
+        """How many layers, from the first on, have the KV of the plan's chunks in the pages.
+
+        The executor wakes its process's loop a few times while this grows, not at every layer. It may stay 0 until the step is
+        complete."""
 
     def poll(self) -> StepResult | None:
         """The result once the step is complete (its KV is in the pages), None before. Raises ExecutorFailed."""
 
 
 class Executor(Protocol):
-    """Runs plans in the order of their launch. Launching never blocks; the implementation wakes its process's loop when a
-    step completes (it is given a `wake` callable at construction)."""
+    """Runs plans in the order of their launch. Launching never blocks. When a step completes, the implementation wakes its
+    process's loop by the `wake` callable that it got at construction."""
 
     @property
     def description(self) -> EngineDescription: ...
@@ -57,8 +59,9 @@ class Executor(Protocol):
     def launch(self, plan: Plan) -> StepHandle: ...
 
     def digest_pages(self, pages: Int32Array) -> bytes:
-        """The CRC-32 of each page's bytes, little-endian uint32. [pages] int32. Blocks; for --verify-pages and tests. No step in
-        flight may be writing the pages."""
+        """The CRC-32 of each page's bytes, little-endian uint32. pages: [pages] int32. Blocks; for --verify-pages and tests.
+
+        No step in flight may write these pages."""
 
     def close(self) -> None:
         """Stop after the steps in flight. Idempotent."""

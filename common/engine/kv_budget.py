@@ -1,6 +1,6 @@
-"""The KV budget: how many bytes are KV, how many pages that is, and how long a context they hold.
+"""The KV budget: how many bytes to use for KV, how many pages that makes, and how long a context they hold.
 
-Owns the arithmetic and what is left for activations. Knows the model's shape and how much memory is free. Allocates nothing.
+Owns the arithmetic, and what is left for activations. Knows the model's shape and how much memory is free. Allocates nothing.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from common.pages.layout import ITEM_BYTES, KVLayout
 
 _CPU_SHARE, _CPU_MOST, _CPU_FREE_SHARE = 0.125, 2**30, 0.5
 _CUDA_SHARE = 0.9
-"""Of what is free on the device beside the workspace; the rest is for libraries and fragmentation."""
+"""Share of what is free on the device after the workspace; the rest is for libraries and fragmentation."""
 _GATHER_BYTES = 2**30
-"""Attention's buffers of a step, four times what it gathers at once."""
+"""Attention's buffers in one step: four times what it gathers at once."""
 _SAMPLER_BYTES = 80
-"""Of the sampler, per row and token of the vocabulary: logits in float32, their order, and the noise's integers and doubles."""
+"""Bytes that the sampler takes per row and token of the vocabulary: float32 logits, their order, and the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class KVBudget:
 
 
 def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int) -> KVBudget:
-    """Pages that fit `kv_bytes`, and the context: as asked, or the model's own, or what one row can hold of it.
+    """Pages that fit in `kv_bytes`, and the context: the one asked for, or the model's own, or as much of it as the pages hold.
 
-    own_context: tokens, of the model. asked_context: tokens; 0: the model's own, capped. A capped context is a power of two, so
-    that instances whose memory differs a little agree on it, as those of one fleet must. Raises ConfigError.
+    own_context: tokens, of the model. asked_context: tokens; 0: the model's own, capped. A capped context is a power of two,
+    because the instances of a fleet must agree on it even if their memory differs a little. Raises ConfigError.
     """
     pages = kv_bytes // layout.page_bytes
     if asked_context > own_context:
@@ -46,7 +46,7 @@ def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: 
         return KVBudget(pages, context)
     if asked_context:
         raise ConfigError(
-            f"--kv-memory gives {pages} pages of {layout.page_bytes} bytes, but --context-tokens {context} takes {needed}: give "
+            f"--kv-memory gives {pages} pages of {layout.page_bytes} bytes, but --context-tokens {context} needs {needed}: give "
             f"--kv-memory at least {needed * layout.page_bytes} bytes, or --context-tokens at most {pages * layout.page_size}"
         )
     held = pages * layout.page_size
@@ -54,16 +54,16 @@ def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: 
 
 
 def auto_kv_bytes(device: torch.device, workspace_bytes: int) -> int:
-    """What `--kv-memory auto` stands for; on CUDA, to be asked once the weights are loaded. Raises ConfigError.
+    """What `--kv-memory auto` stands for. On CUDA, call it after the weights are loaded. Raises ConfigError.
 
-    On CPU a share of the host's memory, not of what happens to be free: equal hosts get equal pools, unless memory is short.
+    On CPU it is a share of the host's memory, not of what is free now: equal hosts get equal pools, unless memory is short.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has left in torch's cache counts as used otherwise
+        torch.cuda.empty_cache()  # else what loading left in torch's cache counts as used
         free_bytes, _ = torch.cuda.mem_get_info(device)
         if free_bytes <= workspace_bytes:
             raise ConfigError(
-                f"{device} has {free_bytes} bytes free beside the weights, but a step takes up to {workspace_bytes}: lower "
+                f"{device} has {free_bytes} bytes free after loading the weights, but a step may need {workspace_bytes}: lower "
                 f"--chunk-tokens or --max-running, or give --kv-memory"
             )
         return int((free_bytes - workspace_bytes) * _CUDA_SHARE)
@@ -73,7 +73,7 @@ def auto_kv_bytes(device: torch.device, workspace_bytes: int) -> int:
 
 
 def workspace_bytes(shape: ModelShape, layout: KVLayout, chunk_tokens: int, max_running: int, context_tokens: int) -> int:
-    """Bytes of a step beside weights and pages, at most: a full chunk beside all decode rows, and every row samples.
+    """Most bytes that a step needs in addition to weights and pages: a full chunk and all decode rows, and every row samples.
 
     Activations of one layer (layers reuse them), attention's mask and gathered pages, logits and the sampler.
     """

@@ -30,7 +30,7 @@ from common.pages.layout import KVDtype, KVLayout
 
 
 class ModelRunner:
-    """Loads a checkpoint and runs plans. Raises ConfigError for what cannot be served."""
+    """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, progress: Callable[[str], None]) -> None:
         path = resolve_model_path(model.model)
@@ -118,10 +118,10 @@ class ModelRunner:
         try:
             return Decoder(shape, read_weights(path, dtype, str(self._device), progress))
         except torch.OutOfMemoryError as error:
-            raise ConfigError(f"the weights of {path} do not fit into the memory of {self._device}: {error}") from error
+            raise ConfigError(f"the weights in {path} do not fit in the memory of {self._device}: {error}") from error
 
     def _budget(self, shape: ModelShape, layout: KVLayout, engine: EngineConfig, progress: Callable[[str], None]) -> KVBudget:
-        """Pages and context, once the weights are where they stay: what is free then is known, and not before."""
+        """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""
         kv_bytes = parse_bytes(engine.kv_memory)
         own, asked = shape.context_tokens, engine.context_tokens
         if kv_bytes is None:
@@ -130,7 +130,7 @@ class ModelRunner:
         budget = kv_budget(layout, kv_bytes, own, asked)
         if budget.context_tokens < (asked or own):
             progress(
-                f"context capped to {budget.context_tokens} tokens, as the KV memory does not hold the model's {own}: give more "
+                f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give more "
                 f"--kv-memory, or --context-tokens (the same for all instances of a fleet)"
             )
         return budget
@@ -161,8 +161,7 @@ class ModelRunner:
         self._top_k[row], self._seed[row] = sampling.top_k, sampling.seed
 
     def _grow(self, rows: Int32Array, pages: Int32Array) -> None:
-        """One more page for each of the rows, which are distinct: one copy to the device and one operation there, whose end
-        nothing waits for."""
+        """Give each row one more page; the rows are distinct. One copy to the device and one operation there; waits for neither."""
         held = self._leased[rows]
         assert (held < self._page_table.shape[1]).all(), "a row would hold more pages than its context has"
         grown = torch.from_numpy(np.stack([rows, held.astype(np.int32), pages])).to(self._device, non_blocking=True)
@@ -172,7 +171,7 @@ class ModelRunner:
     # --- one step ----------------------------------------------------------------------------------------------------------
 
     def _inputs(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Token ids, positions and rows of the step's tokens, chunks first; and which of them sample."""
+        """Returns token ids, positions and rows of the step's tokens, chunks first, and which tokens sample. All [...] int64."""
         device = self._device
         decode = torch.as_tensor(plan.decode_rows.astype(np.int64), device=device)
         lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
@@ -213,13 +212,13 @@ class ModelRunner:
         )
 
     def _advance(self, rows: Int64Array, lengths: Int64Array) -> None:
-        """The rows grow to these lengths, on the host and on the device."""
+        """Set the rows' lengths, on the host and on the device."""
         self._host_length[rows] = lengths
         assert (lengths <= self._leased[rows] * self._memory.layout.page_size).all(), "a row would write beyond its pages"
         self._length[torch.as_tensor(rows, device=self._device)] = torch.as_tensor(lengths, device=self._device)
 
     def _sample(self, rows: Tensor, logits: Tensor) -> Int32Array:
-        """The noise of a token is that of its position in the sequence, so it does not depend on where a row began."""
+        """Sample a token for each row. Its noise depends on its position in the sequence, not on where the row began."""
         tokens = self._sampler(
             logits,
             self._temperature[rows],
@@ -241,7 +240,7 @@ def _device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"--device {name!r} is no device: use auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"--device {name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

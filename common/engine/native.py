@@ -1,6 +1,6 @@
 """The small C kernel: compiled by the system's compiler at first use, cached, and called through ctypes.
 
-Owns the compiled library. Does not know models or rows. Without a compiler there is no kernel, and the caller has torch.
+Owns the compiled library. Does not know models or rows. Without a compiler there is no kernel, and the caller uses torch.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from torch import Tensor, empty, empty_like, float32
 SOURCE = Path(__file__).with_name("paged_attention.c")
 FLAGS = (
     *("-O3", "-march=native", "-shared", "-fPIC"),
-    # What lets sums be vectorised. Not -ffast-math: whoever loads a library that was linked with it loses subnormal numbers.
+    # These let the compiler vectorise sums. Not -ffast-math: a library linked with it turns off subnormal numbers in the process.
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-freciprocal-math"),
 )
 COMPILE_S = 60.0
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class PagedAttentionKernel:
-    """Decode attention in C. threads: rows are divided among so many."""
+    """Decode attention in C. threads: how many threads share the rows."""
 
     def __init__(self, library: Path, threads: int) -> None:
         self._function = ctypes.CDLL(str(library)).paged_attention
@@ -66,7 +66,7 @@ class PagedAttentionKernel:
 
 
 def load_kernel(threads: int) -> PagedAttentionKernel | None:
-    """The kernel, compiled now if it is not cached; None, and a line in the log that says why, when it cannot be."""
+    """The kernel, compiled now unless it is cached. Returns None, and logs why, when it cannot be compiled."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         _log.warning("no C compiler: decode attention gathers pages with torch, which is slower")

@@ -1,21 +1,21 @@
 """The sampler: logits to tokens. The noise at a position is a function of (seed, position, token) alone.
 
-Owns the filters and the noise. Knows rows as tensors. Because the noise is a hash and not a generator's state, an answer does not
-depend on its batch, its device or on where it was resumed.
+Owns the filters and the noise. Knows rows as tensors. The noise is a hash and not the state of a generator, so an answer depends
+neither on its batch and device nor on where it was resumed.
 """
 
 import torch
 from torch import Tensor
 
 GREEDY_BELOW = 1e-5
-"""A temperature at which any difference between two logits is far above the noise."""
+"""At a temperature below this, any difference between two logits is far larger than the noise."""
 _MASK = 0xFFFFFFFF
 _ONE = 2.0**40
 """The most likely token's share in whole numbers: sums over 2**20 tokens stay below 2**63."""
 
 
 class Sampler:
-    """Samples for a vocabulary on a device. Holds what is the same in every step: the tokens' part of the noise."""
+    """Samples from a vocabulary on a device. Holds the part of the noise that is the same in every step."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._token_noise = _mix(torch.arange(vocab_size, device=device))

@@ -21,7 +21,7 @@ STOP_S = 30.0
 
 
 class _Step:
-    """A step in flight; set once on the engine thread, read on the loop's."""
+    """A step in flight. The engine thread sets its fields, the loop's thread reads them."""
 
     ends_s: float | None = None
 
@@ -38,7 +38,7 @@ class _Step:
 
 
 class TorchExecutor:
-    """Loads the model in its constructor and is ready then. wake is called on the engine thread when a step completes."""
+    """Loads the model in its constructor. wake: called on the engine thread when a step completes or progresses."""
 
     def __init__(
         self, model: ModelConfig, engine: EngineConfig, wake: Callable[[], None], progress: Callable[[str], None]

@@ -1,6 +1,6 @@
 """Digests of pages: CRC-32, little-endian uint32, one after the other.
 
-Owns the form of a digest. Does not know where pages lie or who compares digests.
+Owns the format of a digest. Does not know where pages lie or who compares digests.
 """
 
 import zlib
@@ -11,5 +11,5 @@ from numpy.typing import NDArray
 
 
 def digest(pages: Iterable[NDArray[np.uint8]]) -> bytes:
-    """pages: each one's bytes, contiguous. Returns four bytes for each."""
+    """pages: the bytes of each page, contiguous. Returns four bytes per page."""
     return np.array([zlib.crc32(page.data) for page in pages], dtype="<u4").tobytes()

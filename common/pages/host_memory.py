@@ -1,7 +1,7 @@
-"""Memory of the host for a pool of pages: private, zeroed, and in huge pages where the system has them.
+"""Host memory for a pool of pages: private, zeroed, and in huge pages where the system has them.
 
-Owns the mapping. Knows no pages. What copies between processes looks up every page of the system that it touches, of which a huge
-one replaces 512 (measured: docs/performance.md).
+Owns the mapping. Knows no pages. Copying between processes looks up every page of the system that it touches; a huge page
+replaces 512 small ones, which makes it faster (docs/performance.md).
 """
 
 import mmap
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 def host_memory(size: int, huge_pages: bool = True) -> NDArray[np.uint8]:
-    """[size] zeros, of which the system holds none before it is touched. Raises MemoryError."""
+    """[size] zeros. The system provides each page of them when it is first touched. Raises MemoryError."""
     try:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:

@@ -34,7 +34,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "page_size"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, is {getattr(self, name)}")
+                raise ConfigError(f"{name} must be at least 1; it is {getattr(self, name)}")
 
     @property
     def slot_bytes(self) -> int:

@@ -19,8 +19,7 @@ class PageLease:
 
     @property
     def pages(self) -> Int32Array:
-        """Page ids in token order, as of now: `extend` makes a new array. [pages], int32. Raises RuntimeError once the lease is
-        closed."""
+        """Page ids in token order, [pages] int32. `extend` makes a new array. Raises RuntimeError once the lease is closed."""
         if not self._open:
             raise RuntimeError("the lease is closed: its pages may belong to another request")
         return self._pages
@@ -29,10 +28,10 @@ class PageLease:
         return len(self._pages)
 
     def extend(self, page_count: int) -> Int32Array | None:
-        """Take `page_count` more pages (0 or more, or ValueError) from the pool, after those that are here already.
+        """Take `page_count` more pages from the pool and append them. Raises ValueError when `page_count` is negative.
 
-        Returns their ids, [page_count] int32; None when fewer are free, and then nothing has changed. Raises RuntimeError once
-        the lease is closed.
+        Returns their ids, [page_count] int32; None, and changes nothing, when fewer are free. Raises RuntimeError once the lease
+        is closed.
         """
         if not self._open:
             raise RuntimeError("a closed lease takes no pages: nothing would give them back")
@@ -42,8 +41,8 @@ class PageLease:
         return more
 
     def give_back(self, page_count: int) -> None:
-        """Give the first `page_count` pages back (from 0 to all of them, or ValueError), and keep the others. Raises RuntimeError
-        once the lease is closed."""
+        """Give back the first `page_count` pages and keep the others. Raises ValueError when `page_count` is negative or too
+        large, and RuntimeError once the lease is closed."""
         if not self._open:
             raise RuntimeError("a closed lease has no pages")
         if not 0 <= page_count <= len(self._pages):
@@ -60,7 +59,7 @@ class PageLease:
 
 
 class PagePool:
-    """`total_pages` pages, handed out in leases. Last returned, first used: those are warm in the cache."""
+    """`total_pages` pages, handed out in leases. The pages returned last are used first, because they are warm in the cache."""
 
     def __init__(self, total_pages: int) -> None:
         self.total_pages = total_pages
@@ -72,7 +71,7 @@ class PagePool:
         return self._free_count
 
     def lease(self, page_count: int) -> PageLease | None:
-        """A lease of `page_count` pages (0 or more, or ValueError), or None when fewer are free."""
+        """A lease of `page_count` pages, or None when fewer are free. Raises ValueError when `page_count` is negative."""
         pages = self._take(page_count)
         return None if pages is None else PageLease(self, pages)
 

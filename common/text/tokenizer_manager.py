@@ -1,8 +1,8 @@
 """The tokenizer: chat template, text to tokens, and the limits of the model that a router must know.
 
-Owns the tokenizer's files. Does not know requests, HTTP or devices, and never imports torch: the files are read with the
-tokenizers library through transformers' thin class, not through its AutoTokenizer. Importing this module is cheap; the libraries
-are imported when a tokenizer is loaded.
+Owns the tokenizer's files. Does not know requests, HTTP or devices, and never imports torch: it reads the files with
+the tokenizers library through transformers' thin class, not through its AutoTokenizer. Importing this module is cheap: it imports
+the libraries when a tokenizer is loaded.
 """
 
 import json
@@ -32,7 +32,7 @@ class TokenizerManager:
         self.model_name: str = model_name(model)
         self.context_tokens: int = _positive(text_config, "max_position_embeddings", path)
         self.vocab_size: int = _positive(text_config, "vocab_size", path)
-        """Rows of the model's embedding: every id below it can be computed, also those that the tokenizer does not have."""
+        """Rows of the model's embedding: every id below it can be computed, even one that the tokenizer lacks."""
         self._transformers = _load(path)
         self.backend: Tokenizer = self._transformers.backend_tokenizer
 
@@ -49,7 +49,7 @@ class TokenizerManager:
         import jinja2
 
         if self._transformers.chat_template is None:
-            reason = f"{self.model_name} has no chat template: it completes text, use /v1/completions with a prompt"
+            reason = f"{self.model_name} has no chat template: use /v1/completions with a prompt"
             raise BadRequest(reason, field="messages")
         try:
             text: str = self._transformers.apply_chat_template(
@@ -71,7 +71,7 @@ class TokenizerManager:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadRequest(f"{field} holds half of a surrogate pair, which is no text", field=field) from error
+            raise BadRequest(f"{field} contains half of a surrogate pair, which is not text", field=field) from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
 
@@ -105,5 +105,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
     value = config.get(name)
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{path / 'config.json'}: {name} must be a positive number, is {value!r}")
+        raise ConfigError(f"{path / 'config.json'}: {name} must be a positive number; it is {value!r}")
     return value

@@ -69,7 +69,7 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (LogConfig, "log_level", "loud"),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_the_name_of_its_flag(slice_type: Any, field: str, value: object) -> None:
+def test_a_value_out_of_range_is_refused_with_its_flag(slice_type: Any, field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
         slice_type(**{field: value})
 
@@ -142,7 +142,7 @@ def test_amounts_of_memory_are_read(text: str, expected: int | None) -> None:
         "1,5GiB",
     ],
 )
-def test_what_is_no_amount_is_refused(text: str) -> None:
+def test_a_malformed_amount_of_memory_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not an amount of memory"):
         parse_bytes(text)
     with pytest.raises(ConfigError, match=r"^--kv-memory: "):

@@ -83,13 +83,13 @@ def test_a_field_that_two_configs_have_is_one_flag_for_both() -> None:
     assert read_config(Kettle, flags).name == read_config(Stove, flags).name == "x"
 
 
-def test_a_field_left_out_is_no_flag_and_is_decided_otherwise() -> None:
+def test_a_field_that_is_left_out_has_no_flag() -> None:
     parser = parser_for(Kettle, without=("name",))
     assert "--name" not in parser.format_help()
     assert read_config(Kettle, parser.parse_args([]), name="y").name == "y"
 
 
-def test_a_field_of_a_type_without_flag_is_a_mistake_of_the_programmer() -> None:
+def test_a_field_whose_type_has_no_flag_is_a_programming_error() -> None:
     @dataclass(frozen=True)
     class Odd:
         """Odd."""
@@ -100,7 +100,7 @@ def test_a_field_of_a_type_without_flag_is_a_mistake_of_the_programmer() -> None
         parser_for(Odd)
 
 
-def test_configs_survive_their_way_through_a_command_line() -> None:
+def test_configs_survive_a_command_line() -> None:
     kettle, stove = Kettle(water_l=0.1 + 0.2, cups=-1, name="--mode", mode="warm"), Stove(rings=3)
     flags = parser_for(Kettle, Stove).parse_args(to_flags(kettle, stove))
     assert read_config(Kettle, flags) == kettle

@@ -30,7 +30,9 @@ def test_demo_is_the_model_of_the_installed_package(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "model", ["./no-such-folder", "/no/such/folder", "a/b/c", "", "owner/", "-x", "owner/na me", "~nobody/m"]
 )
-def test_what_is_neither_a_folder_nor_a_name_is_refused(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_is_neither_a_folder_nor_a_name_is_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         resolve_model_path(model)
@@ -43,7 +45,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         resolve_model_path(str(file))
 
 
-def test_a_name_is_given_to_hugging_face_and_its_refusal_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_name_goes_to_hugging_face_and_its_refusal_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, list[str]]] = []
 
     def download(name: str, allow_patterns: list[str]) -> str:

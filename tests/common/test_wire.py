@@ -47,7 +47,7 @@ def test_a_frame_carries_sender_and_body(sender: str, body: bytes) -> None:
 
 
 @given(st.binary(max_size=40))
-def test_bytes_from_anywhere_are_a_frame_or_refused(data: bytes) -> None:
+def test_any_bytes_are_either_a_frame_or_refused(data: bytes) -> None:
     for frame in (data, pack_frame(PREFILL, data)[: len(data)], b"TNDM" + data):
         try:
             unpack_frame(frame)
@@ -133,7 +133,7 @@ def test_a_message_to_somebody_unknown_or_forgotten_is_counted_as_lost(make: Mak
 @pytest.mark.parametrize(
     "address", ["", "nonsense", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://h", "tcp://h:70000", "tcp://[::1]:5"]
 )
-def test_an_address_that_is_none_is_refused_where_it_is_given(make: Make, address: str) -> None:
+def test_a_malformed_address_is_refused(make: Make, address: str) -> None:
     with pytest.raises(ConfigError, match="write tcp://host:port"):
         check_address(address)
     with pytest.raises(ConfigError, match="write tcp://host:port"):
@@ -243,7 +243,7 @@ def test_each_reason_is_counted_apart_and_logged_once_in_a_while(
     assert len(caplog.records) == 2
 
 
-def test_a_field_that_a_newer_neighbour_added_is_passed_over(make: Make, raw_push: Callable[[str], zmq.Socket[bytes]]) -> None:
+def test_a_field_that_a_newer_version_added_is_ignored(make: Make, raw_push: Callable[[str], zmq.Socket[bytes]]) -> None:
     inbox = make()
     newer = {"type": "Close", "key": ["r", 0, "new in the key"], "reason": "new"}
     raw_push(inbox.address).send(pack_frame(PREFILL, body(newer), WIRE_VERSION + 1))

@@ -350,7 +350,7 @@ def test_an_instance_without_a_valid_address_is_refused_where_people_see_it(inbo
     change = fleet.register(Register(instance=msgspec.structs.replace(D1, inbox=inbox)), 1.0)
     assert (change.sends, ids(fleet), fleet.refusals) == ([], ["p0"], 1)
     assert fleet.addresses() == {P0.id: P0.inbox}
-    assert ["is no address" in refusal.reason or len(refusal.reason) == 500 for refusal in fleet.refused.values()] == [True]
+    assert ["is not an address" in refusal.reason or len(refusal.reason) == 500 for refusal in fleet.refused.values()] == [True]
 
 
 def other_model(**changes: object) -> InstanceInfo:

@@ -30,7 +30,7 @@ def config(architecture: str = "LlamaForCausalLM", **changes: object) -> dict[st
 @pytest.mark.parametrize(
     ("architecture", "made"), [("LlamaForCausalLM", LlamaConfig(**SIZES)), ("Qwen3ForCausalLM", Qwen3Config(**SIZES))]
 )
-def test_what_a_config_lacks_is_what_transformers_takes(tmp_path: Path, architecture: str, made: Any) -> None:
+def test_missing_values_default_to_those_of_transformers(tmp_path: Path, architecture: str, made: Any) -> None:
     write(tmp_path, "config.json", config(architecture))
     shape = read_shape(tmp_path)
     assert shape.context_tokens == made.max_position_embeddings
@@ -53,7 +53,7 @@ def test_a_size_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"hidden_size": "64"}, "hidden_size must be a positive number, is '64'"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive number; it is '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive number"),
         ({"vocab_size": 10.5}, "vocab_size must be a whole number"),
         ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number"),
@@ -61,7 +61,7 @@ def test_a_size_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
     ],
 )
-def test_a_value_that_cannot_be_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+def test_an_invalid_value_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     write(tmp_path, "config.json", config(**changes))
     with pytest.raises(ConfigError, match=reason):
         read_shape(tmp_path)
@@ -86,7 +86,7 @@ class TestEndOfSequence:
         write(folder, "config.json", config(eos_token_id=2))
         return read_shape(folder).eos_token_ids
 
-    def test_without_a_tokenizer_it_is_the_configs(self, tmp_path: Path) -> None:
+    def test_without_a_tokenizer_the_config_names_it(self, tmp_path: Path) -> None:
         assert self.shape_eos(tmp_path) == (2,)
 
     def test_the_generation_config_replaces_the_configs(self, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ class TestEndOfSequence:
         assert self.shape_eos(tmp_path) == (2,)
 
     @pytest.mark.parametrize("named", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
-    def test_that_of_a_fine_tunes_tokenizer_is_added(self, tmp_path: Path, named: object) -> None:
+    def test_the_tokenizers_own_is_added(self, tmp_path: Path, named: object) -> None:
         write(tmp_path, "tokenizer_config.json", {"eos_token": named})
         write(tmp_path, "tokenizer.json", {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0}}})
         assert self.shape_eos(tmp_path) == (2, 9)
@@ -107,7 +107,7 @@ class TestEndOfSequence:
         write(tmp_path, "tokenizer.json", {"model": {"vocab": vocab}})
         assert self.shape_eos(tmp_path) == (2, 1)
 
-    def test_one_that_both_name_is_there_once(self, tmp_path: Path) -> None:
+    def test_a_token_that_both_name_is_listed_once(self, tmp_path: Path) -> None:
         write(tmp_path, "tokenizer_config.json", {"eos_token": "</s>"})
         write(tmp_path, "tokenizer.json", {"model": {"vocab": {"</s>": 2}}})
         assert self.shape_eos(tmp_path) == (2,)

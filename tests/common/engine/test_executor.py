@@ -149,7 +149,7 @@ def test_the_seed_matters_to_sampled_answers_alone(engine: Engine) -> None:
     assert len({tuple(answer) for (answer,) in (greedy, sampled, other)}) == 3
 
 
-def test_plans_are_run_in_the_order_of_their_launch_while_none_is_awaited(engine: Engine) -> None:
+def test_plans_run_in_the_order_of_their_launch_without_waiting_between_them(engine: Engine) -> None:
     """Seven steps in flight, in which the rows grow now and then; the last is polled first."""
     asked = prompts(6, 7)
     expected = engine.answers(asked, GREEDY, tokens=7)

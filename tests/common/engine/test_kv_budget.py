@@ -65,7 +65,7 @@ def test_on_cuda_too_little_memory_is_refused_with_what_to_do(monkeypatch: pytes
         auto_kv_bytes(torch.device("cuda", 0), workspace_bytes=GIB)
 
 
-def test_on_cpu_the_share_is_that_of_the_host_unless_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cpu_the_share_is_of_the_hosts_memory_unless_it_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Meminfo:
         def __init__(self, path: str) -> None:
             assert path == "/proc/meminfo"
@@ -83,7 +83,7 @@ def test_on_cpu_the_share_is_that_of_the_host_unless_memory_is_short(tmp_path: P
         assert auto_kv_bytes(torch.device("cpu"), 0) == expected
 
 
-def test_the_workspace_holds_what_a_step_of_a_large_model_makes() -> None:
+def test_the_workspace_is_enough_for_a_step_of_a_large_model() -> None:
     """Counted by hand for one chunk of 2,048 and 64 rows: gate_up and its product; logits twice, noise in doubles; the mask."""
     workspace = workspace_bytes(SHAPE_8B, LAYOUT_8B, chunk_tokens=2048, max_running=64, context_tokens=131_072)
     mlp = (2048 + 64) * 4 * 14336 * 2
@@ -93,6 +93,6 @@ def test_the_workspace_holds_what_a_step_of_a_large_model_makes() -> None:
     assert workspace_bytes(SHAPE_8B, LAYOUT_8B, 512, 64, 131_072) < workspace
 
 
-def test_memory_that_cannot_be_had_is_refused_naming_the_flag() -> None:
+def test_memory_that_cannot_be_allocated_is_refused_by_flag() -> None:
     with pytest.raises(ConfigError, match=r"--kv-memory: cannot allocate .* on cpu"):
         KVMemory(QWEN3_0_6B, 2**50 // QWEN3_0_6B.page_bytes, torch.device("cpu"))

@@ -18,7 +18,7 @@ from tests.common.engine.checkpoints import qwen3, saved
     ("layers", "groups", "expected"),
     [(8, 4, [2, 4, 6, 8]), (8, 2, [4, 8]), (8, 1, [8]), (8, 0, []), (3, 4, [1, 2, 3]), (10, 4, [2, 5, 7, 10])],
 )
-def test_it_is_told_after_each_group(layers: int, groups: int, expected: list[int]) -> None:
+def test_progress_is_reported_after_each_group(layers: int, groups: int, expected: list[int]) -> None:
     told: list[int] = []
     progress = LayerProgress(torch.device("cpu"), layers, groups, told.append)
     for layer in range(1, layers + 1):
@@ -28,7 +28,7 @@ def test_it_is_told_after_each_group(layers: int, groups: int, expected: list[in
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(3, [1, 2, 3]), (0, [])])
-def test_the_engine_tells_of_as_many_groups_as_its_flag_says_and_of_last_chunks_only(
+def test_the_engine_reports_the_groups_that_its_flag_sets_for_last_chunks_only(
     tmp_path: Path, groups: int, expected: list[int]
 ) -> None:
     engine = EngineConfig(device="cpu", page_size=8, kv_memory="1MiB", context_tokens=64, max_running=2, layer_groups=groups)

@@ -138,7 +138,7 @@ def described(path: Path, **changes: object) -> tuple[EngineDescription, list[st
     return ModelRunner(ModelConfig(model=str(path)), engine, lines.append).description, lines
 
 
-def test_a_context_that_the_memory_cannot_hold_is_capped_and_said(tmp_path: Path) -> None:
+def test_a_context_that_the_memory_cannot_hold_is_capped_and_reported(tmp_path: Path) -> None:
     path = saved(llama(), tmp_path)
     capped, lines = described(path)
     assert capped.model.context_tokens == 64
@@ -186,7 +186,7 @@ def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypa
     assert made.description.total_pages == 2**20 // made.description.layout.page_bytes
 
 
-def test_what_is_said_of_layers_while_a_last_chunk_is_computed_holds(tmp_path: Path) -> None:
+def test_layers_reported_during_a_last_chunk_are_written(tmp_path: Path) -> None:
     """Of so many layers the KV is what it is after the step; pages may be pushed by then."""
     made = runner(saved(llama(num_hidden_layers=6), tmp_path))
     layout, region = made.description.layout, made.description.memory

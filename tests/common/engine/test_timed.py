@@ -45,7 +45,7 @@ def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() ->
     assert executor.launch(plan(10, 0)).ends_s == pytest.approx(202.0)
 
 
-def test_rows_that_grow_cost_nothing_and_pages_are_all_the_same() -> None:
+def test_growing_rows_costs_nothing_and_all_pages_are_equal() -> None:
     executor = TimedExecutor(engine(), Timeline(COST, Clock()))
     rows = np.arange(3, dtype=np.int32)
     assert executor.launch(Plan(1, decode_rows=rows, grown_rows=rows, grown_pages=rows)).ends_s == pytest.approx(101.03)

@@ -126,7 +126,7 @@ def test_every_single_byte_of_the_row_matters_and_no_other_does() -> None:
     assert two_tokens() == undamaged
 
 
-def test_what_differs_in_token_or_position_differs_in_every_place() -> None:
+def test_kv_of_another_token_or_position_differs_in_every_place() -> None:
     tokens = [np.full(250, 77), np.arange(0, TOY_VOCAB, 4), np.arange(TOY_VOCAB - 250, TOY_VOCAB)]
     executor = ToyExecutor(200, 3)
     pages = np.arange(189, dtype=np.int32).reshape(3, 63)

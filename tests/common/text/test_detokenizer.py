@@ -225,7 +225,7 @@ def test_a_later_gap_gets_its_time_as_the_first_did(detokenizer: Detokenizer) ->
     assert detokenizer.next_deadline() == 2.0 + DetokenizerLimits().patience_s
 
 
-def test_an_answer_whose_close_is_lost_fails_at_the_end_of_its_life(detokenizer: Detokenizer) -> None:
+def test_an_answer_that_nobody_forgets_fails_at_the_end_of_its_life(detokenizer: Detokenizer) -> None:
     received(detokenizer, [ExpectAnswer(key=key(), life_s=30.0)], now=5.0)
     received(detokenizer, [tokens(TokenDelta(key(), 0, ids_of("hello")))], now=20.0)
     assert detokenizer.tick(34.9) == []
@@ -235,7 +235,7 @@ def test_an_answer_whose_close_is_lost_fails_at_the_end_of_its_life(detokenizer:
     assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
 
 
-def test_tokens_are_not_awaited_beyond_the_end_of_the_answers_life(detokenizer: Detokenizer) -> None:
+def test_missing_tokens_are_awaited_no_longer_than_the_answer_lives(detokenizer: Detokenizer) -> None:
     received(detokenizer, [ExpectAnswer(key=key(), life_s=3.0), tokens(TokenDelta(key(), 2, (5,)))])
     assert detokenizer.next_deadline() == 3.0
     texts = detokenizer.tick(3.0)
@@ -243,7 +243,7 @@ def test_tokens_are_not_awaited_beyond_the_end_of_the_answers_life(detokenizer: 
     assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
 
 
-def test_tokens_whose_open_never_comes_are_dropped(detokenizer: Detokenizer) -> None:
+def test_tokens_that_nobody_expects_are_dropped(detokenizer: Detokenizer) -> None:
     received(detokenizer, [tokens(answer(TEXT))])
     assert detokenizer.early_answers == 1
     assert detokenizer.tick(DetokenizerLimits().patience_s) == []
@@ -251,7 +251,7 @@ def test_tokens_whose_open_never_comes_are_dropped(detokenizer: Detokenizer) -> 
     assert detokenizer.dropped == {"never opened": 1}
 
 
-def test_what_waits_for_an_open_is_bounded() -> None:
+def test_early_tokens_are_bounded() -> None:
     detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(early_answers=2, waiting_tokens=8))
     received(detokenizer, [tokens(TokenDelta(key(str(number)), 0, (5,))) for number in range(5)])
     assert detokenizer.early_answers == 2
@@ -261,7 +261,7 @@ def test_what_waits_for_an_open_is_bounded() -> None:
     assert got.token_ids == (5, 5, 5, 5)
 
 
-def test_what_waits_for_a_gap_is_bounded() -> None:
+def test_tokens_after_a_gap_are_bounded() -> None:
     detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(waiting_tokens=4))
     received(detokenizer, [ExpectAnswer(key=key())])
     got = only(received(detokenizer, [tokens(TokenDelta(key(), 1, (5, 5, 5, 5, 5)))]))
@@ -277,7 +277,7 @@ def test_more_answers_than_may_be_open_are_refused() -> None:
     assert (got.ending.status, got.ending.retryable) == (429, True)
 
 
-def test_close_forgets_and_what_still_comes_is_dropped(detokenizer: Detokenizer) -> None:
+def test_late_tokens_of_a_forgotten_answer_are_dropped(detokenizer: Detokenizer) -> None:
     ids = ids_of(TEXT)
     received(detokenizer, [ExpectAnswer(key=key()), tokens(TokenDelta(key(), 1, ids[1:])), ForgetAnswer(key=key())])
     assert (detokenizer.open_answers, detokenizer.next_deadline()) == (0, None)
@@ -285,7 +285,7 @@ def test_close_forgets_and_what_still_comes_is_dropped(detokenizer: Detokenizer)
     assert detokenizer.dropped == {"after the end": 1, "opened again": 1}
 
 
-def test_keys_that_are_over_are_remembered_only_so_many() -> None:
+def test_the_number_of_remembered_keys_is_bounded() -> None:
     detokenizer = Detokenizer(tiny_tokenizer(), DetokenizerLimits(remembered=2))
     received(detokenizer, [ForgetAnswer(key=key(str(number))) for number in range(5)])
     received(detokenizer, [tokens(TokenDelta(key(str(number)), 0, (5,))) for number in range(5)])
@@ -343,7 +343,7 @@ def test_an_answer_whose_attempt_fails_at_any_token_goes_on_in_the_next_attempt(
     ],
     ids=["too few tokens", "a number below 0", "half an id", "text that is not that of the tokens", "an empty stop string"],
 )
-def test_an_open_that_contradicts_itself_fails_the_answer(detokenizer: Detokenizer, opened: ExpectAnswer) -> None:
+def test_a_contradictory_expectation_fails_the_answer(detokenizer: Detokenizer, opened: ExpectAnswer) -> None:
     got = only(received(detokenizer, [opened]))
     assert isinstance(got.ending, Failed)
     assert "cannot be opened" in got.ending.message

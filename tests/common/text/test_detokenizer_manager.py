@@ -75,7 +75,7 @@ def test_tokens_of_two_instances_become_one_answer_at_the_router(manager: Detoke
             mailbox.close()
 
 
-def test_the_router_hears_of_it_again_and_again_from_when_they_have_met(manager: DetokenizerManager) -> None:
+def test_heartbeats_reach_the_router_from_when_it_is_known(manager: DetokenizerManager) -> None:
     router: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, LOOPBACK)
     stranger: Mailbox[DetokenizerInbox] = Mailbox(InstanceId("prefill-1"), DetokenizerInbox, LOOPBACK)
     try:
@@ -94,7 +94,7 @@ def test_the_router_hears_of_it_again_and_again_from_when_they_have_met(manager:
         stranger.close()
 
 
-def test_stop_before_run_and_after_the_end_is_heard(model: str) -> None:
+def test_stop_works_before_run_and_after_its_end(model: str) -> None:
     manager = DetokenizerManager(LOOPBACK, model)
     manager.stop()
     manager.run()

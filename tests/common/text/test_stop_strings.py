@@ -32,7 +32,7 @@ def pushed(pieces: Sequence[str], stops: Sequence[str]) -> tuple[str, str | None
 
 
 @given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=4))
-def test_the_end_is_that_of_a_search_in_the_whole_text_however_it_is_cut(pieces: list[str], stops: list[str]) -> None:
+def test_the_text_ends_where_a_search_in_the_whole_text_ends_it(pieces: list[str], stops: list[str]) -> None:
     whole = "".join(pieces)
     expected = search_in_whole_text(whole, stops)
     assert pushed(list(whole), stops) == expected
@@ -61,7 +61,7 @@ def test_a_stop_string_is_found_across_pieces_and_trimmed() -> None:
     assert finder.matched == "STOP"
 
 
-def test_a_beginning_that_was_none_is_returned() -> None:
+def test_text_that_only_looked_like_a_stop_string_is_returned() -> None:
     finder = StopStrings(["\n\nUser:"])
     assert finder.push("a\n\nUs") == "a"
     assert finder.push("ed\n") == "\n\nUsed"
@@ -69,7 +69,7 @@ def test_a_beginning_that_was_none_is_returned() -> None:
     assert finder.matched is None
 
 
-def test_of_two_that_are_complete_at_once_the_longer_one_is_the_end() -> None:
+def test_of_two_stop_strings_that_are_complete_at_once_the_longer_one_counts() -> None:
     finder = StopStrings(["b", "ab"])
     assert finder.push("xab") == "x"
     assert finder.matched == "ab"

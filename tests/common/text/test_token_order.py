@@ -37,14 +37,14 @@ def put_all(order: TokenOrder, pieces: Sequence[Piece]) -> list[int]:
 
 
 @given(arrivals())
-def test_however_they_arrive_each_token_is_taken_once_and_in_order(pieces: list[Piece]) -> None:
+def test_each_token_is_taken_once_and_in_order_however_tokens_arrive(pieces: list[Piece]) -> None:
     order = TokenOrder()
     assert put_all(order, pieces) == list(TOKENS)
     assert order.ending == END
 
 
 @given(arrivals())
-def test_what_was_taken_and_what_was_dropped_is_what_arrived(pieces: list[Piece]) -> None:
+def test_every_token_that_arrives_is_taken_or_dropped(pieces: list[Piece]) -> None:
     order = TokenOrder()
     dropped = sum(order.put(*piece) for piece in pieces)
     assert dropped + len(order.take()) == sum(len(token_ids) for _, token_ids, _ in pieces)
@@ -69,7 +69,7 @@ def test_an_ending_without_tokens_waits_for_those_before_it() -> None:
     assert order.ending == END
 
 
-def test_the_ending_that_comes_first_stays() -> None:
+def test_the_first_ending_that_comes_counts() -> None:
     order = TokenOrder()
     order.put(0, (10,), END)
     order.put(0, (10,), Failed("late"))
@@ -90,7 +90,7 @@ def test_an_ending_before_tokens_that_were_taken_ends_the_answer_at_once() -> No
     assert order.ending == Failed("gone")
 
 
-def test_it_begins_where_it_is_told() -> None:
+def test_the_order_begins_at_the_given_number() -> None:
     order = TokenOrder(first=5)
     assert order.put(3, (13, 14, 15), None) == 2
     assert order.take() == [15]

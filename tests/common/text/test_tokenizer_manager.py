@@ -128,7 +128,7 @@ def test_a_checkpoint_that_cannot_be_used_says_which_file_and_why(
         TokenizerManager(changed(tmp_path / "broken", name, text))
 
 
-def test_truncation_and_padding_of_the_file_are_not_obeyed(tmp_path: Path) -> None:
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
     """A tokenizer file may carry what its training used; a prompt is never cut or filled up silently."""
     folder = write_checkpoint(tmp_path / "cut")
     file = json.loads((folder / "tokenizer.json").read_text())
