@@ -130,8 +130,8 @@ class ModelRunner:
         budget = kv_budget(layout, kv_bytes, own, asked)
         if budget.context_tokens < (asked or own):
             progress(
-                f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give more "
-                f"--kv-memory, or --context-tokens (the same for all instances of a fleet)"
+                f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give "
+                f"more --kv-memory, or --context-tokens (the same for all instances of a fleet)"
             )
         return budget
 
@@ -161,7 +161,7 @@ class ModelRunner:
         self._top_k[row], self._seed[row] = sampling.top_k, sampling.seed
 
     def _grow(self, rows: Int32Array, pages: Int32Array) -> None:
-        """Give each row one more page; the rows are distinct. One copy to the device and one operation there; waits for neither."""
+        """Give each row one more page; rows are distinct. One copy to the device and one operation there; waits for neither."""
         held = self._leased[rows]
         assert (held < self._page_table.shape[1]).all(), "a row would hold more pages than its context has"
         grown = torch.from_numpy(np.stack([rows, held.astype(np.int32), pages])).to(self._device, non_blocking=True)
