@@ -66,7 +66,7 @@ class Attempt:
         """How many tokens it has brought."""
         return self.next_token - self._first_token
 
-    def advance(self, tokens: int, now: float) -> None:
+    def advance(self, tokens: int) -> None:
         """Take in that it brought this many tokens."""
         if self.decode is not None:
             self.first.assigned_tokens -= self._assigned.pop(self.first, 0)
@@ -74,7 +74,6 @@ class Attempt:
         server.assigned_tokens += tokens
         self._assigned[server] += tokens
         self.next_token += tokens
-        self.restart_silence(now)
 
     def restart_silence(self, now: float) -> None:
         """Count its silence from now: a token came, or none could come until now."""

@@ -110,6 +110,8 @@ class Fleet:
         self._silence: DeadlineWheel[InstanceId] = DeadlineWheel()
         self.next_deadline = self._silence.next_deadline
         """When the next member is lost unless it is heard from; None when nobody is waited for."""
+        self.model: ModelIdentity | None = None
+        """What every member serves: the first member decides it for those that follow. None when there is no member."""
         self.stale = 0
         """Messages from incarnations that are not members."""
         self.refusals = 0
@@ -123,12 +125,6 @@ class Fleet:
         for member in self._members.values():
             if role is None or member.info.role == role:
                 yield member
-
-    @property
-    def model(self) -> ModelIdentity | None:
-        """What every member serves: the first member decides it for those that follow."""
-        member = next(iter(self._members.values()), None)
-        return None if member is None else member.info.model
 
     def addresses(self) -> Mapping[InstanceId, str]:
         """Where to reach everyone that the router talks to, or did lately, except the detokenizer."""
@@ -223,6 +219,7 @@ class Fleet:
         for other in self._members.values():
             other.forget_link(info.id)  # reported before this member joined: they will link to it anew
         self._members[info.id] = member
+        self.model = info.model
         self._silence.set(info.id, now + self._dead_after_s)
         self.addresses_version += 1
         return self._greet(member) + self._tell_others(info.role)
@@ -230,6 +227,8 @@ class Fleet:
     def _remove(self, member: Member, reason: str, *, silent: bool) -> Change:
         info = member.info
         del self._members[info.id]
+        if not self._members:
+            self.model = None
         self._silence.clear(info.id)
         _remember(self.departed, info.id, Departure(member, reason, silent), REMEMBERED)
         self.addresses_version += 1

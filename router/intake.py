@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -25,6 +25,8 @@ SEED_BITS = 63
 ENCODING_THREADS = 4
 MAX_TOKEN_CHARS = 512
 """No tokenizer has longer tokens, so a text with more characters than this for each token of the context is too long."""
+
+P = TypeVar("P")
 
 
 class Tokenizer(Protocol):
@@ -68,18 +70,17 @@ class Intake:
 
     async def accept_chat(self, request: ChatRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
-        encode_chat, messages = self._tokenizer.encode_chat, request.messages
-        self._check(request, "messages", sum(len(message["content"]) for message in messages))
-        prompts = await self._encode(lambda: [encode_chat(messages)], choices=request.fields.n)
+        chars = sum(len(message["content"]) for message in request.messages)
+        self._check(request, "messages", chars, self.context_tokens)
+        prompts = await self._encode(self._tokenizer.encode_chat, (request.messages,), request.fields.n)
         return self._accept("chatcmpl-", prompts, request, "messages", self._default_max_tokens)
 
     async def accept_completion(self, request: CompletionRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
-        encode, prompts_sent = self._tokenizer.encode, request.prompts
-        self._check(request, "prompt", max(map(len, prompts_sent)))
+        self._check(request, "prompt", max(map(len, request.prompts)), self.context_tokens)
+        encode = self._tokenizer.encode
         prompts = await self._encode(
-            lambda: [encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts_sent],
-            choices=len(prompts_sent) * request.fields.n,
+            lambda prompt: encode(prompt) if isinstance(prompt, str) else list(prompt), request.prompts, request.fields.n
         )
         return self._accept("cmpl-", prompts, request, "prompt", COMPLETION_MAX_TOKENS)
 
@@ -92,10 +93,10 @@ class Intake:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, request: ReadRequest, prompt_field: str, longest: int) -> None:
+    def _check(self, request: ReadRequest, prompt_field: str, longest: int, context: int) -> None:
         """Check what depends on the served model and on flags, before time is spent on the prompt. longest: the length of the
         longest prompt, in characters or token ids. Raises BadRequest, UnknownModel."""
-        fields, longest_s, context = request.fields, self._longest_timeout_s, self.context_tokens
+        fields, longest_s = request.fields, self._longest_timeout_s
         if fields.model != self._model:
             raise unknown_model(fields.model, self._model)
         if fields.timeout is not None and not 0 < fields.timeout <= longest_s:
@@ -105,12 +106,14 @@ class Intake:
             message = f"{prompt_field} is far longer than the model's context of {context} tokens"
             raise BadRequest(message, field=prompt_field, code="context_length_exceeded")
 
-    async def _encode(self, work: Callable[[], list[list[int]]], choices: int) -> list[list[int]]:
-        """Token ids of each prompt. Choices that wait here count against --max-requests. Raises Overloaded."""
+    async def _encode(self, encode: Callable[[P], list[int]], prompts: Sequence[P], n: int) -> list[list[int]]:
+        """Token ids of each prompt. Choices that wait here, n for each prompt, count against --max-requests. Raises Overloaded,
+        and what `encode` raises."""
+        choices = len(prompts) * n
         self._core.requests.require_room(self._encoding + choices)
         self._encoding += choices
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, list, map(encode, prompts))
         finally:
             self._encoding -= choices
 
@@ -118,7 +121,7 @@ class Intake:
         self, prefix: str, prompts: list[list[int]], request: ReadRequest, prompt_field: str, default_max_tokens: int
     ) -> Accepted:
         fields, largest_id = request.fields, self._tokenizer.vocab_size - 1
-        answer_id = prefix + secrets.token_hex(12)
+        context, answer_id = self.context_tokens, prefix + secrets.token_hex(12)
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
         specs: list[RequestSpec] = []
         for prompt in prompts:
@@ -128,7 +131,7 @@ class Intake:
                 raise BadRequest(f"{prompt_field} holds token ids that are not between 0 and {largest_id}", field=prompt_field)
             packed = pack_ids(prompt)
             sampling = SamplingParams(
-                max_new_tokens=self._max_new_tokens(len(prompt), request, prompt_field, default_max_tokens),
+                max_new_tokens=self._max_new_tokens(len(prompt), request, prompt_field, default_max_tokens, context),
                 temperature=fields.temperature,
                 top_p=fields.top_p,
                 top_k=fields.top_k,
@@ -144,10 +147,10 @@ class Intake:
                 specs.append(RequestSpec(request_id, index, packed, params, request.stop, fields.priority, fields.timeout))
         return Accepted(answer_id, tuple(specs), sum(map(len, prompts)))
 
-    def _max_new_tokens(self, prompt_tokens: int, request: ReadRequest, prompt_field: str, default: int) -> int:
+    def _max_new_tokens(self, prompt_tokens: int, request: ReadRequest, prompt_field: str, default: int, context: int) -> int:
         """What the client asked for; otherwise the default, or less if the context or the largest decode instance has less room.
         Raises BadRequest when the context has no room for it."""
-        context, asked = self.context_tokens, request.max_tokens
+        asked = request.max_tokens
         code = "context_length_exceeded"
         if prompt_tokens >= context:
             message = f"{prompt_field} has {prompt_tokens} tokens, but the model's context of {context} must hold an answer too"

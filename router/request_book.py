@@ -205,7 +205,8 @@ class RequestBook:
             self._observer.resume_gap(now - record.gap_since_s)
         record.gap_since_s, record.last_token_s = None, now
         record.token_ids += token_ids
-        attempt.advance(len(token_ids), now)
+        attempt.advance(len(token_ids))
+        attempt.restart_silence(now)
 
     # --- resuming --------------------------------------------------------------------------------------------------------
 
