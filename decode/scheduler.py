@@ -20,7 +20,7 @@ import numpy as np
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
-from common.errors import BadRequest, Preempted, Unavailable
+from common.errors import Preempted, Unavailable
 from common.ids import InstanceId, Life
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
@@ -94,7 +94,10 @@ class DecodeScheduler:
                 refused = self._table.accept(message, None, message.sampling.max_new_tokens, now)
                 return [] if refused is None else [emit_ending(message.key, message.first, refused)]
             case Reserve():
-                return self._reserve(Life(sender, message.incarnation), message, now)
+                writer = Life(sender, message.incarnation)
+                self._target.heard(writer, message.sent_s, now)
+                refused = self._table.accept(message, writer, message.sampling.max_new_tokens, now)
+                return [] if refused is None else [decline(writer, message.key, refused)]
             case Renew():
                 return self._reservations.renew(sender, message, now)
             case Handoff():
@@ -173,7 +176,13 @@ class DecodeScheduler:
         requests = self._requests
         actions, grown = self._grow(now)
         for request in admit(self._table.waiting, requests.pool, requests.rows, int(self._batch.live.sum()), now):
-            actions += self._place(request, now)
+            assert request.row is not None
+            requests.by_row[request.row] = request
+            if request.peer is not None:
+                actions += self._reservations.grant(request, request.peer, now)
+            else:
+                request.phase, request.progress = Phase.COMPUTING, PromptProgress(request.row, request.prompt)
+                requests.start(request, sampled=0)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
         decode_rows = self._batch.next_rows()
@@ -232,27 +241,7 @@ class DecodeScheduler:
         links = tuple(LinkInfo(peer=peer, incarnation=incarnation, state="ready") for peer, incarnation in peers)
         return Report(load, counters, links, self._table.drained)
 
-    # --- in --------------------------------------------------------------------------------------------------------------
-
-    def _reserve(self, writer: Life, asked: Reserve, now: float) -> list[Action]:
-        """A writer asks for memory: the request's KV will arrive."""
-        self._target.heard(writer, asked.sent_s, now)
-        objection: BadRequest | None = None
-        if asked.sampling.max_new_tokens < 2:
-            objection = BadRequest("an answer of one token needs no reservation", field="max_tokens")
-        refused = self._table.accept(asked, writer, asked.sampling.max_new_tokens, now, objection)
-        return [] if refused is None else [decline(writer, asked.key, refused)]
-
-    def _place(self, request: DecodeRequest, now: float) -> list[Action]:
-        """The request was admitted: its KV is awaited, or computed here."""
-        assert request.row is not None
-        self._requests.by_row[request.row] = request
-        if request.peer is not None:
-            return self._reservations.grant(request, request.peer, now)
-        request.phase = Phase.COMPUTING
-        request.progress = PromptProgress(request.row, request.prompt)
-        self._requests.start(request, sampled=0)
-        return []
+    # --- memory ----------------------------------------------------------------------------------------------------------
 
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:
         """Refuse the head of the line when it waits only for transfers that never end; but first give writers that are merely
@@ -263,8 +252,6 @@ class DecodeScheduler:
         if not all(self._target.is_stuck(request.key, now) for request in self._requests.by_row.values()):
             return []
         return self._requests.end(head, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
-
-    # --- memory ----------------------------------------------------------------------------------------------------------
 
     def _grow(self, now: float) -> tuple[list[Action], dict[int, int]]:
         """A page for each row that cannot go on without one, oldest requests first: row → page. When none is free, requests are

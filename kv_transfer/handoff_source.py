@@ -74,7 +74,6 @@ class _Outgoing:
     key: Key
     peer: Life
     source_pages: Int32Array
-    page_size: int
     reserved_s: float
     stage: HandoffStage = "reserving"
     target_pages: Int32Array | None = None
@@ -91,24 +90,16 @@ class _Outgoing:
     have_pages: int = 0
     pushed_bytes: int = 0
 
-    def accept(self, grant: Grant) -> None:
-        """Learn where to write. Raises ValueError for a grant that does not fit the request, and then changes nothing."""
-        target_pages, pages = unpack_ids(grant.pages), len(self.source_pages)
-        if len(target_pages) != pages:
-            raise ValueError(f"granted {len(target_pages)} pages for {pages}")
-        have, beyond = divmod(grant.have_tokens, self.page_size)
-        if beyond or not 0 <= have <= pages:
-            raise ValueError(f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}")
-        self.target_pages, self.generation, self.posted, self.have_pages = target_pages, grant.generation, have, have
-
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """The open handoffs with one decode instance. until_s: when the write lease there ends."""
+    """The open handoffs with one decode instance. until_s: when the write lease there ends. is_dead: it has a new incarnation, so
+    that nothing more is said here."""
 
     open: dict[Key, _Outgoing] = field(default_factory=dict)
     until_s: float = float("-inf")
     renewals_left: int = RENEWALS_AFTER
+    is_dead: bool = False
 
 
 class HandoffSource:
@@ -151,11 +142,11 @@ class HandoffSource:
     def open(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Action]:
         """Ask `peer` for a reservation. source_pages: [pages] int32, in token order; they stay leased until SourceClosed."""
         assert reserve.key not in self._by_key, f"{reserve.key} is handed off twice"
-        outgoing = _Outgoing(reserve.key, peer, source_pages, self._page_size, reserve.sent_s)
+        outgoing = _Outgoing(reserve.key, peer, source_pages, reserve.sent_s)
         self._by_key[reserve.key] = outgoing
         session = self._sessions.setdefault(peer, _Session())
         session.open[reserve.key] = outgoing
-        session.renewals_left = RENEWALS_AFTER
+        session.renewals_left, session.is_dead = RENEWALS_AFTER, False
         if peer not in self._renewals:
             self._renewals.set(peer, reserve.sent_s + RENEW_S)
         return [Send(peer.id, reserve)]
@@ -242,15 +233,16 @@ class HandoffSource:
             if incarnations.get(peer.id) == peer.incarnation:
                 continue
             session.until_s = float("-inf")  # its link is closed, and a new link begins without a lease
-            is_dead = peer.id in incarnations
-            if is_dead:
+            session.is_dead = peer.id in incarnations
+            if session.is_dead:
                 self._renewals.clear(peer)  # the new incarnation would mistake them for claims on itself
             for outgoing in list(session.open.values()):
                 if outgoing.stage != "stuck":
                     actions += self._drain(outgoing, _unavailable(f"{peer.id} left the fleet"))
-                elif is_dead:
+                elif session.is_dead:
                     self._forget(outgoing)
-            self._drop_silent(peer)
+            if session.is_dead and not session.open:
+                self._sessions.pop(peer, None)
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -263,7 +255,8 @@ class HandoffSource:
             actions.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=claims)))
             if session.renewals_left > 0:
                 self._renewals.set(peer, now + RENEW_S)
-            self._drop_silent(peer)
+            else:
+                del self._sessions[peer]
         return actions
 
     # --- inside ------------------------------------------------------------------------------------------------------------
@@ -272,10 +265,15 @@ class HandoffSource:
         if outgoing.target_pages is not None:
             self.stale += 1
             return []
-        try:
-            outgoing.accept(grant)
-        except ValueError as error:
-            return self._drain(outgoing, Failed(message=f"invalid grant from {outgoing.peer.id}: {error}"))
+        pages = len(outgoing.source_pages)
+        have, beyond = divmod(grant.have_tokens, self._page_size)
+        if len(grant.pages) != 4 * pages:
+            return self._drain(outgoing, _invalid(outgoing, f"{len(grant.pages)} bytes of page ids for {pages} pages"))
+        if beyond or not 0 <= have <= pages:
+            reason = f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}"
+            return self._drain(outgoing, _invalid(outgoing, reason))
+        outgoing.target_pages, outgoing.generation = unpack_ids(grant.pages), grant.generation
+        outgoing.posted = outgoing.have_pages = have
         if outgoing.stage == "reserving":
             outgoing.stage = "pushing"
         return [*self._extend(outgoing.peer, grant.sent_s + grant.write_lease_s), *self._advance(outgoing)]
@@ -379,15 +377,15 @@ class HandoffSource:
         self._forget(outgoing)
 
     def _forget(self, outgoing: _Outgoing) -> None:
-        del self._by_key[outgoing.key]
-        del self._sessions[outgoing.peer].open[outgoing.key]
-        self._drop_silent(outgoing.peer)
+        """A session ends with its last renewal; that of a dead peer with its last handoff."""
+        session = self._sessions[outgoing.peer]
+        del self._by_key[outgoing.key], session.open[outgoing.key]
+        if session.is_dead and not session.open:
+            del self._sessions[outgoing.peer]
 
-    def _drop_silent(self, peer: Life) -> None:
-        """Drop a session in which nothing is open and nothing more will be said."""
-        session = self._sessions.get(peer)
-        if session is not None and not session.open and peer not in self._renewals:
-            del self._sessions[peer]
+
+def _invalid(outgoing: _Outgoing, reason: str) -> Failed:
+    return Failed(message=f"invalid grant from {outgoing.peer.id}: {reason}")
 
 
 def _unavailable(message: str) -> Failed:

@@ -33,17 +33,16 @@ class Traffic:
                 more = LinkTraffic(pushes_broken=1)
             case PushFailed():
                 more = LinkTraffic(pushes_unproven=1)
-        self._add(peer, more)
+        self._by_peer[peer] += more
+        self.total += more
 
     def handed_off(self, peer: InstanceId, exposed_s: float) -> None:
         """A handoff to the peer was sent `exposed_s` after its first token."""
-        self._add(peer, LinkTraffic(handoffs=1, exposed_seconds=exposed_s))
+        handoff = LinkTraffic(handoffs=1, exposed_seconds=exposed_s)
+        self._by_peer[peer] += handoff
+        self.total += handoff
 
     def keep(self, peers: Container[InstanceId]) -> None:
         """Forget all other peers."""
         for gone in [peer for peer in self._by_peer if peer not in peers]:
             del self._by_peer[gone]
-
-    def _add(self, peer: InstanceId, more: LinkTraffic) -> None:
-        self._by_peer[peer] += more
-        self.total += more

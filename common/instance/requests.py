@@ -114,6 +114,8 @@ class RequestTable(Generic[R]):
         asked.sampling.validate()
         if objection is not None:
             raise objection
+        if isinstance(asked, Reserve) and asked.sampling.max_new_tokens < 2:
+            raise BadRequest("an answer of one token needs no reservation", field="max_tokens")
         if not 0 <= asked.first < len(prompt):
             raise BadRequest(f"first must be between 0 and {len(prompt) - 1}", field="first")
         tokens = len(prompt) + answer_tokens
