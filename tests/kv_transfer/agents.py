@@ -4,16 +4,15 @@ Owns the processes of agents and what they must leave behind: nothing. Knows no 
 """
 
 import os
-import queue
 import signal
-import subprocess
 import sys
-import threading
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, assert_never
 
 import msgspec
 import numpy as np
@@ -23,33 +22,35 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
+from common.processes.child import Respondent
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
 from tests.kv_transfer.agent_process import (
+    LAYOUT,
     Answer,
+    Bytes,
     Close,
     Command,
-    Connect,
-    Done,
+    ConnectPool,
     Dump,
     End,
-    Failed,
+    Event,
     Fill,
-    Lost,
+    Happened,
+    Plan,
     PushRuns,
     Report,
     Started,
     Wipe,
+    event_in,
     pool_descriptor,
     random_bytes,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
 """Longest wait for an answer or an event: an agent that is silent for longer hangs."""
 END_S = 30.0
 """Longest wait for an agent to end."""
-Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 class Agent(Protocol):
@@ -177,143 +178,139 @@ def mooncake_kind(silence_s: int = 10) -> Kind:
     return Kind("mooncake", silence_s, {"MC_TRANSFER_TIMEOUT": str(silence_s), "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"})
 
 
-class ProcessAgent:
+class PoolProcess(ABC):
+    """A process with a pool, commanded one by one. prefix: what its command is run by, such as `ip netns exec NAME`."""
+
+    def __init__(self, name: str, plan: Plan, kind: Kind, folder: Path, prefix: Sequence[str] = ()) -> None:
+        self.name = name
+        self.pool_bytes = plan.total_pages * plan.page_bytes
+        self._folder = folder
+        self._answers: deque[Answer] = deque()
+        command = [*prefix, sys.executable, "-m", "tests.kv_transfer.agent_process", msgspec.json.encode(plan).decode()]
+        decoder = msgspec.json.Decoder[Report](Report)
+        self._child: Respondent[Command, Report] = Respondent(name, command, decoder, kind.environment)
+        self.pid = self._child.pid
+
+    @abstractmethod
+    def take(self, event: Event) -> None:
+        """Called with each event that the process reports."""
+
+    def started(self) -> None:
+        """Wait until the process does its work; from then on it has a `pool`."""
+        report = self._child.next_report(WAIT_S)
+        assert isinstance(report, Started), f"{self.name} began with {report}"
+        self.pool = report.pool
+
+    def do(self, command: Command) -> Answer:
+        """Raises TransferError when it is refused, and ChildEnded when the process is gone."""
+        self._child.order(command)
+        return self.answer()
+
+    def answer(self) -> Answer:
+        """The answer to the first command that has none yet. Raises as `do` does."""
+        until = time.monotonic() + WAIT_S
+        while not self._answers:
+            assert self.hears(until), f"{self.name} does not answer"
+        answer = self._answers.popleft()
+        if answer.refused is not None:
+            raise TransferError(answer.refused)
+        return answer
+
+    def hears(self, until: float) -> bool:
+        """Take in one report. Returns False when there is none until then. Raises ChildEnded."""
+        report = self._child.next_report(until - time.monotonic())
+        match report:
+            case None:
+                return False
+            case Answer():
+                self._answers.append(report)
+            case Happened():
+                self.take(event_in(report))
+            case Started():
+                raise AssertionError(f"{self.name} has started twice")
+            case _:
+                assert_never(report)
+        return True
+
+    def memory(self) -> Bytes:
+        path = self._folder / f"{self.name}-pool"
+        self.do(Dump(path=str(path)))
+        memory = np.fromfile(path, dtype=np.uint8)
+        path.unlink()
+        return memory
+
+    def complaints(self) -> str:
+        """What it and its libraries have written to stderr and stdout."""
+        return "".join(self._child.output)
+
+    def stop(self) -> None:
+        self._child.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._child.signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Leave in order. Raises AssertionError when the process fails or leaves shared memory behind."""
+        if self._child.wait(0.0):
+            return
+        maps = Path(f"/proc/{self.pid}/maps").read_text()
+        shared = {path for path in maps.split() if path.startswith("/dev/shm/")}
+        self.do(End())
+        ended = self._child.wait(END_S)
+        assert ended and self._child.status == 0, f"{self.name} ended with {self._child.status}: {self.complaints()}"
+        left = [path for path in shared if Path(path).exists()]
+        assert not left, f"{self.name} has left {left}"
+
+    def kill(self) -> None:
+        """End the process at once, whatever state it is in."""
+        self._child.kill()
+        assert self._child.wait(END_S), f"{self.name} is still there"
+
+
+class ProcessAgent(PoolProcess):
     """An agent in a process of its own."""
 
     def __init__(self, folder: Path, number: int, pool_bytes: int, kind: Kind) -> None:
-        self.pool_bytes = pool_bytes
-        self._dump = folder / f"pool-{number}"
-        self._stderr = folder / f"stderr-{number}"
-        with self._stderr.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.kv_transfer.agent_process", kind.transport, str(pool_bytes), str(kind.silence_s)],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**os.environ, **kind.environment},
-            )
-        self._answers: queue.Queue[Started | Answer | None] = queue.Queue()
-        self._news: queue.Queue[TransportEvent] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._gone = False
+        plan = Plan(transport=kind.transport, silence_s=kind.silence_s, total_pages=pool_bytes // LAYOUT.page_bytes)
+        super().__init__(f"agent-{number}", plan, kind, folder)
+        self._news: list[TransportEvent] = []
 
-    def started(self) -> None:
-        """Wait until the agent is there."""
-        answer = self._answer()
-        assert isinstance(answer, Started)
-        self.pool = answer.pool
+    def take(self, event: Event) -> None:
+        assert isinstance(event, RunsDone | RunsFailed | AgentLost)
+        self._news.append(event)
 
     def fill(self, seed: int) -> None:
-        self._do(Fill(seed=seed))
+        self.do(Fill(seed=seed))
 
     def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
-        self._do(Wipe(value=value, start=start, end=end))
-
-    def memory(self) -> Bytes:
-        self._do(Dump(path=str(self._dump)))
-        memory = np.fromfile(self._dump, dtype=np.uint8)
-        self._dump.unlink()
-        return memory
+        self.do(Wipe(value=value, start=start, end=end))
 
     def connect(self, pool: PoolDescriptor) -> None:
-        self._do(Connect(pool=pool))
+        self.do(ConnectPool(pool=pool))
 
     def push(self, ticket: int, agent: str, runs: Int64Array) -> None:
-        self._do(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
+        self.do(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
 
     def push_many(self, tickets: Iterable[int], agent: str, runs: Int64Array) -> None:
         """Push the same runs again and again, without waiting until they are posted. Call `posted` for each of them."""
         for ticket in tickets:
-            self._write(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
+            self._child.order(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
 
     def posted(self) -> None:
         """Wait until one push of push_many is posted."""
-        self._accepted()
+        self.answer()
 
     def events(self, timeout_s: float) -> list[TransportEvent]:
-        try:
-            events = [self._news.get(timeout=timeout_s)]
-        except queue.Empty:
-            return []
-        return events + [self._news.get_nowait() for _ in range(self._news.qsize())]
+        until = time.monotonic() + timeout_s
+        while not self._news and self.hears(until):
+            pass
+        while self.hears(0.0):
+            pass
+        events, self._news = self._news, []
+        return events
 
     def close(self, agent: str | None = None) -> None:
-        self._do(Close(agent=agent))
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def end(self) -> None:
-        if self._gone:
-            return
-        maps = Path(f"/proc/{self._process.pid}/maps").read_text()
-        shared = {path for path in maps.split() if path.startswith("/dev/shm/")}
-        self._do(End())
-        status = self._process.wait(END_S)
-        self._release()
-        assert status == 0, f"an agent ended with {status}: {self.complaints()}"
-        left = [path for path in shared if Path(path).exists()]
-        assert not left, f"an agent has left {left}"
-
-    def complaints(self) -> str:
-        """What it and its libraries have written to stderr and stdout."""
-        return self._stderr.read_text()
-
-    def kill(self) -> None:
-        """End the process at once, whatever state it is in."""
-        if not self._gone:
-            self._process.kill()
-            self._process.wait(END_S)
-            self._release()
-
-    def _release(self) -> None:
-        self._gone = True
-        self._reader.join(WAIT_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def _do(self, command: Command) -> None:
-        self._write(command)
-        self._accepted()
-
-    def _write(self, command: Command) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-        self._process.stdin.flush()
-
-    def _accepted(self) -> None:
-        answer = self._answer()
-        assert isinstance(answer, Answer)
-        if answer.refused is not None:
-            raise TransferError(answer.refused)
-
-    def _answer(self) -> Started | Answer:
-        answer = self._answers.get(timeout=WAIT_S)
-        assert answer is not None, f"the agent has died: {self._process.wait(END_S)}: {self.complaints()}"
-        return answer
-
-    def _read(self) -> None:
-        """On a thread of its own, until the process is gone."""
-        decoder = msgspec.json.Decoder[Report](Report)
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            report = decoder.decode(line)
-            match report:
-                case Started() | Answer():
-                    self._answers.put(report)
-                case Done():
-                    self._news.put(RunsDone(Ticket(report.ticket)))
-                case Failed():
-                    self._news.put(RunsFailed(Ticket(report.ticket), report.reason, report.quiescent))
-                case Lost():
-                    self._news.put(AgentLost(report.agent, report.reason))
-        self._answers.put(None)
+        self.do(Close(agent=agent))
 
 
 class ProcessBackend:
@@ -358,3 +355,13 @@ def outcomes(agent: Agent, tickets: Iterable[int], timeout_s: float = WAIT_S) ->
                 open_tickets.remove(event.ticket)
                 ended[event.ticket] = event
     return ended
+
+
+def open_files(pid: int) -> int:
+    """How many file descriptors a process has."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def running_threads(pid: int) -> int:
+    """How many threads a process has, also those of libraries."""
+    return len(os.listdir(f"/proc/{pid}/task"))

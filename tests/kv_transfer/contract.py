@@ -18,8 +18,8 @@ from common.ids import Int64Array
 from common.pages.layout import KVLayout
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transport import RunsDone, RunsFailed
-from tests.kv_transfer.agent_process import random_bytes
-from tests.kv_transfer.agents import WAIT_S, Agent, Backend, Bytes, done, outcomes
+from tests.kv_transfer.agent_process import Bytes, random_bytes
+from tests.kv_transfer.agents import WAIT_S, Agent, Backend, done, outcomes
 
 MIB = 2**20
 POOL_BYTES = 20 * MIB + 12346

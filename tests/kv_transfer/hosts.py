@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.namespaces import Namespace, await_links
-from tests.kv_transfer.agents import Kind
-from tests.kv_transfer.child import WAIT_S, remaining
-from tests.kv_transfer.member_process import MemberPlan
-from tests.kv_transfer.members import Member, open_files, running_threads
+from tests.kv_transfer.agent_process import Plan
+from tests.kv_transfer.agents import WAIT_S, Kind, open_files, running_threads
+from tests.kv_transfer.members import Member
 
 COMMAND_S = 60.0
 LOOK_S = 0.02
@@ -68,7 +67,8 @@ class TwoHosts:
         self.cable = cable
         members = []
         for seed, (name, spot) in enumerate({"source": cable.near, "target": cable.far}.items(), 1):
-            plan = MemberPlan(
+            plan = Plan(
+                is_threaded=True,
                 transport=kind.transport,
                 host=spot.host,
                 total_pages=total_pages,
@@ -118,7 +118,7 @@ def await_true(is_so: Callable[[], bool], timeout_s: float = WAIT_S, every_s: fl
     """Look again and again. False when it is not so within that time."""
     until = time.monotonic() + timeout_s
     while not is_so():
-        if not remaining(until):
+        if time.monotonic() > until:
             return False
         time.sleep(every_s)
     return True

@@ -13,11 +13,11 @@ import pytest
 
 from bench.namespaces import two_namespaces
 from common.errors import TransferError
+from common.instance.ports import PushDone, PushFailed
 from kv_transfer.links import RETRY_S
-from tests.kv_transfer.agent_process import Failed, random_bytes
-from tests.kv_transfer.agents import Bytes, Kind, mooncake_kind, nixl_kind
+from tests.kv_transfer.agent_process import Bytes, random_bytes
+from tests.kv_transfer.agents import Kind, mooncake_kind, nixl_kind
 from tests.kv_transfer.hosts import Cable, Held, TwoHosts, await_true, processes_in
-from tests.kv_transfer.member_process import Pushed
 from tests.kv_transfer.members import Ended
 from tests.kv_transfer.test_transports import needs
 
@@ -94,7 +94,7 @@ def push(hosts: TwoHosts, pages: Pages) -> Ended:
 def test_scattered_pages_arrive_and_nothing_else_changes(hosts: TwoHosts) -> None:
     hosts.connect()
     pages = scattered(hosts, 900)
-    assert isinstance(push(hosts, pages), Pushed)
+    assert isinstance(push(hosts, pages), PushDone)
     np.testing.assert_array_equal(hosts.target.memory(), pages.expected)
 
 
@@ -103,7 +103,7 @@ def test_a_link_that_is_slow_is_not_lost(hosts: TwoHosts, kind: Kind) -> None:
     pages = scattered(hosts, round(1.2 * kind.silence_s * SLOW_BYTES_PER_S / PAGE_BYTES))
     hosts.cable.slow(SLOW_MBIT)
     ended = push(hosts, pages)
-    assert isinstance(ended, Pushed)
+    assert isinstance(ended, PushDone)
     assert ended.seconds > kind.silence_s, "it was under way for longer than a lost peer is waited for"
     assert hosts.source.link_to(hosts.target) == "ready"
     np.testing.assert_array_equal(hosts.target.memory(), pages.expected)
@@ -154,7 +154,7 @@ def cuts(hosts: TwoHosts) -> Cuts:
 def held_after_a_link(hosts: TwoHosts) -> Held:
     """What is open when a link was made, used and closed: some of it, libraries keep for ever."""
     hosts.connect()
-    assert isinstance(push(hosts, scattered(hosts, 1)), Pushed)
+    assert isinstance(push(hosts, scattered(hosts, 1)), PushDone)
     hosts.disconnect()
     return hosts.held_at_rest()
 
@@ -179,7 +179,7 @@ def cut_in_mid_push(hosts: TwoHosts) -> tuple[Ended, float]:
 
 def test_a_push_whose_link_is_cut_fails_in_time(cuts: Cuts, kind: Kind) -> None:
     for ended, took_s in cuts.ends:
-        assert isinstance(ended, Failed)
+        assert isinstance(ended, PushFailed)
         assert ended.quiescent == IS_QUIESCENT[kind.transport]
         assert took_s < kind.silence_s + MARGIN_S
 
@@ -195,7 +195,7 @@ def test_the_transfer_loop_finds_its_way_back_by_itself(cuts: Cuts) -> None:
 
 
 def test_when_the_link_is_back_a_new_connection_works(cuts: Cuts) -> None:
-    assert isinstance(cuts.again, Pushed)
+    assert isinstance(cuts.again, PushDone)
     np.testing.assert_array_equal(cuts.left[OTHERS.start :], cuts.expected[OTHERS.start :])
 
 

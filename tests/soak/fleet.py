@@ -13,8 +13,9 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
+from common.instance.ports import PushDone
+from tests.kv_transfer.agent_process import Plan
 from tests.kv_transfer.agents import nixl_kind
-from tests.kv_transfer.member_process import MemberPlan, Pushed
 from tests.kv_transfer.members import LEASE_S, Ended, Member
 
 SILENCE_S = 10
@@ -192,7 +193,8 @@ class Fleet:
 
     def _start(self, name: str, life: int) -> Member:
         self._seeds += 1  # no two members have the same bytes
-        plan = MemberPlan(
+        plan = Plan(
+            is_threaded=True,
             transport="nixl",
             total_pages=self._shape.total_pages,
             page_bytes=self._shape.page_bytes,
@@ -237,14 +239,14 @@ class Fleet:
                     self.problems.append(f"{sender.name} has lost {receiver.name}, which is here")
 
     def _judge(self, push: Push, ended: Ended, may_do_either: bool) -> None:
-        is_done = isinstance(ended, Pushed)
+        is_done = isinstance(ended, PushDone)
         self._tally.counts["done" if is_done else "failed"] += 1
         what = f"a push from {push.sender.name} to {push.receiver.name}"
         if push.was == push.receiver.presence == "here" and not is_done and not may_do_either:
             self.problems.append(f"{what} failed: {ended}")
         if push.was == "dead" and is_done:
             self.problems.append(f"{what} was done, and nobody was there")
-        if isinstance(ended, Pushed) and push.receiver.presence == "here":
+        if isinstance(ended, PushDone) and push.receiver.presence == "here":
             if push.sender is self.senders[0]:
                 self._tally.speeds.append(ended.pushed_bytes / ended.seconds)
             if self._random.random() < CHECKED:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.kv_transfer.members import open_files, running_threads
+from tests.kv_transfer.agents import open_files, running_threads
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SAVED_S = 0.25

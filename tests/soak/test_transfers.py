@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.kv_transfer.child import ROOT
 from tests.soak.transfers import Record
 
 START_S = 120.0
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.soak
