@@ -58,6 +58,7 @@ KINDS = {
     "torch": Kind("torch"),
     "mooncake": mooncake_kind(),
 }
+"""With the silence of a real instance, 10 s. The tests that stop a receiver must wait for it: that is why they are slow."""
 
 
 @pytest.fixture(scope="module", params=["memory", *KINDS])
@@ -82,15 +83,6 @@ class TestEveryTransport(TransportContract):
 
 
 # --- what becomes of a link when a process does something else ---------------------------------------------------------------
-
-IMPATIENT = {
-    "nixl": nixl_kind(tcp_only=False, silence_s=3),
-    "nixl over tcp": nixl_kind(tcp_only=True, silence_s=3),
-    "cma": Kind("cma"),
-    "torch": Kind("torch", silence_s=4),
-    "mooncake": mooncake_kind(silence_s=5),
-}
-"""They call a peer lost as soon as they can."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,10 +118,10 @@ class Stage:
         assert (agent.memory() == random_bytes(SOURCE_SEED, PROCESS_BYTES)).all()
 
 
-@pytest.fixture(scope="module", params=list(IMPATIENT))
+@pytest.fixture(scope="module", params=list(KINDS))
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     needs(request.param)
-    kind = IMPATIENT[request.param]
+    kind = KINDS[request.param]
     backend = ProcessBackend(tmp_path_factory.mktemp("agents"), kind)
     source, bystander = backend.start(PROCESS_BYTES, PROCESS_BYTES)
     source.fill(SOURCE_SEED)
