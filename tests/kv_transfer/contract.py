@@ -145,6 +145,8 @@ class TransportContract:
         memory = target.memory()
         assert (memory[77 : 77 + 256 * MIB] == moved).all()
         assert not memory[:77].any() and not memory[77 + 256 * MIB :].any()
+        for agent in (source, target):
+            agent.end()
 
     @pytest.mark.parametrize("target_heads", [range(2, 3), range(1, 4), range(8)], ids=["fewer", "some of each", "more"])
     def test_pages_of_unequal_tensor_parallelism_arrive_head_by_head(self, pair: Pair, target_heads: range) -> None:
@@ -261,3 +263,5 @@ class TransportContract:
         for mine, theirs, seed in ((one, 2, 1), (other, 1, 2)):
             expected = np.concatenate([random_bytes(seed, MIB)[:half], random_bytes(theirs, MIB)[:half]])
             np.testing.assert_array_equal(mine.memory(), expected)
+        for agent in (one, other):
+            agent.end()

@@ -94,15 +94,25 @@ class Stage:
     source: ProcessAgent
     bystander: ProcessAgent
     tickets: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    guests: list[ProcessAgent] = field(default_factory=list)
+
+    def two_guests(self) -> list[ProcessAgent]:
+        """Two new agents, without a link."""
+        return self._start(2)
 
     def target(self) -> ProcessAgent:
         """A new agent to which the source is linked, and has pushed."""
-        (target,) = self.backend.start(PROCESS_BYTES)
+        (target,) = self._start(1)
         self.source.connect(target.pool)
         ticket = next(self.tickets)
         self.source.push(ticket, target.pool.agent, rows((0, 0, 1)))
         assert outcomes(self.source, [ticket]) == {ticket: done(ticket)}
         return target
+
+    def _start(self, number: int) -> list[ProcessAgent]:
+        started = self.backend.start(*[PROCESS_BYTES] * number)
+        self.guests += started
+        return started
 
     def pushes(self, number: int) -> list[int]:
         """Tickets."""
@@ -119,7 +129,7 @@ class Stage:
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def shared_stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     needs(request.param)
     kind = KINDS[request.param]
     backend = ProcessBackend(tmp_path_factory.mktemp("agents"), kind)
@@ -129,9 +139,19 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     backend.finish()
 
 
+@pytest.fixture
+def stage(shared_stage: Stage) -> Iterator[Stage]:
+    """What a test has started ends with it: agents that poll on would take the processors from the next test."""
+    yield shared_stage
+    for guest in shared_stage.guests:
+        guest.go_on()
+        guest.end()
+    shared_stage.guests.clear()
+
+
 def only(*names: str) -> pytest.MarkDecorator:
     """For these kinds."""
-    return pytest.mark.parametrize("stage", names, indirect=True)
+    return pytest.mark.parametrize("shared_stage", names, indirect=True)
 
 
 receiver_must_run = only("nixl over tcp", "torch", "mooncake")
@@ -219,7 +239,7 @@ def test_where_the_receiver_has_no_part_a_stopped_one_still_receives(stage: Stag
 
 
 def test_a_sender_that_ends_in_mid_push_leaves_nothing_and_its_receiver_serves_others(stage: Stage) -> None:
-    sender, target = stage.backend.start(PROCESS_BYTES, PROCESS_BYTES)
+    sender, target = stage.two_guests()
     sender.connect(target.pool)
     sender.push_many(range(1, 9), target.pool.agent, EVERYTHING)
     for _ in range(8):
@@ -229,7 +249,7 @@ def test_a_sender_that_ends_in_mid_push_leaves_nothing_and_its_receiver_serves_o
 
 
 def test_a_sender_that_is_killed_in_mid_push_writes_nothing_more_and_its_receiver_serves_others(stage: Stage) -> None:
-    sender, target = stage.backend.start(PROCESS_BYTES, PROCESS_BYTES)
+    sender, target = stage.two_guests()
     sender.connect(target.pool)
     sender.push_many(range(1, 9), target.pool.agent, EVERYTHING)
     sender.posted()
@@ -243,7 +263,7 @@ def test_a_sender_that_is_killed_in_mid_push_writes_nothing_more_and_its_receive
 
 @only("nixl", "nixl over tcp", "cma", "torch")
 def test_agents_that_part_in_order_have_nothing_to_complain_about(stage: Stage) -> None:
-    sender, target = stage.backend.start(PROCESS_BYTES, PROCESS_BYTES)
+    sender, target = stage.two_guests()
     sender.connect(target.pool)
     sender.push(1, target.pool.agent, EVERYTHING)
     assert outcomes(sender, [1]) == {1: done(1)}
