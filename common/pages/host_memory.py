@@ -1,7 +1,7 @@
 """Host memory for a pool of pages: private, zeroed, and in huge pages where the system has them.
 
 Owns the mapping. Knows no pages. Copying between processes looks up every page of the system that it touches; a huge page
-replaces 512 small ones, which makes it faster (docs/performance.md).
+replaces 512 small ones, which makes it faster (docs/measurements/transports.md).
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""The soak itself: with --soak the whole hour. `./check` runs two minutes of it behind the other tests."""
+"""The whole hour of the soak, with --soak. `./check` runs its short form, a fixed number of rounds, beside the tests."""
 
 import importlib.util
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(2 * 3600)
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed (it is for Linux only)")
 def test_an_hour_of_joins_and_deaths_leaves_nothing_behind(tmp_path: Path) -> None:
-    """In a process of its own, for it makes itself nice."""
+    """Slow on purpose: small leaks show only after thousands of pushes."""
     file = tmp_path / "samples.json"
     command = [sys.executable, "-m", "tests.soak.transfers", "--minutes=60", f"--json={file}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600 + START_S, check=False)
