@@ -25,7 +25,7 @@ def text(outcome: Outcome) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """The section for docs/measurements/overlap.md: what was run on what, the goals, and every figure with the fleets side by side."""
+    """The section for docs/measurements/overlap.md: the run, the goals, and every figure with the fleets side by side."""
     parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), *_cautions(outcome), markdown_goals(outcome.goals)]
     for measured in outcome.models:
         parts += [f"### {measured.model}: time to first token, {SPREAD}", markdown_table(_first_tokens(measured))]

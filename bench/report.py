@@ -23,7 +23,7 @@ def text(outcome: Outcome) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """The section for docs/measurements/transports.md: what was run on what, the goals, and every figure with the ways side by side."""
+    """The section for docs/measurements/transports.md: the run, the goals, and every figure with the ways side by side."""
     parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), *_cautions(outcome), markdown_goals(outcome.goals)]
     for place in (outcome.host, outcome.network):
         if place.rows:
