@@ -1,19 +1,20 @@
-"""How an instance leaves: when it began to, and when it stops waiting.
+"""How an instance leaves: when its drain began, and when it stops waiting.
 
-Owns the times of a drain. Knows nothing of requests: the scheduler asks.
+Owns the times of a drain. Knows nothing of requests: the request table asks.
 
-    begin ── what runs may finish ──► timeout_s: it is handed off ── its transfers end ──► + LAST_S: it is over anyway
+    begin ── requests may finish ──► timeout_s: they are ended ── their transfers finish ──► + LAST_S: over in any case
 """
 
 from common.errors import Unavailable
 from common.ids import InstanceId
 
 LAST_S = 25.0
-"""Longer than any transfer takes to end, or a silent peer to be given up."""
+"""Longer than any transfer takes to end, and than it takes to give up a silent peer."""
 
 
 class Drainage:
-    """timeout_s: how long what runs may go on. refusal: what those are told that come too late or are handed off."""
+    """timeout_s: how long running requests may go on. refusal: the error for requests that come too late or are still running
+    then."""
 
     def __init__(self, instance: InstanceId, timeout_s: float) -> None:
         self.refusal = Unavailable(f"{instance} is leaving the fleet")
@@ -22,7 +23,7 @@ class Drainage:
         self._handed_off = False
         self.began = False
         self.is_over = False
-        """Nothing more is waited for."""
+        """The instance waits for nothing more."""
 
     def begin(self, now: float) -> None:
         """Idempotent."""
@@ -31,7 +32,7 @@ class Drainage:
             self._next_s = now + self._timeout_s
 
     def tick(self, now: float) -> bool:
-        """Whether what still runs is to be handed off now; true once."""
+        """Whether to end the requests that still run; true once."""
         if self._next_s is None or now < self._next_s:
             return False
         if self._handed_off:

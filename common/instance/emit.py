@@ -1,6 +1,6 @@
-"""What an instance emits into the text pipeline.
+"""What an instance sends into the text pipeline.
 
-Owns the shape of it. Knows token ids and endings; text is the detokenizer's.
+Owns the shape of these messages. Knows token ids and endings; text belongs to the detokenizer.
 """
 
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from common.messages import Ending, TokenBatch, TokenDelta
 
 
 def emit_tokens(deltas: Iterable[TokenDelta]) -> list[Send]:
-    """What one step brought, as one message; none when it brought nothing."""
+    """The tokens of one step as one message; no message when there are none."""
     batch = tuple(deltas)
     return [Send(DETOKENIZER, TokenBatch(deltas=batch))] if batch else []
 
 
 def emit_ending(key: Key, first: int, ending: Ending) -> Send:
-    """An ending without a token. first: number of the token that would have come next."""
+    """An ending without a token. first: the number of the token that would have come next."""
     return Send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(key, first, (), ending),)))

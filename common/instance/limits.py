@@ -1,6 +1,6 @@
-"""What bounds an instance, whatever its role.
+"""The limits of an instance, whatever its role.
 
-Owns the numbers' names. Made from flags by whoever composes the process.
+Owns their names. The process makes them from its flags.
 """
 
 from dataclasses import dataclass
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceLimits:
-    """chunk_tokens: of one forward. max_waiting: requests that wait. request_timeout_s: longest life of a request here.
-
-    drain_timeout_s: how long a draining instance lets its requests run before it hands them off.
+    """chunk_tokens: most prompt tokens of one forward. max_waiting: most requests that wait. request_timeout_s: longest life of a
+    request here. drain_timeout_s: how long a draining instance lets its requests run before it ends them.
     """
 
     chunk_tokens: int

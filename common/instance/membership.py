@@ -1,7 +1,7 @@
 """An instance's membership of its fleet: it registers until it is welcome, then reports.
 
-Owns the times of registration and heartbeats, both ways. Opens no socket, reads no clock. Every heartbeat is answered: an
-instance whose router falls silent registers again, until a router (the same, or its successor) welcomes it.
+Owns the times of registration and of heartbeats in both directions. Opens no socket, reads no clock. The router answers every
+heartbeat. When it falls silent, the instance registers again until a router (the same, or a new one) welcomes it.
 """
 
 from common.errors import PeerRefused
@@ -14,7 +14,7 @@ HEARTBEATS_PER_REGISTER = 10
 
 
 class Membership:
-    """The instance's half of joining and staying. detokenizer: its address, once it is known."""
+    """The instance's half of joining and staying. detokenizer: the detokenizer's address, once it is known."""
 
     def __init__(self, info: InstanceInfo, startup_timeout_s: float, now: float) -> None:
         self.info = info
@@ -35,7 +35,7 @@ class Membership:
         return self._next_s
 
     def receive(self, message: Welcome | Refused) -> bool:
-        """Whether a former router's requests are to be abandoned: this one does not know them. Raises PeerRefused."""
+        """Whether to abandon the requests of a former router, which this one does not know. Raises PeerRefused."""
         if isinstance(message, Refused):
             raise PeerRefused(f"the router refused {self.info.id}: {message.reason}")
         is_other = self._welcome is not None and self._welcome.router != message.router
@@ -44,15 +44,15 @@ class Membership:
         return is_other
 
     def router_lost(self) -> bool:
-        """Whether the router has left our heartbeats unanswered for so long that it is dead, or takes us for dead; then we
-        register anew. Between two heartbeats no more counts than `heartbeat_s`: a process that was stopped has sent none."""
+        """Whether the router has left our heartbeats unanswered for so long that it is dead, or takes us for dead; we then
+        register again. At most `heartbeat_s` counts between two heartbeats: a process that was stopped has sent none."""
         if self._welcome is None or self._unanswered_s <= self._welcome.dead_after_s:
             return False
         self._welcome, self._beat_s, self._unanswered_s = None, None, 0.0
         return True
 
     def due(self, now: float, load: Load, counters: Counters, links: tuple[LinkInfo, ...], draining: bool) -> list[Send]:
-        """What is sent at `next_deadline`, which moves on. Raises PeerRefused at the start-up deadline."""
+        """The messages to send at `next_deadline`, which then moves on. Raises PeerRefused at the start-up deadline."""
         if self._welcome is None:
             if self._give_up_s is not None and now >= self._give_up_s:
                 raise PeerRefused("the router did not answer the registration in time: is --router right, and is it running?")
@@ -76,7 +76,7 @@ class Membership:
         return [Send(ROUTER, beat)]
 
     def hurry(self, now: float) -> None:
-        """Something changed that the router should know soon: beat at the next turn."""
+        """Something changed that the router should know soon: send a heartbeat at the next turn."""
         if self.joined:
             self._next_s = min(self._next_s, now)
 

@@ -1,7 +1,7 @@
-"""The rows of the executor's batch: which are free, and which steps in flight still name them.
+"""The rows of the executor's batch: which are free, and how many steps in flight still name each.
 
-Owns row numbers. Knows nothing of requests, pages or time. A row is given back by its owner, and becomes free when no step in
-flight names it: a step may still write the pages of the request that had the row.
+Owns row numbers. Knows nothing of requests, pages or time. The owner gives a row back only when no step in flight names it: a
+step may still write the pages of the request that has the row.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from common.ids import Int32Array
 
 
 class Rows:
-    """`total` rows. in_flight[row] counts the launched steps that name the row and have not returned."""
+    """`total` rows. in_flight[row]: launched steps that name the row and have not returned."""
 
     def __init__(self, total: int) -> None:
         self.total = total

@@ -47,7 +47,7 @@ def test_an_answer_that_is_resumed_here_alone_goes_on_with_its_next_number() -> 
     assert told == [TokenDelta(key("a"), 5, (70,), None), TokenDelta(key("a"), 6, (71,), Finished(reason="length"))]
 
 
-def test_a_refusal_has_the_number_of_the_token_that_would_have_come() -> None:
+def test_a_refusal_carries_the_number_of_the_next_token() -> None:
     (delta,) = deltas(scheduler().receive(ROUTER, generate("a", 8, max_new_tokens=1000, first=5), 0.0))
     assert delta.first == 5 and isinstance(delta.ending, Failed)
 
@@ -186,7 +186,7 @@ def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
     assert [*drained, made.report().drained] == [False, False, False, True] and is_home(made)
 
 
-def test_what_still_runs_when_the_drain_has_taken_long_enough_is_resumed_elsewhere() -> None:
+def test_requests_that_still_run_when_the_drain_times_out_fail_so_that_they_are_resumed() -> None:
     made = scheduler()
     made.receive(WRITER, handoff(reserved(made, "decodes")), 0.0)
     plan = planned(made.decide(0.0))

@@ -38,7 +38,7 @@ SUCCESSOR = Incarnation("2")
 # --- renewals --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_renewal_is_answered_and_what_it_claims_goes_on() -> None:
+def test_a_renewal_is_answered_and_claimed_reservations_go_on() -> None:
     made = scheduler()
     grant = reserved(made)
     actions = made.receive(WRITER, renew(1.0, ("a", grant.generation)), 1.0)
@@ -111,11 +111,11 @@ def test_a_renewal_of_another_life_drops_nothing_of_this_one() -> None:
     assert (made.report().load.waiting_requests, made.report().load.reservations) == (1, 1)
 
 
-def test_a_claim_of_what_was_never_heard_of_is_over() -> None:
+def test_a_claim_of_an_unknown_key_is_over() -> None:
     assert renewed(scheduler().receive(WRITER, renew(1.0, ("a", 0)), 1.0)).over == (key("a"),)
 
 
-def test_a_claim_of_what_decodes_already_is_over_and_changes_nothing() -> None:
+def test_a_claim_of_a_request_that_decodes_already_is_over_and_changes_nothing() -> None:
     """The Handoff has overtaken the Renew."""
     made = scheduler()
     grant = reserved(made)
@@ -179,7 +179,7 @@ WORDS: tuple[Word, ...] = (withdraws, hands_off, hands_off_nonsense, claims_no_m
 
 @pytest.mark.parametrize("word", WORDS)
 @pytest.mark.parametrize("end", [cancelled, abandoned])
-def test_of_what_nobody_waits_for_nobody_is_told_however_the_writer_lets_go(
+def test_nobody_is_told_of_a_request_that_nobody_waits_for_however_its_writer_lets_go(
     end: Callable[[DecodeScheduler], Sequence[Action]], word: Word
 ) -> None:
     made = scheduler()
@@ -231,7 +231,7 @@ def test_a_request_that_its_writer_lets_go_of_ends_once(word: Word) -> None:
 
 
 @pytest.mark.parametrize("word", [withdraws, hands_off_nonsense, claims_no_more, falls_silent])
-def test_what_arrived_for_the_pages_is_in_memory_before_they_come_home(word: Word) -> None:
+def test_pages_come_home_only_after_everything_that_arrived_for_them_is_in_memory(word: Word) -> None:
     made = scheduler()
     grant = reserved(made)
     actions = word(made, grant, 1.0)
@@ -270,7 +270,7 @@ def test_a_writer_that_the_router_does_not_see_keeps_its_reservations_as_long_as
     assert len(planned(made.decide(30.0)).decode_rows) == 1
 
 
-def test_what_waits_for_a_writer_that_left_the_fleet_leaves_the_line() -> None:
+def test_a_waiting_request_leaves_the_line_when_its_writer_leaves_the_fleet() -> None:
     made = scheduler(max_rows=1)
     reserved(made, "a")
     made.receive(WRITER, reserve("b", 6), 0.0)
@@ -298,7 +298,7 @@ def test_a_writer_that_was_stopped_for_long_is_told_that_everything_is_over() ->
 
 
 @pytest.mark.parametrize("sent_s", [float("nan"), float("inf"), float("-inf")])
-def test_words_at_no_time_raise_nothing_and_hold_nothing_for_ever(sent_s: float) -> None:
+def test_messages_with_an_impossible_time_raise_nothing_and_hold_nothing_for_ever(sent_s: float) -> None:
     made = scheduler()
     made.receive(WRITER, reserve("a", 6, sent_s=sent_s), 0.0)
     made.decide(0.0)

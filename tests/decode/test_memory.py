@@ -114,7 +114,7 @@ def test_when_no_page_is_free_the_youngest_is_preempted_and_may_go_on_elsewhere(
     assert [delta.key.request_id for delta in deltas(step(made, 100.0))] == ["old"]
 
 
-def test_who_comes_first_is_not_who_is_oldest() -> None:
+def test_the_request_that_arrived_here_first_is_not_always_the_oldest() -> None:
     made = crowded(old_age_s=5.0, young_age_s=10.0)
     assert list(failures(step(made, 100.0))) == ["old"]
 
@@ -124,14 +124,14 @@ def test_a_less_urgent_request_is_preempted_however_old_it_is() -> None:
     assert list(failures(step(made, 100.0))) == ["young"]
 
 
-def test_the_key_of_a_request_that_was_put_out_is_over() -> None:
+def test_the_key_of_a_preempted_request_is_over() -> None:
     made = crowded()
     step(made, 100.0)
     assert made.receive(ROUTER, generate("young", 4), 100.0) == []
     assert made.report().load.waiting_requests == 0 and made.report().counters.messages_stale == 1
 
 
-def test_the_oldest_is_never_put_out_by_another_and_always_gets_on() -> None:
+def test_the_oldest_request_is_never_preempted_and_always_advances() -> None:
     made = scheduler(total_pages=6)
     ask(made, "oldest", tokens=4, max_new_tokens=20, age_s=50.0)
     emitted = 0
@@ -161,7 +161,7 @@ def test_the_pages_of_a_victim_come_home_when_its_step_returns_and_the_row_that_
     assert len(after.decode_rows) == 1 and [row for row, _ in grown(after)] == after.decode_rows.tolist()
 
 
-def test_as_memory_runs_out_one_after_the_other_is_put_out_from_the_youngest_on() -> None:
+def test_as_memory_runs_out_requests_are_preempted_one_by_one_youngest_first() -> None:
     made = scheduler(total_pages=11, chunk_tokens=16)
     for number in range(4):
         ask(made, f"r{number}", tokens=4, age_s=10.0 - number)
@@ -261,7 +261,7 @@ def test_a_page_is_left_for_every_request_that_runs() -> None:
     assert made.report().load.waiting_requests == 0
 
 
-def test_the_last_page_is_given_to_who_is_alone() -> None:
+def test_a_request_that_is_alone_may_take_the_last_page() -> None:
     made = scheduler(total_pages=3)
     ask(made, "a", tokens=9, max_new_tokens=3)
     assert len(planned(made.decide(100.0)).starts[0].pages) == 3
@@ -300,7 +300,7 @@ def test_pages_that_their_writer_does_not_let_go_of_are_in_quarantine() -> None:
     assert is_home(made)
 
 
-def test_what_cannot_fit_beside_them_waits_a_while_and_is_then_sent_away() -> None:
+def test_a_request_that_cannot_fit_beside_stuck_pages_waits_a_while_and_is_then_refused() -> None:
     made = stuck()
     made.receive(WRITER, reserve("large", 16, sent_s=105.0), 105.0)
     made.receive(WRITER, reserve("small", 4, sent_s=105.0), 105.0)
@@ -314,7 +314,7 @@ def test_what_cannot_fit_beside_them_waits_a_while_and_is_then_sent_away() -> No
     assert made.report().load.waiting_requests == 0
 
 
-def test_what_a_writer_gave_up_and_cannot_let_go_ends_here_too_though_the_cancel_was_lost() -> None:
+def test_a_request_whose_writer_is_stuck_ends_here_even_if_its_cancel_was_lost() -> None:
     made = scheduler(total_pages=6)
     grant = reserved(made, "stuck", tokens=8, now=100.0)
     claim = Claim(key("stuck"), grant.generation, stuck=True)
@@ -328,13 +328,13 @@ def test_what_a_writer_gave_up_and_cannot_let_go_ends_here_too_though_the_cancel
     assert is_home(made)
 
 
-def test_what_fits_beside_them_is_served() -> None:
+def test_a_request_that_fits_beside_stuck_pages_is_served() -> None:
     made = stuck()
     made.receive(WRITER, reserve("small", 4, sent_s=105.0), 105.1)
     assert kinds(made.decide(105.1).actions) == ["Grant"]
 
 
-def test_who_needs_more_than_is_left_beside_them_is_put_out_and_not_left_waiting() -> None:
+def test_a_running_request_that_needs_a_stuck_page_is_preempted_instead_of_waiting() -> None:
     made = stuck(total_pages=5)
     made.receive(ROUTER, generate("a", 4, 12), 105.1)
     for _ in range(5):

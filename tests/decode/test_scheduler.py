@@ -217,7 +217,7 @@ def test_a_request_ends_when_its_deadline_passes() -> None:
         ({"terms": Terms(timeout_s=float("nan"))}, 400, "must be numbers"),
     ],
 )
-def test_what_cannot_be_served_is_refused_to_whoever_asked(change: dict[str, Any], status: int, reason: str) -> None:
+def test_an_invalid_request_is_refused_to_the_instance_that_sent_it(change: dict[str, Any], status: int, reason: str) -> None:
     made = scheduler()
     told_to_writer = declined(made.receive(WRITER, msgspec.structs.replace(reserve("a", 6), **change), 0.0))
     told_to_client = failures(made.receive(ROUTER, msgspec.structs.replace(generate("b", 6), **change), 0.0))
@@ -239,7 +239,7 @@ def test_a_writer_that_is_not_known_may_be_known_later(sender: InstanceId, incar
     assert decline.message.failed.retryable and sender in decline.message.failed.message
 
 
-def test_who_comes_when_the_line_is_full_is_refused_and_may_try_again() -> None:
+def test_a_request_that_finds_the_line_full_is_refused_and_may_try_again() -> None:
     made = scheduler(max_waiting=1)
     made.receive(ROUTER, generate("a", 5), 0.0)
     for failed in (

@@ -33,5 +33,5 @@ def test_every_byte_of_a_digest_counts(byte: int) -> None:
     assert corrupt_pages(sent.tobytes(), landed.tobytes()) == 1
 
 
-def test_half_a_digest_is_none() -> None:
+def test_an_incomplete_digest_counts_as_missing() -> None:
     assert corrupt_pages(packed([1]) + packed([2])[:3], packed([1, 2])) == 1

@@ -302,7 +302,7 @@ def test_a_grant_that_answers_what_was_not_said_yet_is_dropped_and_counted() -> 
 
 
 @pytest.mark.parametrize("sent_s", [math.nan, -math.inf, math.inf])
-def test_a_grant_at_no_time_raises_nothing_and_allows_nothing(sent_s: float) -> None:
+def test_a_grant_with_an_impossible_time_raises_nothing_and_allows_nothing(sent_s: float) -> None:
     outputs = opened().receive(D, grant(sent_s=sent_s), BEGAN_S)
     assert not any(isinstance(output, Allow) and output.until_s > BEGAN_S for output in outputs)
 

@@ -152,7 +152,7 @@ def test_an_answer_of_somebody_to_whom_nothing_was_said_allows_nothing() -> None
     assert len(writer.source) == 1
 
 
-def test_what_is_over_on_the_other_side_is_drained_and_withdrawn_and_may_be_served_again() -> None:
+def test_a_handoff_that_is_over_on_the_other_side_is_drained_and_withdrawn_and_may_be_retried() -> None:
     writer = Writer()
     writer.open("a")
     writer.grant("a")
@@ -165,7 +165,7 @@ def test_what_is_over_on_the_other_side_is_drained_and_withdrawn_and_may_be_serv
     assert failure.retryable and closed == SourceClosed(key("a"), failure, quiescent=True)
 
 
-def test_what_is_over_twice_is_withdrawn_once() -> None:
+def test_a_handoff_that_is_reported_over_twice_is_withdrawn_once() -> None:
     writer = Writer()
     writer.open("a")
     writer.tick()

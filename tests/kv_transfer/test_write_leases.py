@@ -96,7 +96,7 @@ def test_a_lease_never_moves_back() -> None:
     assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
 
 
-def test_a_lease_of_another_incarnation_or_for_a_stranger_is_none() -> None:
+def test_a_lease_for_another_incarnation_or_an_unknown_peer_does_not_count() -> None:
     two = Two()
     two.allow()
     two.source.loop.submit(Connect((two.target.info(),)))

@@ -10,8 +10,8 @@ from common.messages import Generate, Grant, Handoff, Peers, Reserve, Terms
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
-from tests.builders import LAYOUT, engine, instance, key, limits, sampling
-from tests.schedulers import messages, prompt_of
+from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
+from tests.schedulers import kinds, messages, prompt_of
 
 ME, DECODE = InstanceId("p"), InstanceId("d")
 LIFE = Incarnation("p1")
@@ -76,3 +76,13 @@ def finish_pushes(made: PrefillScheduler, actions: list[Action], now: float = 1.
     for push in [action for action in actions if isinstance(action, Push)]:
         more += made.handle(PushDone(push.ticket, len(push.source_pages) * LAYOUT.page_bytes, 0.1), now)
     return more
+
+
+def pushing(made: PrefillScheduler, name: str = "a") -> list[Action]:
+    """A request whose only push is in flight, and whose first token is out: the push."""
+    made.receive(ROUTER, generate(name, 4), 0.0)
+    decision = made.decide(0.0)
+    made.receive(DECODE, grant_for(decision.actions), 0.0)
+    actions = made.step_done(result(decision.plan, [5]), 0.1)
+    assert kinds(actions) == ["TokenBatch", "Push"]
+    return actions

@@ -22,24 +22,13 @@ from common.messages import (
     Withdraw,
 )
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
-from prefill.scheduler import PrefillScheduler
 from tests.builders import LAYOUT, instance, key, result
-from tests.prefill.rig import DECODE, LIFE, ME, finish_pushes, generate, grant_for, handoffs, reserves, scheduler
+from tests.prefill.rig import DECODE, LIFE, ME, finish_pushes, generate, grant_for, handoffs, pushing, reserves, scheduler
 from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, link_changed, messages
 
 
 def reserved(actions: list[Action]) -> list[str]:
     return [reserve.key.request_id for reserve in reserves(actions)]
-
-
-def pushing(made: PrefillScheduler, name: str = "a") -> list[Action]:
-    """A request whose only push is in flight, and whose first token is out: the push."""
-    made.receive(ROUTER, generate(name, 4), 0.0)
-    decision = made.decide(0.0)
-    made.receive(DECODE, grant_for(decision.actions), 0.0)
-    actions = made.step_done(result(decision.plan, [5]), 0.1)
-    assert kinds(actions) == ["TokenBatch", "Push"]
-    return actions
 
 
 LOST = link_changed("d", "lost")
@@ -56,7 +45,7 @@ def test_the_most_urgent_is_computed_first_and_among_equals_the_oldest() -> None
     assert [reserved(made.decide(10.0).actions) for _ in range(4)] == [["urgent"], ["old"], ["young"], ["late"]]
 
 
-def test_a_request_takes_its_age_along_however_long_it_waited_here() -> None:
+def test_the_age_of_a_request_includes_its_wait_here() -> None:
     made = scheduler()
     made.receive(ROUTER, generate("a", 4, terms=Terms(priority=2, age_s=5.0, timeout_s=30.0)), 10.0)
     (reserve,) = reserves(made.decide(13.0).actions)
@@ -64,7 +53,7 @@ def test_a_request_takes_its_age_along_however_long_it_waited_here() -> None:
     assert (reserve.incarnation, reserve.sent_s) == (LIFE, 13.0)
 
 
-def test_a_request_that_gives_no_time_has_the_instances_own() -> None:
+def test_a_request_without_a_timeout_has_the_instances_timeout() -> None:
     made = scheduler()
     made.receive(ROUTER, generate("a", 4), 10.0)
     assert reserves(made.decide(20.0).actions)[0].terms.timeout_s == 50.0
@@ -91,7 +80,7 @@ def test_the_tokens_of_a_resumed_answer_are_numbered_from_where_it_was() -> None
     assert deltas(made.step_done(result(decision.plan, [55]), 0.1)) == [TokenDelta(key("a"), 2, (55,), None)]
 
 
-def test_its_failure_has_the_number_of_the_token_that_would_have_come() -> None:
+def test_a_failure_carries_the_number_of_the_next_token() -> None:
     made = scheduler()
     made.receive(ROUTER, generate("a", 6, first=2), 0.0)
     decision = made.decide(0.0)
@@ -114,11 +103,12 @@ def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
 
 
 def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_not_home() -> None:
+    """Its failure may have been lost: a router that asks must learn that nobody serves it."""
     made = scheduler()
     pushing(made)
     made.receive(ROUTER, Cancel(key=key("a")), 0.2)
     (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.3))
-    assert isinstance(answer, Probed) and answer.standings == (Standing(key("a"), None),)
+    assert answer == Probed(id=ME, incarnation=LIFE, standings=(Standing(key("a"), None),))
     assert made.report().load.pages_free < made.report().load.pages_total
 
 
@@ -171,7 +161,7 @@ def test_a_reservation_that_the_decode_instance_does_not_hold_ends_the_request_s
     assert is_home(made)
 
 
-def test_a_request_that_was_cancelled_is_not_told_of_what_is_over() -> None:
+def test_the_client_of_a_cancelled_request_is_told_nothing_when_its_reservation_is_over() -> None:
     made = scheduler()
     push = pushing(made)
     made.receive(ROUTER, Cancel(key=key("a")), 0.5)
@@ -248,7 +238,7 @@ def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on
     assert made.report().load.pages_quarantined == 1 and made.report().load.running_requests == 0
 
 
-def test_what_does_not_fit_beside_pages_that_never_come_home_is_refused_and_the_next_goes_on() -> None:
+def test_a_request_that_cannot_fit_beside_quarantined_pages_is_refused_and_the_next_is_admitted() -> None:
     made = scheduler(total_pages=4)
     pushing(made)
     made.receive(ROUTER, generate("large", 16), 0.2)
@@ -261,7 +251,7 @@ def test_what_does_not_fit_beside_pages_that_never_come_home_is_refused_and_the_
     assert reserved(decision.actions) == ["small"]
 
 
-def test_what_is_computed_for_a_peer_that_left_is_drained_and_resumed() -> None:
+def test_a_request_whose_peer_left_is_drained_and_then_fails_so_that_it_is_resumed() -> None:
     made = scheduler()
     pushing(made)
     assert kinds(made.receive(ROUTER, Peers(instances=()), 1.0)) == []
@@ -302,7 +292,7 @@ def test_it_has_drained_when_what_runs_is_handed_off_and_its_pushes_have_ended()
     assert made.report().drained
 
 
-def test_what_still_runs_when_the_drain_has_taken_long_enough_is_resumed_elsewhere() -> None:
+def test_requests_that_still_run_when_the_drain_times_out_fail_so_that_they_are_resumed() -> None:
     made = scheduler()
     push = pushing(made)
     drain(made, 0.0)
@@ -346,7 +336,7 @@ def test_nothing_that_a_decode_instance_says_raises(sent_s: float) -> None:
 
 
 @pytest.mark.parametrize("pages", [b"abc", b"", pack_ids(range(9))])
-def test_a_grant_of_pages_that_cannot_be_fails_the_request_and_not_the_process(pages: bytes) -> None:
+def test_an_invalid_grant_fails_the_request_and_not_the_process(pages: bytes) -> None:
     made = scheduler()
     made.receive(ROUTER, generate("a", 4), 0.0)
     decision = made.decide(0.0)
@@ -369,16 +359,3 @@ def test_withdrawals_are_never_sent_while_a_push_is_in_flight() -> None:
     said += made.tick(60.0)
     assert not any(isinstance(message, Withdraw | Reserve) for message in messages(said))
     assert kinds(finish_pushes(made, push)) == ["Withdraw"] and is_home(made)
-
-
-def test_a_request_that_has_ended_is_not_known_though_its_pages_wait_for_a_push() -> None:
-    """Its failure may have been lost: a router that asks must learn that nobody serves it."""
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 0.0)
-    decision = made.decide(0.0)
-    made.receive(DECODE, grant_for(decision.actions), 0.0)
-    made.step_done(result(decision.plan, [5]), 0.1)
-    made.receive(ROUTER, Cancel(key=key("a")), 0.2)
-    assert made.report().load.pages_free < made.report().load.pages_total
-    (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.3))
-    assert answer == Probed(id=ME, incarnation=LIFE, standings=(Standing(key("a"), None),))

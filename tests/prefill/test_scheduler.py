@@ -9,7 +9,7 @@ from common.ids import ROUTER, InstanceId, Key, Ticket, pack_ids
 from common.instance.ports import PushFailed, Send
 from common.messages import Cancel, Decline, Failed, Finished, Handoff, Peers, Terms, TokenDelta, Withdraw
 from tests.builders import EOS, LAYOUT, key, result, sampling
-from tests.prefill.rig import DECODE, finish_pushes, generate, grant_for, scheduler, spans
+from tests.prefill.rig import DECODE, finish_pushes, generate, grant_for, pushing, scheduler, spans
 from tests.schedulers import deltas, failures, is_home, kinds
 
 
@@ -107,10 +107,7 @@ def test_a_cancel_under_a_step_keeps_the_pages_until_the_step_returns() -> None:
 
 def test_a_cancel_under_a_push_keeps_the_pages_until_the_push_is_terminal() -> None:
     made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 0.0)
-    decision = made.decide(0.0)
-    made.receive(DECODE, grant_for(decision.actions), 0.0)
-    actions = made.step_done(result(decision.plan, [5]), 0.1)
+    actions = pushing(made)
     assert made.receive(ROUTER, Cancel(key=key("a")), 0.2) == []
     assert made.report().load.pages_free < made.report().load.pages_total
     assert kinds(finish_pushes(made, actions)) == ["Withdraw"]
@@ -134,10 +131,7 @@ def test_pages_that_are_written_come_home_while_the_last_push_goes_on() -> None:
 
 def test_a_failed_push_ends_the_request_after_its_first_token() -> None:
     made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 0.0)
-    decision = made.decide(0.0)
-    made.receive(DECODE, grant_for(decision.actions), 0.0)
-    made.step_done(result(decision.plan, [5]), 0.1)
+    pushing(made)
     actions = made.handle(PushFailed(Ticket(1), "cable", quiescent=True), 0.2)
     (delta,) = deltas(actions)
     assert delta.first == 1 and isinstance(delta.ending, Failed) and "cable" in delta.ending.message
@@ -146,10 +140,7 @@ def test_a_failed_push_ends_the_request_after_its_first_token() -> None:
 
 def test_pages_that_a_push_may_still_read_never_come_home() -> None:
     made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 0.0)
-    decision = made.decide(0.0)
-    made.receive(DECODE, grant_for(decision.actions), 0.0)
-    made.step_done(result(decision.plan, [5]), 0.1)
+    pushing(made)
     made.handle(PushFailed(Ticket(1), "cable", quiescent=False), 0.2)
     assert made.report().load.pages_quarantined == 1 and made.pool.free_pages == made.pool.total_pages - 1
     assert made.report().load.running_requests == 0
@@ -203,7 +194,7 @@ def test_requests_for_a_decode_instance_that_left_fail_in_every_phase() -> None:
         ({"terms": Terms(timeout_s=float("nan"))}, 400, "must be numbers"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_a_reason(change: dict[str, Any], status: int, reason: str) -> None:
+def test_an_invalid_request_is_refused_with_a_reason(change: dict[str, Any], status: int, reason: str) -> None:
     made = scheduler()
     absurd = msgspec.structs.replace(generate("a", 5), **change)
     (delta,) = deltas(made.receive(ROUTER, absurd, 0.0))
@@ -215,7 +206,7 @@ def test_a_prompt_that_the_pool_cannot_hold_is_refused() -> None:
     assert failures(scheduler(total_pages=2).receive(ROUTER, generate("a", 9), 0.0))["a"].status == 400
 
 
-def test_who_comes_when_the_line_is_full_is_refused_and_may_try_again() -> None:
+def test_a_request_that_finds_the_line_full_is_refused_and_may_try_again() -> None:
     made = scheduler(max_waiting=1)
     made.receive(ROUTER, generate("a", 5), 0.0)
     refused = failures(made.receive(ROUTER, generate("b", 5), 0.0))["b"]

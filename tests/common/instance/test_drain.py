@@ -34,7 +34,7 @@ def test_what_does_not_end_after_it_was_handed_off_is_not_waited_for() -> None:
     assert over == [False, True, True] and drainage.next_deadline() is None
 
 
-def test_beginning_again_gives_no_more_time() -> None:
+def test_beginning_the_drain_again_gives_no_more_time() -> None:
     drainage = begun()
     drainage.begin(120.0)
     assert drainage.next_deadline() == 130.0
@@ -43,6 +43,6 @@ def test_beginning_again_gives_no_more_time() -> None:
     assert drainage.next_deadline() == 130.0 + LAST_S
 
 
-def test_those_that_come_too_late_may_try_elsewhere() -> None:
+def test_requests_that_come_too_late_may_try_elsewhere() -> None:
     refusal = begun().refusal
     assert (refusal.status, refusal.retryable) == (503, True) and "d is leaving" in str(refusal)

@@ -7,12 +7,12 @@ from common.messages import Finished, TokenBatch, TokenDelta
 from tests.builders import key
 
 
-def test_what_one_step_brought_is_one_message() -> None:
+def test_the_tokens_of_one_step_are_one_message() -> None:
     deltas = [TokenDelta(key("a"), 3, (5,)), TokenDelta(key("b"), 0, (6,), Finished(reason="length"))]
     assert emit_tokens(iter(deltas)) == [Send(DETOKENIZER, TokenBatch(deltas=tuple(deltas)))]
 
 
-def test_a_step_that_brought_nothing_is_none() -> None:
+def test_a_step_without_tokens_sends_no_message() -> None:
     assert emit_tokens([]) == []
 
 

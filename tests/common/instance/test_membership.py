@@ -125,7 +125,7 @@ def test_a_process_that_was_stopped_has_sent_nothing_that_could_be_answered() ->
     assert member.beat() == ["Heartbeat"] and not member.membership.router_lost()
 
 
-def test_heartbeats_in_a_hurry_are_no_silence() -> None:
+def test_hurried_heartbeats_do_not_count_as_silence() -> None:
     """Many links change at once: so many heartbeats go out before the first answer can come."""
     member = joined()
     for _ in range(100):
@@ -159,7 +159,7 @@ def test_its_times_and_its_detokenizer_hold_from_now_on() -> None:
     assert member.membership.next_deadline == member.now + 2.0
 
 
-def test_a_hurry_before_it_is_welcome_changes_nothing() -> None:
+def test_hurrying_before_the_welcome_changes_nothing() -> None:
     member = Member()
     member.next()
     member.membership.hurry(100.0)

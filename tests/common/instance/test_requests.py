@@ -140,6 +140,6 @@ def test_terms_rank_by_priority_and_then_by_when_the_clients_request_arrived() -
 
 
 @pytest.mark.parametrize("terms", [Terms(age_s=math.nan), Terms(timeout_s=math.nan)])
-def test_terms_that_have_no_order_are_refused(terms: Terms) -> None:
+def test_terms_that_are_not_numbers_are_refused(terms: Terms) -> None:
     with pytest.raises(BadRequest, match="must be numbers"):
         read_terms(terms, 0.0)
