@@ -1,10 +1,10 @@
 """`launch local`: a whole fleet on this machine, started together, kept alive, and stopped in order.
 
-Owns the order of start and stop, and the children. Does not know what a child does inside, nor when one is started again: the
-supervisor says so (`launch/supervisor.py`).
+Owns the order of start and stop, and the children. Does not know what a child does inside, nor when to start one again: the
+supervisor decides that (`launch/supervisor.py`).
 
     start   router (with its detokenizer), then every instance at once, then wait until the router sees each of them and its links
-    watch   who ended is started again as it was started first, the router on the ports that it had
+    watch   a process that ended is started again with the same flags, the router on the same ports
     stop    the router's HTTP intake, then prefill, then decode, then the router and its detokenizer
 """
 
@@ -28,9 +28,9 @@ from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
 INTAKE_S = 10.0
-"""How long the router may take to end open answers: more than the grace it gives them itself."""
+"""How long the router may take to end open answers: longer than the grace period that it gives them."""
 STOP_S = 10.0
-"""How long the processes of one stage may take to stop before they are killed; instances may drain before."""
+"""How long the processes of one stage may take to stop before they are killed. Instances get their drain time on top."""
 LOOK_EVERY_S = 0.05
 
 Role = Literal["prefill", "decode"]
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlan:
-    """What to start. Raises ConfigError for counts that make no fleet."""
+    """What to start. Raises ConfigError when the counts cannot make a fleet."""
 
     prefill: int
     decode: int
@@ -84,13 +84,13 @@ class _StopAsked(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Signal:
-    """A signal arrived; its place in the line of events is as good as any."""
+    """A signal arrived. It waits in the queue of events like the others."""
 
     number: int
 
 
 class LocalFleet:
-    """The children of `launch local`. `signalled` comes from a thread of its own, so that nothing holds up a second signal."""
+    """The children of `launch local`. `signalled` is called on a thread of its own, so that nothing delays a second signal."""
 
     def __init__(self, plan: LocalPlan, command: Command) -> None:
         self._plan = plan
@@ -116,7 +116,7 @@ class LocalFleet:
             child.kill()
 
     def start(self) -> str:
-        """Returns the URL once a request could be served by every instance. Raises FleetFailed, _StopAsked."""
+        """Returns the URL once every instance can serve requests. Raises FleetFailed, _StopAsked."""
         plan = self._plan
         deadline = time.monotonic() + plan.instance.startup_timeout_s
         self._commands[ROUTER] = self._router_command(plan.router)
@@ -145,7 +145,7 @@ class LocalFleet:
             return
 
     def stop(self) -> None:
-        """Stop every child in order; what does not stop in time is killed."""
+        """Stop every child in order. Kill those that do not stop in time."""
         router = self._children.get(ROUTER)
         if router is not None and self._serving:
             self._close_intake(router)
@@ -222,7 +222,7 @@ class LocalFleet:
                     assert_never(action)
 
     def _start_again(self, name: str) -> None:
-        """A process that cannot even be started has ended."""
+        """Count a process that cannot be started as one that ended."""
         try:
             self._spawn(name)
         except OSError as error:
@@ -238,7 +238,7 @@ class LocalFleet:
                 return  # a person need not read these: the exit that follows Broken gives the reason
 
     def _close_intake(self, router: Child) -> None:
-        """Return when the router has ended its open answers, or has ended itself, or will not in time."""
+        """Return when the router has ended its open answers, when it has exited, or at the deadline."""
         deadline = time.monotonic() + INTAKE_S
         router.order(CloseIntake())
         while router.status is None and (left := deadline - time.monotonic()) > 0:

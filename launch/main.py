@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from common.ids import Role  # its module imports numpy
 
 DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
-"""What `launch local` says to its instances itself."""
+"""Fields that `launch local` sets for its instances."""
 INSTANCE_LIFE = (
-    "SIGTERM or Ctrl-C drains it: it finishes what runs there, or hands it off, and ends. A second one ends it at once."
+    "SIGTERM or Ctrl-C drains it: it finishes its running requests or hands them off, then ends. A second signal ends it at once."
 )
 LOCAL_LIFE = (
-    "A process that dies is started again, the router on the same ports; an instance that was drained, by the router or by "
-    "SIGTERM, is not. Ctrl-C stops all of them in order, a second one at once."
+    "A process that dies is started again, the router on the same ports. An instance that was drained, by the router or by "
+    "SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once."
 )
 
 BENCH_SWITCHES = {
-    "--quick": "a run of seconds, which shows that all of it works: small figures for the flags that are not given",
+    "--quick": "a run of a few seconds to show that everything works: uses small values for the flags that are not given",
     "--markdown": "print a section of Markdown, with the command and the machine",
 }
 TRANSFER_SWITCHES = {
-    "--namespaces": "measure between two network namespaces too, as between hosts (where making them is allowed: as root)",
+    "--namespaces": "also measure between two network namespaces, which stand for two hosts (needs root)",
 } | BENCH_SWITCHES
 
 Command = Callable[[argparse.Namespace], int]
@@ -55,13 +55,13 @@ def build_parser() -> argparse.ArgumentParser:
     local = _add(commands, "local", "a router, prefill and decode instances on this machine", _local, LOCAL_LIFE)
     counts = local.add_argument_group("How many")
     counts.add_argument(
-        "--prefill", type=int, default=1, metavar="N", help="prefill instances; 0: colocated serving (default: 1)"
+        "--prefill", type=int, default=1, metavar="N", help="number of prefill instances; 0 means colocated serving (default: 1)"
     )
-    counts.add_argument("--decode", type=int, default=1, metavar="M", help="decode instances (default: 1)")
+    counts.add_argument("--decode", type=int, default=1, metavar="M", help="number of decode instances (default: 1)")
     add_flags(local, RouterConfig, ModelConfig, EngineConfig)
     add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, "request_timeout_s"))
     add_flags(local, LogConfig)
-    router = _add(commands, "router", "the HTTP side, where instances register", _router)
+    router = _add(commands, "router", "the router: the HTTP API, where instances register", _router)
     add_flags(router, RouterConfig, ModelConfig, LogConfig)
     instances = (
         _add(commands, "prefill", "one prefill instance", _instance("prefill"), INSTANCE_LIFE),
@@ -79,14 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measurements of this machine", allow_abbrev=False)
     benches = bench.add_subparsers(title="measurements", metavar="WHAT", required=True)
-    transfer = _add(
-        benches, "transfer", "a measurement of the KV transports between two processes of this machine", _bench_transfer
-    )
+    transfer = _add(benches, "transfer", "a measurement of KV transports between two processes of this machine", _bench_transfer)
     add_flags(transfer, TransferBench)
     overlap = _add(
         benches,
         "overlap",
-        "a measurement of fleets: how much of the KV transfer hides behind computing, and when the first token comes",
+        "a measurement of fleets: how much of the KV transfer overlaps with computing, and when the first token arrives",
         _bench_overlap,
     )
     add_flags(overlap, OverlapBench, EngineConfig)
@@ -107,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add(commands: Any, name: str, explanation: str, command: Command, life: str = "") -> argparse.ArgumentParser:
-    """life: how it goes on after the start, and ends."""
+    """life: what happens to it after the start, and how it ends."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=explanation, description=f"Starts {explanation}. {life}".rstrip(), allow_abbrev=False
     )
@@ -162,7 +160,7 @@ def _bench_overlap(flags: argparse.Namespace) -> int:
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:
-    """The command line that was given, for whoever wants to repeat it."""
+    """The command line that was given, so that a reader can repeat it."""
     return " ".join([flags.prog, *(flag for flag in switches if vars(flags)[flag.strip("-")]), *to_flags(*configs)])
 
 
@@ -199,7 +197,7 @@ def _instance(role: "Role") -> Command:
 
 
 def _run(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:
-    """A process of its own: its environment, its log, its signals and its body, which imports what is heavy."""
+    """Run the body as this process, with its environment, log and signals. The body does the heavy imports."""
     environment.prepare(threads)
     logs.configure(log, name)
     return run_child(name, body)

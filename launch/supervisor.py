@@ -1,9 +1,9 @@
-"""Supervision: what becomes of a part that ended. It is started again, later each time, or it has left for good.
+"""Supervision: what happens to a part that ended. It is restarted, after a longer pause each time, or stays away.
 
 Owns the back-off. Starts nothing and reads no clock: fed with events of children and the time, it says what to do. Does not know
 what a part is for.
 
-    first start   whatever ends is the end of all: a bad flag must not loop
+    first start   when any part ends, everything ends: a bad flag must not loop
     after it      status 0 of a part that drains    it was told to leave: not started again
                   BAD_FLAG                          it can never run as it is: not started again, and the end of all when
                                                     nobody else has its role

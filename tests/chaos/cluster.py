@@ -5,22 +5,14 @@ Owns the questions to /cluster, /ready and /metrics. Knows these pages; does not
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
-import httpx
+from bench.local_fleet import FleetPages, Json, not_home
 
-ASK_S = 60.0
 WAIT_S = 0.1
 """Between two looks at a page."""
 RECORD_S = 0.5
-IDLE = ("waiting_requests", "running_requests", "reservations", "pushes_in_flight", "pages_quarantined")
-_SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-Json = dict[str, Any]
 
 
 class NotInTime(Exception):
@@ -28,20 +20,13 @@ class NotInTime(Exception):
 
 
 class Cluster:
-    """The router's pages at a URL. Use as `async with`."""
+    """The router's pages at a URL."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=ASK_S)
-
-    async def __aenter__(self) -> "Cluster":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        self._pages = FleetPages(url)
 
     async def model(self) -> str:
-        name: str = (await self._http.get("/v1/models")).json()["data"][0]["id"]
-        return name
+        return await asyncio.to_thread(self._pages.model)
 
     async def incarnation(self, name: str) -> str | None:
         """That of the member of this name."""
@@ -50,9 +35,7 @@ class Cluster:
 
     async def samples(self, name: str) -> list[tuple[Mapping[str, str], float]]:
         """Labels and values of one metric."""
-        text = (await self._http.get("/metrics")).text
-        found = [match for line in text.splitlines() if (match := _SAMPLE.fullmatch(line)) and match["name"] == name]
-        return [(dict(_LABEL.findall(match["labels"] or "")), float(match["value"])) for match in found]
+        return await asyncio.to_thread(self._pages.samples, name)
 
     async def until_whole(
         self, members: Collection[str], peers: Collection[str], former: Mapping[str, str], limit_s: float
@@ -64,7 +47,7 @@ class Cluster:
 
         async def lacking() -> list[str]:
             what = _not_whole(await self._page(), members, peers, former)
-            if not what and (await self._http.get("/ready")).status_code != 200:
+            if not what and not await asyncio.to_thread(self._pages.is_ready):
                 what = ["/ready says no"]
             return what
 
@@ -83,7 +66,7 @@ class Cluster:
         """Every one of `members` is there, every page is home and every queue is empty. Raises NotInTime."""
 
         async def lacking() -> list[str]:
-            return _not_home(await self._page(), members)
+            return not_home(await self._page(), members)
 
         await _until(lacking, limit_s)
 
@@ -95,8 +78,7 @@ class Cluster:
                 await asyncio.sleep(RECORD_S)
 
     async def _page(self) -> Json:
-        page: Json = (await self._http.get("/cluster")).json()
-        return page
+        return await asyncio.to_thread(self._pages.cluster)
 
 
 async def _until(lacking: Callable[[], Awaitable[list[str]]], limit_s: float) -> None:
@@ -136,16 +118,3 @@ def _is_linked(member: Json, peer: Json) -> bool:
     """Whether it has a ready link to this very incarnation of the peer."""
     wanted = (peer["id"], peer["incarnation"], "ready")
     return any((link["peer"], link["incarnation"], link["state"]) == wanted for link in member["links"])
-
-
-def _not_home(page: Json, names: Collection[str]) -> list[str]:
-    members = _members(page)
-    lacks = [f"{name} is no member" for name in names if name not in members]
-    for name, member in members.items():
-        load = member["load"]
-        if load["pages_free"] != load["pages_total"]:
-            lacks.append(f"{name} has {load['pages_total'] - load['pages_free']} of {load['pages_total']} pages out")
-        lacks += [f"{name} has {field} {load[field]}" for field in IDLE if load[field]]
-    if page["router"]["requests_open"]:
-        lacks.append(f"the router has {page['router']['requests_open']} requests open")
-    return lacks

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.local_fleet import FleetFailed
 from common.ids import Role
 from demo.evaluate import MODEL
 from tests.chaos.checks import Checks
@@ -54,7 +55,7 @@ async def run(plan: Plan, logs: Path, say: Callable[[str], object]) -> Outcome:
         url = await fleet.start()
         await _Run(plan, fleet, outcome, say).play(url, requests)
         await fleet.stop()
-    except (NotInTime, TimeoutError, httpx.HTTPError) as error:
+    except (NotInTime, FleetFailed, TimeoutError, httpx.HTTPError) as error:
         outcome.problems.append(f"{type(error).__name__}: {error}")
     finally:
         await fleet.clear()
@@ -74,9 +75,10 @@ class _Run:
         self._clock = asyncio.get_running_loop().time
 
     async def play(self, url: str, requests: Sequence[Request]) -> None:
-        """Raises NotInTime, TimeoutError, httpx.HTTPError."""
+        """Raises NotInTime, FleetFailed, TimeoutError, httpx.HTTPError."""
         prefill, decode = self._plan.shape.names("prefill"), self._plan.shape.names("decode")
-        async with Cluster(url) as cluster, Client(url, await cluster.model()) as client:
+        cluster = Cluster(url)
+        async with Client(url, await cluster.model()) as client:
             await cluster.until_whole(prefill, decode, {}, WHOLE_S)
             if self._plan.is_compared:
                 began_s = self._clock()

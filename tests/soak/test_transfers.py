@@ -24,4 +24,4 @@ def test_an_hour_of_joins_and_deaths_leaves_nothing_behind(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600 + START_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     record = msgspec.json.decode(file.read_bytes(), type=Record)
-    assert sum(period.counts["done"] for period in record.periods) > 10_000
+    assert record.periods and all(period.counts["done"] for period in record.periods)
