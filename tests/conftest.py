@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads spin when other processes have the cores
 
+SLOWEST_FIRST = ("tests/e2e", "tests/chaos", "tests/kv_transfer/test_transports.py", "tests/bench")
+"""When several workers share the tests, the slowest files go first: otherwise one of them runs alone at the end."""
 UNHURRIED = [HealthCheck.too_slow]
 settings.register_profile("fixed", deadline=None, suppress_health_check=UNHURRIED, derandomize=True)
 settings.register_profile("random", deadline=None, suppress_health_check=UNHURRIED)
@@ -24,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: not item.nodeid.startswith(SLOWEST_FIRST))
     if config.getoption("--soak"):
         return
     for item in items:
