@@ -1,1 +1,1 @@
-"""`launch bench`: measures parts of Tandem on this machine, and fleets that it starts for that. Knows of no other fleet."""
+"""`launch bench`: measures parts of Tandem on this machine, and fleets that it starts for this purpose."""

@@ -41,7 +41,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """The median of some rounds, and between what they lie."""
+    """The median of some rounds, the least and the most."""
 
     median: float
     least: float

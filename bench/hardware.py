@@ -1,6 +1,6 @@
-"""On what was measured: the machine, its kernel, the libraries and the day.
+"""What a measurement ran on: the machine, its kernel, the libraries and the date.
 
-Owns what is asked of the system for it. Decides nothing.
+Owns the questions to the system. Decides nothing.
 """
 
 import importlib.metadata

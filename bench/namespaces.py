@@ -1,4 +1,4 @@
-"""Two network namespaces with a pair of virtual links between them: the nearest to two hosts that one host has.
+"""Two network namespaces joined by a pair of virtual links: the closest that one host comes to two hosts.
 
 Owns the namespaces while they exist. Does not know what runs in them.
 """

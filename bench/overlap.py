@@ -1,7 +1,7 @@
-"""`launch bench overlap`: how much of the KV transfer computing hides, and what separation costs until the first token.
+"""`launch bench overlap`: how much of the KV transfer overlaps with computing, and how much later the first token comes.
 
-Owns the fleets and the order of what is measured: all are alive at once and idle but for one request, which goes to each of them
-in turn, so that what else the machine does hits all alike. Prints nothing but where it is, on stderr.
+Owns the fleets and the order of measurements: all fleets run at once and are idle but for one request, which goes to each of them
+in turn, so that other work of the machine affects all of them alike. Prints only its progress, on stderr.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ HEARTBEAT_S = 0.2
 
 
 def run(bench: OverlapBench, engine: EngineConfig, command: str, markdown: bool) -> int:
-    """Measure, print and write what was asked for. Returns the exit status: 1 when a fleet failed, else 0, goals met or not."""
+    """Measure, print the report and write the file. Returns the exit status: 1 when a fleet failed, else 0, goals met or not."""
     hardware = this_hardware()
     engine = replace(engine, threads=engine.threads or divide_cores(core_count(), 2))
     try:
@@ -98,7 +98,7 @@ def _checkpoint(model: str, bench: OverlapBench, engine: EngineConfig) -> contex
 
 
 def _prompt(tokens: int, vocab: int, number: int) -> list[int]:
-    """Another one in each round, so that nothing of it is known already."""
+    """A different prompt in each round, so that nothing of it is cached."""
     return random.Random(f"{number} {tokens}").choices(range(vocab), k=tokens)
 
 

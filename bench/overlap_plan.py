@@ -1,4 +1,4 @@
-"""What `launch bench overlap` is to measure: its flags, the fleets that it compares, the prompts' lengths, and a model's shape.
+"""What `launch bench overlap` measures: its flags, the fleets that it compares, the prompts' lengths, and a model's shape.
 
 Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 """
@@ -73,5 +73,5 @@ QUICK_ENGINE: dict[str, Any] = {"chunk_tokens": 64}
 
 
 def quick(bench: OverlapBench, engine: EngineConfig) -> tuple[OverlapBench, EngineConfig]:
-    """A run of seconds, which shows that all of it works: small figures for what was left at its default."""
+    """A run of a few seconds to show that everything works: small values for the flags that were left at their defaults."""
     return shrink(bench, QUICK), shrink(engine, QUICK_ENGINE)

@@ -90,4 +90,4 @@ def _machine(outcome: Outcome) -> str:
 
 
 def _cautions(outcome: Outcome) -> list[str]:
-    return cautions(outcome.hardware, "Differences within a round suffer least.")
+    return cautions(outcome.hardware, "Differences within a round are affected least.")

@@ -1,4 +1,4 @@
-"""What `launch bench transfer` is to measure: its flags, and the grid of points that they span.
+"""What `launch bench transfer` measures: its flags, and the grid of points that they span.
 
 Owns names, defaults and limits. Imports nothing heavy, measures nothing.
 """
@@ -64,12 +64,12 @@ class TransferBench:
 
     transport: str = option(ALL, f"which KV transport: {ALL}, or one of {', '.join(get_args(TransportName))}")
     page_bytes: str = option("16KiB,64KiB,256KiB,1MiB,2MiB", "page sizes; each a multiple of the smallest")
-    pages: str = option("1,32,1024", "pages of a push, capped by what --memory holds")
-    memory: str = option("256MiB", "size of each pool; every pair of processes has two")
+    pages: str = option("1,32,1024", "pages of a push, at most as many as --memory holds")
+    memory: str = option("256MiB", "size of each pool; each pair of processes has two pools")
     huge_pages: Switch = option("on", "ask the system for huge pages for the pools, as instances do for theirs on CPU")
-    seconds: float = option(0.2, "how long each point is measured in each round")
+    seconds: float = option(0.2, "for how many seconds each point is measured in each round")
     repeat: int = option(5, "rounds over all points and transports")
-    idle_s: float = option(3.0, "how long connected pairs are watched while they have nothing to do, in seconds")
+    idle_s: float = option(3.0, "for how many seconds the CPU time of idle pairs is measured")
     json: str = option("", "write every figure of every round to this file")
     plot: str = option("", "draw speed over page size into this file (.svg)")
 
@@ -129,7 +129,7 @@ QUICK: dict[str, Any] = {"page_bytes": "64KiB", "pages": "1,16", "memory": "4MiB
 
 
 def quick(bench: TransferBench) -> TransferBench:
-    """A run of seconds, which shows that all of it works: small figures for what was left at its default."""
+    """A run of a few seconds to show that everything works: small values for the flags that were left at their defaults."""
     return shrink(bench, QUICK)
 
 

@@ -1,4 +1,4 @@
-"""A quick run of a measurement: small figures for what was left at its default.
+"""A quick run of a measurement: small values for the flags that were left at their defaults.
 
 Owns the replacement. Does not know what is measured.
 """
@@ -13,7 +13,7 @@ C = TypeVar("C", bound=ConfigClass)
 
 
 def shrink(config: C, small: Mapping[str, object]) -> C:
-    """The config with these values, but for the fields that were given another than their default."""
+    """The config with these values, except in fields that do not have their default."""
     defaults = {known.name: known.default for known in dataclasses.fields(config)}
     left = {name: value for name, value in small.items() if vars(config)[name] == defaults[name]}
     return dataclasses.replace(config, **left)

@@ -93,4 +93,4 @@ def _machine(outcome: Outcome) -> str:
 
 
 def _cautions(outcome: Outcome) -> list[str]:
-    return cautions(outcome.hardware, "CPU-s/GB suffers least.")
+    return cautions(outcome.hardware, "CPU-s/GB is affected least.")

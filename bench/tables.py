@@ -1,6 +1,6 @@
-"""Tables and lines that every report of a measurement has: for a terminal, or in Markdown.
+"""Tables and lines that every report of a measurement shares: for a terminal, or in Markdown.
 
-Owns how they look. Knows the machine, and goals; not what was measured.
+Owns how they look. Knows the machine and the goals, but not what was measured.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from bench.figures import Goal
 from bench.hardware import Hardware
 
 QUIET_LOAD = 0.5
-BUSY = "The machine had other work: speeds, times and their ratios depend on who got the cores when, also where a goal is met."
+BUSY = "The machine had other work, which affects all speeds, times and ratios, even where a goal is met."
 _VERDICTS = {True: "met", False: "not met", None: "not measured"}
 
 
@@ -26,7 +26,7 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def machine_line(hardware: Hardware, rest: str) -> str:
-    """On what it was measured. rest: what else was fixed."""
+    """The machine that it was measured on. rest: other settings."""
     libraries = ", ".join(f"{name} {version}" for name, version in hardware.libraries.items())
     return (
         f"{hardware.date}: {hardware.cores} cores of {hardware.cpu}, {hardware.memory_bytes / 2**30:.0f} GiB, "
@@ -35,7 +35,7 @@ def machine_line(hardware: Hardware, rest: str) -> str:
 
 
 def cautions(hardware: Hardware, rest: str) -> list[str]:
-    """What must be said of figures from this machine. rest: which of them are hurt least."""
+    """A warning when the machine was busy. rest: which figures are affected least."""
     return [f"{BUSY} {rest}"] if hardware.load > QUIET_LOAD else []
 
 

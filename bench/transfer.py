@@ -1,7 +1,7 @@
-"""`launch bench transfer`: measures every way that KV pages can take between two processes of this machine.
+"""`launch bench transfer`: measures every way to move KV pages between two processes of this machine.
 
-Owns the order of what is measured: rounds over the whole grid with the ways in turn, so that what else the machine does hits all
-alike. Knows no transport. Prints nothing but where it is, on stderr.
+Owns the order of measurements: each round covers the whole grid, with the ways in turn, so that other work of the machine affects
+all of them alike. Knows no transport. Prints only its progress, on stderr.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from common.errors import TransferError
 
 T = TypeVar("T")
 SETTLE_S = 0.5
-"""After this nothing that connecting began still runs."""
+"""After this time, nothing that connecting started is still running."""
 ONE_HOST: Spots = (Spot((), LOOPBACK), Spot((), LOOPBACK))
 NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp"}
 """Two namespaces of one kernel can still write into each other's memory; two hosts cannot."""
 ONE_HOST_TRANSPORTS: tuple[TransportName, ...] = ("cma",)
-"""Those that reach no other host."""
+"""Transports that cannot reach another host."""
 
 
 def run(bench: TransferBench, command: str, namespaces: bool, markdown: bool) -> int:
-    """Measure, print and write what was asked for. Returns the exit status: 0 also when a goal is not met."""
+    """Measure, print the report and write the files. Returns the exit status: 0 also when a goal is not met."""
     hardware = this_hardware()
     host = measure_host(bench)
     network = (
@@ -65,7 +65,7 @@ def measure_host(bench: TransferBench) -> Place:
 
 
 def measure_network(bench: TransferBench) -> Place:
-    """What goes over a network, between two network namespaces. Where they are not allowed, nothing, and why."""
+    """Every way that works over a network, between two network namespaces; or why namespaces cannot be made."""
     names = [name for name in bench.transports if name not in ONE_HOST_TRANSPORTS]
     ways = [Way("socket"), *(Way(kind, name) for name in names for kind in ("transport", "thread"))]
     try:
@@ -96,14 +96,14 @@ def _measure(bench: TransferBench, name: str, ways: Sequence[Way], spots: Spots,
 
 
 class _Alive:
-    """The pairs that have done all that they were asked for. skipped: why the others have not."""
+    """The pairs that have not failed. skipped: why the others have."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.pairs = list(pairs)
         self.skipped: dict[str, str] = {}
 
     def each(self, act: Callable[[Pair], T]) -> list[tuple[Way, T]]:
-        """One after the other, so that each has the machine to itself. With whom it fails is asked for nothing more."""
+        """Act on one pair after the other, so that each has the machine to itself. A pair that fails is not used again."""
         results = []
         for pair in list(self.pairs):
             try:
@@ -116,7 +116,7 @@ class _Alive:
 
 
 def _watch_idle(pairs: Sequence[Pair], idle_s: float) -> dict[str, float]:
-    """How much of a core each pair uses while it has nothing to do, both processes together."""
+    """The share of a core that the two processes of each pair use while they are idle."""
     time.sleep(SETTLE_S)
     began, before = time.monotonic(), [pair.idle_cpu_s() for pair in pairs]
     time.sleep(idle_s)
