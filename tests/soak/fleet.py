@@ -257,6 +257,8 @@ class Fleet:
     def _reconnect(self, sender: Place, pushes: list[Push]) -> None:
         """A sender, it may be the first, closes its links under its push and makes them again."""
         sender.member.connect([])
+        sender.member.settle()  # reads what it said of the old links: the end of a measurement reports them as ready again
+        sender.member.connect([])  # forgets it
         peers = self._present(self.receivers)
         sender.member.connect([receiver.member for receiver in peers])
         for receiver in peers:
