@@ -22,11 +22,13 @@ PAGES = np.array([10, 11], dtype=np.int32)
 
 
 class Writer:
-    """A source, its clock, and what it is told."""
+    """A source with these handoffs open to D, its clock, and what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         self.source = Source(ME, LAYOUT)
         self.now = BEGAN_S
+        for name in names:
+            self.open(name)
 
     def open(self, name: str, peer: InstanceId = D, incarnation: Incarnation = FIRST) -> None:
         reserve = Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(8)), sampling=sampling(), sent_s=self.now)
@@ -57,18 +59,25 @@ class Writer:
             claims[output.to] = [(claim.key.request_id, claim.generation) for claim in renew.claims]
         return claims
 
-    def stick(self, name: str) -> None:
-        """A push of this handoff failed without proof that it has ended."""
-        self.grant(name)
-        self.source.computed(key(name), 4)
-        (closed,) = self.source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False))
-        assert isinstance(closed, SourceClosed) and not closed.quiescent
+
+def pushing() -> Writer:
+    """A handoff, "a", with a push in flight."""
+    writer = Writer("a")
+    writer.grant("a")
+    writer.source.computed(key("a"), 4)
+    return writer
+
+
+def stuck() -> Writer:
+    """A handoff, "a", of which a push failed without proof that it has ended."""
+    writer = pushing()
+    (closed,) = writer.source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False))
+    assert isinstance(closed, SourceClosed) and not closed.quiescent
+    return writer
 
 
 def test_every_second_each_decode_instance_hears_which_handoffs_are_open_with_it() -> None:
-    writer = Writer()
-    writer.open("a")
-    writer.open("b")
+    writer = Writer("a", "b")
     writer.open("c", peer=E)
     assert writer.source.next_deadline() == BEGAN_S + RENEW_S
     assert writer.tick(RENEW_S - 1e-3) == {}
@@ -84,10 +93,7 @@ def test_nobody_is_renewed_without_a_handoff() -> None:
 
 
 def test_a_handoff_that_drains_is_claimed_until_its_pushes_have_ended() -> None:
-    writer = Writer()
-    writer.open("a")
-    writer.grant("a")
-    writer.source.computed(key("a"), 4)
+    writer = pushing()
     writer.source.give_up(key("a"))
     assert writer.tick() == {D: [("a", 5)]}
     writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
@@ -96,8 +102,7 @@ def test_a_handoff_that_drains_is_claimed_until_its_pushes_have_ended() -> None:
 
 def test_renewals_go_on_for_a_while_after_the_last_handoff_and_begin_again_with_the_next() -> None:
     """They bring to light that a Handoff or Withdraw was lost."""
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.source.give_up(key("a"))
     assert [writer.tick() for _ in range(RENEWALS_AFTER - 1)] == [{D: []}] * (RENEWALS_AFTER - 1)
     writer.open("b")
@@ -110,8 +115,7 @@ def test_renewals_go_on_for_a_while_after_the_last_handoff_and_begin_again_with_
 
 
 def test_a_late_turn_says_it_once() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     assert writer.tick(100 * RENEW_S) == {D: [("a", 0)]}
     assert writer.tick(RENEW_S / 2) == {}
 
@@ -120,8 +124,7 @@ def test_a_late_turn_says_it_once() -> None:
 
 
 def test_an_answer_extends_the_lease_from_when_its_word_was_sent() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.grant("a")
     writer.tick()
     writer.now += 0.5
@@ -129,8 +132,7 @@ def test_an_answer_extends_the_lease_from_when_its_word_was_sent() -> None:
 
 
 def test_an_answer_that_was_overtaken_takes_nothing_back() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.tick()
     writer.tick()
     assert len(writer.renewed(writer.now)) == 1
@@ -138,25 +140,20 @@ def test_an_answer_that_was_overtaken_takes_nothing_back() -> None:
 
 
 def test_an_answer_to_what_was_not_said_yet_is_dropped_and_counted() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     assert writer.renewed(writer.now + 0.1, "a") == []
     assert writer.source.stale == 1 and len(writer.source) == 1
 
 
 def test_an_answer_of_somebody_to_whom_nothing_was_said_allows_nothing() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.now += 10.0
     assert writer.renewed(writer.now, "a", sender=E) == []
     assert len(writer.source) == 1
 
 
 def test_a_handoff_that_is_over_on_the_other_side_is_drained_and_withdrawn_and_may_be_retried() -> None:
-    writer = Writer()
-    writer.open("a")
-    writer.grant("a")
-    writer.source.computed(key("a"), 4)
+    writer = pushing()
     writer.tick()
     assert [type(output) for output in writer.renewed(writer.now, "a")] == [Allow]
     withdraw, closed = writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
@@ -166,8 +163,7 @@ def test_a_handoff_that_is_over_on_the_other_side_is_drained_and_withdrawn_and_m
 
 
 def test_a_handoff_that_is_reported_over_twice_is_withdrawn_once() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.tick()
     assert [type(output) for output in writer.renewed(writer.now, "a", "a", "unknown")] == [Allow, Send, SourceClosed]
     assert [type(output) for output in writer.renewed(writer.now, "a")] == []
@@ -176,8 +172,7 @@ def test_a_handoff_that_is_reported_over_twice_is_withdrawn_once() -> None:
 @pytest.mark.parametrize(("sent_before_s", "is_over"), [(0.0, False), (RENEW_S / 2 - 1e-3, False), (RENEW_S / 2, True)])
 def test_a_reserve_that_was_sent_just_before_is_not_taken_for_over(sent_before_s: float, is_over: bool) -> None:
     """The Renew may have overtaken it."""
-    writer = Writer()
-    writer.open("old")
+    writer = Writer("old")
     writer.now += RENEW_S - sent_before_s
     writer.open("a")
     assert writer.tick(sent_before_s) == {D: [("old", 0), ("a", 0)]}
@@ -189,9 +184,7 @@ def test_a_reserve_that_was_sent_just_before_is_not_taken_for_over(sent_before_s
 
 
 def test_a_stuck_handoff_stays_claimed_whatever_is_said_of_it() -> None:
-    writer = Writer()
-    writer.open("a")
-    writer.stick("a")
+    writer = stuck()
     for _ in range(3 * RENEWALS_AFTER):
         assert writer.tick() == {D: [("a", 5)]}
         assert all(isinstance(output, Allow) for output in writer.renewed(writer.now, "a"))
@@ -201,9 +194,7 @@ def test_a_stuck_handoff_stays_claimed_whatever_is_said_of_it() -> None:
 
 def test_the_claim_of_a_stuck_handoff_says_so_and_no_other_does() -> None:
     """The reader may never have heard that the request is over."""
-    writer = Writer()
-    writer.open("a")
-    writer.stick("a")
+    writer = stuck()
     writer.open("b")
     writer.now += RENEW_S
     (sent,) = writer.source.tick(writer.now)
@@ -212,9 +203,7 @@ def test_the_claim_of_a_stuck_handoff_says_so_and_no_other_does() -> None:
 
 
 def test_a_stuck_handoff_is_claimed_while_its_peer_is_away_and_forgotten_when_that_has_a_successor() -> None:
-    writer = Writer()
-    writer.open("a")
-    writer.stick("a")
+    writer = stuck()
     assert writer.source.peers_gone([(E, FIRST)]) == []
     assert writer.tick() == {D: [("a", 5)]}, "it may only be out of the router's sight"
     assert writer.source.peers_gone([(D, FIRST)]) == []
@@ -227,8 +216,7 @@ def test_a_stuck_handoff_is_claimed_while_its_peer_is_away_and_forgotten_when_th
 
 
 def test_a_peer_that_is_away_is_told_that_its_handoffs_are_over() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.source.peers_gone([])
     assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: []}] * RENEWALS_AFTER
     assert writer.tick() == {}
@@ -236,8 +224,7 @@ def test_a_peer_that_is_away_is_told_that_its_handoffs_are_over() -> None:
 
 def test_a_successor_hears_of_its_own_handoffs_only() -> None:
     """It would take what was open with its predecessor for all that is open, and give away pages that are being written."""
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.source.peers_gone([(D, SECOND)])
     writer.open("b", incarnation=SECOND)
     for _ in range(2 * RENEWALS_AFTER):
@@ -245,10 +232,7 @@ def test_a_successor_hears_of_its_own_handoffs_only() -> None:
 
 
 def test_a_successor_hears_nothing_of_what_drains_to_its_predecessor() -> None:
-    writer = Writer()
-    writer.open("a")
-    writer.grant("a")
-    writer.source.computed(key("a"), 4)
+    writer = pushing()
     assert writer.source.peers_gone([(D, SECOND)]) == []
     assert writer.tick() == {}
     writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
@@ -256,8 +240,7 @@ def test_a_successor_hears_nothing_of_what_drains_to_its_predecessor() -> None:
 
 
 def test_a_peer_that_came_back_needs_a_new_lease() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.tick()
     assert len(writer.renewed(writer.now)) == 1
     writer.source.peers_gone([])
@@ -266,8 +249,7 @@ def test_a_peer_that_came_back_needs_a_new_lease() -> None:
 
 
 def test_a_late_answer_of_a_predecessor_is_no_lease_to_write_to_its_successor() -> None:
-    writer = Writer()
-    writer.open("a")
+    writer = Writer("a")
     writer.tick()
     writer.source.peers_gone([(D, SECOND)])
     writer.now += 0.5

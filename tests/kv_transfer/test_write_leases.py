@@ -29,6 +29,22 @@ def leased(make_transport: type[MemoryTransport] = MemoryTransport, lease_s: flo
     return two
 
 
+def writing(make_transport: type[MemoryTransport] = MemoryTransport, pages: int = 1, lease_s: float = WRITE_LEASE_S) -> Two:
+    """Leased, with a push of so many pages in flight."""
+    two = leased(make_transport, lease_s)
+    two.push(1, list(range(pages)), list(range(pages)))
+    assert two.source.events() == []
+    return two
+
+
+def expired() -> Two:
+    """The lease has ended with the only push in flight, and the push cannot be stopped."""
+    two = writing(SlowTransport)
+    two.clock.now += WRITE_LEASE_S
+    assert two.source.events() == [EXPIRED]
+    return two
+
+
 def written(two: Two) -> list[int]:
     """The pages of the target that hold what the source holds there."""
     return np.flatnonzero((two.target.memory == two.source.memory).all(axis=1)).tolist()
@@ -60,9 +76,7 @@ def test_a_push_at_the_end_of_its_lease_is_refused_and_one_just_before_is_not() 
 
 
 def test_a_lease_that_ends_in_mid_push_posts_no_further_slice_and_loses_the_link() -> None:
-    two = leased()
-    two.push(1, [0, 1, 2], [0, 1, 2])
-    assert two.source.events() == []
+    two = writing(pages=3)
     two.source.transport.release(1)
     two.clock.now += WRITE_LEASE_S - 1e-3
     assert two.source.events() == [] and written(two) == [0]
@@ -75,9 +89,7 @@ def test_a_lease_that_ends_in_mid_push_posts_no_further_slice_and_loses_the_link
 
 
 def test_a_lease_that_is_extended_in_time_goes_on() -> None:
-    two = leased()
-    two.push(1, [0, 1], [0, 1])
-    two.source.events()
+    two = writing(pages=2)
     two.clock.now += WRITE_LEASE_S - 0.5
     two.allow(WRITE_LEASE_S)
     assert two.source.events() == []
@@ -132,11 +144,7 @@ def test_the_loop_wakes_when_a_lease_ends() -> None:
 
 
 def test_a_write_in_flight_long_after_its_lease_ends_the_process() -> None:
-    two = leased(SlowTransport)
-    two.push(1, [0], [0])
-    two.source.events()
-    two.clock.now += WRITE_LEASE_S
-    assert two.source.events() == [EXPIRED]
+    two = expired()
     two.clock.now += OVERRUN_S - 1e-3
     assert failed(1, "", quiescent=True) not in two.source.events()
     two.clock.now += 1e-3
@@ -146,9 +154,7 @@ def test_a_write_in_flight_long_after_its_lease_ends_the_process() -> None:
 
 
 def test_a_process_that_was_stopped_drives_no_write_before_it_ends() -> None:
-    two = leased()
-    two.push(1, [0, 1], [0, 1])
-    two.source.events()
+    two = writing(pages=2)
     two.network.hold = False
     two.clock.now += WRITE_LEASE_S + OVERRUN_S + 60.0
     with pytest.raises(LeaseOverrun):
@@ -165,9 +171,7 @@ def test_a_process_that_was_stopped_makes_no_link_before_it_ends() -> None:
             connected.append(pool.agent)
             return super().connect(pool)
 
-    two = leased(Remembers)
-    two.push(1, [0], [0])
-    two.source.events()
+    two = writing(Remembers)
     two.clock.now += WRITE_LEASE_S + OVERRUN_S
     other = msgspec.structs.replace(two.side(seed=3).info(), id="other")
     two.source.loop.submit(Connect((two.target.info(), other)))
@@ -177,11 +181,7 @@ def test_a_process_that_was_stopped_makes_no_link_before_it_ends() -> None:
 
 
 def test_a_write_that_ends_in_time_ends_nothing_else() -> None:
-    two = leased(SlowTransport)
-    two.push(1, [0], [0])
-    two.source.events()
-    two.clock.now += WRITE_LEASE_S
-    assert two.source.events() == [EXPIRED]
+    two = expired()
     two.clock.now += OVERRUN_S - 1.0
     two.source.transport.release()
     assert PushDone(Ticket(1), LAYOUT.page_bytes, WRITE_LEASE_S + OVERRUN_S - 1.0) in two.source.events()
@@ -190,11 +190,7 @@ def test_a_write_that_ends_in_time_ends_nothing_else() -> None:
 
 
 def test_a_reader_that_answers_again_saves_the_process_with_its_write_in_flight() -> None:
-    two = leased(SlowTransport)
-    two.push(1, [0], [0])
-    two.source.events()
-    two.clock.now += WRITE_LEASE_S
-    assert two.source.events() == [EXPIRED]
+    two = expired()
     two.clock.now += 1.0
     two.allow(WRITE_LEASE_S)
     two.source.events()
@@ -205,9 +201,7 @@ def test_a_reader_that_answers_again_saves_the_process_with_its_write_in_flight(
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_write_is_watched_after_its_peer_has_left_the_fleet(comes_back: bool) -> None:
     """It may only be out of the router's sight, and gives the pages away when it has not heard of us for long enough."""
-    two = leased(SlowTransport)
-    two.push(1, [0], [0])
-    two.source.events()
+    two = writing(SlowTransport)
     two.source.loop.submit(Connect(()))
     if comes_back:
         two.source.loop.submit(Connect((two.target.info(),)))
@@ -218,9 +212,7 @@ def test_a_write_is_watched_after_its_peer_has_left_the_fleet(comes_back: bool) 
 
 
 def test_a_peer_that_left_with_a_write_in_flight_is_not_tried_again() -> None:
-    two = leased(SlowTransport)
-    two.push(1, [0], [0])
-    two.source.events()
+    two = writing(SlowTransport)
     two.source.loop.submit(Connect(()))
     two.source.events()
     two.clock.now += WRITE_LEASE_S
@@ -240,9 +232,7 @@ def test_a_lease_that_ends_while_another_link_is_made_drives_nothing() -> None:
             two.clock.now += WRITE_LEASE_S
             return super().connect(pool)
 
-    two = leased(TakesLong, lease_s=WRITE_LEASE_S + 1.0)
-    two.push(1, [0, 1], [0, 1])
-    two.source.events()
+    two = writing(TakesLong, pages=2, lease_s=WRITE_LEASE_S + 1.0)
     two.network.hold = False
     other = msgspec.structs.replace(two.side(seed=3).info(), id="other")
     two.clock.now += 2.0
@@ -252,9 +242,7 @@ def test_a_lease_that_ends_while_another_link_is_made_drives_nothing() -> None:
 
 
 def test_a_link_that_was_lost_with_its_lease_serves_again_under_a_new_one() -> None:
-    two = leased()
-    two.push(1, [0], [0])
-    two.source.events()
+    two = writing()
     two.clock.now += WRITE_LEASE_S
     assert isinstance(two.source.events()[0], LinkChanged)
     two.clock.now += RETRY_S
