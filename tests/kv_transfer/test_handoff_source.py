@@ -10,6 +10,7 @@ import pytest
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
+from kv_transfer.digests import Digest
 from kv_transfer.handoff_source import SourceClosed, SourceRead
 from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import LAYOUT, key, sampling
@@ -28,15 +29,23 @@ def reserve(name: str = "r", sent_s: float = BEGAN_S) -> Reserve:
     return Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(10)), sampling=sampling(), sent_s=sent_s)
 
 
-def opened() -> Source:
-    source = Source(ME, LAYOUT)
+def opened(digest: Digest | None = None) -> Source:
+    source = Source(ME, LAYOUT, digest=digest)
     assert source.open(reserve(), PEER, SOURCE_PAGES) == [Send(D, reserve())]
     return source
 
 
-def granted() -> Source:
-    source = opened()
-    assert source.receive(D, grant(), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S)]
+def granted(have_tokens: int = 0, digest: Digest | None = None) -> Source:
+    source = opened(digest)
+    assert source.receive(D, grant(have_tokens=have_tokens), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S)]
+    return source
+
+
+def pushing(*computed: int) -> Source:
+    """Granted, and so many tokens of the prompt are computed, one after the other: a push is in flight for each."""
+    source = granted()
+    for tokens in computed:
+        assert len(pushes(source.computed(key(), tokens))) == 1
     return source
 
 
@@ -78,9 +87,7 @@ def test_complete_pages_are_pushed_chunk_by_chunk_and_the_last_page_with_the_fir
 
 
 def test_pages_are_read_for_the_last_time_when_the_prompt_is_computed_and_every_push_of_them_has_ended() -> None:
-    source = granted()
-    source.computed(key(), 4)
-    source.computed(key(), 8)
+    source = pushing(4, 8)
     assert source.transfer_ended(done(1)) == [], "the chunks that follow attend to them"
     assert SourceRead(key(), 1) in source.sampled(key(), 99)
     assert source.transfer_ended(done(3)) == [], "an earlier one is on its way"
@@ -88,17 +95,14 @@ def test_pages_are_read_for_the_last_time_when_the_prompt_is_computed_and_every_
 
 
 def test_pages_whose_digests_go_with_the_handoff_are_read_until_then() -> None:
-    source = Source(ME, LAYOUT, digest=lambda pages: b"")
-    source.open(reserve(), PEER, SOURCE_PAGES)
-    source.receive(D, grant(), BEGAN_S + 0.1)
+    source = granted(digest=lambda pages: b"")
     source.computed(key(), 8)
     source.sampled(key(), 99)
     assert source.transfer_ended(done(1)) == []
 
 
 def test_pages_that_are_there_already_are_read_as_soon_as_the_prompt_is_computed() -> None:
-    source = opened()
-    source.receive(D, grant(have_tokens=8), BEGAN_S + 0.1)
+    source = granted(have_tokens=8)
     assert SourceRead(key(), 2) in source.sampled(key(), 99)
 
 
@@ -118,8 +122,7 @@ def test_the_last_chunk_is_pushed_layer_by_layer_while_it_is_computed_and_the_re
 
 
 def test_when_every_layer_was_pushed_while_the_last_chunk_was_computed_the_first_token_waits_for_those_pushes_alone() -> None:
-    source = granted()
-    source.computed(key(), 4)
+    source = pushing(4)
     source.layers_computed(key(), 1)
     assert layered(source.layers_computed(key(), LAYOUT.layers)) == [([21, 22], range(1, LAYOUT.layers))]
     for ticket in (1, 2, 3):
@@ -161,8 +164,7 @@ def test_pages_wait_for_a_late_grant_and_then_go_at_once_under_its_lease() -> No
 
 
 def test_pages_that_the_decode_instance_holds_already_are_not_sent() -> None:
-    source = opened()
-    source.receive(D, grant(have_tokens=8), BEGAN_S)
+    source = granted(have_tokens=8)
     assert pushes(source.computed(key(), 8)) == []
     assert pushes(source.sampled(key(), 99)) == [([12], [22])]
     handoff, _ = source.transfer_ended(done(1))
@@ -170,16 +172,11 @@ def test_pages_that_the_decode_instance_holds_already_are_not_sent() -> None:
 
 
 def test_a_handoff_without_any_push_follows_the_first_token_at_once() -> None:
-    source = opened()
-    source.receive(D, grant(have_tokens=12), BEGAN_S)
-    outputs = source.sampled(key(), 99)
-    assert [type(o) for o in outputs] == [Send, SourceClosed]
+    assert [type(output) for output in granted(have_tokens=12).sampled(key(), 99)] == [Send, SourceClosed]
 
 
 def test_a_handoff_carries_the_digests_of_the_pages_that_were_pushed() -> None:
-    source = Source(ME, LAYOUT, digest=lambda pages: b"".join(bytes([page] * 4) for page in pages.tolist()))
-    source.open(reserve(), PEER, SOURCE_PAGES)
-    source.receive(D, grant(have_tokens=4), BEGAN_S)
+    source = granted(have_tokens=4, digest=lambda pages: b"".join(bytes([page] * 4) for page in pages.tolist()))
     source.sampled(key(), 99)
     handoff, _ = source.transfer_ended(done(1))
     assert isinstance(handoff, Send) and isinstance(handoff.message, Handoff)
@@ -190,8 +187,7 @@ def test_a_handoff_carries_the_digests_of_the_pages_that_were_pushed() -> None:
 
 
 def test_giving_up_waits_for_the_push_in_flight_before_it_withdraws() -> None:
-    source = granted()
-    source.computed(key(), 4)
+    source = pushing(4)
     assert source.give_up(key()) == []
     assert source.computed(key(), 8) == [] and source.sampled(key(), 1) == []
     assert source.transfer_ended(done(1)) == WITHDRAWN
@@ -211,27 +207,21 @@ def test_giving_up_what_is_over_changes_nothing() -> None:
 
 
 def test_a_failed_push_that_is_drained_withdraws_and_reports_the_reason() -> None:
-    source = granted()
-    source.computed(key(), 4)
-    source.computed(key(), 8)
+    source = pushing(4, 8)
     assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=True)) == []
     outputs = source.transfer_ended(done(2))
     assert outputs == [Send(D, Withdraw(key=key())), SourceClosed(key(), unavailable("pushing to d failed: cable"), True)]
 
 
 def test_the_first_reason_to_drain_is_the_one_that_is_told() -> None:
-    source = granted()
-    source.computed(key(), 4)
-    source.computed(key(), 8)
+    source = pushing(4, 8)
     source.give_up(key())
     source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=True))
     assert source.transfer_ended(done(2)) == WITHDRAWN
 
 
 def test_a_failed_push_that_may_still_write_never_withdraws() -> None:
-    source = granted()
-    source.computed(key(), 4)
-    source.computed(key(), 8)
+    source = pushing(4, 8)
     assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False)) == []
     assert source.transfer_ended(done(2)) == [SourceClosed(key(), unavailable("pushing to d failed: cable"), quiescent=False)]
 
@@ -253,8 +243,7 @@ def test_a_decline_closes_with_its_reason() -> None:
 
 
 def test_a_decline_after_the_grant_takes_it_back_and_is_answered_when_the_pushes_have_ended() -> None:
-    source = granted()
-    source.computed(key(), 4)
+    source = pushing(4)
     assert source.receive(D, Decline(key=key(), failed=FULL), BEGAN_S + 1.0) == []
     assert source.transfer_ended(done(1)) == [Send(D, Withdraw(key=key())), SourceClosed(key(), FULL, True)]
 
@@ -310,22 +299,21 @@ def test_a_grant_with_an_impossible_time_raises_nothing_and_allows_nothing(sent_
 # --- peers -----------------------------------------------------------------------------------------------------------------
 
 
+LEFT = SourceClosed(key(), unavailable("d left the fleet"), quiescent=True)
+
+
 def test_the_handoffs_to_a_peer_that_left_fail() -> None:
     source = opened()
     assert source.peers_gone([(D, LIFE)]) == []
-    outputs = source.peers_gone([])
-    assert outputs == [Send(D, Withdraw(key=key())), SourceClosed(key(), unavailable("d left the fleet"), True)]
+    assert source.peers_gone([]) == [Send(D, Withdraw(key=key())), LEFT]
 
 
 def test_the_handoffs_to_a_peer_that_came_back_as_another_fail() -> None:
-    outputs = opened().peers_gone([(D, Incarnation("2"))])
-    assert outputs[-1] == SourceClosed(key(), unavailable("d left the fleet"), True)
+    assert opened().peers_gone([(D, Incarnation("2"))])[-1] == LEFT
 
 
 def test_a_handoff_to_a_peer_that_left_is_drained_before_its_pages_come_home() -> None:
-    source = granted()
-    source.computed(key(), 4)
+    source = pushing(4)
     assert source.peers_gone([]) == []
-    (withdraw, closed) = source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
-    assert withdraw == Send(D, Withdraw(key=key()))
-    assert closed == SourceClosed(key(), unavailable("d left the fleet"), True)
+    ended = source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
+    assert ended == [Send(D, Withdraw(key=key())), LEFT]

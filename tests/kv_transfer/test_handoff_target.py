@@ -54,6 +54,16 @@ class Reader:
         return [reservation.key.request_id for reservation in self.target.fenced(self.now)]
 
 
+def reserved(*, is_cancelled: bool = False, later_s: float = 0.0) -> tuple[Reader, Grant, PageLease]:
+    """A reader with one reservation, so long ago. is_cancelled: it was cancelled at once."""
+    reader = Reader()
+    grant, lease = reader.reserve()
+    if is_cancelled:
+        reader.target.cancel(key(), reader.now)
+    reader.later(later_s)
+    return reader, grant, lease
+
+
 def answer(renewal: Renewal) -> Renewed:
     """What the writer is told first: for how long it may write, and what is over."""
     renewed = renewal.sends[0].message
@@ -87,8 +97,7 @@ def test_a_grant_names_the_prompt_pages_only_and_the_word_that_it_answers() -> N
 
 
 def test_a_handoff_passes_the_lease_to_the_caller_once() -> None:
-    reader = Reader()
-    grant, lease = reader.reserve()
+    reader, grant, lease = reserved()
     landed = reader.target.land(P, handoff(grant.generation))
     assert landed is not None and landed.lease is lease
     assert reader.target.land(P, handoff(grant.generation)) is None
@@ -96,23 +105,20 @@ def test_a_handoff_passes_the_lease_to_the_caller_once() -> None:
 
 
 def test_a_handoff_of_an_older_generation_is_dropped_and_counted() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
+    reader, grant, _ = reserved()
     assert reader.target.land(P, handoff(grant.generation - 1)) is None
     assert reader.target.stale == 1 and key() in reader.target.open
 
 
 def test_a_handoff_or_withdrawal_of_another_instance_is_dropped() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
+    reader, grant, _ = reserved()
     assert reader.target.land(Q, handoff(grant.generation)) is None
     assert reader.target.withdraw(Q, key()) is None
     assert reader.target.stale == 2 and len(reader.target.open) == 1
 
 
 def test_generations_are_never_used_twice() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
+    reader, grant, _ = reserved()
     assert reader.target.withdraw(P, key()) is not None
     again, _ = reader.reserve()
     assert again.generation != grant.generation
@@ -127,9 +133,7 @@ def test_a_late_handoff_for_a_former_life_of_the_reader_lands_nowhere() -> None:
 
 
 def test_a_cancelled_reservation_keeps_its_lease_until_the_writer_speaks() -> None:
-    reader = Reader()
-    _, lease = reader.reserve()
-    reader.target.cancel(key(), reader.now)
+    reader, _, lease = reserved(is_cancelled=True)
     assert reader.pool.free_pages == 13 and len(reader.target.open) == 1
     withdrawn = reader.target.withdraw(P, key())
     assert withdrawn is not None and withdrawn.lease is lease
@@ -148,18 +152,14 @@ def test_a_renewal_is_answered_with_the_time_at_which_it_was_sent() -> None:
 
 
 def test_a_reservation_that_is_claimed_goes_on() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
-    reader.later(1.0)
+    reader, grant, _ = reserved(later_s=1.0)
     renewal = reader.renew(("r", grant.generation))
     assert (over(renewal), grants(renewal), lost(renewal)) == ([], [], [])
     assert key() in reader.target.open
 
 
 def test_a_grant_that_the_writer_has_not_got_is_sent_again_under_its_latest_word() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
-    reader.later(1.0)
+    reader, grant, _ = reserved(later_s=1.0)
     (again,) = grants(reader.renew(("r", 0)))
     assert (again.key, again.generation, again.pages) == (grant.key, grant.generation, grant.pages)
     assert (grant.sent_s, again.sent_s) == (0.0, 1.0)
@@ -198,28 +198,20 @@ def test_a_claim_of_a_key_that_waits_is_not_over() -> None:
 
 @pytest.mark.parametrize("generation", [0, 1])
 def test_a_claim_of_a_cancelled_reservation_is_over_and_the_reservation_stays(generation: int) -> None:
-    reader = Reader()
-    reader.reserve()
-    reader.target.cancel(key(), reader.now)
-    reader.later(1.0)
+    reader, _, _ = reserved(is_cancelled=True, later_s=1.0)
     renewal = reader.renew(("r", generation))
     assert (over(renewal), grants(renewal), lost(renewal)) == (["r"], [], [])
     assert key() in reader.target.open
 
 
 def test_a_cancelled_reservation_that_is_not_claimed_any_more_is_lost_too() -> None:
-    reader = Reader()
-    reader.reserve()
-    reader.target.cancel(key(), reader.now)
-    reader.later(1.0)
+    reader, _, _ = reserved(is_cancelled=True, later_s=1.0)
     assert lost(reader.renew()) == ["r"] and len(reader.target.open) == 0
 
 
 @pytest.mark.parametrize("writer", [SUCCESSOR, OTHER])
 def test_a_renewal_of_another_life_or_instance_claims_and_loses_nothing_of_this_one(writer: Life) -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
-    reader.later(1.0)
+    reader, grant, _ = reserved(later_s=1.0)
     assert lost(reader.renew(writer=writer)) == []
     renewal = reader.renew(("r", grant.generation), writer=writer)
     assert (over(renewal), grants(renewal), lost(renewal)) == (["r"], [], [])
@@ -242,8 +234,7 @@ def test_the_reservations_of_a_writer_that_fell_silent_are_fenced_when_it_cannot
 
 
 def test_every_newer_word_puts_the_fence_off() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
+    reader, grant, _ = reserved()
     for _ in range(5):
         reader.later(SILENCE_S - 1.0)
         assert reader.fenced() == []
@@ -283,17 +274,12 @@ def test_each_life_of_each_writer_is_silent_on_its_own() -> None:
 
 
 def test_a_cancelled_reservation_is_fenced_as_any_other() -> None:
-    reader = Reader()
-    reader.reserve()
-    reader.target.cancel(key(), reader.now)
-    reader.later(SILENCE_S)
+    reader, _, _ = reserved(is_cancelled=True, later_s=SILENCE_S)
     assert reader.fenced() == ["r"]
 
 
 def test_a_writer_that_speaks_again_after_its_fence_is_heard_again_and_told_what_is_over() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
-    reader.later(SILENCE_S)
+    reader, grant, _ = reserved(later_s=SILENCE_S)
     reader.fenced()
     assert over(reader.renew(("r", grant.generation))) == ["r"]
     assert reader.target.hears(WRITER) and reader.target.next_deadline() == reader.now + SILENCE_S
@@ -317,9 +303,7 @@ def is_stuck(reader: Reader, asked: Key | None = None) -> bool:
 
 
 def test_a_cancelled_reservation_is_stuck_when_its_writer_does_not_let_go_of_it_for_a_lease() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
-    reader.target.cancel(key(), reader.now)
+    reader, grant, _ = reserved(is_cancelled=True)
     for _ in range(5):
         assert not is_stuck(reader)
         reader.later(1.0)
@@ -333,9 +317,7 @@ def test_a_cancelled_reservation_is_stuck_when_its_writer_does_not_let_go_of_it_
 
 
 def test_a_reservation_is_stuck_while_its_writer_is_silent_and_not_any_more_when_it_speaks() -> None:
-    reader = Reader()
-    grant, _ = reader.reserve()
-    reader.later(WRITE_LEASE_S)
+    reader, grant, _ = reserved(later_s=WRITE_LEASE_S)
     assert not is_stuck(reader)
     reader.later(1.0)
     assert is_stuck(reader)
@@ -344,8 +326,7 @@ def test_a_reservation_is_stuck_while_its_writer_is_silent_and_not_any_more_when
 
 
 def test_a_reservation_that_its_writer_gave_up_and_cannot_let_go_keeps_its_pages() -> None:
-    reader = Reader()
-    grant, lease = reader.reserve()
+    reader, grant, lease = reserved()
     claim = Claim(key(), grant.generation, stuck=True)
     stale = Claim(key("unknown"), Generation(1), stuck=True)
     renew = Renew(incarnation=WRITER.incarnation, sent_s=reader.writers_now, claims=(claim, stale))
