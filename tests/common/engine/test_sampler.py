@@ -1,6 +1,7 @@
 """The sampler against probabilities computed with numpy, and the noise as a function of (seed, position) alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -13,20 +14,27 @@ VOCAB = 12
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([[2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0]])
 DRAWS = 20_000
+Values: TypeAlias = float | Sequence[float]
 
 
-def draw(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 3) -> Tensor:
-    """DRAWS samples at as many positions."""
-    rows = DRAWS
-    return Sampler(logits.shape[1], CPU)(
-        logits.expand(rows, -1),
-        torch.full((rows,), temperature),
-        torch.full((rows,), top_k),
-        torch.full((rows,), top_p),
-        torch.full((rows,), min_p),
-        torch.full((rows,), seed),
-        torch.arange(rows),
-    )
+def sampled(
+    logits: Tensor,
+    temperature: Values = 1.0,
+    top_k: Values = 0,
+    top_p: Values = 1.0,
+    min_p: Values = 0.0,
+    seed: Values | None = None,
+    position: Values = 7,
+) -> Tensor:
+    """A token for each row. A value is that of every row, or there is one for each; without seeds, a row's is its number."""
+    rows = len(logits)
+    given = (temperature, top_k, top_p, min_p, list(range(rows)) if seed is None else seed, position)
+    return Sampler(logits.shape[1], CPU)(logits, *(torch.tensor(value).expand(rows).contiguous() for value in given))
+
+
+def draw(temperature: float, seed: int = 3, **filters: float) -> Tensor:
+    """DRAWS samples of LOGITS, at as many positions."""
+    return sampled(LOGITS.expand(DRAWS, -1), temperature, seed=seed, position=list(range(DRAWS)), **filters)  # type: ignore[arg-type]
 
 
 def probabilities(temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -48,7 +56,7 @@ def probabilities(temperature: float, top_k: int, top_p: float, min_p: float) ->
     [(1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.5, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (1.2, 6, 0.9, 0.1)],
 )
 def test_samples_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    counts = torch.bincount(draw(LOGITS, temperature, top_k, top_p, min_p), minlength=VOCAB).numpy()
+    counts = torch.bincount(draw(temperature, top_k=top_k, top_p=top_p, min_p=min_p), minlength=VOCAB).numpy()
     expected = probabilities(temperature, top_k, top_p, min_p)
     assert (counts[expected == 0] == 0).all(), "an excluded token was sampled"
     allowed = expected > 0
@@ -57,7 +65,7 @@ def test_samples_follow_the_filtered_distribution(temperature: float, top_k: int
 
 
 def test_temperature_zero_is_greedy_whatever_else_is_set() -> None:
-    assert (draw(LOGITS, 0.0, top_k=3, top_p=0.5) == 0).all()
+    assert (draw(0.0, top_k=3, top_p=0.5) == 0).all()
 
 
 def test_the_noise_is_a_function_of_seed_and_position_alone() -> None:
@@ -65,53 +73,30 @@ def test_the_noise_is_a_function_of_seed_and_position_alone() -> None:
     logits = torch.randn(6, 50)
     seeds, positions = torch.tensor([1, 2, 3, 1, 2, -5]), torch.tensor([7, 7, 7, 8, 8, 2**40])
 
-    def tokens(rows: list[int]) -> list[int]:
-        count = len(rows)
-        ones = torch.ones(count)
-        picked: list[int] = Sampler(50, CPU)(
-            logits[rows], ones, torch.zeros(count, dtype=torch.int64), ones, torch.zeros(count), seeds[rows], positions[rows]
-        ).tolist()
+    def tokens(*rows: int) -> list[int]:
+        picked: list[int] = sampled(logits[[*rows]], seed=seeds[[*rows]].tolist(), position=positions[[*rows]].tolist()).tolist()
         return picked
 
-    together = tokens([0, 1, 2, 3, 4, 5])
-    assert [tokens([row])[0] for row in range(6)] == together
-    assert tokens([5, 3, 1]) == [together[5], together[3], together[1]]
+    together = tokens(0, 1, 2, 3, 4, 5)
+    assert [tokens(row)[0] for row in range(6)] == together
+    assert tokens(5, 3, 1) == [together[5], together[3], together[1]]
 
 
 def test_seeds_and_positions_give_different_noise() -> None:
-    first, second = draw(LOGITS, 1.0, seed=3), draw(LOGITS, 1.0, seed=4)
+    first, second = draw(1.0, seed=3), draw(1.0, seed=4)
     agree = float((first == second).float().mean())
     chance = float((probabilities(1.0, 0, 1.0, 0.0) ** 2).sum())
     assert abs(agree - chance) < 0.02
-
-
-def sampled(logits: Tensor, temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float]) -> list[int]:
-    """One token per row; the seed of a row is its number, so that a row of a batch is told by its seed alone."""
-    rows = len(logits)
-    return numbered(logits, temperature, top_k, top_p, min_p, list(range(rows)))
-
-
-def numbered(
-    logits: Tensor, temperature: list[float], top_k: list[int], top_p: list[float], min_p: list[float], seed: list[int]
-) -> list[int]:
-    tokens: list[int] = Sampler(logits.shape[1], CPU)(
-        logits,
-        torch.tensor(temperature),
-        torch.tensor(top_k),
-        torch.tensor(top_p),
-        torch.tensor(min_p),
-        torch.tensor(seed),
-        torch.full((len(logits),), 7),
-    ).tolist()
-    return tokens
 
 
 def test_a_sampled_token_does_not_depend_on_the_filters_of_its_neighbours() -> None:
     row = torch.randn(1, 5000, generator=torch.Generator().manual_seed(4))
     for seed in range(20):
         for top_k, top_p in ((0, 1.0), (0, 0.9), (40, 0.9)):
-            alone = numbered(row, [1.0], [top_k], [top_p], [0.0], [seed])
-            beside = numbered(row.expand(3, -1), [1.0] * 3, [top_k, 0, 3], [top_p, 0.5, 1.0], [0.0, 0.0, 0.1], [seed, 9, 8])
+            alone = sampled(row, top_k=top_k, top_p=top_p, seed=seed)
+            beside = sampled(
+                row.expand(3, -1), top_k=[top_k, 0, 3], top_p=[top_p, 0.5, 1.0], min_p=[0.0, 0.0, 0.1], seed=[seed, 9, 8]
+            )
             assert beside[0] == alone[0]
 
 
@@ -166,12 +151,12 @@ def test_only_rows_that_ask_are_sorted_and_none_in_full_when_each_has_a_top_k(mo
     noted("sort")
     noted("topk")
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    sampled(logits, [1.0] * 4, [0] * 4, [1.0] * 4, [0.0] * 4)
+    sampled(logits)
     assert orders == []
-    sampled(logits, [1.0] * 4, [0, 5, 0, 9], [1.0, 0.9, 1.0, 1.0], [0.0] * 4)
+    sampled(logits, top_k=[0, 5, 0, 9], top_p=[1.0, 0.9, 1.0, 1.0])
     assert orders == [("topk", (2, 50))]
     orders.clear()
-    sampled(logits, [1.0, 0.0, 1.0, 1.0], [0, 0, 0, 0], [1.0, 0.9, 0.5, 1.0], [0.0] * 4)
+    sampled(logits, [1.0, 0.0, 1.0, 1.0], top_p=[1.0, 0.9, 0.5, 1.0])
     assert orders == [("sort", (1, 50))]
 
 
@@ -179,4 +164,4 @@ def test_only_rows_that_ask_are_sorted_and_none_in_full_when_each_has_a_top_k(mo
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_a_tiny_temperature_is_greedy_and_never_overflows(temperature: float, top_p: float) -> None:
     logits = torch.tensor([[79.5, -50.0, 80.0, 3.0, 0.0]])
-    assert sampled(logits.expand(8, -1), [temperature] * 8, [0] * 8, [top_p] * 8, [0.0] * 8) == [2] * 8
+    assert sampled(logits.expand(8, -1), temperature, top_p=top_p).tolist() == [2] * 8
