@@ -31,6 +31,11 @@ class ProbeBench(Bench):
     def tick(self, now: float) -> dict[str, tuple[Key, ...]]:
         return probes(self.core.tick(now))
 
+    def round(self, now: float, *standings: tuple[InstanceInfo, int | None]) -> list[Send]:
+        """A round of probes, and what the members' answers bring: each is the next token that a member emits."""
+        self.tick(now)
+        return [send for member, next_token in standings for send in self.probed(member, next_token, now)]
+
 
 def test_a_silent_attempt_is_probed_at_its_members_again_and_again() -> None:
     bench = ProbeBench(P0, D0).serving()
@@ -89,102 +94,74 @@ def test_a_silent_request_whose_time_is_over_is_not_probed() -> None:
 
 def test_an_attempt_that_no_member_knows_in_two_rounds_is_resumed() -> None:
     bench = ProbeBench(P0, D0).serving()
-    bench.tick(2.0)
-    assert bench.probed(P0, None, 2.1) == bench.probed(D0, None, 2.1) == []
-    bench.tick(4.0)
-    assert bench.probed(P0, None, 4.1) == []
+    assert bench.round(2.0, (P0, None), (D0, None)) == []
+    assert bench.round(4.0, (P0, None)) == []
     sent = bench.probed(D0, None, 4.1)
     assert sent[:3] == [*cancels(P0, D0), close()]
     assert [message.key for _, message in generates(sent)] == [key(attempt=1)]
     assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
 
 
-def test_an_attempt_that_a_member_knows_goes_on() -> None:
+@pytest.mark.parametrize(
+    ("so_far", "standings"),
+    [("", [(D0, None), (P0, 0)]), ("", [(P0, None)]), ("abc", [(D0, 3)])],
+    ids=["a member knows it", "a member does not answer, which proves nothing", "all that was sent has come"],
+)
+def test_an_attempt_goes_on_while_nothing_of_it_is_lost(so_far: str, standings: list[tuple[InstanceInfo, int | None]]) -> None:
     bench = ProbeBench(P0, D0).serving()
-    for round_s in (2.0, 4.0, 6.0):
-        bench.tick(round_s)
-        assert bench.probed(D0, None, round_s) == bench.probed(P0, 0, round_s) == []
+    if so_far:
+        bench.text(0, so_far, now=0.0)
+    assert [bench.round(round_s, *standings) for round_s in (2.0, 4.0, 6.0)] == [[]] * 3
     assert bench.observer.resumes == []
 
 
 def test_an_attempt_known_only_to_a_decode_instance_that_waits_for_its_handoff_is_resumed() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.text(0, "a", now=0.0)
-    for round_s in (2.0, 4.0):
-        bench.tick(round_s)
-        bench.probed(P0, None, round_s)
-        sent = bench.probed(D0, 0, round_s)
-    assert [message.first for _, message in generates(sent)] == [1]
-
-
-def test_a_member_that_does_not_answer_proves_nothing() -> None:
-    bench = ProbeBench(P0, D0).serving()
-    for round_s in (2.0, 4.0, 6.0):
-        bench.tick(round_s)
-        assert bench.probed(P0, None, round_s) == []
-    assert bench.observer.resumes == []
+    bench.round(2.0, (P0, None), (D0, 0))
+    assert [message.first for _, message in generates(bench.round(4.0, (P0, None), (D0, 0)))] == [1]
 
 
 def test_two_suspect_rounds_with_a_good_one_between_them_prove_nothing() -> None:
     bench = ProbeBench(D0).serving()
     for round_s, next_token in ((2.0, None), (4.0, 0), (6.0, None), (8.0, 0), (10.0, None)):
-        bench.tick(round_s)
-        assert bench.probed(D0, next_token, round_s) == []
+        assert bench.round(round_s, (D0, next_token)) == []
     bench.tick(12.0)
     assert bench.tick(14.0) != {}, "nobody answered in this round"
     assert bench.probed(D0, None, 14.0) == []
-    bench.tick(16.0)
-    assert generates(bench.probed(D0, None, 16.0)) != []
+    assert generates(bench.round(16.0, (D0, None))) != []
 
 
 def test_tokens_that_were_sent_and_do_not_come_between_two_rounds_were_lost() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.text(0, "abc", now=0.0)
-    bench.tick(2.0)
-    assert bench.probed(D0, 5, 2.1) == []
-    bench.tick(4.0)
-    sent = bench.probed(D0, 8, 4.1)
-    assert [(message.first, message.key) for _, message in generates(sent)] == [(3, key(attempt=1))]
+    assert bench.round(2.0, (D0, 5)) == []
+    assert [(message.first, message.key) for _, message in generates(bench.round(4.0, (D0, 8)))] == [(3, key(attempt=1))]
     assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
 
 
 def test_tokens_that_come_between_two_rounds_were_only_on_their_way() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.text(0, "abc", now=0.0)
-    bench.tick(2.0)
-    bench.probed(D0, 5, 2.1)
+    bench.round(2.0, (D0, 5))
     bench.text(3, "d", now=2.2)
-    bench.tick(4.2)
-    assert bench.probed(D0, 8, 4.3) == []
-    bench.tick(6.2)
-    assert generates(bench.probed(D0, 8, 6.3)) != []
+    assert bench.round(4.2, (D0, 8)) == []
+    assert generates(bench.round(6.2, (D0, 8))) != []
 
 
 def test_an_answer_to_a_probe_is_ignored_when_a_token_came_after_the_probe() -> None:
     bench = ProbeBench(P0, D0).serving()
     bench.text(0, "abc", now=0.0)
-    bench.tick(2.0)
-    bench.probed(D0, 5, 2.1)
+    bench.round(2.0, (D0, 5))
     bench.tick(4.0)
     bench.text(3, "d", now=4.05)
     assert bench.probed(D0, 8, 4.1) == []
 
 
-def test_an_attempt_that_has_sent_all_it_has_goes_on() -> None:
-    bench = ProbeBench(P0, D0).serving()
-    bench.text(0, "abc", now=0.0)
-    for round_s in (2.0, 4.0, 6.0):
-        bench.tick(round_s)
-        assert bench.probed(D0, 3, round_s) == []
-
-
 def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothing_yet() -> None:
     bench = ProbeBench(P0, D0).serving()
-    for round_s in (2.0, 4.0):
-        bench.tick(round_s)
-        bench.probed(D0, None, round_s)
-        sent = bench.probed(P0, 1, round_s)
-    assert route(sent) == ("d0", None), "not through p0 again"
+    bench.round(2.0, (D0, None), (P0, 1))
+    assert route(bench.round(4.0, (D0, None), (P0, 1))) == ("d0", None), "not through p0 again"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def sampled(
 
 def draw(temperature: float, seed: int = 3, **filters: float) -> Tensor:
     """DRAWS samples of LOGITS, at as many positions."""
-    return sampled(LOGITS.expand(DRAWS, -1), temperature, seed=seed, position=list(range(DRAWS)), **filters)  # type: ignore[arg-type]
+    return sampled(LOGITS.expand(DRAWS, -1), temperature, seed=seed, position=list(range(DRAWS)), **filters)
 
 
 def probabilities(temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
