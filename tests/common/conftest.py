@@ -7,16 +7,18 @@ import pytest
 from common.ids import DETOKENIZER, InstanceId
 from common.messages import DetokenizerInbox
 from common.wire import Mailbox
-from tests.common.mailboxes import LOOPBACK, Detok, Make
+from tests.common.mailboxes import LOOPBACK, AnyBox, Make
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Mailboxes with a detokenizer's inbox, closed at the end."""
-    made: list[Detok] = []
+    """Mailboxes, with a detokenizer's inbox unless they are to have another; closed at the end."""
+    made: list[AnyBox] = []
 
-    def build(me: InstanceId = DETOKENIZER, bind: str = LOOPBACK, max_frame_bytes: int = 2**20) -> Detok:
-        made.append(Mailbox(me, DetokenizerInbox, bind, max_frame_bytes))
+    def build(
+        me: InstanceId = DETOKENIZER, bind: str = LOOPBACK, max_frame_bytes: int = 2**20, inbox: object = DetokenizerInbox
+    ) -> AnyBox:
+        made.append(Mailbox(me, inbox, bind, max_frame_bytes))
         return made[-1]
 
     yield build

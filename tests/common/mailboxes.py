@@ -1,11 +1,11 @@
-"""What the tests of the wire share: names, a message, and reading until a deadline."""
+"""What the tests of the wire share: names, a message, and reading until a deadline; and, for other tests, a mailbox of lists."""
 
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from common.ids import InstanceId, Key, RequestId
-from common.messages import DetokenizerInbox, ForgetAnswer
+from common.messages import AnyMessage, DetokenizerInbox, ForgetAnswer
 from common.wire import Mailbox
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -15,12 +15,38 @@ KEY = Key(RequestId("r"), 0)
 FORGET = ForgetAnswer(key=KEY)
 """The smallest message."""
 Detok: TypeAlias = Mailbox[DetokenizerInbox]
-Make: TypeAlias = Callable[..., Detok]
+AnyBox: TypeAlias = Mailbox[Any]
+Make: TypeAlias = Callable[..., AnyBox]
+Inbox = TypeVar("Inbox")
 
 
-def received(mailbox: Detok, count: int) -> list[tuple[InstanceId, DetokenizerInbox]]:
+class FakeMail(Generic[Inbox]):
+    """Implements `Mail` with lists. Keeps in order what is asked of it."""
+
+    def __init__(self) -> None:
+        self.arriving: list[tuple[InstanceId, Inbox]] = []
+        self.sent: list[tuple[InstanceId, AnyMessage]] = []
+        self.routes: dict[InstanceId, str | None] = {}
+        self.asked: list[str] = []
+        self.frames_refused: dict[str, int] = {}
+        self.messages_lost: dict[str, int] = {}
+
+    def send(self, to: InstanceId, message: AnyMessage) -> None:
+        self.sent.append((to, message))
+        self.asked.append(f"send {type(message).__name__} to {to}")
+
+    def receive(self) -> list[tuple[InstanceId, Inbox]]:
+        arrived, self.arriving = self.arriving, []
+        return arrived
+
+    def route(self, to: InstanceId, address: str | None) -> None:
+        self.routes[to] = address
+        self.asked.append(f"route {to} to {address}")
+
+
+def received(mailbox: Mailbox[Inbox], count: int) -> list[tuple[InstanceId, Inbox]]:
     """`count` messages, or those that came before the deadline."""
-    mail: list[tuple[InstanceId, DetokenizerInbox]] = []
+    mail: list[tuple[InstanceId, Inbox]] = []
     deadline = time.monotonic() + WAIT_S
     while len(mail) < count and (left := deadline - time.monotonic()) > 0:
         mailbox.wait(left)

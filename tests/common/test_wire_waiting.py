@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId
 from common.messages import DetokenizerInbox, ExpectAnswer, Goodbye, RouterInbox, TextBatch
 from common.wire import Mailbox
-from tests.common.mailboxes import DECODE, FORGET, KEY, LOOPBACK, PREFILL, WAIT_S, Make, closes
+from tests.common.mailboxes import DECODE, FORGET, KEY, PREFILL, WAIT_S, Make, closes, received
 
 
 @pytest.mark.timeout(60)
@@ -179,22 +179,14 @@ def test_a_correspondent_that_closes_is_told_of_once_and_the_others_are_not(
     assert broken == [PREFILL]
 
 
-def test_a_router_and_an_instance_talk_both_ways() -> None:
-    router: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, LOOPBACK)
-    detokenizer: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, LOOPBACK)
-    try:
-        router.route(DETOKENIZER, detokenizer.address)
-        detokenizer.route(ROUTER, router.address)
-        router.send(DETOKENIZER, ExpectAnswer(key=KEY))
-        detokenizer.wait(WAIT_S)
-        assert detokenizer.receive() == [(ROUTER, ExpectAnswer(key=KEY))]
-        detokenizer.send(ROUTER, TextBatch(deltas=()))
-        detokenizer.send(ROUTER, Goodbye(id=DETOKENIZER, incarnation=Incarnation("1")))
-        got: list[tuple[InstanceId, RouterInbox]] = []
-        while len(got) < 2:
-            router.wait(WAIT_S)
-            got += router.receive()
-        assert [type(message) for _, message in got] == [TextBatch, Goodbye]
-    finally:
-        router.close()
-        detokenizer.close()
+def test_a_router_and_an_instance_talk_both_ways(make: Make) -> None:
+    router: Mailbox[RouterInbox] = make(ROUTER, inbox=RouterInbox)
+    detokenizer = make()
+    router.route(DETOKENIZER, detokenizer.address)
+    detokenizer.route(ROUTER, router.address)
+    router.send(DETOKENIZER, ExpectAnswer(key=KEY))
+    detokenizer.wait(WAIT_S)
+    assert detokenizer.receive() == [(ROUTER, ExpectAnswer(key=KEY))]
+    detokenizer.send(ROUTER, TextBatch(deltas=()))
+    detokenizer.send(ROUTER, Goodbye(id=DETOKENIZER, incarnation=Incarnation("1")))
+    assert [type(message) for _, message in received(router, 2)] == [TextBatch, Goodbye]

@@ -44,7 +44,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def sent_to_fleet(site: Site) -> list[Generate]:
-    return [message for message in site.fleet.sent if isinstance(message, Generate)]
+    return [message for _, message in site.fleet.sent if isinstance(message, Generate)]
 
 
 def assert_error(response: httpx.Response, status: int, kind: str, param: str | None) -> str:

@@ -43,6 +43,7 @@ from router.http_server import listen, serve_app
 from router.intake import Intake
 from router.metrics import RouterMetrics
 from tests.builders import engine, instance
+from tests.common.mailboxes import FakeMail
 
 MODEL = "echo"
 CONTEXT = engine().model.context_tokens
@@ -102,8 +103,8 @@ def beat(of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, drain
     return Heartbeat(id=of.id, incarnation=of.incarnation, load=load, counters=Counters(), links=links, draining=draining)
 
 
-class EchoFleet:
-    """Implements `Mail[RouterInbox]`: a prefill and a decode instance and a detokenizer, which answer when the loop turns.
+class EchoFleet(FakeMail[RouterInbox]):
+    """A prefill and a decode instance and a detokenizer, which answer when the loop turns.
 
     fail_at: number of the token in whose place a failure comes, in the first `failing` attempts (None: in all).
     stall_at: number of the token before which the fleet falls silent.
@@ -117,12 +118,9 @@ class EchoFleet:
         joins: bool = True,
         failing: int | None = None,
     ) -> None:
+        super().__init__()
         self.joins = joins
         self.prefill, self.decode = instance("p0", "prefill"), instance("d0", "decode")
-        self.sent: list[AnyMessage] = []
-        self.routes: dict[InstanceId, str | None] = {}
-        self.frames_refused: dict[str, int] = {}
-        self.messages_lost: dict[str, int] = {}
         self.gateway: Gateway | None = None
         self._fail_at, self._stall_at, self._failing = fail_at, stall_at, failing
         self._failed = failed or Failed(message="the step failed")
@@ -154,11 +152,8 @@ class EchoFleet:
         if self._arrived:
             asyncio.get_running_loop().call_soon(self._turn)
 
-    def route(self, to: InstanceId, address: str | None) -> None:
-        self.routes[to] = address
-
     def send(self, to: InstanceId, message: AnyMessage) -> None:
-        self.sent.append(message)
+        super().send(to, message)
         if isinstance(message, ExpectAnswer):
             self._stops[message.key] = message.stop
         if isinstance(message, Generate):
@@ -167,8 +162,8 @@ class EchoFleet:
 
     def cancelled(self) -> set[Key]:
         """Requests that were cancelled at the instances and closed at the detokenizer."""
-        cancels = {message.key for message in self.sent if isinstance(message, Cancel)}
-        return cancels & {message.key for message in self.sent if isinstance(message, ForgetAnswer)}
+        cancels = {message.key for _, message in self.sent if isinstance(message, Cancel)}
+        return cancels & {message.key for _, message in self.sent if isinstance(message, ForgetAnswer)}
 
     def _answer(self, message: Generate) -> list[TextDelta]:
         key, ids = message.key, unpack_ids(message.prompt).tolist()

@@ -125,7 +125,7 @@ async def test_text_that_waits_for_a_slow_client_is_sent_as_one_piece() -> None:
     async with Site() as site:
         client = RawClient(site, stream=True)
         client.may_send.clear()
-        await until(lambda: isinstance(site.fleet.sent[-1], Generate) and len(site.core.requests) == 0)
+        await until(lambda: isinstance(site.fleet.sent[-1][1], Generate) and len(site.core.requests) == 0)
         client.may_send.set()
         await client.gone()
     text = b"".join(message.get("body", b"") for message in client.sent).decode()

@@ -7,12 +7,13 @@ import msgspec
 import pytest
 
 from common.config import RouterConfig
-from common.ids import DETOKENIZER, Incarnation, InstanceId
-from common.messages import AnyMessage, Goodbye, Register, RouterInbox
+from common.ids import DETOKENIZER, Incarnation
+from common.messages import Goodbye, Register, RouterInbox
 from router.core import RouterCore
 from router.gateway import Gateway
 from router.outbox import Outbox
 from tests.builders import instance
+from tests.common.mailboxes import FakeMail
 from tests.router.bench import D0, spec
 from tests.router.calls import until
 from tests.router.fakes import Unobserved, beat
@@ -20,32 +21,12 @@ from tests.router.fakes import Unobserved, beat
 pytestmark = pytest.mark.anyio
 
 
-class RecordingMail:
-    """Implements `Mail[RouterInbox]`; keeps the order of what was asked of it."""
-
-    def __init__(self) -> None:
-        self.arriving: list[tuple[InstanceId, RouterInbox]] = []
-        self.asked: list[str] = []
-        self.frames_refused: dict[str, int] = {}
-        self.messages_lost: dict[str, int] = {}
-
-    def send(self, to: InstanceId, message: AnyMessage) -> None:
-        self.asked.append(f"send {type(message).__name__} to {to}")
-
-    def receive(self) -> list[tuple[InstanceId, RouterInbox]]:
-        arrived, self.arriving = self.arriving, []
-        return arrived
-
-    def route(self, to: InstanceId, address: str | None) -> None:
-        self.asked.append(f"route {to} to {address}")
-
-
 class Rig:
     """A gateway over mail that is recorded, with a clock turned by hand."""
 
     def __init__(self, **config: float) -> None:
         self.now = 0.0
-        self.mail = RecordingMail()
+        self.mail: FakeMail[RouterInbox] = FakeMail()
         core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", RouterConfig(**config), Unobserved())  # type: ignore[arg-type]
         self.gateway = Gateway(core, self.mail, lambda: self.now)
 

@@ -36,7 +36,7 @@ async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_whe
             again = await client.post("/cluster/d0/drain")
         page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
         refused = await post(site, "/v1/chat/completions", chat())
-        told = [message for message in site.fleet.sent if isinstance(message, Drain)]
+        told = [message for _, message in site.fleet.sent if isinstance(message, Drain)]
     assert (response.status_code, response.json()) == (202, {"id": "d0", "state": "draining"})
     assert (again.status_code, len(told)) == (202, 2)
     assert [one["state"] for one in page["instances"]] == ["live", "draining"]

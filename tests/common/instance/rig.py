@@ -14,31 +14,21 @@ from common.ids import ROUTER, Incarnation, InstanceId, Int32Array
 from common.instance.membership import Membership
 from common.instance.ports import Action, Decision, Event, LayersDone, Report, Scheduler, TransferCommand, TransferEvent
 from common.instance.worker import InstanceWorker
-from common.messages import AnyMessage, Counters, Drain, Heartbeat, Load, Refused, Welcome
+from common.messages import Counters, Drain, Heartbeat, Load, Refused, Welcome
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
+from tests.common.mailboxes import FakeMail
 
 Inbox = PrefillMessage | Welcome | Refused | Drain
 WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://127.0.0.1:9", heartbeat_s=1.0, dead_after_s=3.0)
 
 
-class FakeMail:
+class InstanceMail(FakeMail[Inbox]):
+    """Has refused and lost some mail already."""
+
     def __init__(self) -> None:
-        self.arrived: list[tuple[InstanceId, Inbox]] = []
-        self.sent: list[tuple[InstanceId, AnyMessage]] = []
-        self.routes: dict[InstanceId, str | None] = {}
-        self.frames_refused: dict[str, int] = {"body": 2, "magic": 1}
-        self.messages_lost: dict[str, int] = {"full": 4}
-
-    def send(self, to: InstanceId, message: AnyMessage) -> None:
-        self.sent.append((to, message))
-
-    def receive(self) -> list[tuple[InstanceId, Inbox]]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def route(self, to: InstanceId, address: str | None) -> None:
-        self.routes[to] = address
+        super().__init__()
+        self.frames_refused, self.messages_lost = {"body": 2, "magic": 1}, {"full": 4}
 
     def names(self) -> list[str]:
         """Kinds of what was sent since the last call."""
@@ -138,7 +128,7 @@ class Rig:
     """A worker over fake ports, with the prefill scheduler or another."""
 
     def __init__(self, scheduler: Scheduler[Any] | None = None) -> None:
-        self.mail, self.executor, self.transfers = FakeMail(), FakeExecutor(), FakeTransfers()
+        self.mail, self.executor, self.transfers = InstanceMail(), FakeExecutor(), FakeTransfers()
         me = instance("p", "prefill")
         self.membership = Membership(me, startup_timeout_s=5.0, now=0.0)
         made = scheduler or PrefillScheduler(me, engine(), limits(chunk_tokens=4))
@@ -148,13 +138,13 @@ class Rig:
 
     def turn(self, now: float, *messages: Inbox) -> list[str]:
         """What is sent when these messages have arrived from the router."""
-        self.mail.arrived += [(ROUTER, message) for message in messages]
+        self.mail.arriving += [(ROUTER, message) for message in messages]
         self.worker.turn(now)
         return self.mail.names()
 
     def heartbeat(self, now: float, *messages: Inbox) -> Heartbeat:
         """The heartbeat of a turn."""
-        self.mail.arrived += [(ROUTER, message) for message in messages]
+        self.mail.arriving += [(ROUTER, message) for message in messages]
         self.worker.turn(now)
         beats = [message for _, message in self.mail.sent if isinstance(message, Heartbeat)]
         self.mail.sent.clear()

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from common.errors import ConfigError
-from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, RequestId
+from common.ids import DETOKENIZER, ROUTER
 from common.messages import (
     DetokenizerHeartbeat,
-    DetokenizerInbox,
     ExpectAnswer,
     Finished,
     RouterInbox,
@@ -20,11 +19,10 @@ from common.messages import (
 )
 from common.text.detokenizer_manager import DetokenizerManager
 from common.wire import Mailbox
+from tests.builders import key
+from tests.common.mailboxes import DECODE, KEY, LOOPBACK, PREFILL, WAIT_S, Make
 from tests.common.text.tiny import tiny_tokenizer, write_checkpoint
 
-LOOPBACK = "tcp://127.0.0.1:0"
-WAIT_S = 60.0
-KEY = Key(RequestId("r"), 0)
 LENGTH = Finished("length")
 
 
@@ -53,45 +51,34 @@ def arrived(router: Mailbox[RouterInbox]) -> list[RouterInbox]:
     return [message for _, message in mail]
 
 
-def test_tokens_of_two_instances_become_one_answer_at_the_router(manager: DetokenizerManager) -> None:
+def test_tokens_of_two_instances_become_one_answer_at_the_router(manager: DetokenizerManager, make: Make) -> None:
     ids = tuple(tiny_tokenizer().encode("日本 🙂").ids)
-    router: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, LOOPBACK)
-    prefill: Mailbox[DetokenizerInbox] = Mailbox(InstanceId("prefill-1"), DetokenizerInbox, LOOPBACK)
-    decode: Mailbox[DetokenizerInbox] = Mailbox(InstanceId("decode-1"), DetokenizerInbox, LOOPBACK)
-    try:
-        manager.meet_router(router.address)
-        for mailbox in (router, prefill, decode):
-            mailbox.route(DETOKENIZER, manager.address)
-        router.send(DETOKENIZER, ExpectAnswer(key=KEY))
-        decode.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(KEY, 1, ids[1:], LENGTH),)))
-        prefill.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(KEY, 0, ids[:1]),)))
-        got: list[TextDelta] = []
-        while not got or got[-1].ending is None:
-            got += [delta for message in arrived(router) if isinstance(message, TextBatch) for delta in message.deltas]
-        assert "".join(delta.text for delta in got) == "日本 🙂"
-        assert got[-1].ending == LENGTH
-    finally:
-        for mailbox in (router, prefill, decode):
-            mailbox.close()
+    router, prefill, decode = make(ROUTER, inbox=RouterInbox), make(PREFILL), make(DECODE)
+    manager.meet_router(router.address)
+    for mailbox in (router, prefill, decode):
+        mailbox.route(DETOKENIZER, manager.address)
+    router.send(DETOKENIZER, ExpectAnswer(key=KEY))
+    decode.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(KEY, 1, ids[1:], LENGTH),)))
+    prefill.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(KEY, 0, ids[:1]),)))
+    got: list[TextDelta] = []
+    while not got or got[-1].ending is None:
+        got += [delta for message in arrived(router) if isinstance(message, TextBatch) for delta in message.deltas]
+    assert "".join(delta.text for delta in got) == "日本 🙂"
+    assert got[-1].ending == LENGTH
 
 
-def test_heartbeats_reach_the_router_from_when_it_is_known(manager: DetokenizerManager) -> None:
-    router: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, LOOPBACK)
-    stranger: Mailbox[DetokenizerInbox] = Mailbox(InstanceId("prefill-1"), DetokenizerInbox, LOOPBACK)
-    try:
-        for mailbox in (router, stranger):
-            mailbox.route(DETOKENIZER, manager.address)
-        router.send(DETOKENIZER, ExpectAnswer(key=KEY))
-        stranger.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(Key(RequestId("unknown"), 0), 0, (5,)),)))
-        manager.meet_router(router.address)
-        beats: list[DetokenizerHeartbeat] = []
-        while len(beats) < 2 or beats[-1].open_answers == 0:
-            beats += [message for message in arrived(router) if isinstance(message, DetokenizerHeartbeat)]
-            assert len(beats) < 9
-        assert beats[-1] == DetokenizerHeartbeat(open_answers=1, early_answers=1, dropped=0)
-    finally:
-        router.close()
-        stranger.close()
+def test_heartbeats_reach_the_router_from_when_it_is_known(manager: DetokenizerManager, make: Make) -> None:
+    router, stranger = make(ROUTER, inbox=RouterInbox), make(PREFILL)
+    for mailbox in (router, stranger):
+        mailbox.route(DETOKENIZER, manager.address)
+    router.send(DETOKENIZER, ExpectAnswer(key=KEY))
+    stranger.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(key("unknown"), 0, (5,)),)))
+    manager.meet_router(router.address)
+    beats: list[DetokenizerHeartbeat] = []
+    while len(beats) < 2 or beats[-1].open_answers == 0:
+        beats += [message for message in arrived(router) if isinstance(message, DetokenizerHeartbeat)]
+        assert len(beats) < 9
+    assert beats[-1] == DetokenizerHeartbeat(open_answers=1, early_answers=1, dropped=0)
 
 
 def test_stop_works_before_run_and_after_its_end(model: str) -> None:
