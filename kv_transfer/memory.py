@@ -1,72 +1,59 @@
-"""The in-process transport: pools of one process, copied with memmove, slice by slice. For tests and simulation.
+"""The in-process transport: copies between pools of one process with memmove. For tests and simulation.
 
-Owns the network that its agents share, and what a test injects: held pushes, failures, dead agents. Knows no pages, threads or
-clock: what happens when is the test's to say.
+Owns the network that its agents share, and the faults that a test injects: held writes, failures, dead agents. Knows no pages,
+threads or clock: the test decides what happens when.
 """
 
 import ctypes
+import sys
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
-from kv_transfer.runs import slice_runs
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
-
-SLICE_BYTES = 16 * 2**20
+from kv_transfer.pushes import Pushes, SliceFailed
+from kv_transfer.transport import AgentLost, TransportEvent
 
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """One slice of a push that is under way, until it is `ended`. writer, reader: the agents. failure: why it did not land.
-    quiescent: no byte of it will land any more."""
+    """One slice on its way. writer, reader: the agents. landed: ends when the bytes are at the target, or with the failure."""
 
     writer: str
     reader: str
     source: MemoryRegion
     target: MemoryRegion
     runs: Int64Array
-    ended: bool = False
-    failure: str | None = None
-    quiescent: bool = True
+    landed: "Future[None]" = field(default_factory=Future)
 
     def land(self) -> None:
-        """Its bytes are at the target."""
+        """Copy the bytes to the target."""
         for source_offset, target_offset, run_bytes in self.runs.tolist():
             ctypes.memmove(self.target.address + target_offset, self.source.address + source_offset, run_bytes)
-        self.ended = True
+        self.landed.set_result(None)
 
     def fail(self, reason: str, quiescent: bool) -> None:
-        """The transport gives up on it."""
-        self.ended, self.failure, self.quiescent = True, reason, quiescent
+        """End it. The link goes on, so that each push fails by itself."""
+        self.landed.set_exception(SliceFailed(reason, quiescent, loses_link=False))
 
 
 @dataclass(slots=True, eq=False)
 class MemoryNetwork:
-    """What the agents of one process share. hold: no slice is posted until `MemoryTransport.release`."""
+    """What the agents of one process share. hold: writes wait for `MemoryTransport.release`. window: slices that a link has under
+    way at once. Transports read slice_bytes and window when they are made."""
 
     regions: dict[str, MemoryRegion] = field(default_factory=dict)
     hold: bool = False
-    slice_bytes: int = SLICE_BYTES
+    slice_bytes: int = 16 * 2**20
+    window: int = sys.maxsize
     names: int = 0
 
     def carry(self, write: Write) -> None:
-        """A slice was posted: it lands at once. A simulation lets it take time, or fail."""
+        """Carry out a write: it lands at once. A simulation lets it take time, or fail."""
         write.land()
-
-
-@dataclass(slots=True, eq=False)
-class _Pushing:
-    """A ticket on its way: one slice is under way at a time, the others are still to post. failure: why none of them will be."""
-
-    ticket: Ticket
-    agent: str
-    slices: deque[Int64Array]
-    write: Write | None = None
-    failure: str | None = None
-    quiescent: bool = True
 
 
 class MemoryTransport:
@@ -74,108 +61,78 @@ class MemoryTransport:
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
+        self._pushes = Pushes(network.slice_bytes, sys.maxsize, network.window)
         self._name = ""
-        self._region: MemoryRegion | None = None
-        self._peers: dict[str, PoolDescriptor] = {}
-        self._pushing: dict[Ticket, _Pushing] = {}
-        self._events: list[TransportEvent] = []
+        self._peers: set[str] = set()
+        self._held: deque[Write] = deque()
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
         self._network.names += 1
-        self._name, self._region = f"memory-{self._network.names}", region
+        self._name = f"memory-{self._network.names}"
         self._network.regions[self._name] = region
+        self._pushes.register(region)
         return self._name, b""
 
     def connect(self, pool: PoolDescriptor) -> str:
         if pool.agent not in self._network.regions:
             raise TransferError(f"agent {pool.agent} is not in this process")
-        self._peers[pool.agent] = pool
-        return "memmove"
+        self._peers.add(pool.agent)
+        return self._pushes.connect(pool, lambda: _MemoryLink(self, pool.agent, self._network.regions[pool.agent]))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
-        pushing = _Pushing(ticket, agent, deque(slice_runs(runs, self._network.slice_bytes)))
-        self._pushing[ticket] = pushing
-        refusal = self._refusal(agent, runs)
-        if refusal is not None:
-            _stop(pushing, refusal)
-        elif not self._network.hold:
-            self._post(pushing)
+        self._pushes.push(ticket, agent, runs)
 
     def poll(self) -> list[TransportEvent]:
-        for agent in [agent for agent in self._peers if agent not in self._network.regions]:
-            del self._peers[agent]
-            self._events.append(AgentLost(agent, "the agent died"))
-        for pushing in list(self._pushing.values()):
-            self._advance(pushing, post=not self._network.hold)
-        events, self._events = self._events, []
-        return events
+        if not self._network.hold:
+            self.release()
+        lost = [agent for agent in self._peers if agent not in self._network.regions]
+        self._peers.difference_update(lost)
+        return [*(AgentLost(agent, "the agent died") for agent in lost), *self._pushes.poll()]
 
     def close(self, agent: str | None = None) -> None:
-        for pushing in self._pushing.values():
-            if agent in (None, pushing.agent):
-                _stop(pushing, "the link was closed")
-        if agent is not None:
-            self._peers.pop(agent, None)
-            return
-        self._peers.clear()
-        self._network.regions.pop(self._name, None)
+        self._pushes.close(agent)
+        self._peers = self._peers - {agent} if agent else set()
+        if agent is None:
+            self._network.regions.pop(self._name, None)
+
+    def begin(self, reader: str, target: MemoryRegion, runs: Int64Array) -> "Future[None]":
+        """Write one slice, or hold it."""
+        write = Write(self._name, reader, self._network.regions[self._name], target, runs)
+        self._held.append(write)
+        if not self._network.hold:
+            self.release()
+        return write.landed
 
     # --- what a test injects -----------------------------------------------------------------------------------------------
 
-    def release(self, slices: int | None = None) -> None:
-        """Write so many of the slices of each push that is held, or all."""
-        for pushing in list(self._pushing.values()):
-            for _ in range(len(pushing.slices) if slices is None else slices):
-                self._advance(pushing, post=True)
+    def release(self, slices: int = sys.maxsize) -> None:
+        """Carry out this many of the slices that are held."""
+        for _ in range(min(slices, len(self._held))):
+            write = self._held.popleft()
+            if write.reader in self._network.regions:
+                self._network.carry(write)
+            else:
+                write.fail(f"no link to {write.reader}", quiescent=True)
 
-    def fail(self, reason: str, quiescent: bool) -> None:
-        """Fail everything that is held."""
-        for pushing in self._pushing.values():
-            _stop(pushing, reason)
-            pushing.quiescent = quiescent
-
-    # --- inside ------------------------------------------------------------------------------------------------------------
-
-    def _advance(self, pushing: _Pushing, post: bool) -> None:
-        """Follow the slice under way, post the next when it has ended, and report the ticket when there is none left."""
-        write = pushing.write
-        if write is not None:
-            if not write.ended:
-                return
-            pushing.write = None
-            pushing.quiescent = pushing.quiescent and write.quiescent
-            if write.failure is not None:
-                _stop(pushing, write.failure)
-        if pushing.slices and post and pushing.agent not in self._network.regions:
-            _stop(pushing, f"no link to {pushing.agent}")
-        if pushing.slices:
-            if post:
-                self._post(pushing)
-            return
-        del self._pushing[pushing.ticket]
-        if pushing.failure is None:
-            self._events.append(RunsDone(pushing.ticket))
-        else:
-            self._events.append(RunsFailed(pushing.ticket, pushing.failure, pushing.quiescent))
-
-    def _post(self, pushing: _Pushing) -> None:
-        assert self._region is not None, "register comes before push"
-        target = self._network.regions[pushing.agent]
-        pushing.write = Write(self._name, pushing.agent, self._region, target, pushing.slices.popleft())
-        self._network.carry(pushing.write)
-
-    def _refusal(self, agent: str, runs: Int64Array) -> str | None:
-        """Why nothing of these runs can be written."""
-        source, target = self._region, self._network.regions.get(agent)
-        if source is None or target is None or agent not in self._peers:
-            return f"no link to {agent}"
-        ends = runs[:, :2] + runs[:, 2:]
-        if (runs < 0).any() or ends[:, 0].max() > source.region_bytes or ends[:, 1].max() > target.region_bytes:
-            return "a run is outside of its pool"
-        return None
+    def fail(self, reason: str, quiescent: bool, reader: str | None = None) -> None:
+        """Fail what is held: everything, or what goes to one reader."""
+        failed = [write for write in self._held if reader in (None, write.reader)]
+        self._held = deque(write for write in self._held if write not in failed)
+        for write in failed:
+            write.fail(reason, quiescent)
 
 
-def _stop(pushing: _Pushing, reason: str) -> None:
-    """Post nothing more of this ticket."""
-    pushing.failure = pushing.failure or reason
-    pushing.slices.clear()
+@dataclass(frozen=True, slots=True)
+class _MemoryLink:
+    """Implements `kv_transfer.pushes.Link`."""
+
+    transport: MemoryTransport
+    reader: str
+    target: MemoryRegion
+    detail: str = "memmove"
+
+    def write(self, runs: Int64Array) -> "Future[None]":
+        return self.transport.begin(self.reader, self.target, runs)
+
+    def close(self) -> None:
+        self.transport.fail("the link was closed", quiescent=True, reader=self.reader)

@@ -155,12 +155,15 @@ class NixlTransport:
             if link.posted:
                 link.follow()
         events = self._pushes.poll()
-        self._forget(time.monotonic())
+        self._forget()
         return events
 
     def close(self, agent: str | None = None) -> None:
         self._pushes.close(agent)
-        self._forget(time.monotonic() if agent else math.inf)
+        if agent is None:
+            for link in self._links.values():
+                link.kept_until_s = 0.0
+        self._forget()
         if agent is None and self._registered is not None:
             with suppress(*self._errors):
                 self._agent.deregister_memory(self._registered)
@@ -170,7 +173,7 @@ class NixlTransport:
 
     def _link(self, pool: PoolDescriptor) -> _NixlLink:
         """The link that was kept, or a new one."""
-        self._forget(time.monotonic())
+        self._forget()
         link = self._links.get(pool.agent)
         if link is None:
             link = self._links[pool.agent] = self._add(pool)
@@ -191,12 +194,13 @@ class NixlTransport:
             self._agent.make_connection(pool.agent)
         return _NixlLink(self._agent, self._errors, self._region, pool)
 
-    def _forget(self, now: float) -> None:
+    def _forget(self) -> None:
         """Remove closed links that are dead or have been kept for long enough, once nothing is in flight over them. Earlier, NIXL
         would report their writes as failed while the bytes flow on."""
-        closed = [(name, link) for name, link in self._links.items() if link.kept_until_s < math.inf]
-        for name, link in closed:
-            if not link.posted and (link.is_dead or now >= link.kept_until_s):
+        now = time.monotonic()
+        for name, link in list(self._links.items()):
+            is_over = now >= link.kept_until_s or (link.is_dead and link.kept_until_s < math.inf)
+            if is_over and not link.posted:
                 del self._links[name]
                 with suppress(*self._errors):
                     self._agent.remove_remote_agent(name)

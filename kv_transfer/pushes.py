@@ -97,13 +97,14 @@ class Pushes:
             self._events.append(RunsFailed(ticket, refusal, quiescent=True))
         else:
             self._lanes[agent].pushings.append(_Pushing(ticket, deque(self._cut(runs))))
+            self._begin(self._lanes[agent])
 
     def poll(self) -> list[TransportEvent]:
+        for lane in [*self._lanes.values(), *self._leaving]:
+            self._follow(lane)
         for lane in list(self._lanes.values()):
             self._begin(lane)
-            self._follow(lane)
-        for lane in self._leaving:
-            self._follow(lane)
+            self._follow(lane)  # a link may write within the call
         self._leaving = [lane for lane in self._leaving if lane.pushings]
         events, self._events = self._events, []
         return events

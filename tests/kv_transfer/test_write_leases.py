@@ -9,7 +9,7 @@ from common.ids import Incarnation, Ticket
 from common.instance.ports import Connect, LinkChanged, PushDone
 from common.messages import PoolDescriptor
 from kv_transfer.links import RETRY_S, STALL_S
-from kv_transfer.memory import MemoryTransport
+from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import LeaseOverrun
 from kv_transfer.write_lease import MARGIN_S, OVERRUN_S, RENEW_S, WRITE_LEASE_S
 from tests.builders import LAYOUT
@@ -21,9 +21,7 @@ NO_LEASE = "the lease to write to d has ended"
 
 def leased(make_transport: type[MemoryTransport] = MemoryTransport, lease_s: float = WRITE_LEASE_S) -> Two:
     """Connected under a lease of so long; what is pushed stays in flight until the test lets it go, slice by slice of a page."""
-    two = Two(make_transport)
-    two.network.slice_bytes = LAYOUT.page_bytes
-    two.network.hold = True
+    two = Two(make_transport, network=MemoryNetwork(hold=True, slice_bytes=LAYOUT.page_bytes))
     two.connect(lease_s)
     two.source.events()
     return two

@@ -63,10 +63,15 @@ class SlowTransport(MemoryTransport):
 class Two:
     """A source, and a target that it may connect to. measures: links are measured, for both have a spare page."""
 
-    def __init__(self, make_transport: type[MemoryTransport] = MemoryTransport, measures: bool = False) -> None:
+    def __init__(
+        self,
+        make_transport: type[MemoryTransport] = MemoryTransport,
+        measures: bool = False,
+        network: MemoryNetwork | None = None,
+    ) -> None:
         self.clock = Clock()
         self.measures = measures
-        self.network = MemoryNetwork()
+        self.network = network or MemoryNetwork()
         self.make_transport = make_transport
         self.source = self.side(seed=1)
         self.target = self.side(seed=2)

@@ -23,6 +23,8 @@ from tests.life.clock import NEVER, Clock
 from tests.life.ledger import Ledger
 
 PAGE_BYTES = ToyExecutor(1, 1).description.layout.page_bytes
+WINDOW = 4
+"""Slices that a link has under way at once, as many as over NIXL."""
 GIVE_UP_S = 10.0
 """A transport gives up a write that makes no progress for so long; whatever is under way has landed by then, or never will."""
 POLLS_TO_DRAIN = 4
@@ -99,7 +101,7 @@ class Fabric(MemoryNetwork):
     def __init__(
         self, clock: Clock, sea: Sea, random: Random, buffered: bool, failed: Callable[[InstanceId, InstanceId], None]
     ) -> None:
-        super().__init__(slice_bytes=PAGE_BYTES)
+        super().__init__(slice_bytes=PAGE_BYTES, window=WINDOW)
         self._clock = clock
         self._sea = sea
         self._random = random
@@ -126,7 +128,7 @@ class Fabric(MemoryNetwork):
     def poll(self, agent: str) -> None:
         """The transport of this agent drives progress: of its own writes, and of what came for it."""
         if agent in self._flights:
-            self._flights[agent] = [flight for flight in self._flights[agent] if not flight.write.ended]
+            self._flights[agent] = [flight for flight in self._flights[agent] if not flight.write.landed.done()]
             for flight in self._flights[agent]:
                 self._drive(flight)
         buffer = self.hosts[agent].buffer
@@ -151,7 +153,7 @@ class Fabric(MemoryNetwork):
     def _move(self, flight: _Flight) -> None:
         """Bring the write to its target's host, or let it fail there, if nothing is in its way."""
         now = self._clock.now
-        if flight.write.ended or flight.has_moved or flight.reader.died_s <= now:
+        if flight.write.landed.done() or flight.has_moved or flight.reader.died_s <= now:
             return
         passes_s = self._sea.passes_s(flight.writer.id, flight.reader.id, now)
         if passes_s > now:
@@ -180,7 +182,8 @@ class Fabric(MemoryNetwork):
                 return
             self._check("wrote", flight.reader, flight.target_page, flight.tenancies[1])
             ctypes.memmove(write.target.address + target, payload, run_bytes)
-            write.ended = True
+            if not write.landed.done():
+                write.landed.set_result(None)
 
         if self._buffered:
             flight.reader.buffer.append(take_in)
@@ -193,14 +196,14 @@ class Fabric(MemoryNetwork):
             self.problems.append(f"{self._clock.now:.3f}: a write {did} page {page} of {host.id}, which had changed hands")
 
     def _give_up(self, flight: _Flight) -> None:
-        if not flight.write.ended:
+        if not flight.write.landed.done():
             self._fail(flight, "it makes no progress")
 
     def _notice(self, agent: str) -> None:
         self.regions.pop(agent, None)
         for flights in self._flights.values():
             for flight in flights:
-                if flight.write.reader == agent and not flight.write.ended:
+                if flight.write.reader == agent and not flight.write.landed.done():
                     flight.write.fail("the agent died", quiescent=True)
 
     def _fail(self, flight: _Flight, reason: str) -> None:
