@@ -57,35 +57,35 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """Implements `kv_transfer.transport.Transport` among the agents of one MemoryNetwork."""
+    """Implements `kv_transfer.transport.Transport` among the agents of one network. held: writes that wait for `release`."""
 
     def __init__(self, network: MemoryNetwork) -> None:
-        self._network = network
+        self.network = network
         self._pushes = Pushes(network.slice_bytes, sys.maxsize, network.window)
-        self._name = ""
+        self.name = ""
         self._peers: set[str] = set()
-        self._held: deque[Write] = deque()
+        self.held: deque[Write] = deque()
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
-        self._network.names += 1
-        self._name = f"memory-{self._network.names}"
-        self._network.regions[self._name] = region
+        self.network.names += 1
+        self.name = f"memory-{self.network.names}"
+        self.network.regions[self.name] = region
         self._pushes.register(region)
-        return self._name, b""
+        return self.name, b""
 
     def connect(self, pool: PoolDescriptor) -> str:
-        if pool.agent not in self._network.regions:
+        if pool.agent not in self.network.regions:
             raise TransferError(f"agent {pool.agent} is not in this process")
         self._peers.add(pool.agent)
-        return self._pushes.connect(pool, lambda: _MemoryLink(self, pool.agent, self._network.regions[pool.agent]))
+        return self._pushes.connect(pool, lambda: _MemoryLink(self, pool.agent, self.network.regions[pool.agent]))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._pushes.push(ticket, agent, runs)
 
     def poll(self) -> list[TransportEvent]:
-        if not self._network.hold:
+        if not self.network.hold:
             self.release()
-        lost = [agent for agent in self._peers if agent not in self._network.regions]
+        lost = [agent for agent in self._peers if agent not in self.network.regions]
         self._peers.difference_update(lost)
         return [*(AgentLost(agent, "the agent died") for agent in lost), *self._pushes.poll()]
 
@@ -93,31 +93,23 @@ class MemoryTransport:
         self._pushes.close(agent)
         self._peers = self._peers - {agent} if agent else set()
         if agent is None:
-            self._network.regions.pop(self._name, None)
-
-    def begin(self, reader: str, target: MemoryRegion, runs: Int64Array) -> "Future[None]":
-        """Write one slice, or hold it."""
-        write = Write(self._name, reader, self._network.regions[self._name], target, runs)
-        self._held.append(write)
-        if not self._network.hold:
-            self.release()
-        return write.landed
+            self.network.regions.pop(self.name, None)
 
     # --- what a test injects -----------------------------------------------------------------------------------------------
 
     def release(self, slices: int = sys.maxsize) -> None:
         """Carry out this many of the slices that are held."""
-        for _ in range(min(slices, len(self._held))):
-            write = self._held.popleft()
-            if write.reader in self._network.regions:
-                self._network.carry(write)
+        for _ in range(min(slices, len(self.held))):
+            write = self.held.popleft()
+            if write.reader in self.network.regions:
+                self.network.carry(write)
             else:
                 write.fail(f"no link to {write.reader}", quiescent=True)
 
     def fail(self, reason: str, quiescent: bool, reader: str | None = None) -> None:
         """Fail what is held: everything, or what goes to one reader."""
-        failed = [write for write in self._held if reader in (None, write.reader)]
-        self._held = deque(write for write in self._held if write not in failed)
+        failed = [write for write in self.held if reader in (None, write.reader)]
+        self.held = deque(write for write in self.held if write not in failed)
         for write in failed:
             write.fail(reason, quiescent)
 
@@ -132,7 +124,12 @@ class _MemoryLink:
     detail: str = "memmove"
 
     def write(self, runs: Int64Array) -> "Future[None]":
-        return self.transport.begin(self.reader, self.target, runs)
+        network, writer = self.transport.network, self.transport.name
+        write = Write(writer, self.reader, network.regions[writer], self.target, runs)
+        self.transport.held.append(write)
+        if not network.hold:
+            self.transport.release()
+        return write.landed
 
     def close(self) -> None:
         self.transport.fail("the link was closed", quiescent=True, reader=self.reader)

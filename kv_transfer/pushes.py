@@ -96,7 +96,10 @@ class Pushes:
         if refusal is not None:
             self._events.append(RunsFailed(ticket, refusal, quiescent=True))
         else:
-            self._lanes[agent].pushings.append(_Pushing(ticket, deque(self._cut(runs))))
+            most = self._slice_runs
+            groups = slice_runs(runs, self._slice_bytes)
+            slices = deque(group[at : at + most] for group in groups for at in range(0, len(group), most))
+            self._lanes[agent].pushings.append(_Pushing(ticket, slices))
             self._begin(self._lanes[agent])
 
     def poll(self) -> list[TransportEvent]:
@@ -124,10 +127,6 @@ class Pushes:
         if (runs < 0).any() or (ends > (self._source_bytes, lane.pool.pool_bytes)).any():
             return "a run is outside of its pool"
         return None
-
-    def _cut(self, runs: Int64Array) -> list[Int64Array]:
-        groups = slice_runs(runs, self._slice_bytes)
-        return [group[at : at + self._slice_runs] for group in groups for at in range(0, len(group), self._slice_runs)]
 
     def _begin(self, lane: _Lane) -> None:
         for pushing in lane.pushings:
