@@ -81,6 +81,7 @@ class MemoryTransport:
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._pushes.push(ticket, agent, runs)
+        self._pushes.begin(agent)
 
     def poll(self) -> list[TransportEvent]:
         if not self.network.hold:

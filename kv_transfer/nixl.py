@@ -147,6 +147,7 @@ class NixlTransport:
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._pushes.push(ticket, agent, runs)
+        self._pushes.begin(agent)
 
     def poll(self) -> list[TransportEvent]:
         with self._translated("drive progress"):

@@ -100,13 +100,25 @@ class Pushes:
             groups = slice_runs(runs, self._slice_bytes)
             slices = deque(group[at : at + most] for group in groups for at in range(0, len(group), most))
             self._lanes[agent].pushings.append(_Pushing(ticket, slices))
-            self._begin(self._lanes[agent])
+
+    def begin(self, agent: str) -> None:
+        """Begin as many slices to this agent as the window allows. `poll` does so for all of them; a backend whose writes are
+        short does so after a push, which then waits for no poll."""
+        lane = self._lanes.get(agent)
+        if lane is None:
+            return
+        for pushing in lane.pushings:
+            while pushing.slices:
+                if len(lane.under_way) == self._window:
+                    return
+                pushing.under_way += 1
+                lane.under_way.append((pushing, lane.link.write(pushing.slices.popleft())))
 
     def poll(self) -> list[TransportEvent]:
         for lane in [*self._lanes.values(), *self._leaving]:
             self._follow(lane)
-        for lane in list(self._lanes.values()):
-            self._begin(lane)
+        for agent, lane in list(self._lanes.items()):
+            self.begin(agent)
             self._follow(lane)  # a link may write within the call
         self._leaving = [lane for lane in self._leaving if lane.pushings]
         events, self._events = self._events, []
@@ -127,14 +139,6 @@ class Pushes:
         if (runs < 0).any() or (ends > (self._source_bytes, lane.pool.pool_bytes)).any():
             return "a run is outside of its pool"
         return None
-
-    def _begin(self, lane: _Lane) -> None:
-        for pushing in lane.pushings:
-            while pushing.slices:
-                if len(lane.under_way) == self._window:
-                    return
-                pushing.under_way += 1
-                lane.under_way.append((pushing, lane.link.write(pushing.slices.popleft())))
 
     def _follow(self, lane: _Lane) -> None:
         """Take in the slices that have ended, and report the tickets that have none left."""

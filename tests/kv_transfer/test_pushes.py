@@ -61,8 +61,8 @@ def run_of(run_bytes: int, at: int = 0) -> Int64Array:
 def test_slices_are_begun_in_order_and_no_more_than_the_window_at_once(pushes: Pushes) -> None:
     link = linked(pushes)
     pushes.push(Ticket(1), "peer", run_of(250))
-    assert [int(runs[0, 0]) for runs, _ in link.written] == [0, 100], "a push begins at once"
     pushes.push(Ticket(2), "peer", run_of(50, at=500))
+    assert not link.written, "a push begins with the next poll"
     begun = [[0], [0, 100], [0, 100, 200], [0, 100, 200, 500]]
     for ended, starts in enumerate(begun[1:]):
         assert pushes.poll() == []
@@ -71,6 +71,14 @@ def test_slices_are_begun_in_order_and_no_more_than_the_window_at_once(pushes: P
         pushes.poll()
     link.end(3)
     assert pushes.poll() == [RunsDone(Ticket(2))]
+
+
+def test_a_push_may_begin_before_the_next_poll(pushes: Pushes) -> None:
+    link = linked(pushes)
+    pushes.push(Ticket(1), "peer", run_of(250))
+    pushes.begin("peer")
+    pushes.begin("nobody")
+    assert [int(runs[0, 0]) for runs, _ in link.written] == [0, 100]
 
 
 def test_a_ticket_is_done_when_its_last_slice_is(pushes: Pushes) -> None:
