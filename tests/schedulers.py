@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
-from common.instance.ports import Action, Connect, Expect, LinkChanged, RouterLost, Scheduler, Send
+from common.instance.ports import Action, LinkChanged, RouterLost, Scheduler, Send
 from common.messages import AnyMessage, Drain, Failed, LinkInfo, LinkState, TokenBatch, TokenDelta
 
 
@@ -29,12 +29,8 @@ def failures(actions: Sequence[Action]) -> dict[str, Failed]:
 
 
 def kinds(actions: Sequence[Action]) -> list[str]:
-    """Names of the actions that concern one request, in order; of a Send, the name of its message."""
-    return [type(each.message if isinstance(each, Send) else each).__name__ for each in actions if not _is_general(each)]
-
-
-def _is_general(action: Action) -> bool:
-    return isinstance(action, Expect | Connect)
+    """Names of the actions, in order; of a Send, the name of its message."""
+    return [type(each.message if isinstance(each, Send) else each).__name__ for each in actions]
 
 
 def drain(made: Scheduler[Any], now: float) -> list[Action]:

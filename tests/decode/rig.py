@@ -122,6 +122,27 @@ def reserved(made: DecodeScheduler, name: str = "a", tokens: int = 6, max_new_to
     return grant
 
 
+def with_reservation(
+    name: str = "a",
+    tokens: int = 6,
+    max_new_tokens: int = 4,
+    now: float = 0.0,
+    total_pages: int = 64,
+    max_rows: int = 4,
+    digest: Digest | None = None,
+) -> tuple[DecodeScheduler, Grant]:
+    """A scheduler with one reservation that was granted, and its grant."""
+    made = scheduler(total_pages, max_rows, digest=digest)
+    return made, reserved(made, name, tokens, max_new_tokens, now)
+
+
+def decoding(name: str = "a", tokens: int = 6, total_pages: int = 64, max_rows: int = 4) -> DecodeScheduler:
+    """A scheduler with one request that was handed off to it."""
+    made, grant = with_reservation(name, tokens, total_pages=total_pages, max_rows=max_rows)
+    assert made.receive(WRITER, handoff(grant), 0.0) == []
+    return made
+
+
 def planned(decision: Decision) -> Plan:
     assert decision.plan is not None
     return decision.plan

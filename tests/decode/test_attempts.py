@@ -13,6 +13,7 @@ from tests.decode.rig import (
     ME,
     WRITER,
     declined,
+    decoding,
     generate,
     granted,
     grants,
@@ -24,6 +25,7 @@ from tests.decode.rig import (
     scheduler,
     settle,
     step,
+    with_reservation,
 )
 from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, messages
 
@@ -73,8 +75,7 @@ def test_a_request_ends_when_its_own_time_is_over_or_the_instances(timeout_s: fl
 
 
 def test_a_request_whose_time_is_over_in_the_line_is_declined() -> None:
-    made = scheduler(max_rows=1)
-    reserved(made, "a")
+    made, _ = with_reservation(max_rows=1)
     made.receive(WRITER, reserve("b", 4, terms=Terms(timeout_s=1.0)), 0.0)
     actions = made.tick(1.0)
     assert declined(actions)["b"].status == 504 and deltas(actions) == [] and made.report().load.waiting_requests == 0
@@ -84,8 +85,7 @@ def test_a_request_whose_time_is_over_in_the_line_is_declined() -> None:
 
 
 def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
-    made = scheduler(max_rows=2)
-    made.receive(WRITER, handoff(reserved(made, "decodes")), 0.0)
+    made = decoding("decodes", max_rows=2)
     step(made, 0.1)
     reserved(made, "reserved")
     made.receive(WRITER, reserve("waits", 8, first=3), 0.0)
@@ -98,8 +98,7 @@ def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
 
 
 def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_not_home() -> None:
-    made = scheduler()
-    reserved(made)
+    made, _ = with_reservation()
     made.receive(ROUTER, Cancel(key=key("a")), 0.1)
     (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.2))
     assert isinstance(answer, Probed) and answer.standings == (Standing(key("a"), None),)
@@ -107,8 +106,7 @@ def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_n
 
 
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
-    made = scheduler(max_rows=3)
-    made.receive(WRITER, handoff(reserved(made, "decodes")), 0.0)
+    made = decoding("decodes", max_rows=3)
     made.receive(WRITER, reserve("reserved", 4), 0.0)
     made.receive(ROUTER, generate("computes", 12), 0.0)
     plan = planned(made.decide(0.0))
@@ -130,8 +128,7 @@ def digest(pages: Int32Array) -> bytes:
 
 def verified(change: int = 0) -> tuple[DecodeScheduler, Grant, bytes]:
     """A reservation, and the digests of its pages, of which so many were changed on the way."""
-    made = scheduler(digest=digest)
-    grant = reserved(made, tokens=10)
+    made, grant = with_reservation(tokens=10, digest=digest)
     sent = np.frombuffer(grant.pages, dtype="<u4").copy()
     sent[:change] += 1
     return made, grant, sent.tobytes()
@@ -170,8 +167,7 @@ def test_a_writer_that_sends_no_digests_is_taken_at_its_word_and_so_is_everyone_
 
 
 def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
-    made = scheduler(max_rows=1)
-    grant = reserved(made, "reserved")
+    made, grant = with_reservation("reserved", max_rows=1)
     made.receive(WRITER, reserve("waits", 4), 0.0)
     made.receive(ROUTER, generate("waits too", 4), 0.0)
     actions = drain(made, 1.0)
@@ -187,8 +183,7 @@ def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
 
 
 def test_requests_that_still_run_when_the_drain_times_out_fail_so_that_they_are_resumed() -> None:
-    made = scheduler()
-    made.receive(WRITER, handoff(reserved(made, "decodes")), 0.0)
+    made = decoding("decodes")
     plan = planned(made.decide(0.0))
     drain(made, 0.0)
     assert made.tick(29.9) == []
@@ -200,8 +195,7 @@ def test_requests_that_still_run_when_the_drain_times_out_fail_so_that_they_are_
 
 
 def test_a_drain_does_not_wait_for_ever_for_writers_that_do_not_let_go() -> None:
-    made = scheduler()
-    reserved(made, "a", now=20.0)
+    made, _ = with_reservation(now=20.0)
     drain(made, 0.0)
     made.tick(30.0)
     drained = [made.report().drained]
@@ -219,8 +213,7 @@ def test_an_instance_that_was_not_told_to_leave_has_never_drained() -> None:
 
 
 def test_the_load_says_who_waits_runs_and_is_expected() -> None:
-    made = scheduler(max_rows=2, total_pages=16)
-    made.receive(WRITER, handoff(reserved(made, "decodes", tokens=6)), 0.0)
+    made = decoding("decodes", tokens=6, max_rows=2, total_pages=16)
     step(made, 0.0)
     reserved(made, "reserved", tokens=10)
     made.receive(WRITER, reserve("waits", 7), 0.0)

@@ -25,9 +25,9 @@ from tests.decode.rig import (
     renew,
     renewed,
     reserve,
-    reserved,
     scheduler,
     settle,
+    with_reservation,
 )
 from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds
 
@@ -39,8 +39,7 @@ SUCCESSOR = Incarnation("2")
 
 
 def test_a_renewal_is_answered_and_claimed_reservations_go_on() -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     actions = made.receive(WRITER, renew(1.0, ("a", grant.generation)), 1.0)
     assert kinds(actions) == ["Renewed"]
     answer = renewed(actions)
@@ -50,15 +49,13 @@ def test_a_renewal_is_answered_and_claimed_reservations_go_on() -> None:
 
 
 def test_a_lost_grant_is_sent_again() -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     (again,) = grants(made.receive(WRITER, renew(1.0, ("a", 0)), 1.0))
     assert (again.generation, again.pages, again.sent_s) == (grant.generation, grant.pages, 1.0)
 
 
 def test_a_grant_after_a_long_wait_answers_the_writers_latest_word() -> None:
-    made = scheduler(max_rows=1)
-    first = reserved(made, "a", max_new_tokens=2)
+    made, first = with_reservation(max_new_tokens=2, max_rows=1)
     made.receive(WRITER, reserve("b", 6, sent_s=0.5), 0.5)
     actions = made.receive(WRITER, renew(1.5, ("a", first.generation), ("b", 0)), 1.5)
     assert kinds(actions) == ["Renewed"] and renewed(actions).over == (), "it waits for its turn"
@@ -68,8 +65,7 @@ def test_a_grant_after_a_long_wait_answers_the_writers_latest_word() -> None:
 
 
 def test_a_lost_handoff_or_withdraw_ends_the_reservation_as_lost_and_the_request_is_resumed() -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     actions = made.receive(WRITER, renew(1.0), 1.0)
     assert kinds(actions) == ["Renewed", "Settle", "TokenBatch"]
     assert failures(actions)["a"].retryable and "lost" in failures(actions)["a"].message
@@ -96,16 +92,14 @@ def test_a_renewal_that_arrives_before_the_reserve_that_it_claims_takes_it_for_o
 
 
 def test_a_reserve_that_waits_and_is_not_claimed_any_more_leaves_the_line() -> None:
-    made = scheduler(max_rows=1)
-    first = reserved(made, "a")
+    made, first = with_reservation(max_rows=1)
     made.receive(WRITER, reserve("b", 6, sent_s=0.5), 0.5)
     assert kinds(made.receive(WRITER, renew(1.0, ("a", first.generation)), 1.0)) == ["Renewed"]
     assert made.report().load.waiting_requests == 0
 
 
 def test_a_renewal_of_another_life_drops_nothing_of_this_one() -> None:
-    made = scheduler(max_rows=1)
-    reserved(made, "a")
+    made, _ = with_reservation(max_rows=1)
     made.receive(WRITER, reserve("b", 6, sent_s=0.5), 0.5)
     assert kinds(made.receive(WRITER, renew(1.0, incarnation=SUCCESSOR), 1.0)) == ["Renewed"]
     assert (made.report().load.waiting_requests, made.report().load.reservations) == (1, 1)
@@ -117,8 +111,7 @@ def test_a_claim_of_an_unknown_key_is_over() -> None:
 
 def test_a_claim_of_a_request_that_decodes_already_is_over_and_changes_nothing() -> None:
     """The Handoff has overtaken the Renew."""
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     made.receive(WRITER, handoff(grant), 1.0)
     actions = made.receive(WRITER, renew(0.9, ("a", grant.generation)), 1.1)
     assert kinds(actions) == ["Renewed"]
@@ -182,8 +175,7 @@ WORDS: tuple[Word, ...] = (withdraws, hands_off, hands_off_nonsense, claims_no_m
 def test_nobody_is_told_of_a_request_that_nobody_waits_for_however_its_writer_lets_go(
     end: Callable[[DecodeScheduler], Sequence[Action]], word: Word
 ) -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     assert end(made) == [] and made.report().load.pages_free < made.report().load.pages_total
     actions = word(made, grant, 1.0)
     assert deltas(actions) == []
@@ -197,8 +189,7 @@ def test_a_request_that_ends_here_is_told_by_its_writer_or_else_by_us_once(
     end: Callable[[DecodeScheduler], Sequence[Action]], status: int, word: Word
 ) -> None:
     """The writer knows whether the first token went out. Withdrawing it has told the client; else it may not have heard us."""
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     made.receive(WRITER, renew(50.0, ("a", grant.generation)), 50.0)
     told = end(made)
     assert declined(told)["a"].status == status and deltas(told) == []
@@ -216,8 +207,7 @@ def test_a_request_that_ends_here_is_told_by_its_writer_or_else_by_us_once(
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_request_that_its_writer_lets_go_of_ends_once(word: Word) -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     actions = word(made, grant, 1.0)
     if word is hands_off:
         assert actions == [] and len(planned(made.decide(1.0)).decode_rows) == 1
@@ -232,8 +222,7 @@ def test_a_request_that_its_writer_lets_go_of_ends_once(word: Word) -> None:
 
 @pytest.mark.parametrize("word", [withdraws, hands_off_nonsense, claims_no_more, falls_silent])
 def test_pages_come_home_only_after_everything_that_arrived_for_them_is_in_memory(word: Word) -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     actions = word(made, grant, 1.0)
     assert [action for action in actions if isinstance(action, Settle)] == [Settle(key("a"))]
     load = made.report().load
@@ -249,8 +238,7 @@ def test_pages_come_home_only_after_everything_that_arrived_for_them_is_in_memor
 
 
 def test_the_reservations_of_a_silent_writer_come_home_when_it_cannot_write_any_more() -> None:
-    made = scheduler()
-    reserved(made)
+    made, _ = with_reservation()
     assert made.next_deadline() == SILENCE_S
     assert made.tick(SILENCE_S - 0.1) == []
     actions = made.tick(SILENCE_S)
@@ -260,8 +248,7 @@ def test_the_reservations_of_a_silent_writer_come_home_when_it_cannot_write_any_
 
 
 def test_a_writer_that_the_router_does_not_see_keeps_its_reservations_as_long_as_it_speaks() -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     made.receive(ROUTER, Peers(instances=()), 1.0)
     for second in range(1, 30):
         made.receive(WRITER, renew(float(second), ("a", grant.generation)), float(second))
@@ -271,16 +258,14 @@ def test_a_writer_that_the_router_does_not_see_keeps_its_reservations_as_long_as
 
 
 def test_a_waiting_request_leaves_the_line_when_its_writer_leaves_the_fleet() -> None:
-    made = scheduler(max_rows=1)
-    reserved(made, "a")
+    made, _ = with_reservation(max_rows=1)
     made.receive(WRITER, reserve("b", 6), 0.0)
     assert made.receive(ROUTER, Peers(instances=(instance("p", "prefill", "2"),)), 1.0) == []
     assert (made.report().load.waiting_requests, made.report().load.reservations) == (0, 1)
 
 
 def test_a_writer_that_has_fallen_silent_is_granted_nothing() -> None:
-    made = scheduler(max_rows=1)
-    reserved(made, "a")
+    made, _ = with_reservation(max_rows=1)
     made.receive(WRITER, reserve("b", 6, sent_s=0.5), 0.5)
     settle(made, made.tick(0.5 + SILENCE_S))
     actions = made.decide(0.5 + SILENCE_S).actions
@@ -289,8 +274,7 @@ def test_a_writer_that_has_fallen_silent_is_granted_nothing() -> None:
 
 
 def test_a_writer_that_was_stopped_for_long_is_told_that_everything_is_over() -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     settle(made, made.tick(SILENCE_S))
     assert made.receive(WRITER, handoff(grant), 30.0) == []
     assert renewed(made.receive(WRITER, renew(30.0, ("a", grant.generation)), 30.0)).over == (key("a"),)

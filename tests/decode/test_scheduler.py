@@ -13,6 +13,7 @@ from tests.decode.rig import (
     WRITER,
     WRITERS_LIFE,
     declined,
+    decoding,
     generate,
     granted,
     grants,
@@ -24,13 +25,13 @@ from tests.decode.rig import (
     reserved,
     scheduler,
     settle,
+    with_reservation,
 )
 from tests.schedulers import deltas, failures, is_home, kinds, prompt_of
 
 
 def test_a_handed_off_request_decodes_to_its_limit() -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     assert len(unpack_ids(grant.pages)) == 2 and made.report().load.reservations == 1
     assert made.decide(0.0).plan is None, "nothing to compute while the KV is on its way"
     assert made.receive(WRITER, handoff(grant), 0.1) == []
@@ -50,8 +51,7 @@ def test_a_handed_off_request_decodes_to_its_limit() -> None:
 
 
 def test_an_end_of_sequence_ends_the_row_and_the_wasted_step_is_dropped() -> None:
-    made = scheduler()
-    made.receive(WRITER, handoff(reserved(made)), 0.0)
+    made = decoding()
     first, wasted = planned(made.decide(0.0)), planned(made.decide(0.0))
     (delta,) = deltas(made.step_done(result(first, [EOS]), 0.1))
     assert delta.ending == Finished(reason="stop", matched=EOS)
@@ -90,8 +90,7 @@ def test_a_direct_request_is_prefilled_in_chunks_between_decode_steps() -> None:
 def test_pages_are_leased_for_the_prompt_and_one_more_if_the_answer_can_need_it(
     tokens: int, max_new_tokens: int, pages: int
 ) -> None:
-    made = scheduler()
-    reserved(made, "a", tokens, max_new_tokens)
+    made, _ = with_reservation("a", tokens, max_new_tokens)
     assert made.report().load.pages_total - made.report().load.pages_free == pages
 
 
@@ -106,8 +105,7 @@ def test_a_request_that_fits_may_pass_one_that_does_not_for_a_bounded_time() -> 
 
 
 def test_a_reservation_waits_for_a_row_as_well_as_for_pages() -> None:
-    made = scheduler(max_rows=1)
-    first = reserved(made, "a", max_new_tokens=2)
+    made, first = with_reservation(max_new_tokens=2, max_rows=1)
     made.receive(WRITER, reserve("b", 6), 0.0)
     assert grants(made.decide(0.0).actions) == []
     made.receive(WRITER, handoff(first), 0.0)
@@ -116,8 +114,7 @@ def test_a_reservation_waits_for_a_row_as_well_as_for_pages() -> None:
 
 
 def test_a_cancelled_reservation_keeps_its_pages_until_the_writer_withdraws() -> None:
-    made = scheduler()
-    reserved(made)
+    made, _ = with_reservation()
     assert made.receive(ROUTER, Cancel(key=key("a")), 0.1) == []
     assert made.report().load.pages_free < made.report().load.pages_total
     actions = made.receive(WRITER, Withdraw(key=key("a")), 0.2)
@@ -127,8 +124,7 @@ def test_a_cancelled_reservation_keeps_its_pages_until_the_writer_withdraws() ->
 
 
 def test_a_cancelled_reservation_that_is_handed_off_all_the_same_is_dropped() -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     made.receive(ROUTER, Cancel(key=key("a")), 0.1)
     made.receive(WRITER, handoff(grant), 0.2)
     assert made.decide(0.2).plan is None
@@ -136,8 +132,7 @@ def test_a_cancelled_reservation_that_is_handed_off_all_the_same_is_dropped() ->
 
 
 def test_a_cancel_in_the_line_is_told_to_the_writer_when_it_asks() -> None:
-    made = scheduler(max_rows=1)
-    reserved(made, "a")
+    made, _ = with_reservation(max_rows=1)
     made.receive(WRITER, reserve("b", 6), 0.0)
     assert made.receive(ROUTER, Cancel(key=key("b")), 0.1) == []
     assert made.report().load.waiting_requests == 0
@@ -154,8 +149,7 @@ def test_a_cancel_that_overtakes_its_reserve_is_remembered() -> None:
 
 
 def test_a_cancel_while_decoding_brings_the_pages_home_after_the_step() -> None:
-    made = scheduler()
-    made.receive(WRITER, handoff(reserved(made)), 0.0)
+    made = decoding()
     plan = planned(made.decide(0.0))
     made.receive(ROUTER, Cancel(key=key("a")), 0.1)
     assert made.decide(0.1).plan is None
@@ -164,8 +158,7 @@ def test_a_cancel_while_decoding_brings_the_pages_home_after_the_step() -> None:
 
 
 def test_a_cancel_between_handoff_and_the_next_step_leaves_no_start_behind() -> None:
-    made = scheduler(max_rows=1)
-    made.receive(WRITER, handoff(reserved(made)), 0.0)
+    made = decoding(max_rows=1)
     made.receive(ROUTER, Cancel(key=key("a")), 0.0)
     assert is_home(made)
     made.receive(ROUTER, generate("b", 4), 0.1)
@@ -184,16 +177,14 @@ def test_a_cancel_during_local_prefill_brings_the_pages_home_after_the_step() ->
 
 
 def test_a_stale_handoff_is_counted_and_changes_nothing() -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     stale = Handoff(key=grant.key, generation=Generation(grant.generation + 1), first_token=1, pushed_pages=2, pushed_bytes=2)
     made.receive(WRITER, stale, 0.1)
     assert made.decide(0.1).plan is None and made.report().counters.messages_stale == 1
 
 
 def test_a_request_ends_when_its_deadline_passes() -> None:
-    made = scheduler()
-    made.receive(WRITER, handoff(reserved(made)), 0.0)
+    made = decoding()
     plan = planned(made.decide(0.0))
     (delta,) = deltas(made.tick(60.0))
     assert delta.first == 1 and isinstance(delta.ending, Failed) and delta.ending.status == 504
@@ -275,8 +266,7 @@ def test_what_comes_again_is_dropped_while_it_is_served_and_after(message: Gener
     "change", [{"first_token": 10**6}, {"first_token": -1}, {"pushed_pages": 2**64 - 1}, {"pushed_bytes": 3}]
 )
 def test_a_handoff_that_does_not_fit_its_reservation_fails_its_request_only(change: dict[str, int]) -> None:
-    made = scheduler()
-    grant = reserved(made)
+    made, grant = with_reservation()
     actions = made.receive(WRITER, msgspec.structs.replace(handoff(grant), **change), 0.1)
     (delta,) = deltas(actions)
     assert isinstance(delta.ending, Failed) and delta.ending.retryable and delta.first == 1

@@ -5,7 +5,7 @@ Owns their shapes. Knows no test.
 
 from common.engine.plan import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, unpack_ids
-from common.instance.ports import Action, Push, PushDone
+from common.instance.ports import Action, Decision, Push, PushDone
 from common.messages import Generate, Grant, Handoff, Peers, Reserve, Terms
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import WRITE_LEASE_S
@@ -78,11 +78,22 @@ def finish_pushes(made: PrefillScheduler, actions: list[Action], now: float = 1.
     return more
 
 
-def pushing(made: PrefillScheduler, name: str = "a") -> list[Action]:
-    """A request whose only push is in flight, and whose first token is out: the push."""
-    made.receive(ROUTER, generate(name, 4), 0.0)
+def begun(request: Generate, made: PrefillScheduler | None = None, is_granted: bool = False) -> tuple[PrefillScheduler, Decision]:
+    """A scheduler that has begun its only request. is_granted: the decode instance has answered the Reserve."""
+    made = made or scheduler()
+    made.receive(ROUTER, request, 0.0)
     decision = made.decide(0.0)
-    made.receive(DECODE, grant_for(decision.actions), 0.0)
+    if is_granted:
+        made.receive(DECODE, grant_for(decision.actions), 0.0)
+    return made, decision
+
+
+def pushing(
+    name: str = "a", total_pages: int = 64, chunk_tokens: int = 8, digest: Digest | None = None
+) -> tuple[PrefillScheduler, list[Action]]:
+    """A scheduler with one request, whose only push is in flight and whose first token is out; and that push."""
+    made = scheduler(total_pages, chunk_tokens=chunk_tokens, digest=digest)
+    _, decision = begun(generate(name, 4), made, is_granted=True)
     actions = made.step_done(result(decision.plan, [5]), 0.1)
     assert kinds(actions) == ["TokenBatch", "Push"]
-    return actions
+    return made, actions

@@ -5,11 +5,12 @@ import pytest
 
 from common.ids import ROUTER, Int32Array, Ticket, pack_ids
 from common.instance.drain import LAST_S
-from common.instance.ports import Action, Allow, Push, PushFailed, Settled
+from common.instance.ports import Action, Allow, Connect, Push, PushFailed, Settled
 from common.messages import (
     Cancel,
     Decline,
     Failed,
+    LinkTraffic,
     Peers,
     Probe,
     Probed,
@@ -23,7 +24,7 @@ from common.messages import (
 )
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, instance, key, result
-from tests.prefill.rig import DECODE, LIFE, ME, finish_pushes, generate, grant_for, handoffs, pushing, reserves, scheduler
+from tests.prefill.rig import DECODE, LIFE, ME, begun, finish_pushes, generate, grant_for, handoffs, pushing, reserves, scheduler
 from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, link_changed, messages
 
 
@@ -73,18 +74,13 @@ def test_a_request_ends_when_its_own_time_is_over_or_the_instances(timeout_s: fl
 
 
 def test_the_tokens_of_a_resumed_answer_are_numbered_from_where_it_was() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 6, first=2), 0.0)
-    decision = made.decide(0.0)
+    made, decision = begun(generate("a", 6, first=2))
     assert reserves(decision.actions)[0].first == 2
     assert deltas(made.step_done(result(decision.plan, [55]), 0.1)) == [TokenDelta(key("a"), 2, (55,), None)]
 
 
 def test_a_failure_carries_the_number_of_the_next_token() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 6, first=2), 0.0)
-    decision = made.decide(0.0)
-    made.receive(DECODE, grant_for(decision.actions), 0.0)
+    made, decision = begun(generate("a", 6, first=2), is_granted=True)
     made.step_done(result(decision.plan, [55]), 0.1)
     (delta,) = deltas(made.handle(PushFailed(Ticket(1), "cable", quiescent=True), 0.2))
     assert delta.first == 3 and isinstance(delta.ending, Failed) and delta.ending.retryable
@@ -94,8 +90,7 @@ def test_a_failure_carries_the_number_of_the_next_token() -> None:
 
 
 def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
-    made = scheduler(chunk_tokens=4)
-    pushing(made, "emitted")
+    made, _ = pushing("emitted", chunk_tokens=4)
     made.receive(ROUTER, generate("waiting", 6, first=2), 0.0)
     (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("emitted"), key("waiting"), key("unknown"))), 1.0))
     standings = (Standing(key("emitted"), 1), Standing(key("waiting"), 2), Standing(key("unknown"), None))
@@ -104,8 +99,7 @@ def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
 
 def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_not_home() -> None:
     """Its failure may have been lost: a router that asks must learn that nobody serves it."""
-    made = scheduler()
-    pushing(made)
+    made, _ = pushing()
     made.receive(ROUTER, Cancel(key=key("a")), 0.2)
     (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.3))
     assert answer == Probed(id=ME, incarnation=LIFE, standings=(Standing(key("a"), None),))
@@ -113,8 +107,7 @@ def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_n
 
 
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
-    made = scheduler(chunk_tokens=4)
-    push = pushing(made, "pushing")
+    made, push = pushing("pushing", chunk_tokens=4)
     for name in ("computing", "waiting"):
         made.receive(ROUTER, generate(name, 8), 0.5)
     plan = made.decide(0.5).plan
@@ -132,8 +125,7 @@ def renews(actions: list[Action]) -> list[list[str]]:
 
 
 def test_open_handoffs_are_renewed_from_the_reserve_on_and_for_a_while_after_the_handoff() -> None:
-    made = scheduler()
-    push = pushing(made)
+    made, push = pushing()
     assert made.next_deadline() == RENEW_S
     assert renews(made.tick(RENEW_S)) == [["a"]]
     assert len(handoffs(finish_pushes(made, push))) == 1
@@ -143,8 +135,7 @@ def test_open_handoffs_are_renewed_from_the_reserve_on_and_for_a_while_after_the
 
 
 def test_an_answered_renewal_extends_the_lease() -> None:
-    made = scheduler()
-    pushing(made)
+    made, _ = pushing()
     made.tick(RENEW_S)
     renewed = Renewed(sent_s=RENEW_S, write_lease_s=WRITE_LEASE_S)
     (allow,) = made.receive(DECODE, renewed, RENEW_S + 0.1)
@@ -152,8 +143,7 @@ def test_an_answered_renewal_extends_the_lease() -> None:
 
 
 def test_a_reservation_that_the_decode_instance_does_not_hold_ends_the_request_so_that_it_is_resumed() -> None:
-    made = scheduler()
-    push = pushing(made)
+    made, push = pushing()
     made.tick(RENEW_S)
     made.receive(DECODE, Renewed(sent_s=RENEW_S, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
     actions = finish_pushes(made, push)
@@ -162,8 +152,7 @@ def test_a_reservation_that_the_decode_instance_does_not_hold_ends_the_request_s
 
 
 def test_the_client_of_a_cancelled_request_is_told_nothing_when_its_reservation_is_over() -> None:
-    made = scheduler()
-    push = pushing(made)
+    made, push = pushing()
     made.receive(ROUTER, Cancel(key=key("a")), 0.5)
     made.tick(RENEW_S)
     made.receive(DECODE, Renewed(sent_s=RENEW_S, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
@@ -180,8 +169,7 @@ def test_a_handoff_carries_the_digests_of_its_pages_when_they_are_verified() -> 
         asked.append(pages.tolist())
         return b"abcd" * len(pages)
 
-    made = scheduler(digest=digest)
-    push = pushing(made)
+    made, push = pushing(digest=digest)
     (handoff,) = handoffs(finish_pushes(made, push))
     (pushed,) = [action for action in push if isinstance(action, Push)]
     assert handoff.digests == b"abcd" and asked == [pushed.source_pages.tolist()]
@@ -196,8 +184,7 @@ def test_nothing_settles_at_a_prefill_instance() -> None:
 
 
 def test_the_requests_on_a_lost_link_are_resumed_at_once_and_their_pages_come_home_when_their_pushes_have_ended() -> None:
-    made = scheduler()
-    pushing(made)
+    made, _ = pushing()
     told = failures(made.handle(LOST, 1.0))["a"]
     assert told.retryable and "cable" in told.message
     load = made.report().load
@@ -207,24 +194,24 @@ def test_the_requests_on_a_lost_link_are_resumed_at_once_and_their_pages_come_ho
 
 
 def test_what_was_pushed_to_a_peer_is_reported_with_its_link() -> None:
-    made = scheduler()
-    finish_pushes(made, pushing(made))
+    made, push = pushing()
+    finish_pushes(made, push)
     (link,) = made.report().links
-    assert (link.peer, link.traffic.pushes, link.traffic.bytes_pushed) == (DECODE, 1, LAYOUT.page_bytes)
+    traffic = LinkTraffic(
+        pushes=1, runs=1, bytes_pushed=LAYOUT.page_bytes, push_seconds=0.1, handoffs=1, exposed_seconds=pytest.approx(0.9)
+    )
+    assert (link.peer, link.traffic) == (DECODE, traffic)
 
 
 def test_a_link_that_is_up_again_holds_nothing_in_quarantine() -> None:
-    made = scheduler()
-    pushing(made)
+    made, _ = pushing()
     made.handle(LOST, 1.0)
     made.handle(link_changed("d", "ready"), 2.0)
     assert made.report().load.pages_quarantined == 0
 
 
 def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 0.0)
-    decision = made.decide(0.0)
+    made, decision = begun(generate("a", 4))
     grant = grant_for(decision.actions)
     made.receive(DECODE, grant, 0.0)
     made.step_done(result(decision.plan, [5]), 0.1)
@@ -239,8 +226,7 @@ def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on
 
 
 def test_a_request_that_cannot_fit_beside_quarantined_pages_is_refused_and_the_next_is_admitted() -> None:
-    made = scheduler(total_pages=4)
-    pushing(made)
+    made, _ = pushing(total_pages=4)
     made.receive(ROUTER, generate("large", 16), 0.2)
     made.receive(ROUTER, generate("small", 8), 0.2)
     assert made.decide(0.2).plan is None, "its page may still come home"
@@ -252,16 +238,14 @@ def test_a_request_that_cannot_fit_beside_quarantined_pages_is_refused_and_the_n
 
 
 def test_a_request_whose_peer_left_is_drained_and_then_fails_so_that_it_is_resumed() -> None:
-    made = scheduler()
-    pushing(made)
-    assert kinds(made.receive(ROUTER, Peers(instances=()), 1.0)) == []
+    made, _ = pushing()
+    assert made.receive(ROUTER, Peers(instances=()), 1.0) == [Connect(())]
     actions = made.handle(PushFailed(Ticket(1), "the link was closed", quiescent=True), 1.1)
     assert kinds(actions) == ["Withdraw", "TokenBatch"] and "left the fleet" in failures(actions)["a"].message
 
 
 def test_a_successor_of_a_decode_instance_hears_of_its_own_handoffs_only() -> None:
-    made = scheduler()
-    pushing(made, "a")
+    made, _ = pushing()
     made.receive(ROUTER, Peers(instances=(instance("d", "decode", "2"),)), 0.5)
     made.receive(ROUTER, generate("b", 4), 0.5)
     assert reserved(made.decide(0.5).actions) == ["b"]
@@ -284,8 +268,7 @@ def test_a_draining_instance_takes_nothing_in_and_hands_on_what_waits() -> None:
 
 
 def test_it_has_drained_when_what_runs_is_handed_off_and_its_pushes_have_ended() -> None:
-    made = scheduler()
-    push = pushing(made)
+    made, push = pushing()
     drain(made, 0.5)
     assert not made.report().drained
     assert len(handoffs(finish_pushes(made, push))) == 1
@@ -293,8 +276,7 @@ def test_it_has_drained_when_what_runs_is_handed_off_and_its_pushes_have_ended()
 
 
 def test_requests_that_still_run_when_the_drain_times_out_fail_so_that_they_are_resumed() -> None:
-    made = scheduler()
-    push = pushing(made)
+    made, push = pushing()
     drain(made, 0.0)
     assert failures(made.tick(29.0)) == {}
     told = failures(made.tick(30.0))["a"]
@@ -303,8 +285,7 @@ def test_requests_that_still_run_when_the_drain_times_out_fail_so_that_they_are_
 
 
 def test_a_drain_does_not_wait_for_ever_for_pushes_that_do_not_end() -> None:
-    made = scheduler()
-    pushing(made)
+    made, _ = pushing()
     drain(made, 0.0)
     made.tick(30.0)
     drained = [made.report().drained]
@@ -337,9 +318,7 @@ def test_nothing_that_a_decode_instance_says_raises(sent_s: float) -> None:
 
 @pytest.mark.parametrize("pages", [b"abc", b"", pack_ids(range(9))])
 def test_an_invalid_grant_fails_the_request_and_not_the_process(pages: bytes) -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 0.0)
-    decision = made.decide(0.0)
+    made, decision = begun(generate("a", 4))
     grant = msgspec.structs.replace(grant_for(decision.actions), pages=pages)
     assert kinds(made.receive(DECODE, grant, 0.1)) == ["Withdraw", "TokenBatch"]
     made.step_done(result(decision.plan, [5]), 0.2)
@@ -347,8 +326,7 @@ def test_an_invalid_grant_fails_the_request_and_not_the_process(pages: bytes) ->
 
 
 def test_withdrawals_are_never_sent_while_a_push_is_in_flight() -> None:
-    made = scheduler()
-    push = pushing(made)
+    made, push = pushing()
     said: list[Action] = []
     said += made.receive(ROUTER, Cancel(key=key("a")), 0.2)
     said += made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="no")), 0.3)

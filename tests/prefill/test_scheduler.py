@@ -9,7 +9,7 @@ from common.ids import ROUTER, InstanceId, Key, Ticket, pack_ids
 from common.instance.ports import PushFailed, Send
 from common.messages import Cancel, Decline, Failed, Finished, Handoff, Peers, Terms, TokenDelta, Withdraw
 from tests.builders import EOS, LAYOUT, key, result, sampling
-from tests.prefill.rig import DECODE, finish_pushes, generate, grant_for, pushing, scheduler, spans
+from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, pushing, scheduler, spans
 from tests.schedulers import deltas, failures, is_home, kinds
 
 
@@ -66,19 +66,14 @@ def test_admission_stops_while_memory_is_full_and_goes_on_when_pages_come_home()
 
 
 def test_an_answer_of_one_token_needs_no_decode_instance() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 5, max_new_tokens=1, decode=None), 0.0)
-    decision = made.decide(0.0)
+    made, decision = begun(generate("a", 5, max_new_tokens=1, decode=None))
     assert decision.actions == []
     assert deltas(made.step_done(result(decision.plan, [55]), 0.1)) == [TokenDelta(key("a"), 0, (55,), Finished(reason="length"))]
     assert is_home(made)
 
 
 def test_an_end_of_sequence_as_first_token_ends_here_and_withdraws_the_reservation() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 5), 0.0)
-    decision = made.decide(0.0)
-    made.receive(DECODE, grant_for(decision.actions), 0.0)
+    made, decision = begun(generate("a", 5), is_granted=True)
     actions = made.step_done(result(decision.plan, [EOS]), 0.1)
     assert deltas(actions) == [TokenDelta(key("a"), 0, (EOS,), Finished(reason="stop", matched=EOS))]
     assert kinds(actions) == ["TokenBatch", "Withdraw"]
@@ -106,8 +101,7 @@ def test_a_cancel_under_a_step_keeps_the_pages_until_the_step_returns() -> None:
 
 
 def test_a_cancel_under_a_push_keeps_the_pages_until_the_push_is_terminal() -> None:
-    made = scheduler()
-    actions = pushing(made)
+    made, actions = pushing()
     assert made.receive(ROUTER, Cancel(key=key("a")), 0.2) == []
     assert made.report().load.pages_free < made.report().load.pages_total
     assert kinds(finish_pushes(made, actions)) == ["Withdraw"]
@@ -130,8 +124,7 @@ def test_pages_that_are_written_come_home_while_the_last_push_goes_on() -> None:
 
 
 def test_a_failed_push_ends_the_request_after_its_first_token() -> None:
-    made = scheduler()
-    pushing(made)
+    made, _ = pushing()
     actions = made.handle(PushFailed(Ticket(1), "cable", quiescent=True), 0.2)
     (delta,) = deltas(actions)
     assert delta.first == 1 and isinstance(delta.ending, Failed) and "cable" in delta.ending.message
@@ -139,17 +132,14 @@ def test_a_failed_push_ends_the_request_after_its_first_token() -> None:
 
 
 def test_pages_that_a_push_may_still_read_never_come_home() -> None:
-    made = scheduler()
-    pushing(made)
+    made, _ = pushing()
     made.handle(PushFailed(Ticket(1), "cable", quiescent=False), 0.2)
     assert made.report().load.pages_quarantined == 1 and made.pool.free_pages == made.pool.total_pages - 1
     assert made.report().load.running_requests == 0
 
 
 def test_a_declined_request_fails_with_the_reason() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 0.0)
-    decision = made.decide(0.0)
+    made, decision = begun(generate("a", 4))
     too_long = Failed(message="too long for d", kind="invalid_request_error", status=400)
     (delta,) = deltas(made.receive(DECODE, Decline(key=key("a"), failed=too_long), 0.1))
     assert delta.ending == too_long
