@@ -8,7 +8,7 @@ from typing import Any
 
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
 from common.instance.ports import Action, LinkChanged, RouterLost, Scheduler, Send
-from common.messages import AnyMessage, Drain, Failed, LinkInfo, LinkState, TokenBatch, TokenDelta
+from common.messages import AnyMessage, Decline, Drain, Failed, LinkInfo, LinkState, TokenBatch, TokenDelta
 
 
 def prompt_of(tokens: int) -> bytes:
@@ -26,6 +26,11 @@ def deltas(actions: Sequence[Action]) -> list[TokenDelta]:
 def failures(actions: Sequence[Action]) -> dict[str, Failed]:
     """What clients are told of requests that failed."""
     return {delta.key.request_id: delta.ending for delta in deltas(actions) if isinstance(delta.ending, Failed)}
+
+
+def declined(actions: Sequence[Action]) -> dict[str, Failed]:
+    """What writers are told of requests that failed."""
+    return {message.key.request_id: message.failed for message in messages(actions) if isinstance(message, Decline)}
 
 
 def kinds(actions: Sequence[Action]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from common.engine.plan import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Action, Decision, Settle, Settled
-from common.messages import Claim, Decline, Failed, Generate, Grant, Handoff, Peers, Renew, Renewed, Reserve, Terms
+from common.messages import Claim, Generate, Grant, Handoff, Peers, Renew, Renewed, Reserve, Terms
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.digests import Digest
@@ -98,11 +98,6 @@ def granted(actions: Sequence[Action]) -> list[str]:
 def renewed(actions: Sequence[Action]) -> Renewed:
     (answer,) = (message for message in messages(actions) if isinstance(message, Renewed))
     return answer
-
-
-def declined(actions: Sequence[Action]) -> dict[str, Failed]:
-    """What writers are told of requests that failed."""
-    return {message.key.request_id: message.failed for message in messages(actions) if isinstance(message, Decline)}
 
 
 def settle(made: DecodeScheduler, actions: Sequence[Action], now: float = 0.0) -> None:

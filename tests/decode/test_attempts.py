@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from common.ids import ROUTER, Int32Array
-from common.instance.drain import LAST_S
 from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Standing, Terms, TokenDelta, Withdraw
 from decode.scheduler import DecodeScheduler
 from tests.builders import LAYOUT, key, result
@@ -12,7 +11,6 @@ from tests.decode.rig import (
     LIFE,
     ME,
     WRITER,
-    declined,
     decoding,
     generate,
     granted,
@@ -27,7 +25,7 @@ from tests.decode.rig import (
     step,
     with_reservation,
 )
-from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, messages
+from tests.schedulers import abandon, declined, deltas, drain, failures, is_home, kinds, messages
 
 # --- an answer that is resumed ---------------------------------------------------------------------------------------------
 
@@ -66,14 +64,6 @@ def test_a_reservation_that_is_lost_fails_at_the_number_from_which_it_was_asked_
 # --- terms -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("timeout_s", "ends_s"), [(5.0, 15.0), (1e9, 70.0), (None, 70.0)])
-def test_a_request_ends_when_its_own_time_is_over_or_the_instances(timeout_s: float | None, ends_s: float) -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 4, terms=Terms(timeout_s=timeout_s)), 10.0)
-    assert made.next_deadline() == ends_s and made.tick(ends_s - 0.1) == []
-    assert failures(made.tick(ends_s))["a"].status == 504 and is_home(made)
-
-
 def test_a_request_whose_time_is_over_in_the_line_is_declined() -> None:
     made, _ = with_reservation(max_rows=1)
     made.receive(WRITER, reserve("b", 4, terms=Terms(timeout_s=1.0)), 0.0)
@@ -95,14 +85,6 @@ def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
     (answer,) = messages(made.receive(ROUTER, Probe(keys=tuple(key(name) for name in asked)), 1.0))
     standings = tuple(Standing(key(name), next_token) for name, next_token in asked.items())
     assert answer == Probed(id=ME, incarnation=LIFE, standings=standings)
-
-
-def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_not_home() -> None:
-    made, _ = with_reservation()
-    made.receive(ROUTER, Cancel(key=key("a")), 0.1)
-    (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.2))
-    assert isinstance(answer, Probed) and answer.standings == (Standing(key("a"), None),)
-    assert made.report().load.pages_free < made.report().load.pages_total
 
 
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:
@@ -192,21 +174,6 @@ def test_requests_that_still_run_when_the_drain_times_out_fail_so_that_they_are_
     drained = [made.report().drained]
     made.step_done(result(plan, [60]), 30.1)
     assert [*drained, made.report().drained] == [False, True]
-
-
-def test_a_drain_does_not_wait_for_ever_for_writers_that_do_not_let_go() -> None:
-    made, _ = with_reservation(now=20.0)
-    drain(made, 0.0)
-    made.tick(30.0)
-    drained = [made.report().drained]
-    made.tick(30.0 + LAST_S)
-    assert [*drained, made.report().drained] == [False, True]
-
-
-def test_an_instance_that_was_not_told_to_leave_has_never_drained() -> None:
-    made = scheduler()
-    made.tick(1e6)
-    assert not made.report().drained
 
 
 # --- reports ---------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 from tests.builders import engine, instance, key, limits
 from tests.decode.rig import (
     WRITER,
-    declined,
     granted,
     grants,
     handoff,
@@ -29,7 +28,7 @@ from tests.decode.rig import (
     settle,
     with_reservation,
 )
-from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds
+from tests.schedulers import abandon, declined, deltas, drain, failures, is_home, kinds
 
 SILENCE_S = WRITE_LEASE_S + MARGIN_S
 SUCCESSOR = Incarnation("2")

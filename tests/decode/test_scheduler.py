@@ -12,7 +12,6 @@ from tests.builders import EOS, key, result, sampling
 from tests.decode.rig import (
     WRITER,
     WRITERS_LIFE,
-    declined,
     decoding,
     generate,
     granted,
@@ -27,7 +26,7 @@ from tests.decode.rig import (
     settle,
     with_reservation,
 )
-from tests.schedulers import deltas, failures, is_home, kinds, prompt_of
+from tests.schedulers import declined, deltas, failures, is_home, kinds, prompt_of
 
 
 def test_a_handed_off_request_decodes_to_its_limit() -> None:
@@ -228,27 +227,6 @@ def test_a_writer_that_is_not_known_may_be_known_later(sender: InstanceId, incar
     (decline,) = scheduler().receive(sender, reserve("a", 4, incarnation=incarnation), 0.0)
     assert isinstance(decline, Send) and decline.to == sender and isinstance(decline.message, Decline)
     assert decline.message.failed.retryable and sender in decline.message.failed.message
-
-
-def test_a_request_that_finds_the_line_full_is_refused_and_may_try_again() -> None:
-    made = scheduler(max_waiting=1)
-    made.receive(ROUTER, generate("a", 5), 0.0)
-    for failed in (
-        failures(made.receive(ROUTER, generate("b", 5), 0.0))["b"],
-        declined(made.receive(WRITER, reserve("c", 4), 0.0))["c"],
-    ):
-        assert (failed.status, failed.retryable) == (429, True)
-
-
-def test_a_request_that_was_refused_is_not_begun_when_its_message_comes_again() -> None:
-    made = scheduler(max_waiting=1)
-    made.receive(ROUTER, generate("a", 5), 0.0)
-    made.receive(ROUTER, generate("b", 5), 0.0)
-    made.receive(WRITER, reserve("c", 5), 0.0)
-    made.receive(ROUTER, Cancel(key=key("a")), 0.0)
-    assert made.receive(ROUTER, generate("b", 5), 0.1) == [] and made.receive(WRITER, reserve("c", 5), 0.1) == []
-    decision = made.decide(0.1)
-    assert (decision.plan, decision.actions, made.report().counters.messages_stale) == (None, [], 2)
 
 
 @pytest.mark.parametrize("message", [generate("a", 5), reserve("a", 5)])

@@ -147,16 +147,6 @@ def test_a_declined_request_fails_with_the_reason() -> None:
     assert is_home(made)
 
 
-def test_a_request_ends_when_its_deadline_passes() -> None:
-    made = scheduler()
-    made.receive(ROUTER, generate("a", 4), 0.0)
-    assert made.next_deadline() == 60.0
-    (delta,) = deltas(made.tick(60.0))
-    assert isinstance(delta.ending, Failed) and delta.ending.status == 504
-    assert made.decide(60.0).plan is None
-    assert is_home(made)
-
-
 def test_requests_for_a_decode_instance_that_left_fail_in_every_phase() -> None:
     made = scheduler(chunk_tokens=4)
     for name in ("computing", "waiting"):
@@ -194,22 +184,6 @@ def test_an_invalid_request_is_refused_with_a_reason(change: dict[str, Any], sta
 
 def test_a_prompt_that_the_pool_cannot_hold_is_refused() -> None:
     assert failures(scheduler(total_pages=2).receive(ROUTER, generate("a", 9), 0.0))["a"].status == 400
-
-
-def test_a_request_that_finds_the_line_full_is_refused_and_may_try_again() -> None:
-    made = scheduler(max_waiting=1)
-    made.receive(ROUTER, generate("a", 5), 0.0)
-    refused = failures(made.receive(ROUTER, generate("b", 5), 0.0))["b"]
-    assert (refused.status, refused.retryable) == (429, True) and made.report().counters.requests_accepted == 1
-
-
-def test_a_request_that_was_refused_is_not_begun_when_its_message_comes_again() -> None:
-    made = scheduler(max_waiting=1)
-    made.receive(ROUTER, generate("a", 5), 0.0)
-    made.receive(ROUTER, generate("b", 5), 0.0)
-    made.receive(ROUTER, Cancel(key=key("a")), 0.0)
-    assert made.receive(ROUTER, generate("b", 5), 0.1) == [] and made.decide(0.1).plan is None
-    assert made.report().counters.messages_stale == 1
 
 
 def test_a_generate_that_comes_again_is_dropped_and_counted_while_it_runs_and_after() -> None:
