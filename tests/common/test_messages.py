@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from common import messages
 from common.ids import Generation, Incarnation, InstanceId, Key, RequestId, pack_ids, unpack_ids
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
-from common.pages.layout import KVLayout
 from common.sampling_params import SamplingParams
+from tests.builders import instance
 
 INBOXES: dict[str, Any] = {
     "router": RouterInbox,
@@ -24,24 +25,8 @@ KEY = Key(RequestId("request"), 1)
 PREFILL, LIFE = InstanceId("prefill-1"), Incarnation("life")
 SAMPLING = SamplingParams(max_new_tokens=5, temperature=0.5, stop_token_ids=(1, 2), seed=2**63 - 1)
 TERMS = messages.Terms(priority=-2, age_s=1.5, timeout_s=30.0)
-INFO = messages.InstanceInfo(
-    id=PREFILL,
-    incarnation=LIFE,
-    role="prefill",
-    inbox="tcp://127.0.0.1:1",
-    ranks=(messages.RankInfo(rank=0, pid=1, host="here", device="cpu"),),
-    model=messages.ModelIdentity(name="m", fingerprint="f", architecture="a", dtype="float32", vocab_size=8, context_tokens=64),
-    pool=messages.PoolDescriptor(
-        backend="nixl",
-        agent="agent",
-        address=2**64 - 1,
-        total_pages=4,
-        device="cpu",
-        layout=KVLayout(layers=1, kv_heads=1, head_dim=4, page_size=16, dtype="float32"),
-        wire=b"\x00\xff",
-    ),
-    max_running=4,
-)
+PLAIN = instance(PREFILL, "prefill", LIFE)
+INFO = replace(PLAIN, pool=replace(PLAIN.pool, address=2**64 - 1, wire=b"\x00\xff"))
 SAMPLES: tuple[AnyMessage, ...] = (
     messages.Register(instance=INFO),
     messages.Welcome(router=LIFE, detokenizer="tcp://127.0.0.1:2", heartbeat_s=0.5, dead_after_s=2.0),

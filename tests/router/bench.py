@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from common.config import RouterConfig
-from common.ids import DETOKENIZER, Incarnation, Key, RequestId, pack_ids
+from common.ids import DETOKENIZER, Incarnation, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
@@ -27,7 +27,7 @@ from router.core import RouterCore
 from router.fleet import Fleet
 from router.outbox import Outbox
 from router.requests import RequestSpec
-from tests.builders import instance
+from tests.builders import instance, key
 from tests.router.fakes import Unobserved, beat
 
 P0, D0, P1, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("p1", "prefill"), instance("d1", "decode")
@@ -100,10 +100,6 @@ class Bench:
 
     def assigned(self) -> dict[str, int]:
         return {member.info.id: member.assigned_tokens for member in self.core.fleet.members()}
-
-
-def key(name: str = "r", attempt: int = 0) -> Key:
-    return Key(RequestId(name), attempt)
 
 
 def spec(name: str = "r", index: int = 0, max_new_tokens: int = 8, stop: tuple[str, ...] = ()) -> RequestSpec:

@@ -10,7 +10,8 @@ from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Finished, InstanceInfo, Probe, Probed, Standing
 from router.attempts import ResumeReason
 from router.request_book import PROBE_S
-from tests.router.bench import D0, D1, P0, Bench, cancels, close, generates, key, route, spec
+from tests.builders import key
+from tests.router.bench import D0, D1, P0, Bench, cancels, close, generates, route, spec
 
 BEAT = DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0)
 

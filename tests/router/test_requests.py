@@ -10,7 +10,8 @@ from common.messages import ExpectAnswer, Failed, Finished, Generate, Terms
 from common.sampling_params import SamplingParams
 from router.outbox import ChoiceDelta
 from router.requests import RequestSpec
-from tests.router.bench import D0, D1, P0, P1, PROMPT, Bench, cancels, close, generates, key, spec
+from tests.builders import key
+from tests.router.bench import D0, D1, P0, P1, PROMPT, Bench, cancels, close, generates, spec
 
 TERMS = Terms(timeout_s=600.0)
 

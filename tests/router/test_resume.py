@@ -10,7 +10,7 @@ from common.messages import Failed, Finished, Load, Register, Terms
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.requests import Phase, RequestSpec
-from tests.builders import instance
+from tests.builders import instance, key
 from tests.router.bench import (
     D0,
     D1,
@@ -23,7 +23,6 @@ from tests.router.bench import (
     cancels,
     close,
     generates,
-    key,
     route,
     spec,
 )

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
 from common.engine import model_runner
-from common.engine.executor import EngineDescription
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Chunk, Plan, RowStart
 from common.errors import ConfigError
@@ -37,9 +36,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def runner(path: Path, page_size: int = 8) -> ModelRunner:
-    engine = EngineConfig(device="cpu", page_size=page_size, kv_memory="32MiB", max_running=8)
-    return ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None)
+def runner(path: Path, say: Callable[[str], None] = lambda text: None, **changes: object) -> ModelRunner:
+    """A runner on the CPU with room for the whole context, unless these fields of its config say otherwise."""
+    fields: dict[str, object] = {"device": "cpu", "page_size": 8, "kv_memory": "32MiB", "max_running": 8}
+    return ModelRunner(ModelConfig(model=str(path)), EngineConfig(**(fields | changes)), say)  # type: ignore[arg-type]
 
 
 def expected(model: PreTrainedModel, prompt: Int32Array) -> list[int]:
@@ -65,7 +65,7 @@ def generated(made: ModelRunner, prompts: list[Int32Array], chunk_tokens: int) -
 @pytest.mark.parametrize(("page_size", "chunk_tokens"), [(8, 1000), (16, 13), (5, 7)])
 def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, name: str, page_size: int, chunk_tokens: int) -> None:
     model: PreTrainedModel = MODELS[name]()
-    made = runner(saved(model, tmp_path), page_size)
+    made = runner(saved(model, tmp_path), page_size=page_size)
     random = np.random.default_rng(page_size)
     prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, page_size, 33, 120)]
     assert generated(made, prompts, chunk_tokens) == [expected(model, prompt) for prompt in prompts]
@@ -81,9 +81,7 @@ def test_without_a_compiler_torch_gives_the_same_answers(tmp_path: Path, monkeyp
 
 
 def test_bfloat16_runs_and_mostly_agrees(tmp_path: Path) -> None:
-    path = saved(qwen3(), tmp_path)
-    engine = EngineConfig(device="cpu", dtype="bfloat16", page_size=8, kv_memory="32MiB", max_running=8)
-    made = ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None)
+    made = runner(saved(qwen3(), tmp_path), dtype="bfloat16")
     assert made.description.layout.dtype == "bfloat16"
     (answer,) = generated(made, [np.arange(3, 40, dtype=np.int32)], 16)
     assert len(answer) == NEW_TOKENS and all(0 <= token < VOCAB for token in answer)
@@ -130,45 +128,36 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
             runner(path)
 
 
-def described(path: Path, **changes: object) -> tuple[EngineDescription, list[str]]:
-    """What a runner says of itself, and its lines of progress."""
-    fields: dict[str, object] = {"device": "cpu", "page_size": 8, "kv_memory": "64KiB", "max_running": 8}
-    lines: list[str] = []
-    engine = EngineConfig(**(fields | changes))  # type: ignore[arg-type]
-    return ModelRunner(ModelConfig(model=str(path)), engine, lines.append).description, lines
-
-
 def test_a_context_that_the_memory_cannot_hold_is_capped_and_reported(tmp_path: Path) -> None:
     path = saved(llama(), tmp_path)
-    capped, lines = described(path)
+    lines: list[str] = []
+    capped = runner(path, lines.append, kv_memory="64KiB").description
     assert capped.model.context_tokens == 64
     assert capped.total_pages == 10
     assert [line for line in lines if "context capped to 64" in line and "512" in line and "--kv-memory" in line]
-    whole, lines = described(path, kv_memory="32MiB")
+    lines.clear()
+    whole = runner(path, lines.append).description
     assert whole.model.context_tokens == 512
     assert not [line for line in lines if "capped" in line]
 
 
 def test_the_longest_context_of_a_row_can_be_computed(tmp_path: Path) -> None:
     model = llama()
-    path = saved(model, tmp_path)
-    engine = EngineConfig(device="cpu", page_size=8, kv_memory="64KiB", max_running=1)
-    made = ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None)
+    made = runner(saved(model, tmp_path), kv_memory="64KiB", max_running=1)
     prompt = np.arange(3, 3 + 64 - NEW_TOKENS, dtype=np.int32)
     assert generated(made, [prompt], 20) == [expected(model, prompt)]
 
 
 def test_a_context_that_was_asked_for_is_held_or_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:
     path = saved(llama(), tmp_path)
-    asked, _ = described(path, context_tokens=77)
-    assert asked.model.context_tokens == 77
+    assert runner(path, kv_memory="64KiB", context_tokens=77).description.model.context_tokens == 77
     (path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"--kv-memory at least 67584 bytes, or --context-tokens at most 80"):
-        described(path, context_tokens=81)
+        runner(path, kv_memory="64KiB", context_tokens=81)
     with pytest.raises(ConfigError, match="more than the model's own context of 512"):
-        described(path, context_tokens=513)
+        runner(path, kv_memory="64KiB", context_tokens=513)
     with pytest.raises(ConfigError, match="less than one page"):
-        described(path, kv_memory="1KiB")
+        runner(path, kv_memory="1KiB")
 
 
 def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +169,7 @@ def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypa
         return 2**20
 
     monkeypatch.setattr(model_runner, "auto_kv_bytes", measured)
-    engine = EngineConfig(device="cpu", page_size=8, max_running=8)
-    made = ModelRunner(ModelConfig(model=str(saved(llama(), tmp_path))), engine, lines.append)
+    made = runner(saved(llama(), tmp_path), lines.append, kv_memory="auto")
     assert [line.split(":")[0].split(" ")[0] for line in lines] == ["loading", "measured", "making"]
     assert made.description.total_pages == 2**20 // made.description.layout.page_bytes
 
@@ -192,16 +180,16 @@ def test_layers_reported_during_a_last_chunk_are_written(tmp_path: Path) -> None
     layout, region = made.description.layout, made.description.memory
     pages = np.arange(3, dtype=np.int32)
     memory = memoryview((ctypes.c_char * (3 * layout.page_bytes)).from_address(region.address))
-    kv = np.frombuffer(memory, dtype=np.float32)
-    kv = kv.reshape(3, layout.layers, -1)
+    kv = np.frombuffer(memory, dtype=np.float32).reshape(3, layout.layers, -1)
     seen: list[tuple[int, np.ndarray]] = []
+
+    def look(layers: int) -> None:
+        seen.append((layers, kv.copy()))
+
     prompt = np.arange(3, 23, dtype=np.int32)
-    starts = (RowStart(0, pages, GREEDY),)
-    made.run(
-        Plan(1, starts=starts, chunks=(Chunk(0, 0, prompt[:10], last=False),)), lambda layers: seen.append((layers, kv.copy()))
-    )
+    made.run(Plan(1, starts=(RowStart(0, pages, GREEDY),), chunks=(Chunk(0, 0, prompt[:10], last=False),)), look)
     assert seen == [], "nobody pushes layers of a chunk that another one follows"
-    made.run(Plan(2, chunks=(Chunk(0, 10, prompt[10:], last=True),)), lambda layers: seen.append((layers, kv.copy())))
+    made.run(Plan(2, chunks=(Chunk(0, 10, prompt[10:], last=True),)), look)
     assert [layers for layers, _ in seen] == [3, 6]
     for layers, then in seen:
         np.testing.assert_array_equal(then[:, :layers], kv[:, :layers])

@@ -13,27 +13,32 @@ from common.sampling_params import SamplingParams
 PROMPT = np.arange(100, 119, dtype=np.int32)  # 19 tokens: 4 full pages of 4 and one with 3
 DECODE = Plan(9, decode_rows=np.zeros(1, dtype=np.int32))
 PAGES = np.array([9, 2, 17, 5, 11, 20], dtype=np.int32)
+START = RowStart(0, PAGES, SamplingParams(max_new_tokens=4))
+PREFILL = Plan(1, starts=(START,), chunks=(Chunk(0, 0, PROMPT, last=True),))
+
+
+def tokens_of(executor: ToyExecutor, plan: Plan) -> list[int]:
+    """What a step samples that completes at its launch."""
+    result = executor.launch(plan).poll()
+    assert result is not None
+    tokens: list[int] = result.tokens.tolist()
+    return tokens
 
 
 def prefilled(executor: ToyExecutor, chunks: tuple[int, ...] = (19,)) -> int:
     """Compute the prompt in these chunks; the first token."""
-    start, token = 0, -1
+    start, sampled = 0, [-1]
     for number, tokens in enumerate(chunks):
         chunk = Chunk(0, start, PROMPT[start : start + tokens], last=start + tokens == len(PROMPT))
-        starts = (RowStart(0, PAGES, SamplingParams(max_new_tokens=4)),) if number == 0 else ()
-        result = executor.launch(Plan(number, starts=starts, chunks=(chunk,))).poll()
-        assert result is not None
+        sampled = tokens_of(executor, Plan(number, starts=(START,) if number == 0 else (), chunks=(chunk,)))
         start += tokens
-        token = int(result.tokens[0]) if chunk.last else token
-    return token
+    return sampled[0]
 
 
 def handed_off(executor: ToyExecutor, first_token: int) -> int:
     """Decode one token as a decode instance does after the handoff."""
-    start = RowStart(0, PAGES, SamplingParams(max_new_tokens=4), length=len(PROMPT), last_token=first_token)
-    result = executor.launch(Plan(9, starts=(start,), decode_rows=np.zeros(1, dtype=np.int32))).poll()
-    assert result is not None
-    return int(result.tokens[0])
+    start = RowStart(0, PAGES, START.sampling, length=len(PROMPT), last_token=first_token)
+    return tokens_of(executor, Plan(9, starts=(start,), decode_rows=DECODE.decode_rows))[0]
 
 
 def moved(damage: Callable[[np.ndarray], None] | None = None) -> int:
@@ -109,10 +114,7 @@ def test_every_single_byte_of_the_row_matters_and_no_other_does() -> None:
     prompt = executor.pages.copy()
 
     def two_tokens() -> tuple[int, int]:
-        token = handed_off(executor, first_token)
-        result = executor.launch(DECODE).poll()
-        assert result is not None
-        return token, int(result.tokens[0])
+        return handed_off(executor, first_token), tokens_of(executor, DECODE)[0]
 
     undamaged = two_tokens()
     for place in np.ndindex(prompt.shape):
@@ -148,12 +150,8 @@ class TestWithTime:
         self.now_s = 10.0
         self.executor = ToyExecutor(24, 1, Timeline(StepCost(1.0, 0.0, 0.0), lambda: self.now_s))
 
-    def prompt(self) -> Plan:
-        start = RowStart(0, PAGES, SamplingParams(max_new_tokens=4, temperature=0.0))
-        return Plan(1, starts=(start,), chunks=(Chunk(0, 0, PROMPT, last=True),))
-
     def test_a_step_ends_when_its_cost_is_spent_after_the_one_before(self) -> None:
-        first, second = self.executor.launch(self.prompt()), self.executor.launch(DECODE)
+        first, second = self.executor.launch(PREFILL), self.executor.launch(DECODE)
         assert (first.ends_s, second.ends_s) == (11.0, 12.0)
         self.now_s = 10.9
         assert first.poll() is None
@@ -167,21 +165,19 @@ class TestWithTime:
         assert self.executor.launch(DECODE).ends_s == 51.0
 
     def test_the_steps_are_computed_in_the_order_of_their_launch_whichever_is_polled_first(self) -> None:
-        first, second = self.executor.launch(self.prompt()), self.executor.launch(DECODE)
+        first, second = self.executor.launch(PREFILL), self.executor.launch(DECODE)
         self.now_s = 12.0
         polled = [step.poll() for step in (second, first)]
         at_once = ToyExecutor(24, 1)
-        expected = [at_once.launch(plan).poll() for plan in (self.prompt(), DECODE)]
-        tokens = [[result.tokens.tolist() for result in results if result is not None] for results in (polled[::-1], expected)]
-        assert tokens[0] == tokens[1]
-        assert len(tokens[0]) == 2
+        expected = [tokens_of(at_once, plan) for plan in (PREFILL, DECODE)]
+        assert [result.tokens.tolist() for result in polled[::-1] if result is not None] == expected
 
     def test_a_step_reads_what_is_in_memory_when_it_completes(self) -> None:
         """As a write that lands in the wrong page while the step is in flight would be seen."""
 
         tokens = set()
         for damage in (0, 1):
-            first = self.executor.launch(self.prompt())
+            first = self.executor.launch(PREFILL)
             self.now_s += 1
             assert first.poll() is not None
             second = self.executor.launch(DECODE)
@@ -193,7 +189,7 @@ class TestWithTime:
         assert len(tokens) == 2
 
     def test_after_closing_no_step_completes(self) -> None:
-        step = self.executor.launch(self.prompt())
+        step = self.executor.launch(PREFILL)
         self.executor.close()
         self.now_s = 99.0
         assert step.poll() is None
@@ -201,8 +197,7 @@ class TestWithTime:
 
 def test_a_manual_executor_completes_steps_when_it_is_told_to() -> None:
     executor = ToyExecutor(24, 1, manual=True)
-    start = RowStart(0, PAGES, SamplingParams(max_new_tokens=4))
-    steps = [executor.launch(Plan(1, starts=(start,), chunks=(Chunk(0, 0, PROMPT, last=True),))), executor.launch(DECODE)]
+    steps = [executor.launch(PREFILL), executor.launch(DECODE)]
     assert [step.poll() for step in steps] == [None, None]
     executor.complete()
     assert [step.poll() is None for step in steps] == [False, True]

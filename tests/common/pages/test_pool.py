@@ -67,43 +67,42 @@ TestPoolLaws = PoolLaws.TestCase
 TestPoolLaws.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+def leased(pool: PagePool, page_count: int) -> PageLease:
+    lease = pool.lease(page_count)
+    assert lease is not None
+    return lease
+
+
 def test_pages_are_handed_out_from_the_first_on() -> None:
     pool = PagePool(4)
-    lease = pool.lease(3)
-    assert lease is not None
+    lease = leased(pool, 3)
     assert lease.pages.tolist() == [0, 1, 2]
     assert str(lease.pages.dtype) == "int32"
 
 
 def test_what_came_home_last_is_used_first() -> None:
     pool = PagePool(8)
-    first, second = pool.lease(2), pool.lease(3)
-    assert first is not None
-    assert second is not None
+    first = leased(pool, 2)
+    leased(pool, 3)
     pages = first.pages.tolist()
     first.close()
-    again = pool.lease(2)
-    assert again is not None
-    assert again.pages.tolist() == pages
+    assert leased(pool, 2).pages.tolist() == pages
 
 
 def test_the_pages_of_a_lease_are_its_own_copy() -> None:
     pool = PagePool(4)
-    first = pool.lease(2)
-    assert first is not None
+    first = leased(pool, 2)
     pages = first.pages
     first.close()
-    second = pool.lease(4)
-    assert second is not None
+    second = leased(pool, 4)
     pages[:] = 9
     assert sorted(second.pages.tolist()) == [0, 1, 2, 3]
 
 
 def test_a_lease_that_grew_brings_everything_home() -> None:
     pool = PagePool(8)
-    lease, other = pool.lease(2), pool.lease(1)
-    assert lease is not None
-    assert other is not None
+    lease = leased(pool, 2)
+    leased(pool, 1)
     before = lease.pages
     more = lease.extend(3)
     assert more is not None
@@ -118,13 +117,11 @@ def test_a_lease_that_grew_brings_everything_home() -> None:
 
 def test_the_first_pages_of_a_lease_can_come_home_before_the_others() -> None:
     pool = PagePool(8)
-    lease = pool.lease(5)
-    assert lease is not None
+    lease = leased(pool, 5)
     first, rest = lease.pages[:2].tolist(), lease.pages[2:].tolist()
     lease.give_back(2)
     assert lease.pages.tolist() == rest and len(lease) == 3 and pool.free_pages == 5
-    again = pool.lease(2)
-    assert again is not None and again.pages.tolist() == first
+    assert leased(pool, 2).pages.tolist() == first
     for pages in (-1, 4):
         with pytest.raises(ValueError, match="of 3 pages"):
             lease.give_back(pages)
@@ -138,8 +135,7 @@ def test_fewer_pages_than_none_are_refused() -> None:
     pool = PagePool(4)
     with pytest.raises(ValueError, match="-1 pages"):
         pool.lease(-1)
-    lease = pool.lease(1)
-    assert lease is not None
+    lease = leased(pool, 1)
     with pytest.raises(ValueError, match="-1 pages"):
         lease.extend(-1)
     assert pool.free_pages == 3
@@ -148,7 +144,6 @@ def test_fewer_pages_than_none_are_refused() -> None:
 def test_an_empty_pool_leases_nothing_but_nothing() -> None:
     pool = PagePool(0)
     assert pool.lease(1) is None
-    lease = pool.lease(0)
-    assert lease is not None
+    lease = leased(pool, 0)
     assert len(lease) == 0
     lease.close()

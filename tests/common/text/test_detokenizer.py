@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.ids import Key, RequestId, pack_ids
+from common.ids import Key, pack_ids
 from common.messages import (
     DetokenizerInbox,
     Ending,
@@ -21,15 +21,12 @@ from common.messages import (
     TokenDelta,
 )
 from common.text.detokenizer import Detokenizer, DetokenizerLimits
+from tests.builders import key
 from tests.common.text.tiny import tiny_tokenizer
 
 EOS = 1
 TEXT = "one 日本 🙂🙂 STOP two"
 LENGTH = Finished("length")
-
-
-def key(name: str = "r", attempt: int = 0) -> Key:
-    return Key(RequestId(name), attempt)
 
 
 def ids_of(text: str) -> tuple[int, ...]:
