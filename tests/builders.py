@@ -66,6 +66,16 @@ def instance(name: str, role: Role, incarnation: str = "1") -> InstanceInfo:
     )
 
 
+class HandClock:
+    """A clock that is turned by hand."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def result(plan: Plan | None, tokens: Sequence[int] = ()) -> StepResult:
     """The step came back with these tokens, one for each sampled row."""
     assert plan is not None

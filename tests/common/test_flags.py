@@ -8,7 +8,6 @@ from typing import Literal
 import pytest
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, option
-from common.errors import ConfigError
 from common.flags import ConfigClass, add_flags, flag_of, read_config, to_flags
 from launch import main as launch_main
 
@@ -130,8 +129,3 @@ def test_a_value_that_a_config_refuses_is_one_line_that_names_the_flag(
     assert launch_main.main(line) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"launch {line[0]}: ") and named in error and error.count("\n") == 1
-
-
-def test_a_config_error_is_what_a_config_raises() -> None:
-    with pytest.raises(ConfigError, match="--page-size"):
-        EngineConfig(page_size=0)

@@ -12,7 +12,7 @@ from common.messages import Goodbye, Register, RouterInbox
 from router.core import RouterCore
 from router.gateway import Gateway
 from router.outbox import Outbox
-from tests.builders import instance
+from tests.builders import HandClock, instance
 from tests.common.mailboxes import FakeMail
 from tests.router.bench import D0, spec
 from tests.router.calls import until
@@ -25,10 +25,10 @@ class Rig:
     """A gateway over mail that is recorded, with a clock turned by hand."""
 
     def __init__(self, **config: float) -> None:
-        self.now = 0.0
+        self.clock = HandClock()
         self.mail: FakeMail[RouterInbox] = FakeMail()
         core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", RouterConfig(**config), Unobserved())  # type: ignore[arg-type]
-        self.gateway = Gateway(core, self.mail, lambda: self.now)
+        self.gateway = Gateway(core, self.mail, self.clock)
 
     def hear(self, *messages: RouterInbox) -> list[str]:
         """What the mail is asked to do when these messages arrive."""
@@ -100,7 +100,7 @@ async def test_a_router_that_was_held_up_reads_its_mail_before_it_calls_anybody_
     async with Rig(**IMPATIENT) as rig:
         rig.hear(JOIN)
         rig.mail.arriving = [(D0.id, beat(D0))]
-        rig.now = 5.0
+        rig.clock.now_s = 5.0
         await until(lambda: not rig.mail.arriving)
         assert rig.members() == ["d0"]
 
@@ -108,7 +108,7 @@ async def test_a_router_that_was_held_up_reads_its_mail_before_it_calls_anybody_
 async def test_a_deadline_passes_without_traffic() -> None:
     async with Rig(heartbeat_s=0.01, dead_after_s=0.03) as rig:
         rig.hear(JOIN)
-        rig.now = 0.03
+        rig.clock.now_s = 0.03
         await until(lambda: not rig.members())
 
 
@@ -117,7 +117,7 @@ async def test_a_timer_that_fires_before_the_clock_says_so_is_set_again() -> Non
         rig.hear(JOIN)
         await asyncio.sleep(0.02)
         assert len(rig.members()) == 1
-        rig.now = 0.003
+        rig.clock.now_s = 0.003
         await until(lambda: not rig.members())
 
 

@@ -51,14 +51,27 @@ async def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:
         assert (await get(site, "/ready")).status_code == 200
 
 
-async def test_a_stuck_instance_is_shown_with_the_reason() -> None:
+@pytest.mark.parametrize(
+    ("load", "state", "reason", "summary"),
+    [
+        (Load(oldest_transfer_s=42.0), "stuck", "its oldest transfer has not moved for 42 s", "d0 is stuck"),
+        (Load(pages_quarantined=40), "quarantined", "40 of 64 pages are quarantined", "d0 is quarantined: 40 of 64"),
+    ],
+    ids=["stuck", "quarantined"],
+)
+async def test_an_instance_in_trouble_makes_the_fleet_unready_and_is_shown_with_the_reason(
+    load: Load, state: str, reason: str, summary: str
+) -> None:
     async with Site() as site:
-        site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=Load(oldest_transfer_s=42.0)))
+        site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=load))
         await until(lambda: site.core.unready())
-        page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
-    assert [one["state"] for one in page["instances"]] == ["live", "stuck"]
-    assert page["instances"][1]["reason"] == "its oldest transfer has not moved for 42 s"
-    assert ready.status_code == 503 and "d0 is stuck" in ready.json()["reasons"][0]
+        ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
+        text = (await get(site, "/metrics")).text
+        response = await post(site, "/v1/chat/completions", chat())
+    assert ready.status_code == 503 and summary in ready.json()["reasons"][0]
+    assert [(one["state"], one["reason"]) for one in page["instances"]] == [("live", None), (state, reason)]
+    assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 0
+    assert summary in assert_error(response, 503, "unavailable_error", None)
 
 
 async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_ready_until_it_is_heard_again() -> None:
@@ -147,22 +160,6 @@ async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom
     assert metric(text, 'tandem_router_messages_lost_total{reason="full"}') == 2
     assert metric(text, "tandem_router_registrations_refused_total") == 1
     assert [refused["id"] for refused in page["refused"]] == ["detokenizer#1"]
-
-
-async def test_quarantined_pages_make_the_fleet_unready_and_are_shown() -> None:
-    async with Site() as site:
-        site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=Load(pages_quarantined=40)))
-        await until(lambda: site.core.unready())
-        ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
-        text = (await get(site, "/metrics")).text
-        response = await post(site, "/v1/chat/completions", chat())
-    assert ready.status_code == 503 and "d0 is quarantined: 40 of 64" in ready.json()["reasons"][0]
-    assert [(one["state"], one["reason"]) for one in page["instances"]] == [
-        ("live", None),
-        ("quarantined", "40 of 64 pages are quarantined"),
-    ]
-    assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 0
-    assert "d0 is quarantined: 40 of 64" in assert_error(response, 503, "unavailable_error", None)
 
 
 async def test_two_routers_can_live_in_one_process() -> None:

@@ -223,7 +223,3 @@ def test_a_failure_at_one_incarnation_does_not_count_against_its_successor() -> 
     successor = instance("d0", "decode", incarnation="2")
     assert chosen(new_fleet(successor, D1), "colocated", avoid=[D0]) == ("d0", None)
     assert chosen(new_fleet(successor, D1), "colocated", avoid=[successor]) == ("d1", None)
-
-
-def test_a_fleet_that_can_serve_has_no_reason_to_be_unready() -> None:
-    assert unready(new_fleet(P0, D0), "auto") == []

@@ -186,9 +186,3 @@ def test_a_request_that_outlives_its_deadline_fails_everywhere() -> None:
     assert bench.core.requests.next_deadline() is None
     (ending,) = bench.endings()
     assert isinstance(ending, Failed) and ending.status == 504
-
-
-def test_an_ended_request_leaves_no_deadline() -> None:
-    bench = Bench(P0, D0).serving()
-    bench.text(0, "a", Finished(reason="length"))
-    assert bench.core.requests.next_deadline() is None

@@ -169,21 +169,16 @@ def test_the_requests_of_a_stuck_instance_go_elsewhere_once() -> None:
     assert bench.observer.resumes == [ResumeReason.LOST_INSTANCE]
 
 
-def test_a_gap_in_the_tokens_is_resumed_rather_than_skipped() -> None:
+@pytest.mark.parametrize(("text", "ending"), [("d", None), ("", Finished(reason="stop"))], ids=["tokens", "the ending"])
+def test_what_comes_after_a_gap_in_the_tokens_is_resumed_rather_than_skipped(text: str, ending: Finished | None) -> None:
     bench = Bench(P0, D0).serving()
     bench.text(0, "a")
-    sent = bench.text(3, "d")
+    sent = bench.text(3, text, ending)
     assert sent[:3] == [*cancels(P0, D0), close()]
     assert [message.first for _, message in generates(sent)] == [1]
-    assert (bench.observer.resumes, bench.read()) == ([ResumeReason.LOST_MESSAGES], "a")
-
-
-def test_an_ending_that_comes_before_its_tokens_is_a_gap_too() -> None:
-    bench = Bench(P0, D0).serving()
-    bench.text(0, "a")
-    sent = bench.text(3, "", Finished(reason="stop"))
-    assert [message.first for _, message in generates(sent)] == [1]
-    assert bench.endings() == []
+    deltas = bench.outbox.take()
+    assert ([delta.text for delta in deltas], [delta.ending for delta in deltas]) == (["a"], [None])
+    assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
 
 
 def test_a_new_detokenizer_resumes_everything_open_and_no_member_is_avoided() -> None:

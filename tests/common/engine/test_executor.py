@@ -17,6 +17,7 @@ from common.engine.torch_executor import TorchExecutor
 from common.engine.toy import ToyExecutor
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
+from tests.builders import HandClock
 from tests.common.engine.checkpoints import llama, saved
 from tests.common.engine.driver import Driver
 
@@ -55,27 +56,19 @@ class Engine:
         return Driver(self.run, self.description, growing).answers(prompts, tokens, sampling, chunk_tokens)
 
 
-class HandTurned:
-    """A clock that moves by a step's time whenever somebody waits."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def wait(self) -> None:
-        self.now_s += STEP_S
-
-
 def toy() -> Engine:
     return Engine(ToyExecutor(128, 8), lambda: pytest.fail("its steps complete at launch"))
 
 
 def toy_with_time() -> Engine:
-    clock = HandTurned()
+    """Whoever waits lets the time of a step pass."""
+    clock = HandClock()
+
+    def wait() -> None:
+        clock.now_s += STEP_S
+
     cost = StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0)
-    return Engine(ToyExecutor(128, 8, Timeline(cost, clock)), clock.wait)
+    return Engine(ToyExecutor(128, 8, Timeline(cost, clock)), wait)
 
 
 def torch_on_cpu(model: Path) -> Engine:

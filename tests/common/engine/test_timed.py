@@ -5,17 +5,9 @@ import pytest
 
 from common.engine.plan import Chunk, Plan
 from common.engine.timed import StepCost, TimedExecutor, Timeline
-from tests.builders import engine
+from tests.builders import HandClock, engine
 
 COST = StepCost(step_s=1.0, chunk_token_s=0.1, decode_row_s=0.01)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def plan(chunk_tokens: int, decode_rows: int) -> Plan:
@@ -24,7 +16,7 @@ def plan(chunk_tokens: int, decode_rows: int) -> Plan:
 
 
 def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
-    clock = Clock()
+    clock = HandClock(100.0)
     step = TimedExecutor(engine(), Timeline(COST, clock), token=12).launch(plan(5, 3))
     assert step.ends_s == pytest.approx(101.53)
     clock.now_s = 101.52
@@ -37,7 +29,7 @@ def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
 
 
 def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() -> None:
-    clock = Clock()
+    clock = HandClock(100.0)
     executor = TimedExecutor(engine(), Timeline(COST, clock))
     first, second = executor.launch(plan(10, 0)), executor.launch(plan(20, 0))
     assert (first.ends_s, second.ends_s) == pytest.approx((102.0, 105.0))
@@ -46,7 +38,7 @@ def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() ->
 
 
 def test_growing_rows_costs_nothing_and_all_pages_are_equal() -> None:
-    executor = TimedExecutor(engine(), Timeline(COST, Clock()))
+    executor = TimedExecutor(engine(), Timeline(COST, HandClock(100.0)))
     rows = np.arange(3, dtype=np.int32)
     assert executor.launch(Plan(1, decode_rows=rows, grown_rows=rows, grown_pages=rows)).ends_s == pytest.approx(101.03)
     assert executor.digest_pages(rows) == bytes(12)

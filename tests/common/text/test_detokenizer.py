@@ -63,9 +63,31 @@ def detokenizer() -> Detokenizer:
 # --- text and endings ------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_becomes_text_with_its_ending(detokenizer: Detokenizer) -> None:
-    got = only(received(detokenizer, [ExpectAnswer(key=key()), tokens(answer(TEXT))]))
-    assert got == TextDelta(key(), 0, ids_of(TEXT), TEXT, LENGTH)
+STOPPED = Finished("stop", matched=ids_of("!")[0])
+
+
+@pytest.mark.parametrize(
+    ("opened", "ids", "ending", "text", "expected"),
+    [
+        (ExpectAnswer(key=key()), ids_of(TEXT), LENGTH, TEXT, LENGTH),
+        (ExpectAnswer(key=key(), skip_special_tokens=False), ids_of("hello!"), STOPPED, "hello", STOPPED),
+        (ExpectAnswer(key=key()), (*ids_of("a"), EOS, *ids_of("b")), LENGTH, "ab", LENGTH),
+        (ExpectAnswer(key=key(), stop=("STOP",)), ids_of("one ST"), LENGTH, "one ST", LENGTH),
+        (ExpectAnswer(key=key(), stop=("ST",)), ids_of("a ST"), LENGTH, "a ", Finished("stop", "ST")),
+    ],
+    ids=[
+        "an answer becomes text with its ending",
+        "the token that ended the answer is counted but is no text",
+        "an end of text that is ignored stays a token without text",
+        "text that only began a stop string comes with the ending",
+        "a stop string wins over the ending that comes with it",
+    ],
+)
+def test_a_whole_answer_in_one_delta(
+    detokenizer: Detokenizer, opened: ExpectAnswer, ids: tuple[int, ...], ending: Ending, text: str, expected: Ending
+) -> None:
+    got = only(received(detokenizer, [opened, tokens(TokenDelta(key(), 0, ids, ending))]))
+    assert got == TextDelta(key(), 0, ids, text, expected)
     assert detokenizer.open_answers == 0
 
 
@@ -76,19 +98,6 @@ def test_one_batch_of_tokens_brings_one_delta_per_request(detokenizer: Detokeniz
         tokens(TokenDelta(key("a"), 0, (a,)), TokenDelta(key("b"), 0, (b, c)), TokenDelta(key("a"), 1, (d, e))), 0.0
     )
     assert [(delta.key, delta.token_ids) for delta in deltas] == [(key("a"), (a, d, e)), (key("b"), (b, c))]
-
-
-def test_the_token_that_ended_the_answer_is_counted_but_is_no_text(detokenizer: Detokenizer) -> None:
-    stop = ids_of("!")[0]
-    ending = Finished("stop", matched=stop)
-    delta = TokenDelta(key(), 0, (*ids_of("hello"), stop), ending)
-    got = only(received(detokenizer, [ExpectAnswer(key=key(), skip_special_tokens=False), tokens(delta)]))
-    assert (got.text, got.token_ids, got.ending) == ("hello", delta.token_ids, ending)
-
-
-def test_an_end_of_text_that_is_ignored_stays_a_token_without_text(detokenizer: Detokenizer) -> None:
-    delta = TokenDelta(key(), 0, (*ids_of("a"), EOS, *ids_of("b")), LENGTH)
-    assert only(received(detokenizer, [ExpectAnswer(key=key()), tokens(delta)])).text == "ab"
 
 
 def test_an_incomplete_character_appears_when_the_answer_ends(detokenizer: Detokenizer) -> None:
@@ -123,16 +132,6 @@ def test_a_stop_string_across_tokens_ends_the_answer_at_once_and_is_trimmed(deto
     assert last.token_ids != ids_of("OP two")
     assert received(detokenizer, [tokens(TokenDelta(key(), number + 9, (5,), LENGTH))]) == []
     assert detokenizer.dropped == {"after the end": 1}
-
-
-def test_text_that_only_began_a_stop_string_comes_with_the_ending(detokenizer: Detokenizer) -> None:
-    got = only(received(detokenizer, [ExpectAnswer(key=key(), stop=("STOP",)), tokens(answer("one ST"))]))
-    assert (got.text, got.ending) == ("one ST", LENGTH)
-
-
-def test_a_stop_string_wins_over_the_ending_that_comes_with_it(detokenizer: Detokenizer) -> None:
-    got = only(received(detokenizer, [ExpectAnswer(key=key(), stop=("ST",)), tokens(answer("a ST"))]))
-    assert (got.text, got.ending) == ("a ", Finished("stop", "ST"))
 
 
 # --- order -----------------------------------------------------------------------------------------------------------------
@@ -299,34 +298,30 @@ def test_repeated_tokens_are_counted(detokenizer: Detokenizer) -> None:
 # --- resumed answers ---------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, len(ids_of(TEXT))), st.sampled_from([(), ("STOP",), ("🙂 ST",)]))
-def test_an_answer_resumed_at_any_token_goes_on_as_if_it_had_not_been_interrupted(cut: int, stop: tuple[str, ...]) -> None:
-    ids, prompt = ids_of(TEXT), ids_of("hello ")
-    detokenizer = Detokenizer(tiny_tokenizer())
-    whole = only(received(detokenizer, [ExpectAnswer(key=key("whole"), stop=stop), tokens(answer(TEXT, of=key("whole")))]))
-    before = received(detokenizer, [ExpectAnswer(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut]))])
-    text = "".join(delta.text for delta in before)
-    if before and before[-1].ending is not None:
-        return
-    resumed = ExpectAnswer(key=key(attempt=1), stop=stop, first=cut, context=pack_ids(prompt + ids[:cut]), text=text)
-    after = received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))])
-    assert text + "".join(delta.text for delta in after) == whole.text
-    assert after[-1].ending == whole.ending
+LOST = Failed("the instance was lost", retryable=True)
 
 
-@given(st.integers(0, len(ids_of(TEXT))), st.sampled_from([(), ("STOP",), ("🙂 ST",)]))
-def test_an_answer_whose_attempt_fails_at_any_token_goes_on_in_the_next_attempt(cut: int, stop: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("prompt", "lost"), [("hello ", None), ("", LOST)], ids=["the attempt falls silent", "it fails"])
+@given(cut=st.integers(0, len(ids_of(TEXT))), stop=st.sampled_from([(), ("STOP",), ("🙂 ST",)]))
+def test_an_answer_resumed_at_any_token_goes_on_as_if_it_had_not_been_interrupted(
+    prompt: str, lost: Failed | None, cut: int, stop: tuple[str, ...]
+) -> None:
     ids = ids_of(TEXT)
     detokenizer = Detokenizer(tiny_tokenizer())
     whole = only(received(detokenizer, [ExpectAnswer(key=key("whole"), stop=stop), tokens(answer(TEXT, of=key("whole")))]))
-    lost = Failed("the instance was lost", retryable=True)
-    before = only(received(detokenizer, [ExpectAnswer(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut], lost))]))
-    if isinstance(before.ending, Finished):
+    before = received(detokenizer, [ExpectAnswer(key=key(), stop=stop), tokens(TokenDelta(key(), 0, ids[:cut], lost))])
+    text = "".join(delta.text for delta in before)
+    if before and isinstance(before[-1].ending, Finished):
         return
-    assert before.ending == lost
-    resumed = ExpectAnswer(key=key(attempt=1), stop=stop, first=cut, context=pack_ids(ids[:cut]), text=before.text)
-    after = only(received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))]))
-    assert (before.text + after.text, after.ending) == (whole.text, whole.ending)
+    context = pack_ids(ids_of(prompt) + ids[:cut])
+    resumed = ExpectAnswer(key=key(attempt=1), stop=stop, first=cut, context=context, text=text)
+    after = received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))])
+    assert text + "".join(delta.text for delta in after) == whole.text
+    assert after[-1].ending == whole.ending
+    if lost is None:
+        assert all(delta.ending is None for delta in before)
+    else:
+        assert only(before).ending == lost and only(after)
 
 
 @pytest.mark.parametrize(
