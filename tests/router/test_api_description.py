@@ -52,7 +52,6 @@ async def test_whatever_the_description_refers_to_is_in_it() -> None:
     assert references and {reference.rpartition("/")[2] for reference in references} <= schemas.keys()
 
 
-async def test_people_can_read_it_at_docs() -> None:
-    async with Site() as site:
-        response = await get(site, "/docs")
+async def test_people_can_read_it_at_docs(site: Site) -> None:
+    response = await get(site, "/docs")
     assert response.status_code == 200 and "/openapi.json" in response.text

@@ -113,21 +113,19 @@ async def test_a_server_that_gives_up_a_client_cancels_its_request() -> None:
         assert len(site.fleet.cancelled()) == 1
 
 
-async def test_an_answer_that_ended_cancels_nothing() -> None:
-    async with Site() as site:
-        client = RawClient(site, stream=True)
-        await client.gone()
-        assert client.sent[-1] == {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
-        assert site.fleet.cancelled() == set()
+async def test_an_answer_that_ended_cancels_nothing(site: Site) -> None:
+    client = RawClient(site, stream=True)
+    await client.gone()
+    assert client.sent[-1] == {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
+    assert site.fleet.cancelled() == set()
 
 
-async def test_text_that_waits_for_a_slow_client_is_sent_as_one_piece() -> None:
-    async with Site() as site:
-        client = RawClient(site, stream=True)
-        client.may_send.clear()
-        await until(lambda: isinstance(site.fleet.sent[-1][1], Generate) and len(site.core.requests) == 0)
-        client.may_send.set()
-        await client.gone()
+async def test_text_that_waits_for_a_slow_client_is_sent_as_one_piece(site: Site) -> None:
+    client = RawClient(site, stream=True)
+    client.may_send.clear()
+    await until(lambda: isinstance(site.fleet.sent[-1][1], Generate) and len(site.core.requests) == 0)
+    client.may_send.set()
+    await client.gone()
     text = b"".join(message.get("body", b"") for message in client.sent).decode()
     chunks = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n")[:-2]]
     deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]

@@ -20,9 +20,8 @@ pytestmark = pytest.mark.anyio
 # --- answers -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_chat_completion_has_text_reason_usage_and_id() -> None:
-    async with Site() as site:
-        response = await post(site, "/v1/chat/completions", chat("hello world"))
+async def test_a_chat_completion_has_text_reason_usage_and_id(site: Site) -> None:
+    response = await post(site, "/v1/chat/completions", chat("hello world"))
     body = response.json()
     assert response.status_code == 200
     assert body["id"].startswith("chatcmpl-") and response.headers["x-request-id"] == body["id"]
@@ -33,9 +32,8 @@ async def test_a_chat_completion_has_text_reason_usage_and_id() -> None:
     assert body["usage"] == {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
 
 
-async def test_a_chat_stream_opens_with_the_role_and_closes_with_the_reason() -> None:
-    async with Site() as site:
-        response = await post(site, "/v1/chat/completions", chat(stream=True))
+async def test_a_chat_stream_opens_with_the_role_and_closes_with_the_reason(site: Site) -> None:
+    response = await post(site, "/v1/chat/completions", chat(stream=True))
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     chunks = events(response)
     assert {chunk["id"] for chunk in chunks} == {response.headers["x-request-id"]}
@@ -48,42 +46,37 @@ async def test_a_chat_stream_opens_with_the_role_and_closes_with_the_reason() ->
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
-async def test_usage_comes_in_a_last_chunk_without_choices_when_asked() -> None:
-    async with Site() as site:
-        response = await post(site, "/v1/chat/completions", chat(stream=True, stream_options={"include_usage": True}))
+async def test_usage_comes_in_a_last_chunk_without_choices_when_asked(site: Site) -> None:
+    response = await post(site, "/v1/chat/completions", chat(stream=True, stream_options={"include_usage": True}))
     *chunks, last = events(response)
     assert all(chunk["usage"] is None for chunk in chunks)
     assert (last["choices"], last["usage"]) == ([], {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10})
 
 
-async def test_a_text_completion_whole_and_streamed() -> None:
-    async with Site() as site:
-        whole = (await post(site, "/v1/completions", completion())).json()
-        chunks = events(await post(site, "/v1/completions", completion(stream=True)))
+async def test_a_text_completion_whole_and_streamed(site: Site) -> None:
+    whole = (await post(site, "/v1/completions", completion())).json()
+    chunks = events(await post(site, "/v1/completions", completion(stream=True)))
     assert whole["id"].startswith("cmpl-") and whole["object"] == "text_completion"
     assert whole["choices"] == [{"index": 0, "text": "hello", "finish_reason": "length", "logprobs": None}]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello"
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_token_ids_are_a_prompt() -> None:
-    async with Site() as site:
-        response = await post(site, "/v1/completions", completion([ord("a"), ord("b")], max_tokens=2))
+async def test_token_ids_are_a_prompt(site: Site) -> None:
+    response = await post(site, "/v1/completions", completion([ord("a"), ord("b")], max_tokens=2))
     assert response.json()["choices"][0]["text"] == "ab"
 
 
-async def test_several_prompts_and_several_choices_are_numbered_prompt_by_prompt() -> None:
-    async with Site() as site:
-        body = (await post(site, "/v1/completions", completion(["aa", "bbb"], n=2, max_tokens=1, seed=7))).json()
-        assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
-        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
-        assert [message.sampling.seed for message in sent_to_fleet(site)] == [7, 8, 7, 8]
-        assert len({message.key for message in sent_to_fleet(site)}) == 4
+async def test_several_prompts_and_several_choices_are_numbered_prompt_by_prompt(site: Site) -> None:
+    body = (await post(site, "/v1/completions", completion(["aa", "bbb"], n=2, max_tokens=1, seed=7))).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert [message.sampling.seed for message in sent_to_fleet(site)] == [7, 8, 7, 8]
+    assert len({message.key for message in sent_to_fleet(site)}) == 4
 
 
-async def test_a_stream_of_several_choices_has_each_choice_whole() -> None:
-    async with Site() as site:
-        chunks = events(await post(site, "/v1/chat/completions", chat(stream=True, n=3)))
+async def test_a_stream_of_several_choices_has_each_choice_whole(site: Site) -> None:
+    chunks = events(await post(site, "/v1/chat/completions", chat(stream=True, n=3)))
     for index in range(3):
         mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert mine[0]["delta"]["role"] == "assistant"
@@ -91,43 +84,38 @@ async def test_a_stream_of_several_choices_has_each_choice_whole() -> None:
         assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
 
 
-async def test_a_stop_string_ends_the_answer_before_it() -> None:
-    async with Site() as site:
-        body = (await post(site, "/v1/chat/completions", chat(stop=["l"]))).json()
+async def test_a_stop_string_ends_the_answer_before_it(site: Site) -> None:
+    body = (await post(site, "/v1/chat/completions", chat(stop=["l"]))).json()
     assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == ("he", "stop")
     assert body["usage"]["completion_tokens"] == 3
 
 
-async def test_without_a_seed_each_request_gets_its_own() -> None:
-    async with Site() as site:
-        for _ in range(2):
-            await post(site, "/v1/chat/completions", chat())
-        first, second = (message.sampling.seed for message in sent_to_fleet(site))
+async def test_without_a_seed_each_request_gets_its_own(site: Site) -> None:
+    for _ in range(2):
+        await post(site, "/v1/chat/completions", chat())
+    first, second = (message.sampling.seed for message in sent_to_fleet(site))
     assert first != second
 
 
-async def test_the_greatest_seed_wraps_round_for_further_choices() -> None:
-    async with Site() as site:
-        await post(site, "/v1/chat/completions", chat(seed=2**63 - 1, n=2))
-        assert [message.sampling.seed for message in sent_to_fleet(site)] == [2**63 - 1, -(2**63)]
+async def test_the_greatest_seed_wraps_round_for_further_choices(site: Site) -> None:
+    await post(site, "/v1/chat/completions", chat(seed=2**63 - 1, n=2))
+    assert [message.sampling.seed for message in sent_to_fleet(site)] == [2**63 - 1, -(2**63)]
 
 
-async def test_sampling_parameters_reach_the_fleet() -> None:
+async def test_sampling_parameters_reach_the_fleet(site: Site) -> None:
     wanted: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": 3, "ignore_eos": True}
-    async with Site() as site:
-        await post(site, "/v1/chat/completions", chat(**wanted))
-        (message,) = sent_to_fleet(site)
+    await post(site, "/v1/chat/completions", chat(**wanted))
+    (message,) = sent_to_fleet(site)
     sampling = msgspec.structs.asdict(message.sampling)
     assert sampling == wanted | {"max_new_tokens": 5, "stop_token_ids": ()}
     assert unpack_ids(message.prompt).tolist() == [ord(char) for char in "hello"]
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/completions", completion())])
-async def test_timeout_and_priority_reach_the_fleet(path: str, body: dict[str, Any]) -> None:
-    async with Site() as site:
-        await post(site, path, body | {"timeout": 30, "priority": -7})
-        await post(site, path, body | {"timeout": None})
-        asked, plain = (message.terms for message in sent_to_fleet(site))
+async def test_timeout_and_priority_reach_the_fleet(site: Site, path: str, body: dict[str, Any]) -> None:
+    await post(site, path, body | {"timeout": 30, "priority": -7})
+    await post(site, path, body | {"timeout": None})
+    asked, plain = (message.terms for message in sent_to_fleet(site))
     assert asked.priority == -7 and asked.timeout_s == pytest.approx(30.0, abs=5.0) and 0 <= asked.age_s < 5
     assert plain.priority == 0 and plain.timeout_s == pytest.approx(600.0, abs=5.0)
 
@@ -219,12 +207,11 @@ async def test_a_request_may_ask_for_more_than_the_default_length() -> None:
     ],
 )
 async def test_a_bad_request_is_refused_by_field_and_the_next_one_is_served(
-    path: str, body: dict[str, Any], status: int, param: str, says: str
+    site: Site, path: str, body: dict[str, Any], status: int, param: str, says: str
 ) -> None:
-    async with Site() as site:
-        assert says in assert_error(await post(site, path, body), status, "invalid_request_error", param)
-        assert sent_to_fleet(site) == []
-        assert (await post(site, "/v1/chat/completions", chat())).status_code == 200
+    assert says in assert_error(await post(site, path, body), status, "invalid_request_error", param)
+    assert sent_to_fleet(site) == []
+    assert (await post(site, "/v1/chat/completions", chat())).status_code == 200
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"hello", b"\xff\xfe"])
@@ -245,12 +232,11 @@ async def test_a_body_that_is_too_long_is_refused(announced: bool) -> None:
     assert "--max-body" in assert_error(response, 413, "invalid_request_error", None)
 
 
-async def test_unknown_urls_and_methods_are_refused_in_the_same_shape() -> None:
-    async with Site() as site:
-        assert "/v1/nothing" in assert_error(await get(site, "/v1/nothing"), 404, "invalid_request_error", None)
-        wrong_method = await get(site, "/v1/chat/completions")
-        assert_error(wrong_method, 405, "invalid_request_error", None)
-        assert wrong_method.headers["allow"] == "POST"
+async def test_unknown_urls_and_methods_are_refused_in_the_same_shape(site: Site) -> None:
+    assert "/v1/nothing" in assert_error(await get(site, "/v1/nothing"), 404, "invalid_request_error", None)
+    wrong_method = await get(site, "/v1/chat/completions")
+    assert_error(wrong_method, 405, "invalid_request_error", None)
+    assert wrong_method.headers["allow"] == "POST"
 
 
 async def test_without_instances_the_answer_is_503_with_retry_after() -> None:

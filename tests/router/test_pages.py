@@ -11,12 +11,11 @@ from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
 pytestmark = pytest.mark.anyio
 
 
-async def test_models_lists_the_one_model_and_knows_it_by_name() -> None:
-    async with Site() as site:
-        listed = (await get(site, "/v1/models")).json()
-        assert (await get(site, f"/v1/models/{MODEL}")).json() == listed["data"][0]
-        assert (listed["data"][0]["id"], listed["data"][0]["max_model_len"]) == (MODEL, CONTEXT)
-        assert "use 'echo'" in assert_error(await get(site, "/v1/models/org/other"), 404, "invalid_request_error", "model")
+async def test_models_lists_the_one_model_and_knows_it_by_name(site: Site) -> None:
+    listed = (await get(site, "/v1/models")).json()
+    assert (await get(site, f"/v1/models/{MODEL}")).json() == listed["data"][0]
+    assert (listed["data"][0]["id"], listed["data"][0]["max_model_len"]) == (MODEL, CONTEXT)
+    assert "use 'echo'" in assert_error(await get(site, "/v1/models/org/other"), 404, "invalid_request_error", "model")
 
 
 async def test_health_is_the_routers_life_and_ready_is_the_fleets() -> None:
@@ -29,14 +28,13 @@ async def test_health_is_the_routers_life_and_ready_is_the_fleets() -> None:
         assert (ready.status_code, ready.json()) == (200, {"ready": True, "reasons": []})
 
 
-async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_when_it_was_the_last() -> None:
-    async with Site() as site:
-        async with site.client() as client:
-            response = await client.post("/cluster/d0/drain")
-            again = await client.post("/cluster/d0/drain")
-        page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
-        refused = await post(site, "/v1/chat/completions", chat())
-        told = [message for _, message in site.fleet.sent if isinstance(message, Drain)]
+async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_when_it_was_the_last(site: Site) -> None:
+    async with site.client() as client:
+        response = await client.post("/cluster/d0/drain")
+        again = await client.post("/cluster/d0/drain")
+    page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
+    refused = await post(site, "/v1/chat/completions", chat())
+    told = [message for _, message in site.fleet.sent if isinstance(message, Drain)]
     assert (response.status_code, response.json()) == (202, {"id": "d0", "state": "draining"})
     assert (again.status_code, len(told)) == (202, 2)
     assert [one["state"] for one in page["instances"]] == ["live", "draining"]
@@ -60,32 +58,30 @@ async def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:
     ids=["stuck", "quarantined"],
 )
 async def test_an_instance_in_trouble_makes_the_fleet_unready_and_is_shown_with_the_reason(
-    load: Load, state: str, reason: str, summary: str
+    site: Site, load: Load, state: str, reason: str, summary: str
 ) -> None:
-    async with Site() as site:
-        site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=load))
-        await until(lambda: site.core.unready())
-        ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
-        text = (await get(site, "/metrics")).text
-        response = await post(site, "/v1/chat/completions", chat())
+    site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=load))
+    await until(lambda: site.core.unready())
+    ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
+    text = (await get(site, "/metrics")).text
+    response = await post(site, "/v1/chat/completions", chat())
     assert ready.status_code == 503 and summary in ready.json()["reasons"][0]
     assert [(one["state"], one["reason"]) for one in page["instances"]] == [("live", None), (state, reason)]
     assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 0
     assert summary in assert_error(response, 503, "unavailable_error", None)
 
 
-async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_ready_until_it_is_heard_again() -> None:
-    async with Site() as site:
-        site.fleet.say(DetokenizerHeartbeat(open_answers=2, early_answers=1, dropped=5))
-        await until(lambda: site.core.detokenizer.last is not None)
-        text = (await get(site, "/metrics")).text
-        healthy = await get(site, "/health")
-        site.core.tick(site.gateway.clock() + 4.0)
-        sick, unready, page = await get(site, "/health"), await get(site, "/ready"), (await get(site, "/cluster")).json()
-        dark = (await get(site, "/metrics")).text
-        site.fleet.say(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=5))
-        await until(lambda: not site.core.unhealthy())
-        assert (await get(site, "/health")).status_code == 200
+async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_ready_until_it_is_heard_again(site: Site) -> None:
+    site.fleet.say(DetokenizerHeartbeat(open_answers=2, early_answers=1, dropped=5))
+    await until(lambda: site.core.detokenizer.last is not None)
+    text = (await get(site, "/metrics")).text
+    healthy = await get(site, "/health")
+    site.core.tick(site.gateway.clock() + 4.0)
+    sick, unready, page = await get(site, "/health"), await get(site, "/ready"), (await get(site, "/cluster")).json()
+    dark = (await get(site, "/metrics")).text
+    site.fleet.say(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=5))
+    await until(lambda: not site.core.unhealthy())
+    assert (await get(site, "/health")).status_code == 200
     assert metric(text, "tandem_detokenizer_open_answers") == 2
     assert metric(text, "tandem_detokenizer_early_answers") == 1
     assert metric(text, "tandem_detokenizer_dropped_total") == 5
@@ -97,9 +93,8 @@ async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_re
     assert page["detokenizer"] == {"silent": True, "open_answers": 2, "early_answers": 1, "dropped": 5}
 
 
-async def test_cluster_shows_every_instance_with_ranks_load_and_links() -> None:
-    async with Site() as site:
-        page = (await get(site, "/cluster")).json()
+async def test_cluster_shows_every_instance_with_ranks_load_and_links(site: Site) -> None:
+    page = (await get(site, "/cluster")).json()
     assert page["router"]["requests_open"] == 0
     assert page["router"]["phases"] == {"awaiting_first_token": 0, "generating": 0, "resuming": 0}
     prefill, decode = page["instances"]
@@ -109,22 +104,21 @@ async def test_cluster_shows_every_instance_with_ranks_load_and_links() -> None:
     assert decode["incarnation"] == "1" and {"load", "counters", "pages_free"} <= decode.keys()
 
 
-async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_in_the_metrics() -> None:
+async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_in_the_metrics(site: Site) -> None:
     traffic = LinkTraffic(pushes=3, runs=9, bytes_pushed=2**20, push_seconds=0.5, pushes_broken=1)
-    async with Site() as site:
-        prefill, decode = site.fleet.prefill, site.fleet.decode
-        link = LinkInfo(
-            peer=decode.id,
-            incarnation=decode.incarnation,
-            state="ready",
-            detail="NIXL UCX: TCP over eth0",
-            bytes_per_s=1e9,
-            warning="slow",
-            traffic=traffic,
-        )
-        site.fleet.say(msgspec.structs.replace(beat(prefill), links=(link,)))
-        await until(lambda: any(member.links.get(decode.id) == link for member in site.core.fleet.members()))
-        page, text = (await get(site, "/cluster")).json(), (await get(site, "/metrics")).text
+    prefill, decode = site.fleet.prefill, site.fleet.decode
+    link = LinkInfo(
+        peer=decode.id,
+        incarnation=decode.incarnation,
+        state="ready",
+        detail="NIXL UCX: TCP over eth0",
+        bytes_per_s=1e9,
+        warning="slow",
+        traffic=traffic,
+    )
+    site.fleet.say(msgspec.structs.replace(beat(prefill), links=(link,)))
+    await until(lambda: any(member.links.get(decode.id) == link for member in site.core.fleet.members()))
+    page, text = (await get(site, "/cluster")).json(), (await get(site, "/metrics")).text
     (shown,) = page["instances"][0]["links"]
     assert (shown["detail"], shown["bytes_per_s"], shown["warning"]) == ("NIXL UCX: TCP over eth0", 1e9, "slow")
     assert shown["traffic"] == msgspec.to_builtins(traffic)
@@ -133,11 +127,10 @@ async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_in
     assert 'tandem_link_up{instance="d0"' not in text, "nothing is pushed from there"
 
 
-async def test_metrics_count_responses_endings_and_what_instances_report() -> None:
-    async with Site() as site:
-        await post(site, "/v1/chat/completions", chat())
-        await post(site, "/v1/chat/completions", chat(n=0))
-        text = (await get(site, "/metrics")).text
+async def test_metrics_count_responses_endings_and_what_instances_report(site: Site) -> None:
+    await post(site, "/v1/chat/completions", chat())
+    await post(site, "/v1/chat/completions", chat(n=0))
+    text = (await get(site, "/metrics")).text
     assert metric(text, 'tandem_http_responses_total{path="/v1/chat/completions",status="200"}') == 1
     assert metric(text, 'tandem_http_responses_total{path="/v1/chat/completions",status="400"}') == 1
     assert metric(text, 'tandem_requests_ended_total{ending="length"}') == 1
@@ -148,13 +141,12 @@ async def test_metrics_count_responses_endings_and_what_instances_report() -> No
     assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 1
 
 
-async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom_the_fleet_refused() -> None:
-    async with Site() as site:
-        site.fleet.frames_refused |= {"magic": 3, "body": 1}
-        site.fleet.messages_lost["full"] = 2
-        site.fleet.say(Register(instance=msgspec.structs.replace(site.fleet.decode, id=DETOKENIZER)))
-        await until(lambda: site.core.fleet.refusals)
-        text, page = (await get(site, "/metrics")).text, (await get(site, "/cluster")).json()
+async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom_the_fleet_refused(site: Site) -> None:
+    site.fleet.frames_refused |= {"magic": 3, "body": 1}
+    site.fleet.messages_lost["full"] = 2
+    site.fleet.say(Register(instance=msgspec.structs.replace(site.fleet.decode, id=DETOKENIZER)))
+    await until(lambda: site.core.fleet.refusals)
+    text, page = (await get(site, "/metrics")).text, (await get(site, "/cluster")).json()
     assert metric(text, 'tandem_router_frames_refused_total{reason="magic"}') == 3
     assert metric(text, 'tandem_router_frames_refused_total{reason="body"}') == 1
     assert metric(text, 'tandem_router_messages_lost_total{reason="full"}') == 2
