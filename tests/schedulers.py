@@ -8,11 +8,32 @@ from typing import Any
 
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
 from common.instance.ports import Action, LinkChanged, RouterLost, Scheduler, Send
-from common.messages import AnyMessage, Decline, Drain, Failed, LinkInfo, LinkState, TokenBatch, TokenDelta
+from common.messages import AnyMessage, Decline, Drain, Failed, Generate, LinkInfo, LinkState, Terms, TokenBatch, TokenDelta
+from tests.builders import key, sampling
 
 
 def prompt_of(tokens: int) -> bytes:
     return pack_ids([100 + i for i in range(tokens)])
+
+
+def generate(
+    name: str,
+    tokens: int,
+    max_new_tokens: int = 4,
+    *,
+    decode: InstanceId | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    first: int = 0,
+    terms: Terms | None = None,
+) -> Generate:
+    return Generate(
+        key=key(name),
+        prompt=prompt_of(tokens),
+        sampling=sampling(max_new_tokens, stop_token_ids=stop_token_ids),
+        decode=decode,
+        first=first,
+        terms=terms or Terms(),
+    )
 
 
 def messages(actions: Sequence[Action]) -> list[AnyMessage]:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from common.engine.plan import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Action, Decision, Settle, Settled
-from common.messages import Claim, Generate, Grant, Handoff, Peers, Renew, Renewed, Reserve, Terms
+from common.messages import Claim, Grant, Handoff, Peers, Renew, Renewed, Reserve, Terms
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.digests import Digest
 from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
+from tests.schedulers import generate as generate
 from tests.schedulers import messages, prompt_of
 
 ME, WRITER = InstanceId("d"), InstanceId("p")
@@ -44,23 +45,6 @@ def reserve(
         prompt=prompt_of(tokens),
         sampling=sampling(max_new_tokens, ignore_eos=False),
         sent_s=sent_s,
-        first=first,
-        terms=terms or Terms(),
-    )
-
-
-def generate(
-    name: str,
-    tokens: int,
-    max_new_tokens: int = 4,
-    stop_token_ids: tuple[int, ...] = (),
-    first: int = 0,
-    terms: Terms | None = None,
-) -> Generate:
-    return Generate(
-        key=key(name),
-        prompt=prompt_of(tokens),
-        sampling=sampling(max_new_tokens, stop_token_ids=stop_token_ids),
         first=first,
         terms=terms or Terms(),
     )

@@ -15,8 +15,8 @@ from common.messages import Grant, Peers, Renewed, Terms, Withdraw
 from kv_transfer.write_lease import OVERRUN_S, WRITE_LEASE_S
 from tests.any_order import AGES_S, SECONDS, SETTINGS, AnyOrderMachine
 from tests.builders import instance, key
-from tests.decode.rig import generate, handoff, renew, reserve, scheduler
-from tests.schedulers import drain
+from tests.decode.rig import handoff, renew, reserve, scheduler
+from tests.schedulers import drain, generate
 
 TOTAL_PAGES = 7
 TOKENS = st.integers(1, 9)

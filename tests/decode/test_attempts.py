@@ -12,7 +12,6 @@ from tests.decode.rig import (
     ME,
     WRITER,
     decoding,
-    generate,
     granted,
     grants,
     handoff,
@@ -25,7 +24,7 @@ from tests.decode.rig import (
     step,
     with_reservation,
 )
-from tests.schedulers import abandon, declined, deltas, drain, failures, is_home, kinds, messages
+from tests.schedulers import abandon, declined, deltas, drain, failures, generate, is_home, kinds, messages
 
 # --- an answer that is resumed ---------------------------------------------------------------------------------------------
 

@@ -104,10 +104,6 @@ def test_a_renewal_of_another_life_drops_nothing_of_this_one() -> None:
     assert (made.report().load.waiting_requests, made.report().load.reservations) == (1, 1)
 
 
-def test_a_claim_of_an_unknown_key_is_over() -> None:
-    assert renewed(scheduler().receive(WRITER, renew(1.0, ("a", 0)), 1.0)).over == (key("a"),)
-
-
 def test_a_claim_of_a_request_that_decodes_already_is_over_and_changes_nothing() -> None:
     """The Handoff has overtaken the Renew."""
     made, grant = with_reservation()
@@ -166,6 +162,8 @@ def falls_silent(made: DecodeScheduler, grant: Grant, now: float) -> Sequence[Ac
 
 
 Word = Callable[[DecodeScheduler, Grant, float], Sequence[Action]]
+SAID: dict[Word, list[str]] = {hands_off: [], claims_no_more: ["Renewed", "Settle"], falls_silent: ["Settle", "Expect"]}
+"""What comes of a word about a reservation that was cancelled, where that is not a Settle alone."""
 WORDS: tuple[Word, ...] = (withdraws, hands_off, hands_off_nonsense, claims_no_more, falls_silent)
 
 
@@ -178,6 +176,7 @@ def test_nobody_is_told_of_a_request_that_nobody_waits_for_however_its_writer_le
     assert end(made) == [] and made.report().load.pages_free < made.report().load.pages_total
     actions = word(made, grant, 1.0)
     assert deltas(actions) == []
+    assert kinds(actions) == SAID.get(word, ["Settle"]) and is_home(made) == (word is hands_off) and made.decide(1.0).plan is None
     settle(made, actions)
     assert is_home(made) and made.decide(2.0).plan is None
 

@@ -13,7 +13,6 @@ from tests.decode.rig import (
     WRITER,
     WRITERS_LIFE,
     decoding,
-    generate,
     granted,
     grants,
     handoff,
@@ -26,7 +25,7 @@ from tests.decode.rig import (
     settle,
     with_reservation,
 )
-from tests.schedulers import declined, deltas, failures, is_home, kinds, prompt_of
+from tests.schedulers import declined, deltas, failures, generate, is_home, prompt_of
 
 
 def test_a_handed_off_request_decodes_to_its_limit() -> None:
@@ -110,24 +109,6 @@ def test_a_reservation_waits_for_a_row_as_well_as_for_pages() -> None:
     made.receive(WRITER, handoff(first), 0.0)
     made.step_done(result(planned(made.decide(0.0)), [51]), 0.1)
     assert granted(made.decide(0.2).actions) == ["b"]
-
-
-def test_a_cancelled_reservation_keeps_its_pages_until_the_writer_withdraws() -> None:
-    made, _ = with_reservation()
-    assert made.receive(ROUTER, Cancel(key=key("a")), 0.1) == []
-    assert made.report().load.pages_free < made.report().load.pages_total
-    actions = made.receive(WRITER, Withdraw(key=key("a")), 0.2)
-    assert kinds(actions) == ["Settle"] and made.report().load.pages_free < made.report().load.pages_total
-    settle(made, actions)
-    assert is_home(made)
-
-
-def test_a_cancelled_reservation_that_is_handed_off_all_the_same_is_dropped() -> None:
-    made, grant = with_reservation()
-    made.receive(ROUTER, Cancel(key=key("a")), 0.1)
-    made.receive(WRITER, handoff(grant), 0.2)
-    assert made.decide(0.2).plan is None
-    assert is_home(made)
 
 
 def test_a_cancel_in_the_line_is_told_to_the_writer_when_it_asks() -> None:

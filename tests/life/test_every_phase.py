@@ -12,6 +12,7 @@ import pytest
 from common.ids import InstanceId
 from common.messages import Ending, Failed, Finished
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
+from router.attempts import ResumeReason
 from tests.life.expected import undisturbed
 from tests.life.scenes import MAX_TOKENS, PROMPT, Phase, Scene
 
@@ -84,7 +85,9 @@ def test_whatever_befalls_a_request_it_ends_once_as_it_should_and_everything_com
     fleet.turn_until(lambda: client.ended and all(other.ended for other, _ in scene.others), SETTLE_S)
     fleet.turn_until(lambda: fleet.is_home() and not fleet.detokenizer.open_answers, SETTLE_S)
     (ending,) = client.endings
-    assert event is not TRANSFER_FAILS or scene.attempts == 2, "it was served again"
+    if event is TRANSFER_FAILS:
+        assert scene.attempts == 2, "it was served again"
+        assert fleet.observer.resumes == [ResumeReason.FAILED_ATTEMPT]
     assert event.ends(ending), ending
     answer = undisturbed(PROMPT, MAX_TOKENS)
     assert client.token_ids == (answer if is_served(ending) else answer[: len(client.token_ids)])
@@ -103,6 +106,7 @@ def test_pages_under_a_transfer_that_is_not_proven_to_have_ended_stay_away_on_bo
     scene.let_pushes_go()
     scene.fleet.turn_until(lambda: scene.client.ended and all(other.ended for other, _ in scene.others), SETTLE_S)
     assert [is_served(ending) for ending in scene.client.endings] == [True]
+    assert scene.fleet.observer.resumes == [ResumeReason.FAILED_ATTEMPT]
     assert scene.client.token_ids == undisturbed(PROMPT, MAX_TOKENS)
     scene.fleet.run_for(SETTLE_S)
     for instance in scene.fleet.instances.values():

@@ -54,15 +54,6 @@ def test_one_request_travels_the_ring_once() -> None:
     assert fleet.is_home()
 
 
-def test_a_client_that_leaves_in_mid_stream_leaves_nothing_behind() -> None:
-    fleet = Fleet()
-    client = fleet.submit("r", PROMPT, max_tokens=50)
-    fleet.turn_until(lambda: fleet.instances["decode-0"].scheduler.report().counters.tokens_generated >= 3)
-    fleet.leave("r")
-    fleet.run(client)
-    assert client.endings == [Finished(reason="cancelled")]
-
-
 def test_a_client_that_leaves_during_the_push_leaves_nothing_behind() -> None:
     fleet = Fleet()
     fleet.memory.hold = True  # pushes stay in flight

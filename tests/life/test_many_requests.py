@@ -4,8 +4,6 @@ from random import Random
 
 import pytest
 
-from common.messages import Finished
-from router.attempts import ResumeReason
 from tests.life.expected import undisturbed
 from tests.life.fleet import Fleet
 
@@ -48,20 +46,3 @@ def test_clients_that_leave_at_any_moment_disturb_nobody(seed: int) -> None:
         assert len(client.endings) == 1
         answer = undisturbed(prompt, 12)
         assert client.token_ids == (answer[: len(client.token_ids)] if leaves else answer)
-
-
-@pytest.mark.parametrize("quiescent", [True, False])
-def test_a_request_whose_push_failed_is_served_again(quiescent: bool) -> None:
-    prompt = list(range(10, 29))
-    fleet = Fleet()
-    fleet.memory.hold = True
-    client = fleet.submit("r", prompt, 5)
-    fleet.turn_until(lambda: ("prefill-0", "TokenBatch", "detokenizer") in fleet.network.log)
-    fleet.instances["prefill-0"].transport.fail("cable", quiescent)
-    fleet.memory.hold = False
-    fleet.turn_until(lambda: client.ended)
-    assert client.token_ids == undisturbed(prompt, 5)
-    assert client.endings == [Finished(reason="length")]
-    assert fleet.observer.resumes == [ResumeReason.FAILED_ATTEMPT]
-    fleet.run_for(5.0)
-    assert fleet.is_home() == quiescent, "without proof that it stopped, the pages under the push stay away"

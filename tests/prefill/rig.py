@@ -3,15 +3,18 @@
 Owns their shapes. Knows no test.
 """
 
+from functools import partial
+
 from common.engine.plan import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Decision, Push, PushDone
-from common.messages import Generate, Grant, Handoff, Peers, Reserve, Terms
+from common.messages import Generate, Grant, Handoff, Peers, Reserve
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
-from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
-from tests.schedulers import kinds, messages, prompt_of
+from tests import schedulers
+from tests.builders import LAYOUT, engine, instance, limits, result
+from tests.schedulers import kinds, messages
 
 ME, DECODE = InstanceId("p"), InstanceId("d")
 LIFE = Incarnation("p1")
@@ -26,22 +29,7 @@ def scheduler(
     return made
 
 
-def generate(
-    name: str,
-    tokens: int,
-    max_new_tokens: int = 4,
-    decode: InstanceId | None = DECODE,
-    first: int = 0,
-    terms: Terms | None = None,
-) -> Generate:
-    return Generate(
-        key=key(name),
-        prompt=prompt_of(tokens),
-        sampling=sampling(max_new_tokens),
-        decode=decode,
-        first=first,
-        terms=terms or Terms(),
-    )
+generate = partial(schedulers.generate, decode=DECODE)
 
 
 def reserves(actions: list[Action]) -> list[Reserve]:

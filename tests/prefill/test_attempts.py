@@ -68,11 +68,13 @@ def test_the_tokens_of_a_resumed_answer_are_numbered_from_where_it_was() -> None
     assert deltas(made.step_done(result(decision.plan, [55]), 0.1)) == [TokenDelta(key("a"), 2, (55,), None)]
 
 
-def test_a_failure_carries_the_number_of_the_next_token() -> None:
-    made, decision = begun(generate("a", 6, first=2), is_granted=True)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_failed_push_ends_the_request_with_the_number_of_the_token_after_its_first(first: int) -> None:
+    made, decision = begun(generate("a", 6, first=first), is_granted=True)
     made.step_done(result(decision.plan, [55]), 0.1)
     (delta,) = deltas(made.handle(PushFailed(Ticket(1), "cable", quiescent=True), 0.2))
-    assert delta.first == 3 and isinstance(delta.ending, Failed) and delta.ending.retryable
+    assert delta.first == first + 1 and isinstance(delta.ending, Failed) and delta.ending.retryable
+    assert "cable" in delta.ending.message and is_home(made)
 
 
 # --- what the router asks --------------------------------------------------------------------------------------------------
@@ -131,12 +133,16 @@ def test_a_reservation_that_the_decode_instance_does_not_hold_ends_the_request_s
     assert is_home(made)
 
 
-def test_the_client_of_a_cancelled_request_is_told_nothing_when_its_reservation_is_over() -> None:
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_cancel_under_a_push_keeps_the_pages_until_it_has_ended_and_the_client_is_told_nothing(is_over: bool) -> None:
+    """is_over: the decode instance says that it does not hold the reservation any more."""
     made, push = pushing()
-    made.receive(ROUTER, Cancel(key=key("a")), 0.5)
-    made.tick(RENEW_S)
-    made.receive(DECODE, Renewed(sent_s=RENEW_S, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
-    assert kinds(finish_pushes(made, push)) == ["Withdraw"]
+    assert made.receive(ROUTER, Cancel(key=key("a")), 0.2) == []
+    if is_over:
+        made.tick(RENEW_S)
+        made.receive(DECODE, Renewed(sent_s=RENEW_S, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), RENEW_S + 0.1)
+    assert made.report().load.pages_free < made.report().load.pages_total
+    assert kinds(finish_pushes(made, push)) == ["Withdraw"] and is_home(made)
 
 
 # --- what is checked -------------------------------------------------------------------------------------------------------
@@ -203,6 +209,7 @@ def test_a_request_whose_pushes_are_stuck_is_forgotten_and_its_key_is_claimed_on
     assert made.receive(DECODE, Decline(key=key("a"), failed=Failed(message="late")), 5.0) == []
     assert made.receive(DECODE, grant, 5.0) == []
     assert made.report().load.pages_quarantined == 1 and made.report().load.running_requests == 0
+    assert made.pool.free_pages == made.pool.total_pages - 1, "the push may still read it"
 
 
 def test_a_request_that_cannot_fit_beside_quarantined_pages_is_refused_and_the_next_is_admitted() -> None:

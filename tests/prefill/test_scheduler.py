@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.ids import ROUTER, InstanceId, Key, Ticket, pack_ids
-from common.instance.ports import PushFailed, Send
+from common.ids import ROUTER, InstanceId, Key, pack_ids
+from common.instance.ports import Send
 from common.messages import Cancel, Decline, Failed, Finished, Handoff, Peers, Terms, TokenDelta, Withdraw
 from tests.builders import EOS, LAYOUT, key, result, sampling
-from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, pushing, scheduler, spans
+from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, scheduler, spans
 from tests.schedulers import deltas, failures, is_home, kinds
 
 
@@ -100,14 +100,6 @@ def test_a_cancel_under_a_step_keeps_the_pages_until_the_step_returns() -> None:
     assert is_home(made)
 
 
-def test_a_cancel_under_a_push_keeps_the_pages_until_the_push_is_terminal() -> None:
-    made, actions = pushing()
-    assert made.receive(ROUTER, Cancel(key=key("a")), 0.2) == []
-    assert made.report().load.pages_free < made.report().load.pages_total
-    assert kinds(finish_pushes(made, actions)) == ["Withdraw"]
-    assert is_home(made)
-
-
 def test_pages_that_are_written_come_home_while_the_last_push_goes_on() -> None:
     made = scheduler(chunk_tokens=8)
     made.receive(ROUTER, generate("a", 12), 0.0)
@@ -121,21 +113,6 @@ def test_pages_that_are_written_come_home_while_the_last_push_goes_on() -> None:
     assert made.report().load.pages_free == made.report().load.pages_total - 1
     assert kinds(finish_pushes(made, last)) == ["Handoff"]
     assert is_home(made)
-
-
-def test_a_failed_push_ends_the_request_after_its_first_token() -> None:
-    made, _ = pushing()
-    actions = made.handle(PushFailed(Ticket(1), "cable", quiescent=True), 0.2)
-    (delta,) = deltas(actions)
-    assert delta.first == 1 and isinstance(delta.ending, Failed) and "cable" in delta.ending.message
-    assert is_home(made)
-
-
-def test_pages_that_a_push_may_still_read_never_come_home() -> None:
-    made, _ = pushing()
-    made.handle(PushFailed(Ticket(1), "cable", quiescent=False), 0.2)
-    assert made.report().load.pages_quarantined == 1 and made.pool.free_pages == made.pool.total_pages - 1
-    assert made.report().load.running_requests == 0
 
 
 def test_a_declined_request_fails_with_the_reason() -> None:
