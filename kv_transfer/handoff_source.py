@@ -29,7 +29,7 @@ from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Sen
 from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
-from kv_transfer.traffic import Traffic
+from kv_transfer.traffic import Traffic, traffic_of
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
 
 HandoffStage = Literal["reserving", "pushing", "draining", "stuck"]
@@ -151,30 +151,15 @@ class HandoffSource:
             self._renewals.set(peer, reserve.sent_s + RENEW_S)
         return [Send(peer.id, reserve)]
 
-    def computed(self, key: Key, tokens: int) -> list[Action]:
-        """The source pages hold the KV of the first `tokens` tokens of the prompt: push the complete pages."""
+    def computed(self, key: Key, tokens: int, layers: int = 0, first_token: int | None = None) -> list[Action]:
+        """Push what the source pages hold by now: the KV of the prompt's first `tokens` tokens, and of its last chunk, if that is
+        being computed, the first `layers` layers. first_token: what was sampled after the whole prompt, to be handed off."""
         outgoing = self._by_key.get(key)
         if outgoing is None:
             return []
-        outgoing.complete = max(outgoing.complete, tokens // self._page_size)
-        return self._advance(outgoing)
-
-    def layers_computed(self, key: Key, layers: int) -> list[Action]:
-        """The source pages hold the first `layers` layers of the last chunk, which is still being computed: push those layers."""
-        outgoing = self._by_key.get(key)
-        if outgoing is None:
-            return []
-        outgoing.layers_complete = layers
-        if layers == self._layers:
-            outgoing.complete = len(outgoing.source_pages)
-        return self._advance(outgoing)
-
-    def sampled(self, key: Key, first_token: int) -> list[Action]:
-        """The whole prompt is computed and its first token is known: push the rest, then hand off."""
-        outgoing = self._by_key.get(key)
-        if outgoing is None:
-            return []
-        outgoing.complete = len(outgoing.source_pages)
+        is_whole = layers == self._layers or first_token is not None
+        outgoing.complete = len(outgoing.source_pages) if is_whole else max(outgoing.complete, tokens // self._page_size)
+        outgoing.layers_complete = max(outgoing.layers_complete, layers)
         outgoing.first_token = first_token
         return self._advance(outgoing)
 
@@ -212,7 +197,7 @@ class HandoffSource:
             self.stale += 1
             return []
         outgoing.in_flight.pop(event.ticket, None)
-        self.traffic.pushed(outgoing.peer.id, event)
+        self.traffic.add(outgoing.peer.id, traffic_of(event))
         match event:
             case PushDone():
                 outgoing.pushed_bytes += event.pushed_bytes
@@ -240,7 +225,7 @@ class HandoffSource:
                 if outgoing.stage != "stuck":
                     actions += self._drain(outgoing, _unavailable(f"{peer.id} left the fleet"))
                 elif session.is_dead:
-                    self._forget(outgoing)
+                    del self._by_key[outgoing.key], session.open[outgoing.key]
             if session.is_dead and not session.open:
                 self._sessions.pop(peer, None)
         return actions
@@ -373,11 +358,8 @@ class HandoffSource:
         return []
 
     def _close(self, outgoing: _Outgoing, failure: Failed | None) -> None:
+        """Its session ends with the last renewal; that of a dead peer with its last handoff."""
         self._closings.append(SourceClosed(outgoing.key, failure, quiescent=True))
-        self._forget(outgoing)
-
-    def _forget(self, outgoing: _Outgoing) -> None:
-        """A session ends with its last renewal; that of a dead peer with its last handoff."""
         session = self._sessions[outgoing.peer]
         del self._by_key[outgoing.key], session.open[outgoing.key]
         if session.is_dead and not session.open:

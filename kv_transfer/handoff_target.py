@@ -16,8 +16,10 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from common.deadlines import DeadlineWheel
-from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, pack_ids
+from common.ids import Generation, Incarnation, InstanceId, Key, Life, pack_ids
 from common.instance.ports import Send
 from common.messages import Grant, Handoff, Renew, Renewed
 from common.pages.pool import PageLease
@@ -26,13 +28,13 @@ from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """prompt_pages of the lease wait for KV; the rest is room for the answer. asked_s: when its Reserve was sent, on the writer's
-    clock. cancelled_s: when it was cancelled, on our clock; None while it is wanted.
+    """grant: the answer to its Reserve. prompt_pages of the lease wait for KV; the rest is room for the answer. asked_s: when the
+    Reserve was sent, on the writer's clock. cancelled_s: when it was cancelled, on our clock; None while it is wanted.
     """
 
     key: Key
     writer: Life
-    generation: Generation
+    grant: Grant
     lease: PageLease
     prompt_pages: int
     asked_s: float
@@ -87,14 +89,20 @@ class HandoffTarget:
         assert key not in self.open, f"{key} is reserved twice"
         assert prompt_pages <= len(lease)
         self._generations += 1
-        reservation = Reservation(key, writer, Generation(self._generations), lease, prompt_pages, asked_s)
-        self.open[key] = reservation
-        return self._grant_of(reservation)
+        grant = Grant(
+            key=key,
+            generation=Generation(self._generations),
+            pages=pack_ids(lease.pages[:prompt_pages]),
+            sent_s=self._heard[writer].sent_s,
+            write_lease_s=WRITE_LEASE_S,
+        )
+        self.open[key] = Reservation(key, writer, grant, lease, prompt_pages, asked_s)
+        return Send(writer.id, grant)
 
     def land(self, sender: InstanceId, handoff: Handoff) -> Reservation | None:
         """The writer is done. Returns the reservation, whose lease is now the caller's; None when the handoff is stale."""
         reservation = self.open.get(handoff.key)
-        if reservation is None or reservation.writer.id != sender or reservation.generation != handoff.generation:
+        if reservation is None or reservation.writer.id != sender or reservation.grant.generation != handoff.generation:
             self.stale += 1
             return None
         return self.open.pop(handoff.key)
@@ -130,7 +138,8 @@ class HandoffTarget:
             elif reservation.cancelled_s is not None:
                 over.append(key)
             elif not claim.generation:
-                sends.append(self._grant_of(reservation))  # the first grant may have been lost; the writer drops a second
+                # The first grant may have been lost; the writer drops a second.
+                sends.append(Send(sender, replace(reservation.grant, sent_s=self._heard[writer].sent_s)))
         lost = [r for r in self.open.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
         for reservation in lost:
             del self.open[reservation.key]
@@ -159,14 +168,3 @@ class HandoffTarget:
             return False
         cancelled = reservation.cancelled_s is not None and now - reservation.cancelled_s > WRITE_LEASE_S
         return cancelled or now - self._heard[reservation.writer].heard_s > WRITE_LEASE_S
-
-    def _grant_of(self, reservation: Reservation) -> Send:
-        pages: Int32Array = reservation.lease.pages[: reservation.prompt_pages]
-        grant = Grant(
-            key=reservation.key,
-            generation=reservation.generation,
-            pages=pack_ids(pages),
-            sent_s=self._heard[reservation.writer].sent_s,
-            write_lease_s=WRITE_LEASE_S,
-        )
-        return Send(reservation.writer.id, grant)

@@ -16,7 +16,7 @@ import numpy as np
 from common.errors import TransferError
 from common.ids import Int32Array, Int64Array
 from common.messages import PoolDescriptor
-from common.pages.layout import KVLayout
+from common.pages.layout import ITEM_BYTES, KVLayout
 from kv_transfer.runs import merge_runs
 
 
@@ -114,7 +114,7 @@ def _block_offsets(held: PageSlice, layer: Int64Array, part: Int64Array, head: I
     """The byte offset of each block [page_size, head_dim] within the page."""
     layer_stride, part_stride, head_stride, _, _ = held.layout.strides
     elements = layer * layer_stride + part * part_stride + (head - held.first_head) * head_stride
-    offsets: Int64Array = elements * (held.layout.slot_bytes // held.layout.head_dim)
+    offsets: Int64Array = elements * ITEM_BYTES[held.layout.dtype]
     return offsets
 
 

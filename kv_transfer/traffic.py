@@ -22,27 +22,24 @@ class Traffic:
         """The total of this peer since it was first met."""
         return self._by_peer.get(peer, LinkTraffic())
 
-    def pushed(self, peer: InstanceId, event: PushDone | PushFailed) -> None:
-        """A push to the peer has ended."""
-        match event:
-            case PushDone():
-                more = LinkTraffic(pushes=1, runs=event.runs, bytes_pushed=event.pushed_bytes, push_seconds=event.seconds)
-            case PushFailed(begun=False):
-                more = LinkTraffic(pushes_refused=1)
-            case PushFailed(quiescent=True):
-                more = LinkTraffic(pushes_broken=1)
-            case PushFailed():
-                more = LinkTraffic(pushes_unproven=1)
+    def add(self, peer: InstanceId, more: LinkTraffic) -> None:
         self._by_peer[peer] += more
         self.total += more
-
-    def handed_off(self, peer: InstanceId, exposed_s: float) -> None:
-        """A handoff to the peer was sent `exposed_s` after its first token."""
-        handoff = LinkTraffic(handoffs=1, exposed_seconds=exposed_s)
-        self._by_peer[peer] += handoff
-        self.total += handoff
 
     def keep(self, peers: Container[InstanceId]) -> None:
         """Forget all other peers."""
         for gone in [peer for peer in self._by_peer if peer not in peers]:
             del self._by_peer[gone]
+
+
+def traffic_of(event: PushDone | PushFailed) -> LinkTraffic:
+    """What one push adds to the totals."""
+    match event:
+        case PushDone():
+            return LinkTraffic(pushes=1, runs=event.runs, bytes_pushed=event.pushed_bytes, push_seconds=event.seconds)
+        case PushFailed(begun=False):
+            return LinkTraffic(pushes_refused=1)
+        case PushFailed(quiescent=True):
+            return LinkTraffic(pushes_broken=1)
+        case PushFailed():
+            return LinkTraffic(pushes_unproven=1)

@@ -143,7 +143,20 @@ class TransferLoop:
         """
         while self._commands:
             self._check_leases()
-            self._carry_out(self._commands.popleft())
+            command = self._commands.popleft()
+            match command:
+                case Connect():
+                    self._links.reconcile(command.peers)
+                case Push():
+                    self._begin(command)
+                case Allow():
+                    self._allow(command)
+                case Settle():
+                    self._settling.append((self._polls + SETTLE_POLLS, command.key))
+                case Expect():
+                    self._expected, self._distant = command.writes, command.distant and command.writes > 0
+                case _:
+                    assert_never(command)
         self._check_leases()  # a command may have taken long
         self._drive()
         now = self._clock()
@@ -152,21 +165,6 @@ class TransferLoop:
             self._measure(link)
         self._progress_s = min((flight.link.progress_s for flight in self._in_flight.values()), default=now)
         return bool(self._events)
-
-    def _carry_out(self, command: TransferCommand) -> None:
-        match command:
-            case Connect():
-                self._links.reconcile(command.peers)
-            case Push():
-                self._begin(command)
-            case Allow():
-                self._allow(command)
-            case Settle():
-                self._settling.append((self._polls + SETTLE_POLLS, command.key))
-            case Expect():
-                self._expected, self._distant = command.writes, command.distant and command.writes > 0
-            case _:
-                assert_never(command)
 
     def _check_leases(self) -> None:
         """Close a link whose lease has ended with pushes in flight, so that no further slice is posted.

@@ -53,6 +53,7 @@ from common.messages import (
     Grant,
     InstanceInfo,
     LinkInfo,
+    LinkTraffic,
     Load,
     Peers,
     Probe,
@@ -119,7 +120,7 @@ class PrefillScheduler:
                 for chunk in event.plan.chunks:
                     request = self._computing[chunk.row]
                     if chunk.last and request.source_open:
-                        actions += self._source.layers_computed(request.key, event.layers)
+                        actions += self._source.computed(request.key, chunk.start, event.layers)
             case LinkChanged():
                 actions = self._link_changed(event.link, now)
             case RouterLost():
@@ -293,7 +294,7 @@ class PrefillScheduler:
         if ending is not None:
             return self._end(request, None, now)
         self._release(request, now)
-        return self._source.sampled(request.key, token)
+        return self._source.computed(request.key, len(request.prompt), first_token=token)
 
     def _end(self, request: PrefillRequest, ending: Ending | None, now: float) -> list[Action]:
         """The one door. `ending` is told to the client, or None when the client knows already."""
@@ -326,7 +327,8 @@ class PrefillScheduler:
                 continue
             request.source_open = False
             if closing.failure is None and request.phase is Phase.HANDING_OFF:
-                self._source.traffic.handed_off(request.peer.id, now - request.sampled_s)
+                handoff = LinkTraffic(handoffs=1, exposed_seconds=now - request.sampled_s)
+                self._source.traffic.add(request.peer.id, handoff)
             if not closing.quiescent:
                 # A push that is not proven to have stopped may still read these pages: this process never uses them again.
                 self._pages_quarantined += len(request.lease)

@@ -4,8 +4,8 @@ Owns the unread deltas of one HTTP request, and counts them against a limit. Doe
 gives a callable that wakes it.
 """
 
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -25,26 +25,24 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     ending: Ending | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Outbox:
-    """Unread deltas of every choice of one HTTP request, in order.
+    """Unread deltas of every choice of one HTTP request, in order. wake: called when there is one more.
 
     limit_chars: a request whose unread_chars exceed it is ended, because its client reads too slowly. Endings are still taken in.
     """
 
-    def __init__(self, wake: Callable[[], object], limit_chars: int = UNREAD_LIMIT_CHARS) -> None:
-        self._wake = wake
-        self.limit_chars = limit_chars
-        self._deltas: deque[ChoiceDelta] = deque()
-        self.unread_chars = 0
+    wake: Callable[[], object]
+    limit_chars: int = UNREAD_LIMIT_CHARS
+    unread_chars: int = 0
+    unread: list[ChoiceDelta] = field(default_factory=list)
 
     def put(self, delta: ChoiceDelta) -> None:
-        self._deltas.append(delta)
+        self.unread.append(delta)
         self.unread_chars += len(delta.text) + DELTA_CHARS
-        self._wake()
+        self.wake()
 
     def take(self) -> list[ChoiceDelta]:
         """Everything that is unread."""
-        deltas = list(self._deltas)
-        self._deltas.clear()
-        self.unread_chars = 0
-        return deltas
+        unread, self.unread, self.unread_chars = self.unread, [], 0
+        return unread

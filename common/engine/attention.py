@@ -30,17 +30,13 @@ they should stay in the cache; on CUDA each call costs a launch, so the limit is
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [begin, end) of the step are one chunk of a row: positions [start, start + end - begin). pages: [pages] int64."""
+    """Tokens [begin, end) of the step are one chunk of a row, at positions [start, context). pages: [pages] int64."""
 
     begin: int
     end: int
     start: int
+    context: int
     pages: Tensor
-
-    @property
-    def context(self) -> int:
-        """Tokens that the chunk's last token attends to."""
-        return self.start + self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from common.engine.native import load_kernel
 from common.engine.plan import Plan, RowStart, StepResult
 from common.engine.sampler import Sampler
 from common.errors import ConfigError
-from common.ids import Int32Array, Int64Array
+from common.ids import Int32Array
 from common.messages import ModelIdentity
 from common.model_path import model_name, resolve_model_path
 from common.pages.layout import KVDtype, KVLayout
@@ -194,12 +194,16 @@ class ModelRunner:
         segments, begin = [], 0
         for chunk in plan.chunks:
             tokens = len(chunk.token_ids)
-            self._advance(np.array([chunk.row]), np.array([chunk.start + tokens]))
-            pages = self._page_table[chunk.row, : self._memory.layout.pages_for(chunk.start + tokens)].long()
-            segments.append(Segment(begin, begin + tokens, chunk.start, pages))
+            context = chunk.start + tokens
+            pages = self._page_table[chunk.row, : self._memory.layout.pages_for(context)].long()
+            segments.append(Segment(begin, begin + tokens, chunk.start, context, pages))
             begin += tokens
-        if len(plan.decode_rows):
-            self._advance(plan.decode_rows.astype(np.int64), self._host_length[plan.decode_rows] + 1)
+        grown = plan.rows.astype(np.int64)
+        chunk_lengths = np.array([segment.context for segment in segments], dtype=np.int64)
+        lengths = np.concatenate([chunk_lengths, self._host_length[plan.decode_rows] + 1])
+        assert (lengths <= self._leased[grown] * page_size).all(), "a row would write beyond its pages"
+        self._host_length[grown] = lengths
+        self._length[torch.as_tensor(grown, device=self._device)] = torch.as_tensor(lengths, device=self._device)
         decode = rows[begin:]
         width = self._memory.layout.pages_for(int(self._host_length[plan.decode_rows].max(initial=1)))
         return StepTokens(
@@ -210,12 +214,6 @@ class ModelRunner:
             decode_lengths=self._length[decode],
             host_lengths=self._host_length[plan.decode_rows],
         )
-
-    def _advance(self, rows: Int64Array, lengths: Int64Array) -> None:
-        """Set the rows' lengths, on the host and on the device."""
-        self._host_length[rows] = lengths
-        assert (lengths <= self._leased[rows] * self._memory.layout.page_size).all(), "a row would write beyond its pages"
-        self._length[torch.as_tensor(rows, device=self._device)] = torch.as_tensor(lengths, device=self._device)
 
     def _sample(self, rows: Tensor, logits: Tensor) -> Int32Array:
         """Sample a token for each row. Its noise depends on its position in the sequence, not on where the row began."""

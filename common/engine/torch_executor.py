@@ -6,6 +6,7 @@ Owns the engine thread and the steps in flight. Knows no model. Implements `comm
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,16 +21,15 @@ STEPS_QUEUED = 8
 STOP_S = 30.0
 
 
+@dataclass(slots=True, eq=False)
 class _Step:
     """A step in flight. The engine thread sets its fields, the loop's thread reads them."""
 
+    plan: Plan
+    result: StepResult | None = None
+    failure: Exception | None = None
+    layers_done: int = 0
     ends_s: float | None = None
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.result: StepResult | None = None
-        self.layers_done = 0
-        self.failure: Exception | None = None
 
     def poll(self) -> StepResult | None:
         if self.failure is not None:

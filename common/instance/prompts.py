@@ -1,4 +1,4 @@
-"""Prompts on their way through prefill: how they are read, how far each is computed, and the next chunks under a token budget.
+"""Prompts on their way through prefill: how far each is computed, and the next chunks under a token budget.
 
 Owns the counters of a prompt. Knows plans. Does not know messages, pages, sockets or time. The prefill role uses it for every
 request, the decode role for requests that it serves alone.
@@ -8,19 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.engine.plan import Chunk
-from common.errors import BadRequest
-from common.ids import Int32Array, unpack_ids
-
-
-def read_prompt(packed: bytes, vocab_size: int) -> Int32Array:
-    """The token ids of a message, [tokens] int32. Raises BadRequest when there are none, or one is outside the vocabulary."""
-    try:
-        prompt = unpack_ids(packed)
-    except ValueError as error:
-        raise BadRequest(f"prompt is not a list of token ids: {error}", field="prompt") from error
-    if len(prompt) == 0 or prompt.min() < 0 or prompt.max() >= vocab_size:
-        raise BadRequest(f"prompt must hold token ids between 0 and {vocab_size - 1}", field="prompt")
-    return prompt
+from common.ids import Int32Array
 
 
 @dataclass(slots=True, eq=False)

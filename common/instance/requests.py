@@ -14,11 +14,10 @@ from typing import Generic, TypeVar
 from common.deadlines import DeadlineWheel
 from common.engine.executor import EngineDescription
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
-from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, Life
+from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, Life, unpack_ids
 from common.instance.drain import Drainage
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Send
-from common.instance.prompts import read_prompt
 from common.instance.request import Phase, Request
 from common.instance.waiting_line import Rank, WaitingLine
 from common.messages import Counters, Failed, Generate, InstanceInfo, Peers, Probe, Probed, Reserve, Standing, Terms
@@ -110,7 +109,12 @@ class RequestTable(Generic[R]):
         """The prompt, and the pages to lease for it: one more than it fills, if the answer can need it. Raises the error with
         which the request is refused."""
         model, layout = self._engine.model, self._engine.layout
-        prompt = read_prompt(asked.prompt, model.vocab_size)
+        try:
+            prompt = unpack_ids(asked.prompt)
+        except ValueError as error:
+            raise BadRequest(f"prompt is not a list of token ids: {error}", field="prompt") from error
+        if len(prompt) == 0 or prompt.min() < 0 or prompt.max() >= model.vocab_size:
+            raise BadRequest(f"prompt must hold token ids between 0 and {model.vocab_size - 1}", field="prompt")
         asked.sampling.validate()
         if objection is not None:
             raise objection

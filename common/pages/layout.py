@@ -8,6 +8,7 @@ A pool is page-major: page `p` is the run of `page_bytes` bytes at `base + p * p
     order "head":   [head, layer, 2, token, dim]        one slice of heads is one run
 """
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -20,7 +21,7 @@ ITEM_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "ui
 LAYOUT_VERSION = 1
 
 
-class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What two instances must agree on before one may write into the other's pages."""
 
     layers: int
@@ -41,7 +42,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one token's key (or value) in one layer and one head."""
         return self.head_dim * ITEM_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         return self.layers * 2 * self.kv_heads * self.page_size * self.slot_bytes
 

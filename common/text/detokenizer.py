@@ -163,18 +163,17 @@ class Detokenizer:
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _receive_tokens(self, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
-        touched: dict[Key, _Answer] = {}
+        taken: dict[Key, list[TokenDelta]] = {}
         for delta in deltas:
             if delta.key in self._over:
                 self.dropped["after the end"] += 1
             elif delta.first < 0:
                 self.dropped["malformed"] += 1
-            elif (answer := self._open.get(delta.key)) is not None:
-                self._put(answer, delta)
-                touched[delta.key] = answer
+            elif delta.key in self._open:
+                taken.setdefault(delta.key, []).append(delta)
             else:
                 self._receive_early(delta, now)
-        return [text for key, answer in touched.items() for text in self._advance(key, answer, now)]
+        return [text for key, deltas in taken.items() for text in self._advance(key, self._open[key], deltas, now)]
 
     def _receive_early(self, delta: TokenDelta, now: float) -> None:
         """Keep tokens that came before their ExpectAnswer, for a while and not too many."""
@@ -203,16 +202,14 @@ class Detokenizer:
             return self._refuse(opened, TandemError(f"the answer cannot be opened: {error}"))
         self._open[key] = answer
         self._deadlines.set(key, answer.dies_s)
-        for delta in self._early.pop(key, ()):
-            self._put(answer, delta)
-        return self._advance(key, answer, now)
+        return self._advance(key, answer, self._early.pop(key, ()), now)
 
-    def _put(self, answer: _Answer, delta: TokenDelta) -> None:
-        again = answer.order.put(delta.first, delta.token_ids, delta.ending)
-        if again:
-            self.dropped["tokens that came again"] += again
-
-    def _advance(self, key: Key, answer: _Answer, now: float) -> list[TextDelta]:
+    def _advance(self, key: Key, answer: _Answer, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
+        """Take in tokens of an open answer. Returns the text that they bring, and ends the answer or sets its deadline anew."""
+        for delta in deltas:
+            again = answer.order.put(delta.first, delta.token_ids, delta.ending)
+            if again:
+                self.dropped["tokens that came again"] += again
         if answer.order.waiting_tokens > self._limits.waiting_tokens:
             return self._break_off(key, answer, Failed.of(_missing(answer)))
         texts = answer.advance(key)

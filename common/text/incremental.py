@@ -56,7 +56,7 @@ class IncrementalDecoder:
         while complete and self._decode(shown[:complete]).endswith(REPLACEMENT):
             complete -= 1
         self._begin(shown[:complete], shown[complete:])
-        self._unwanted = self._text_after_settled(self._pending)
+        self._unwanted = self._text_after_settled(self._pending) if self._pending else ""
         """Text of the context's last bytes, which are not a character, or not yet one; it is not returned."""
 
     def step(self, token_id: int) -> str:
@@ -79,6 +79,8 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """End the answer. Returns the text of the pending tokens, with U+FFFD for incomplete characters."""
+        if not self._pending:
+            return ""
         text = self._text_after_settled(self._pending)
         self._begin([], [])
         return self._wanted(text)

@@ -15,14 +15,14 @@ class Source(HandoffSource):
     def open(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Any]:
         return [*super().open(reserve, peer, source_pages), *self.take_closings()]
 
-    def computed(self, key: Key, tokens: int) -> list[Any]:
-        return [*super().computed(key, tokens), *self.take_closings()]
+    def computed(self, key: Key, tokens: int, layers: int = 0, first_token: int | None = None) -> list[Any]:
+        return [*super().computed(key, tokens, layers, first_token), *self.take_closings()]
 
     def layers_computed(self, key: Key, layers: int) -> list[Any]:
-        return [*super().layers_computed(key, layers), *self.take_closings()]
+        return self.computed(key, 0, layers)
 
     def sampled(self, key: Key, first_token: int) -> list[Any]:
-        return [*super().sampled(key, first_token), *self.take_closings()]
+        return self.computed(key, 0, first_token=first_token)
 
     def give_up(self, key: Key) -> list[Any]:
         return [*super().give_up(key), *self.take_closings()]

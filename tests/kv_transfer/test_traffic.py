@@ -5,17 +5,17 @@ import pytest
 from common.ids import InstanceId, Ticket
 from common.instance.ports import PushDone, PushFailed
 from common.messages import LinkTraffic
-from kv_transfer.traffic import Traffic
+from kv_transfer.traffic import Traffic, traffic_of
 
 A, B = InstanceId("a"), InstanceId("b")
 
 
 def test_pushes_and_handoffs_add_up_for_each_peer_and_in_all() -> None:
     traffic = Traffic()
-    traffic.pushed(A, PushDone(Ticket(1), 100, 0.5, runs=3))
-    traffic.pushed(A, PushDone(Ticket(2), 20, 0.25, runs=1))
-    traffic.pushed(B, PushDone(Ticket(3), 7, 1.0, runs=2))
-    traffic.handed_off(A, 0.125)
+    traffic.add(A, traffic_of(PushDone(Ticket(1), 100, 0.5, runs=3)))
+    traffic.add(A, traffic_of(PushDone(Ticket(2), 20, 0.25, runs=1)))
+    traffic.add(B, traffic_of(PushDone(Ticket(3), 7, 1.0, runs=2)))
+    traffic.add(A, LinkTraffic(handoffs=1, exposed_seconds=0.125))
     to_a = LinkTraffic(pushes=2, runs=4, bytes_pushed=120, push_seconds=0.75, handoffs=1, exposed_seconds=0.125)
     assert traffic.to(A) == to_a
     assert traffic.total == LinkTraffic(pushes=3, runs=6, bytes_pushed=127, push_seconds=1.75, handoffs=1, exposed_seconds=0.125)
@@ -31,13 +31,13 @@ def test_pushes_and_handoffs_add_up_for_each_peer_and_in_all() -> None:
 )
 def test_a_failure_is_counted_by_its_kind(begun: bool, quiescent: bool, counted: LinkTraffic) -> None:
     traffic = Traffic()
-    traffic.pushed(A, PushFailed(Ticket(1), "cable", quiescent=quiescent, begun=begun))
+    traffic.add(A, traffic_of(PushFailed(Ticket(1), "cable", quiescent=quiescent, begun=begun)))
     assert traffic.to(A) == counted and traffic.total.pushes_failed == 1
 
 
 def test_a_peer_that_left_is_forgotten_but_for_what_it_adds_to_the_total() -> None:
     traffic = Traffic()
     for peer in (A, B):
-        traffic.handed_off(peer, 1.0)
+        traffic.add(peer, LinkTraffic(handoffs=1, exposed_seconds=1.0))
     traffic.keep([B])
     assert (traffic.to(A), traffic.to(B).handoffs, traffic.total.handoffs) == (LinkTraffic(), 1, 2)

@@ -33,6 +33,7 @@ from common.instance.limits import InstanceLimits
 from common.instance.membership import Membership
 from common.instance.worker import InstanceWorker
 from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo, RouterInbox
+from common.text.detokenizer import Detokenizer
 from common.text.detokenizer_manager import DetokenizerManager
 from common.text.tokenizer_manager import TokenizerManager
 from common.wire import Mailbox
@@ -57,6 +58,7 @@ HANG_S = 120.0
 """The walk takes a few seconds; after this it is stuck."""
 ANSWER_TOKENS = 8
 IDLE_TURNS = 100
+DETOKENIZER_TURN = {turn.__code__ for turn in (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick)}
 COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
 STAGES = {"transfer": "the transfer threads", "engine": "the engine threads", "tokenizer": "the router: tokenizing"}
 """What is done on threads of these names."""
@@ -202,7 +204,8 @@ class Fleet:
         self.gateway = stack.enter_context(closing(Gateway(self.core, mailbox, self.clock)))
         intake = stack.enter_context(closing(Intake(self.core, tokenizer, tokenizer.model_name, config)))
         self.app = build_app(Api(self.gateway, intake, metrics, tokenizer.model_name, None), metrics, config.max_requests)
-        self.detokenizer.meet_router(mailbox.address)
+        self.router_address = mailbox.address
+        self.detokenizer.meet_router(self.router_address)
         stack.callback(self.detokenizer.stop)
         threading.Thread(target=self.detokenizer.run, name="the detokenizer", daemon=True).start()
         network = MemoryNetwork()
@@ -292,6 +295,9 @@ async def _walk() -> Walk:
             await fleet.chat("first " + facts)  # from then on, what is done once in a process's life is done
             with recorder.calls("idle") as idle:
                 for _ in range(IDLE_TURNS):
+                    fleet.detokenizer.meet_router(fleet.router_address)  # wakes it, as its heartbeats do
+                    await fleet.turn()
+                while not DETOKENIZER_TURN <= idle.keys():
                     await fleet.turn()
             chats = []
             for word in ("one ", "two ", "three "):

@@ -41,7 +41,9 @@ class Step:
         segments: list[Segment] = []
         for row, (start, tokens) in enumerate(chunks):
             begin = segments[-1].end if segments else 0
-            segments.append(Segment(begin, begin + tokens, start, self.table[row, : layout.pages_for(start + tokens)]))
+            segments.append(
+                Segment(begin, begin + tokens, start, start + tokens, self.table[row, : layout.pages_for(start + tokens)])
+            )
             self._fill(row, start, generator)
         for row, length in enumerate(lengths, len(chunks)):
             self.places.append((row, length - 1))
