@@ -297,7 +297,7 @@ async def _walk() -> Walk:
                 for _ in range(IDLE_TURNS):
                     fleet.detokenizer.meet_router(fleet.router_address)  # wakes it, as its heartbeats do
                     await fleet.turn()
-                while not DETOKENIZER_TURN <= idle.keys():
+                while not idle.keys() >= DETOKENIZER_TURN:
                     await fleet.turn()
             chats = []
             for word in ("one ", "two ", "three "):
