@@ -29,8 +29,7 @@ def two() -> Two:
     """Connecting, with what is written on its way until the test lets it go."""
     made = Two(measures=True)
     made.network.hold = True
-    made.source.loop.submit(Connect((made.target.info(),)))
-    assert made.source.events() == [MEASURING]
+    assert made.told(Connect((made.target.info(),))) == [MEASURING]
     return made
 
 
@@ -51,8 +50,7 @@ def measured(two: Two, seconds: float = PROBE_S) -> LinkInfo:
 
 def test_a_link_is_ready_when_it_is_measured_and_not_before(two: Two) -> None:
     two.allow()
-    two.push(1, [0], [0])
-    assert two.source.events() == [refused(1, "there is no link to d")]
+    assert two.pushed(1) == [refused(1, "there is no link to d")]
     link = measured(two)
     assert (link.state, link.detail, link.host_bytes_per_s) == ("ready", "memmove: memory", 1e10)
     assert link.bytes_per_s == MOST_RUNS * LAYOUT.page_bytes / PROBE_S, "small pages are not written without end"
@@ -86,8 +84,7 @@ def test_pools_without_a_spare_page_are_linked_unmeasured() -> None:
     two.connect()
     other = Two(measures=True)
     pool = msgspec.structs.replace(other.target.loop.descriptor, spare_pages=0)
-    other.source.loop.submit(Connect((msgspec.structs.replace(other.target.info(), pool=pool),)))
-    assert other.source.events() == [linked("ready", "memmove")]
+    assert other.told(Connect((msgspec.structs.replace(other.target.info(), pool=pool),))) == [linked("ready", "memmove")]
 
 
 def test_a_peer_that_dies_while_it_is_measured_is_lost_and_tried_again(two: Two) -> None:
@@ -95,14 +92,12 @@ def test_a_peer_that_dies_while_it_is_measured_is_lost_and_tried_again(two: Two)
     two.source.transport.fail("cable", quiescent=False)
     assert two.source.events() == [linked("lost", "it could not be measured: cable")]
     assert two.source.loop.idle
-    two.clock.now += RETRY_S
-    assert two.source.events() == [MEASURING]
+    assert two.after(RETRY_S) == [MEASURING]
     assert measured(two).state == "ready"
 
 
 def test_a_measurement_without_progress_is_given_up(two: Two) -> None:
-    two.clock.now += STALL_S + 1.0
-    (changed,) = two.source.events()
+    (changed,) = two.after(STALL_S + 1.0)
     assert isinstance(changed, LinkChanged) and changed.link.state == "lost"
     assert not any(isinstance(event, PushFailed) for event in two.source.events()), "nobody pushed anything"
 
@@ -122,14 +117,12 @@ def test_a_measurement_needs_no_lease_and_outlives_one(two: Two) -> None:
 def test_links_are_measured_one_after_the_other_but_none_waits_long_for_another(two: Two) -> None:
     other = two.side(seed=3)
     infos = (two.target.info(), msgspec.structs.replace(other.info(), id="e"))
-    two.source.loop.submit(Connect(infos))
-    (changed,) = two.source.events()
+    (changed,) = two.told(Connect(infos))
     assert isinstance(changed, LinkChanged) and (changed.link.peer, changed.link.state) == ("e", "connecting")
     before = other.memory.copy()
     assert let_go(two, TURN_S / 4) == []
     np.testing.assert_array_equal(other.memory, before)
-    two.clock.now += TURN_S
-    assert two.source.events() == [], "the first is not done, and the second has begun"
+    assert two.after(TURN_S) == [], "the first is not done, and the second has begun"
     assert let_go(two, TURN_S / 4) == []
     np.testing.assert_array_equal(other.memory[PAGES], two.source.memory[PAGES])
 

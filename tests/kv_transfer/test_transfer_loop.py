@@ -37,8 +37,7 @@ def held(connected: Two) -> Two:
 
 def test_a_link_comes_up_once_and_is_reported(two: Two) -> None:
     two.connect()
-    two.source.loop.submit(Connect((two.target.info(),)))
-    assert two.source.events() == []
+    assert two.told(Connect((two.target.info(),))) == []
 
 
 def test_nothing_happens_before_the_loop_turns(two: Two) -> None:
@@ -50,10 +49,8 @@ def test_nothing_happens_before_the_loop_turns(two: Two) -> None:
 
 def test_a_peer_with_another_layout_is_refused_by_the_field_that_differs(two: Two) -> None:
     two.target = two.side(seed=2, layout=msgspec.structs.replace(LAYOUT, page_size=16))
-    two.source.loop.submit(Connect((two.target.info(),)))
-    assert two.source.events() == [linked("lost", "its KV layout differs: page_size is 16 there and 4 here")]
-    two.push(1, [0], [0])
-    assert two.source.events() == [refused(1, "there is no link to d")]
+    assert two.told(Connect((two.target.info(),))) == [linked("lost", "its KV layout differs: page_size is 16 there and 4 here")]
+    assert two.pushed(1) == [refused(1, "there is no link to d")]
 
 
 def test_a_peer_with_another_backend_is_refused_by_both_names(two: Two) -> None:
@@ -76,47 +73,40 @@ def test_a_peer_with_another_backend_is_refused_by_both_names(two: Two) -> None:
 )
 def test_an_invalid_pool_is_refused(two: Two, change: dict[str, Any], reason: str) -> None:
     peer = two.target.info()
-    two.source.loop.submit(Connect((msgspec.structs.replace(peer, pool=msgspec.structs.replace(peer.pool, **change)),)))
-    (lost,) = two.source.events()
+    (lost,) = two.told(Connect((msgspec.structs.replace(peer, pool=msgspec.structs.replace(peer.pool, **change)),)))
     assert isinstance(lost, LinkChanged) and lost.link.state == "lost" and lost.link.detail.startswith(reason)
 
 
 def test_a_peer_that_the_transport_cannot_reach_is_reported_with_its_reason(two: Two) -> None:
     two.target.loop.close()
-    two.source.loop.submit(Connect((two.target.info(),)))
-    assert two.source.events() == [linked("lost", f"agent {two.target.loop.descriptor.agent} is not in this process")]
+    assert two.told(Connect((two.target.info(),))) == [
+        linked("lost", f"agent {two.target.loop.descriptor.agent} is not in this process")
+    ]
 
 
 def test_a_peer_that_came_back_with_another_incarnation_gets_a_new_link(connected: Two) -> None:
     connected.target.loop.close()
     connected.target = connected.side(seed=3)
-    connected.source.loop.submit(Connect((connected.target.info("2"),)))
-    assert connected.source.events() == [linked("ready", "memmove", "2")]
-    connected.push(1, [0], [0], incarnation=LIFE)
-    assert connected.source.events() == [refused(1, "there is no link to d")]
+    assert connected.told(Connect((connected.target.info("2"),))) == [linked("ready", "memmove", "2")]
+    assert connected.pushed(1, incarnation=LIFE) == [refused(1, "there is no link to d")]
     connected.allow(incarnation=Incarnation("2"))
-    connected.push(2, [0], [0], incarnation=Incarnation("2"))
-    assert connected.source.events() == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
+    assert connected.pushed(2, incarnation=Incarnation("2")) == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
 
 
 def test_a_peer_that_left_has_no_link(connected: Two) -> None:
     connected.source.loop.submit(Connect(()))
-    connected.push(1, [0], [0])
-    assert connected.source.events() == [refused(1, "there is no link to d")]
+    assert connected.pushed(1) == [refused(1, "there is no link to d")]
 
 
 def test_what_is_in_flight_to_a_peer_that_left_ends(held: Two) -> None:
-    held.push(1, [0], [0])
-    assert held.source.events() == []
-    held.source.loop.submit(Connect(()))
-    assert held.source.events() == [failed(1, "the link was closed", quiescent=True)]
+    assert held.pushed(1) == []
+    assert held.told(Connect(())) == [failed(1, "the link was closed", quiescent=True)]
 
 
 def test_a_peer_that_dies_is_reported_and_pushes_to_it_fail(connected: Two) -> None:
     connected.target.loop.close()
     assert connected.source.events() == [linked("lost", "the agent died")]
-    connected.push(1, [0], [0])
-    assert connected.source.events() == [refused(1, "there is no link to d")]
+    assert connected.pushed(1) == [refused(1, "there is no link to d")]
 
 
 # --- pushes ----------------------------------------------------------------------------------------------------------------
@@ -124,8 +114,7 @@ def test_a_peer_that_dies_is_reported_and_pushes_to_it_fail(connected: Two) -> N
 
 def test_a_push_writes_its_pages_and_reports_bytes_and_seconds(held: Two) -> None:
     before = held.target.memory.copy()
-    held.push(1, [3, 4, 1], [6, 7, 0])
-    assert held.source.events() == []
+    assert held.pushed(1, [3, 4, 1], [6, 7, 0]) == []
     held.clock.now += 0.5
     held.source.transport.release()
     assert held.source.events() == [PushDone(Ticket(1), 3 * LAYOUT.page_bytes, 0.5, runs=2)]
@@ -135,15 +124,13 @@ def test_a_push_writes_its_pages_and_reports_bytes_and_seconds(held: Two) -> Non
 
 
 def test_a_push_without_a_link_fails_and_is_quiescent(two: Two) -> None:
-    two.push(1, [0], [0])
-    assert two.source.events() == [refused(1, "there is no link to d")]
+    assert two.pushed(1) == [refused(1, "there is no link to d")]
 
 
 def test_commands_are_carried_out_in_their_order(two: Two) -> None:
     two.source.loop.submit(Connect((two.target.info(),)))
     two.allow()
-    two.push(1, [0], [0])
-    assert two.source.events() == [linked("ready", "memmove"), PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
+    assert two.pushed(1) == [linked("ready", "memmove"), PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -159,14 +146,12 @@ def test_pages_that_cannot_be_pushed_are_named(
     connected: Two, source_pages: list[int], target_pages: list[int], reason: str
 ) -> None:
     before = connected.target.memory.copy()
-    connected.push(1, source_pages, target_pages)
-    assert connected.source.events() == [refused(1, reason)]
+    assert connected.pushed(1, source_pages, target_pages) == [refused(1, reason)]
     np.testing.assert_array_equal(connected.target.memory, before)
 
 
 def test_a_push_that_the_transport_fails_is_reported_as_it_says(held: Two) -> None:
-    held.push(1, [0], [0])
-    held.source.events()
+    held.pushed(1)
     held.source.transport.fail("cable", quiescent=False)
     assert held.source.events() == [failed(1, "cable", quiescent=False)]
 
@@ -180,55 +165,41 @@ CLOSED = "the link was closed"
 
 
 def test_a_link_without_progress_is_lost_and_closed(held: Two) -> None:
-    held.push(1, [0, 2], [0, 2])
-    assert held.source.events() == []
-    held.clock.now += ALLOWED_S - 1e-6
-    assert held.source.events() == []
-    held.clock.now += 2e-6
-    assert held.source.events() == [STALLED]
-    held.push(2, [0], [0])
-    assert held.source.events() == [refused(2, "there is no link to d"), failed(1, CLOSED, quiescent=True)]
+    assert held.pushed(1, [0, 2], [0, 2]) == []
+    assert held.after(ALLOWED_S - 1e-6) == []
+    assert held.after(2e-6) == [STALLED]
+    assert held.pushed(2) == [refused(2, "there is no link to d"), failed(1, CLOSED, quiescent=True)]
 
 
 def test_a_push_that_completes_is_progress_for_the_others(held: Two) -> None:
-    held.push(1, [0], [0])
-    held.source.events()
+    held.pushed(1)
     held.clock.now += 0.8 * STALL_S
     held.source.transport.release()
-    held.push(2, [1], [1])
-    assert held.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.8 * STALL_S)]
-    held.clock.now += 0.8 * STALL_S
-    assert held.source.events() == []
-    held.clock.now += 0.3 * STALL_S
-    assert held.source.events() == [linked("lost", f"no push completed for {1.1 * STALL_S:.0f} s")]
+    assert held.pushed(2, [1], [1]) == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.8 * STALL_S)]
+    assert held.after(0.8 * STALL_S) == []
+    assert held.after(0.3 * STALL_S) == [linked("lost", f"no push completed for {1.1 * STALL_S:.0f} s")]
 
 
 def test_a_push_that_begins_is_no_progress_for_the_others(held: Two) -> None:
-    held.push(1, [0], [0])
-    held.source.events()
+    held.pushed(1)
     held.clock.now += 0.8 * STALL_S
-    held.push(2, [1], [1])
-    held.source.events()
-    held.clock.now += ALLOWED_S - 0.8 * STALL_S + 1e-6
-    assert held.source.events() == [STALLED]
+    held.pushed(2, [1], [1])
+    assert held.after(ALLOWED_S - 0.8 * STALL_S + 1e-6) == [STALLED]
     assert held.source.events() == [failed(1, CLOSED, quiescent=True), failed(2, CLOSED, quiescent=True)]
 
 
 def test_an_idle_link_never_stalls(connected: Two) -> None:
-    connected.push(1, [0], [0])
+    connected.push(1)
     assert len(connected.source.events()) == 1
-    connected.clock.now += 10 * STALL_S
-    assert connected.source.events() == []
+    assert connected.after(10 * STALL_S) == []
 
 
 def test_a_push_that_outlives_its_link_ends_when_the_transport_says_so() -> None:
     two = Two(SlowTransport)
     two.connect()
     two.network.hold = True
-    two.push(1, [0], [0])
-    two.source.events()
-    two.clock.now += STALL_S + 1.0
-    assert two.source.events() == [linked("lost", f"no push completed for {STALL_S + 1.0:.0f} s")]
+    two.pushed(1)
+    assert two.after(STALL_S + 1.0) == [linked("lost", f"no push completed for {STALL_S + 1.0:.0f} s")]
     assert not two.source.loop.idle
     two.source.transport.release()
     assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, STALL_S + 1.0)]
@@ -239,46 +210,33 @@ def test_a_lost_link_is_not_watched() -> None:
     two = Two(SlowTransport)
     two.connect()
     two.network.hold = True
-    two.push(1, [0], [0])
-    two.source.events()
+    two.pushed(1)
     agent = two.target.loop.descriptor.agent
     del two.network.regions[agent]
     assert two.source.events() == [linked("lost", "the agent died")]
-    two.clock.now += STALL_S + 1.0
-    assert two.source.events() == [linked("lost", f"agent {agent} is not in this process")], "tried again, and no stall"
+    assert two.after(STALL_S + 1.0) == [linked("lost", f"agent {agent} is not in this process")], "tried again, and no stall"
 
 
 def test_what_a_link_had_in_flight_when_it_was_lost_does_not_count_when_it_is_up_again() -> None:
     two = Two(SlowTransport)
     two.connect()
     two.network.hold = True
-    two.push(1, [0], [0])
-    two.source.events()
-    two.clock.now += STALL_S + 1.0
-    assert isinstance(two.source.events()[0], LinkChanged)
-    two.clock.now += RETRY_S + 0.1
-    assert two.source.events() == [linked("ready", "memmove")]
-    two.push(2, [1], [1])
-    two.source.events()
-    two.clock.now += STALL_S
-    assert two.source.events() == [], "push 1 began long ago, push 2 did not"
-    two.clock.now += 1.0
-    assert two.source.events() == [linked("lost", f"no push completed for {STALL_S + 1.0:.0f} s")]
+    two.pushed(1)
+    assert isinstance(two.after(STALL_S + 1.0)[0], LinkChanged)
+    assert two.after(RETRY_S + 0.1) == [linked("ready", "memmove")]
+    two.pushed(2, [1], [1])
+    assert two.after(STALL_S) == [], "push 1 began long ago, push 2 did not"
+    assert two.after(1.0) == [linked("lost", f"no push completed for {STALL_S + 1.0:.0f} s")]
 
 
 def test_a_lost_link_is_tried_again_and_serves_again(held: Two) -> None:
-    held.push(1, [0], [0])
-    held.source.events()
-    held.clock.now += STALL_S + 1.0
-    assert isinstance(held.source.events()[0], LinkChanged)
+    held.pushed(1)
+    assert isinstance(held.after(STALL_S + 1.0)[0], LinkChanged)
     assert held.source.events() == [failed(1, CLOSED, quiescent=True)]
     held.network.hold = False
-    held.clock.now += RETRY_S - 1e-3
-    assert held.source.events() == []
-    held.clock.now += 2e-3
-    assert held.source.events() == [linked("ready", "memmove")]
-    held.push(2, [0], [0])
-    assert held.source.events() == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
+    assert held.after(RETRY_S - 1e-3) == []
+    assert held.after(2e-3) == [linked("ready", "memmove")]
+    assert held.pushed(2) == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
 
 
 def test_a_link_that_stays_lost_is_tried_ever_more_rarely(two: Two) -> None:
@@ -293,32 +251,27 @@ def test_a_link_that_stays_lost_is_tried_ever_more_rarely(two: Two) -> None:
         assert two.source.events() == [], "what is known is not told again"
         wait_s = min(2 * wait_s, RETRY_MOST_S)
     two.network.regions[descriptor.agent] = region
-    two.clock.now += wait_s - 1e-3
-    assert two.source.events() == []
-    two.clock.now += 2e-3
-    assert two.source.events() == [linked("ready", "memmove")]
+    assert two.after(wait_s - 1e-3) == []
+    assert two.after(2e-3) == [linked("ready", "memmove")]
     del two.network.regions[descriptor.agent]
     assert two.source.events() == [linked("lost", "the agent died")]
     two.network.regions[descriptor.agent] = region
-    two.clock.now += RETRY_S
-    assert two.source.events() == [linked("ready", "memmove")], "it was up meanwhile: soon again"
+    assert two.after(RETRY_S) == [linked("ready", "memmove")], "it was up meanwhile: soon again"
 
 
 def test_a_peer_that_left_is_not_tried_again(connected: Two) -> None:
     del connected.network.regions[connected.target.loop.descriptor.agent]
     assert connected.source.events() == [linked("lost", "the agent died")]
     connected.source.loop.submit(Connect(()))
-    connected.clock.now += 10 * RETRY_MOST_S
-    assert connected.source.events() == []
+    assert connected.after(10 * RETRY_MOST_S) == []
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------------
 
 
 def test_closing_ends_what_is_in_flight_without_proof(held: Two) -> None:
-    held.push(1, [0], [0])
-    held.push(2, [1], [1])
-    held.source.events()
+    held.push(1)
+    held.pushed(2, [1], [1])
     held.source.loop.close()
     held.source.loop.close()
     closed = [failed(ticket, "the transfers were closed", quiescent=False) for ticket in (1, 2)]
@@ -365,26 +318,20 @@ def test_an_idle_loop_progresses_with_every_turn(connected: Two) -> None:
 
 def test_pushes_that_stand_still_are_seen_since_the_last_completion_on_their_link(held: Two) -> None:
     began_s = held.clock.now
-    held.push(1, [0], [0])
-    held.source.events()
-    held.clock.now += 2.0
-    held.source.events()
+    held.pushed(1)
+    held.after(2.0)
     assert held.source.loop.progress_s == began_s, "since the first of them began"
     held.source.transport.release()
-    held.push(2, [1], [1])
-    held.source.events()
+    held.pushed(2, [1], [1])
     held.clock.now += 1.0
-    held.push(3, [2], [2])
-    held.source.events()
+    held.pushed(3, [2], [2])
     assert held.source.loop.progress_s == began_s + 2.0, "push 1 has ended; that push 3 began is no progress"
 
 
 def test_pushes_that_have_ended_hold_nothing_up_although_their_link_stays_lost(held: Two) -> None:
-    held.push(1, [0], [0])
-    held.source.events()
+    held.pushed(1)
     del held.network.regions[held.target.loop.descriptor.agent]
     held.source.transport.fail("the agent died", quiescent=True)
     assert failed(1, "the agent died", quiescent=True) in held.source.events()
-    held.clock.now += 60.0
-    held.source.events()
+    held.after(60.0)
     assert held.source.loop.progress_s == held.clock.now

@@ -30,16 +30,14 @@ def leased(make_transport: type[MemoryTransport] = MemoryTransport, lease_s: flo
 def writing(make_transport: type[MemoryTransport] = MemoryTransport, pages: int = 1, lease_s: float = WRITE_LEASE_S) -> Two:
     """Leased, with a push of so many pages in flight."""
     two = leased(make_transport, lease_s)
-    two.push(1, list(range(pages)), list(range(pages)))
-    assert two.source.events() == []
+    assert two.pushed(1, list(range(pages)), list(range(pages))) == []
     return two
 
 
 def expired() -> Two:
     """The lease has ended with the only push in flight, and the push cannot be stopped."""
     two = writing(SlowTransport)
-    two.clock.now += WRITE_LEASE_S
-    assert two.source.events() == [EXPIRED]
+    assert two.after(WRITE_LEASE_S) == [EXPIRED]
     return two
 
 
@@ -56,8 +54,7 @@ def test_the_reader_waits_longer_than_the_writer_takes_to_stop() -> None:
 def test_a_push_without_a_lease_is_refused() -> None:
     two = Two()
     two.source.loop.submit(Connect((two.target.info(),)))
-    two.push(1, [0], [0])
-    assert two.source.events() == [linked("ready", "memmove"), refused(1, NO_LEASE)]
+    assert two.pushed(1) == [linked("ready", "memmove"), refused(1, NO_LEASE)]
     assert written(two) == []
 
 
@@ -65,25 +62,20 @@ def test_a_push_at_the_end_of_its_lease_is_refused_and_one_just_before_is_not() 
     two = leased()
     two.network.hold = False
     two.clock.now += WRITE_LEASE_S - 1e-3
-    two.push(1, [0], [0])
-    assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
+    assert two.pushed(1) == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
     two.clock.now += 1e-3
-    two.push(2, [1], [1])
-    assert two.source.events() == [refused(2, NO_LEASE)]
+    assert two.pushed(2, [1], [1]) == [refused(2, NO_LEASE)]
     assert written(two) == [0]
 
 
 def test_a_lease_that_ends_in_mid_push_posts_no_further_slice_and_loses_the_link() -> None:
     two = writing(pages=3)
     two.source.transport.release(1)
-    two.clock.now += WRITE_LEASE_S - 1e-3
-    assert two.source.events() == [] and written(two) == [0]
+    assert two.after(WRITE_LEASE_S - 1e-3) == [] and written(two) == [0]
     two.network.hold = False
-    two.clock.now += 1e-3
-    assert two.source.events() == [EXPIRED, failed(1, "the link was closed", quiescent=True)]
+    assert two.after(1e-3) == [EXPIRED, failed(1, "the link was closed", quiescent=True)]
     assert written(two) == [0]
-    two.push(2, [3], [3])
-    assert two.source.events() == [refused(2, "there is no link to d")]
+    assert two.pushed(2, [3], [3]) == [refused(2, "there is no link to d")]
 
 
 def test_a_lease_that_is_extended_in_time_goes_on() -> None:
@@ -102,8 +94,7 @@ def test_a_lease_never_moves_back() -> None:
     two.allow(lease_s=1.0)
     two.clock.now += 2.0
     two.network.hold = False
-    two.push(1, [0], [0])
-    assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
+    assert two.pushed(1) == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
 
 
 def test_a_lease_for_another_incarnation_or_an_unknown_peer_does_not_count() -> None:
@@ -111,26 +102,22 @@ def test_a_lease_for_another_incarnation_or_an_unknown_peer_does_not_count() -> 
     two.allow()
     two.source.loop.submit(Connect((two.target.info(),)))
     two.allow(incarnation=Incarnation("2"))
-    two.push(1, [0], [0])
-    assert two.source.events() == [linked("ready", "memmove"), refused(1, NO_LEASE)]
+    assert two.pushed(1) == [linked("ready", "memmove"), refused(1, NO_LEASE)]
 
 
 def test_a_peer_that_came_back_needs_a_new_lease() -> None:
     two = leased()
     two.source.loop.submit(Connect(()))
     two.source.loop.submit(Connect((two.target.info(),)))
-    two.push(1, [0], [0])
-    assert two.source.events() == [linked("ready", "memmove"), refused(1, NO_LEASE)]
+    assert two.pushed(1) == [linked("ready", "memmove"), refused(1, NO_LEASE)]
 
 
 def test_an_idle_link_outlives_its_lease_and_is_written_to_under_the_next() -> None:
     two = leased()
     two.network.hold = False
-    two.clock.now += 100.0
-    assert two.source.events() == []
+    assert two.after(100.0) == []
     two.allow(WRITE_LEASE_S)
-    two.push(1, [0], [0])
-    assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
+    assert two.pushed(1) == [PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
 
 
 def test_the_loop_wakes_when_a_lease_ends() -> None:
@@ -143,8 +130,7 @@ def test_the_loop_wakes_when_a_lease_ends() -> None:
 
 def test_a_write_in_flight_long_after_its_lease_ends_the_process() -> None:
     two = expired()
-    two.clock.now += OVERRUN_S - 1e-3
-    assert failed(1, "", quiescent=True) not in two.source.events()
+    assert failed(1, "", quiescent=True) not in two.after(OVERRUN_S - 1e-3)
     two.clock.now += 1e-3
     with pytest.raises(LeaseOverrun, match="a push to d was in flight 12 s after its lease had ended"):
         two.source.loop.step()
@@ -183,8 +169,7 @@ def test_a_write_that_ends_in_time_ends_nothing_else() -> None:
     two.clock.now += OVERRUN_S - 1.0
     two.source.transport.release()
     assert PushDone(Ticket(1), LAYOUT.page_bytes, WRITE_LEASE_S + OVERRUN_S - 1.0) in two.source.events()
-    two.clock.now += 100.0
-    two.source.events()
+    two.after(100.0)
 
 
 def test_a_reader_that_answers_again_saves_the_process_with_its_write_in_flight() -> None:
@@ -192,8 +177,7 @@ def test_a_reader_that_answers_again_saves_the_process_with_its_write_in_flight(
     two.clock.now += 1.0
     two.allow(WRITE_LEASE_S)
     two.source.events()
-    two.clock.now += OVERRUN_S
-    two.source.events()
+    two.after(OVERRUN_S)
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -202,8 +186,7 @@ def test_a_write_is_watched_after_its_peer_has_left_the_fleet(comes_back: bool) 
     two = writing(SlowTransport)
     two.source.loop.submit(Connect(()))
     if comes_back:
-        two.source.loop.submit(Connect((two.target.info(),)))
-    two.source.events()
+        two.told(Connect((two.target.info(),)))
     two.clock.now += WRITE_LEASE_S + OVERRUN_S
     with pytest.raises(LeaseOverrun):
         two.source.loop.step()
@@ -211,14 +194,11 @@ def test_a_write_is_watched_after_its_peer_has_left_the_fleet(comes_back: bool) 
 
 def test_a_peer_that_left_with_a_write_in_flight_is_not_tried_again() -> None:
     two = writing(SlowTransport)
-    two.source.loop.submit(Connect(()))
-    two.source.events()
-    two.clock.now += WRITE_LEASE_S
-    assert two.source.events() == []
+    two.told(Connect(()))
+    assert two.after(WRITE_LEASE_S) == []
     two.source.transport.release()
     assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, WRITE_LEASE_S)]
-    two.clock.now += 10 * RETRY_S
-    assert two.source.events() == []
+    assert two.after(10 * RETRY_S) == []
 
 
 def test_a_lease_that_ends_while_another_link_is_made_drives_nothing() -> None:
@@ -241,14 +221,12 @@ def test_a_lease_that_ends_while_another_link_is_made_drives_nothing() -> None:
 
 def test_a_link_that_was_lost_with_its_lease_serves_again_under_a_new_one() -> None:
     two = writing()
-    two.clock.now += WRITE_LEASE_S
-    assert isinstance(two.source.events()[0], LinkChanged)
+    assert isinstance(two.after(WRITE_LEASE_S)[0], LinkChanged)
     two.clock.now += RETRY_S
     two.network.hold = False
     two.allow(WRITE_LEASE_S)
     assert linked("ready", "memmove") in two.source.events()
-    two.push(2, [0], [0], incarnation=LIFE)
-    assert two.source.events() == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
+    assert two.pushed(2, incarnation=LIFE) == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
 
 
 def test_an_overrun_is_an_error_of_a_transfer() -> None:

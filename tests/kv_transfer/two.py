@@ -3,6 +3,7 @@
 Owns the pools of a source and a target, and the words in which they are commanded. Knows no test.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import numpy as np
 
 from common.ids import Incarnation, InstanceId, Ticket
-from common.instance.ports import Allow, Connect, LinkChanged, Push, PushFailed, TransferEvent
+from common.instance.ports import Allow, Connect, LinkChanged, Push, PushFailed, TransferCommand, TransferEvent
 from common.messages import InstanceInfo, LinkInfo, LinkState
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
@@ -93,9 +94,27 @@ class Two:
     def allow(self, lease_s: float = LONG_S, incarnation: Incarnation = LIFE) -> None:
         self.source.loop.submit(Allow(PEER, incarnation, self.clock.now + lease_s))
 
-    def push(self, ticket: int, source_pages: list[int], target_pages: list[int], incarnation: Incarnation = LIFE) -> None:
+    def push(
+        self, ticket: int, source_pages: Sequence[int] = (0,), target_pages: Sequence[int] = (0,), incarnation: Incarnation = LIFE
+    ) -> None:
         source, target = (np.array(side, dtype=np.int32) for side in (source_pages, target_pages))
         self.source.loop.submit(Push(Ticket(ticket), PEER, incarnation, source, target))
+
+    # --- what the source reports then ----------------------------------------------------------------------------------------
+
+    def pushed(
+        self, ticket: int, source_pages: Sequence[int] = (0,), target_pages: Sequence[int] = (0,), incarnation: Incarnation = LIFE
+    ) -> list[TransferEvent]:
+        self.push(ticket, source_pages, target_pages, incarnation)
+        return self.source.events()
+
+    def told(self, command: TransferCommand) -> list[TransferEvent]:
+        self.source.loop.submit(command)
+        return self.source.events()
+
+    def after(self, seconds: float) -> list[TransferEvent]:
+        self.clock.now += seconds
+        return self.source.events()
 
 
 def linked(state: LinkState, detail: str, incarnation: str = "1") -> LinkChanged:
