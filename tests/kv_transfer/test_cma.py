@@ -11,37 +11,27 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from common.ids import Int64Array, Ticket
-from common.messages import PoolDescriptor
-from common.pages.layout import MemoryRegion
+from common.ids import Ticket
 from kv_transfer.cma import IOV_MAX, SLICE_BYTES, CmaTransport
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
-from tests.kv_transfer.agent_process import pool_descriptor, random_bytes
+from tests.kv_transfer.agent_process import random_bytes
+from tests.kv_transfer.local_agent import LocalAgent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Cross memory attach is a part of Linux")
 POOL_BYTES = 3 * SLICE_BYTES
 
 
-class Agent:
-    """A transport with its pool, in this process: it is another one to the kernel all the same."""
+Agent = LocalAgent[CmaTransport]
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.bytes = np.zeros(POOL_BYTES, dtype=np.uint8)
-        self.transport = CmaTransport()
-        agent, self.wire = self.transport.register(MemoryRegion(address=self.address, region_bytes=POOL_BYTES, device=device))
-        self.pool: PoolDescriptor = pool_descriptor(agent, self.address, POOL_BYTES, self.wire, "cma")
 
-    @property
-    def address(self) -> int:
-        return int(self.bytes.ctypes.data)
-
-    def push(self, to: PoolDescriptor, runs: Int64Array) -> None:
-        self.transport.push(Ticket(1), to.agent, runs)
+def agent(device: str = "cpu") -> Agent:
+    """In this process: it is another one to the kernel all the same."""
+    return LocalAgent(CmaTransport(), POOL_BYTES, device)
 
 
 @pytest.fixture
 def pair() -> tuple[Agent, Agent]:
-    source, target = Agent(), Agent()
+    source, target = agent(), agent()
     source.bytes[:] = random_bytes(1, POOL_BYTES)
     assert source.transport.connect(target.pool) == "Linux CMA"
     return source, target
@@ -55,12 +45,9 @@ def stranger() -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-EVERYTHING = np.array([(0, 0, POOL_BYTES)], dtype=np.int64)
-
-
 def test_a_poll_writes_one_slice(pair: tuple[Agent, Agent]) -> None:
     source, target = pair
-    source.push(target.pool, EVERYTHING)
+    source.push(1, target.pool)
     for written in (1, 2):
         assert source.transport.poll() == []
         np.testing.assert_array_equal(target.bytes[: written * SLICE_BYTES], source.bytes[: written * SLICE_BYTES])
@@ -73,7 +60,7 @@ def test_a_poll_writes_one_slice(pair: tuple[Agent, Agent]) -> None:
 def test_more_runs_than_a_call_takes_are_written_all(pair: tuple[Agent, Agent], number: int) -> None:
     source, target = pair
     starts = np.arange(number, dtype=np.int64) * 64
-    source.push(target.pool, np.stack([starts, starts[::-1], np.full(number, 64)], axis=1))
+    source.push(1, target.pool, np.stack([starts, starts[::-1], np.full(number, 64)], axis=1))
     assert source.transport.poll() == [RunsDone(Ticket(1))]
     np.testing.assert_array_equal(target.bytes[: 64 * number].reshape(-1, 64), source.bytes[: 64 * number].reshape(-1, 64)[::-1])
     assert not target.bytes[64 * number :].any()
@@ -83,24 +70,22 @@ def test_a_process_that_is_not_the_agents_is_refused_though_it_lives(
     pair: tuple[Agent, Agent], stranger: "subprocess.Popen[bytes]"
 ) -> None:
     source, target = pair
-    wire = msgspec.msgpack.encode({**msgspec.msgpack.decode(target.wire), "pid": stranger.pid})
     with pytest.raises(TransferError, match=f"could not connect to reused: process {stranger.pid}"):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="reused", wire=wire))
+        source.transport.connect(msgspec.structs.replace(target.pool, agent="reused", wire=target.wire_with(pid=stranger.pid)))
 
 
 @pytest.mark.parametrize("change", [{"pid": 0}, {"pid": 2**40}, {"beacon": -1}, {"beacon": 2**64 - 1}, {"pid": "1"}])
 def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
     source, target = pair
-    wire = msgspec.msgpack.encode({**msgspec.msgpack.decode(target.wire), **change})
     with pytest.raises(TransferError, match="could not connect to odd: Expected"):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=wire))
+        source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=target.wire_with(**change)))
 
 
 def test_a_process_that_has_become_another_is_not_written_to(pair: tuple[Agent, Agent]) -> None:
     source, target = pair
-    source.push(target.pool, EVERYTHING)
+    source.push(1, target.pool)
     source.transport.poll()
-    beacon = msgspec.msgpack.decode(target.wire)["beacon"]
+    beacon = msgspec.msgpack.decode(target.pool.wire)["beacon"]
     ctypes.memmove(beacon, b"cma-another", 11)
     (lost, failed), before = source.transport.poll(), target.bytes.copy()
     assert isinstance(lost, AgentLost) and isinstance(failed, RunsFailed) and failed.quiescent
@@ -113,16 +98,15 @@ def test_a_process_that_is_gone_is_named_as_such(pair: tuple[Agent, Agent], stra
     source, target = pair
     stranger.kill()
     stranger.wait()
-    wire = msgspec.msgpack.encode({**msgspec.msgpack.decode(target.wire), "pid": stranger.pid})
     with pytest.raises(TransferError, match="it is gone"):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="gone", wire=wire))
+        source.transport.connect(msgspec.structs.replace(target.pool, agent="gone", wire=target.wire_with(pid=stranger.pid)))
 
 
 def test_memory_that_is_not_there_fails_the_push(pair: tuple[Agent, Agent]) -> None:
-    other, target = Agent(), pair[1]
+    other, target = agent(), pair[1]
     nowhere = msgspec.structs.replace(target.pool, address=4096)
     other.transport.connect(nowhere)
-    other.push(nowhere, EVERYTHING)
+    other.push(1, nowhere)
     events: list[TransportEvent] = other.transport.poll()
     assert isinstance(events[1], RunsFailed) and events[1].quiescent
     assert events[1].reason == f"process {os.getpid()}: it has no memory at that address"
@@ -130,7 +114,7 @@ def test_memory_that_is_not_there_fails_the_push(pair: tuple[Agent, Agent]) -> N
 
 def test_memory_of_a_device_is_refused_on_either_side() -> None:
     with pytest.raises(TransferError, match="the pool is on cuda:0: choose another --transport"):
-        Agent(device="cuda:0")
-    target = Agent()
+        agent(device="cuda:0")
+    target = agent()
     with pytest.raises(TransferError, match="the pool is on cuda:1"):
-        Agent().transport.connect(msgspec.structs.replace(target.pool, device="cuda:1"))
+        agent().transport.connect(msgspec.structs.replace(target.pool, device="cuda:1"))

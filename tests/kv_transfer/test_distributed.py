@@ -5,30 +5,22 @@ import time
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 import pytest
 
 from common.errors import TransferError
 from common.ids import Ticket
-from common.messages import PoolDescriptor
-from common.pages.layout import MemoryRegion
 from kv_transfer.distributed import CONNECT_S, TorchTransport
-from kv_transfer.transport import RunsDone, TransportEvent
-from tests.kv_transfer.agent_process import pool_descriptor
+from kv_transfer.transport import RunsDone
+from tests.kv_transfer.local_agent import WAIT_S, LocalAgent
 
 POOL_BYTES = 4096
-WAIT_S = 60.0
 
 
-class Agent:
-    """A transport with its pool. While it is `attended`, a thread polls it, as its process would."""
+class Agent(LocalAgent[TorchTransport]):
+    """While it is `attended`, a thread polls it, as its process would."""
 
     def __init__(self, device: str = "cpu", host: str = "127.0.0.1") -> None:
-        self.bytes = np.zeros(POOL_BYTES, dtype=np.uint8)
-        self.transport = TorchTransport(host, silence_s=1.0)
-        region = MemoryRegion(address=int(self.bytes.ctypes.data), region_bytes=POOL_BYTES, device=device)
-        agent, wire = self.transport.register(region)
-        self.pool: PoolDescriptor = pool_descriptor(agent, region.address, POOL_BYTES, wire, "torch")
+        super().__init__(TorchTransport(host, silence_s=1.0), POOL_BYTES, device)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="attendant")
 
@@ -70,12 +62,8 @@ def test_each_end_of_a_link_has_a_thread_that_ends_with_it(pair: tuple[Agent, Ag
     target.attend()
     assert source.transport.connect(target.pool) == "torch.distributed Gloo"
     source.bytes[:] = 7
-    source.transport.push(Ticket(1), target.pool.agent, np.array([(0, 0, POOL_BYTES)], dtype=np.int64))
-    events: list[TransportEvent] = []
-    until = time.monotonic() + WAIT_S
-    while not events and time.monotonic() < until:
-        events = source.transport.poll()
-    assert events == [RunsDone(Ticket(1))]
+    source.push(1, target.pool)
+    assert source.ended() == [RunsDone(Ticket(1))]
     assert (target.bytes == 7).all()
     assert threads_of_links() == ["torch-receiver", "torch-sender"]
     source.transport.close(target.pool.agent)
@@ -111,9 +99,8 @@ def test_a_peer_that_is_gone_is_refused_at_once(pair: tuple[Agent, Agent]) -> No
 @pytest.mark.parametrize("change", [{"port": 0}, {"port": 65536}, {"host": 1}, {"host": "no such host"}, {"host": "." * 99}])
 def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
     source, target = pair
-    wire = msgspec.msgpack.encode({**msgspec.msgpack.decode(target.pool.wire), **change})
     with pytest.raises(TransferError, match=f"could not connect to {target.pool.agent}"):
-        source.transport.connect(msgspec.structs.replace(target.pool, wire=wire))
+        source.transport.connect(msgspec.structs.replace(target.pool, wire=target.wire_with(**change)))
 
 
 def test_a_pool_of_another_kind_of_device_is_refused(pair: tuple[Agent, Agent]) -> None:

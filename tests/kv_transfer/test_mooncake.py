@@ -17,15 +17,13 @@ import pytest
 
 from common.errors import TransferError
 from common.ids import Int64Array, Ticket
-from common.messages import PoolDescriptor
-from common.pages.layout import MemoryRegion
 from kv_transfer.mooncake import MooncakeTransport
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
-from tests.kv_transfer.agent_process import pool_descriptor, random_bytes
+from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
+from tests.kv_transfer.agent_process import random_bytes
+from tests.kv_transfer.local_agent import WAIT_S, LocalAgent
 
 QUEUE_RUNS = 1024
 POOL_BYTES = 2**20
-WAIT_S = 60.0
 NO_DEVICES = '{"cpu:0": [[], []]}'
 
 
@@ -97,37 +95,21 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
             thread.join(WAIT_S)
 
 
-class Agent:
-    """A transport with its pool."""
+Agent = LocalAgent[MooncakeTransport]
 
-    def __init__(self) -> None:
-        self.bytes = np.zeros(POOL_BYTES, dtype=np.uint8)
-        self.transport = MooncakeTransport("127.0.0.1")
-        region = MemoryRegion(address=self.bytes.ctypes.data, region_bytes=POOL_BYTES, device="cpu")
-        agent, wire = self.transport.register(region)
-        self.pool: PoolDescriptor = pool_descriptor(agent, region.address, POOL_BYTES, wire, "mooncake")
 
-    def push_all(self, *pushes: tuple[int, Int64Array], to: PoolDescriptor) -> list[TransportEvent]:
-        """Push, and return what was reported until each ticket has ended."""
-        for ticket, runs in pushes:
-            self.transport.push(Ticket(ticket), to.agent, runs)
-        events: list[TransportEvent] = []
-        until = time.monotonic() + WAIT_S
-        while sum(isinstance(event, RunsDone | RunsFailed) for event in events) < len(pushes):
-            assert time.monotonic() < until
-            events += self.transport.poll()
-            time.sleep(1e-3)
-        return events
+def agent() -> Agent:
+    return LocalAgent(MooncakeTransport("127.0.0.1"), POOL_BYTES)
 
 
 @pytest.fixture
 def pair(network: Network) -> Iterator[tuple[Agent, Agent]]:
-    source, target = Agent(), Agent()
+    source, target = agent(), agent()
     source.bytes[:] = random_bytes(1, POOL_BYTES)
     source.transport.connect(target.pool)
     yield source, target
-    for agent in (source, target):
-        agent.transport.close()
+    for each in (source, target):
+        each.transport.close()
 
 
 def reversed_runs(number: int, run_bytes: int) -> Int64Array:
@@ -135,14 +117,12 @@ def reversed_runs(number: int, run_bytes: int) -> Int64Array:
     return np.stack([starts, starts[::-1], np.full(number, run_bytes)], axis=1)
 
 
-EVERYTHING = reversed_runs(1, POOL_BYTES)
-
-
 def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(network: Network, pair: tuple[Agent, Agent]) -> None:
     source, target = pair
     runs = reversed_runs(4096, 256)
-    events = source.push_all(*((ticket, part) for ticket, part in enumerate(np.split(runs, 2))), to=target.pool)
-    assert events == [RunsDone(Ticket(0)), RunsDone(Ticket(1))]
+    for ticket, part in enumerate(np.split(runs, 2)):
+        source.push(ticket, target.pool, part)
+    assert source.ended(2) == [RunsDone(Ticket(0)), RunsDone(Ticket(1))]
     np.testing.assert_array_equal(target.bytes.reshape(-1, 256), source.bytes.reshape(-1, 256)[::-1])
     assert network.most_under_way == QUEUE_RUNS
 
@@ -150,12 +130,14 @@ def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(networ
 def test_a_write_that_fails_while_the_peer_lives_is_not_proven_to_have_ended(network: Network, pair: tuple[Agent, Agent]) -> None:
     source, target = pair
     network.stopped = True
-    lost, failed = source.push_all((1, EVERYTHING), to=target.pool)
+    source.push(1, target.pool)
+    lost, failed = source.ended()
     assert isinstance(lost, AgentLost) and lost.agent == target.pool.agent
     assert isinstance(failed, RunsFailed) and not failed.quiescent
     network.stopped = False
     source.transport.connect(target.pool)
-    assert source.push_all((2, EVERYTHING), to=target.pool) == [RunsDone(Ticket(2))]
+    source.push(2, target.pool)
+    assert source.ended() == [RunsDone(Ticket(2))]
 
 
 def test_a_write_that_fails_and_whose_peer_cannot_be_asked_is_not_proven_to_have_ended(
@@ -167,7 +149,8 @@ def test_a_write_that_fails_and_whose_peer_cannot_be_asked_is_not_proven_to_have
     source, target = pair
     network.stopped = True
     monkeypatch.setattr(socket, "create_connection", cut_off)
-    _, failed = source.push_all((1, EVERYTHING), to=target.pool)
+    source.push(1, target.pool)
+    _, failed = source.ended()
     assert isinstance(failed, RunsFailed) and not failed.quiescent
 
 
@@ -175,7 +158,8 @@ def test_a_write_that_fails_and_whose_peer_is_gone_has_ended(network: Network, p
     source, target = pair
     target.transport.close()
     network.stopped = True
-    _, failed = source.push_all((1, EVERYTHING), to=target.pool)
+    source.push(1, target.pool)
+    _, failed = source.ended()
     assert isinstance(failed, RunsFailed) and failed.quiescent and "is gone" in failed.reason
     with pytest.raises(TransferError, match="refused"):
         source.transport.connect(target.pool)
@@ -190,9 +174,8 @@ def test_a_descriptor_that_leads_to_another_agent_is_refused(pair: tuple[Agent, 
 @pytest.mark.parametrize("change", [{"port": 0}, {"port": 65536}, {"beacon": -1}, {"host": "no such host"}, {"host": "." * 99}])
 def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
     source, target = pair
-    wire = msgspec.msgpack.encode({**msgspec.msgpack.decode(target.pool.wire), **change})
     with pytest.raises(TransferError, match="could not connect to odd: "):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=wire))
+        source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=target.wire_with(**change)))
 
 
 @pytest.mark.parametrize(
@@ -209,10 +192,10 @@ def test_the_link_says_what_the_engine_has_chosen(
     network.topology = topology
     if forced:
         monkeypatch.setenv("MC_FORCE_TCP", "1")
-    source, target = Agent(), Agent()
+    source, target = agent(), agent()
     assert source.transport.connect(target.pool) == detail
-    for agent in (source, target):
-        agent.transport.close()
+    for each in (source, target):
+        each.transport.close()
 
 
 def test_an_engine_that_cannot_be_loaded_is_refused_with_the_names_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

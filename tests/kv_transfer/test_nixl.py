@@ -4,42 +4,31 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
 from common.ids import Ticket
-from common.messages import PoolDescriptor
-from common.pages.layout import MemoryRegion
 from kv_transfer import nixl
 from kv_transfer.nixl import KEPT_S, SLICES_IN_FLIGHT, NixlTransport
 from kv_transfer.transport import RunsDone, TransportEvent
-from tests.kv_transfer.agent_process import pool_descriptor
-from tests.kv_transfer.agents import WAIT_S
+from tests.kv_transfer.agent_process import random_bytes
 from tests.kv_transfer.contract import MIB, rows
+from tests.kv_transfer.local_agent import LocalAgent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nixl is for Linux only")
 SLICE_BYTES = 64 * 1024
 
 
-@dataclass(slots=True, eq=False)
-class Side:
-    """A transport over memory of its own. posted: handles that were posted."""
+class Two:
+    """Two agents of this process. posted: handles that the source has posted."""
 
-    memory: "np.ndarray[Any, np.dtype[np.uint8]]" = field(default_factory=lambda: np.zeros(2 * MIB, dtype=np.uint8))
-    transport: NixlTransport = field(default_factory=NixlTransport)
-    posted: list[object] = field(default_factory=list)
-    pool: PoolDescriptor = field(init=False)
-
-    def __post_init__(self) -> None:
-        region = MemoryRegion(address=self.memory.ctypes.data, region_bytes=len(self.memory), device="cpu")
-        agent, wire = self.transport.register(region)
-        self.pool = pool_descriptor(agent, region.address, len(self.memory), wire, backend="nixl")
-        self._count_posts(self.transport._agent)
-
-    def _count_posts(self, agent: Any) -> None:
+    def __init__(self) -> None:
+        self.source, self.target = (LocalAgent(NixlTransport(), 2 * MIB) for _ in range(2))
+        self.source.bytes[:] = random_bytes(1, 2 * MIB)
+        self.posted: list[object] = []
+        agent: Any = self.source.transport._agent
         transfer: Callable[[object], str] = agent.transfer
 
         def counted(handle: object) -> str:
@@ -48,26 +37,15 @@ class Side:
 
         agent.transfer = counted
 
-
-class Two:
-    """Two agents of this process."""
-
-    def __init__(self) -> None:
-        self.source, self.target = Side(), Side()
-        self.source.memory[:] = np.random.default_rng(1).integers(0, 256, len(self.source.memory), dtype=np.uint8)
-
     def push(self, ticket: int, size: int) -> None:
-        self.source.transport.push(Ticket(ticket), self.target.pool.agent, rows((0, 0, size)))
+        self.source.push(ticket, self.target.pool, rows((0, 0, size)))
 
     def poll(self) -> list[TransportEvent]:
         self.target.transport.poll()
         return self.source.transport.poll()
 
     def ended(self, ticket: int) -> None:
-        until = time.monotonic() + WAIT_S
-        while (events := self.poll()) == []:
-            assert time.monotonic() < until, f"push {ticket} did not end"
-        assert events == [RunsDone(Ticket(ticket))]
+        assert self.source.ended(1, self.target) == [RunsDone(Ticket(ticket))]
 
 
 @pytest.fixture
@@ -80,15 +58,15 @@ def test_one_call_posts_a_few_slices_only_so_that_it_is_short(two: Two) -> None:
     slices = 3 * SLICES_IN_FLIGHT + 1
     two.source.transport.connect(two.target.pool)
     two.push(1, slices * SLICE_BYTES)
-    assert 1 <= len(two.source.posted) <= SLICES_IN_FLIGHT
+    assert 1 <= len(two.posted) <= SLICES_IN_FLIGHT
     events: list[TransportEvent] = []
     while not events:
-        before = len(two.source.posted)
+        before = len(two.posted)
         events = two.poll()
-        assert len(two.source.posted) - before <= SLICES_IN_FLIGHT
-    assert events == [RunsDone(Ticket(1))] and len(two.source.posted) == slices
+        assert len(two.posted) - before <= SLICES_IN_FLIGHT
+    assert events == [RunsDone(Ticket(1))] and len(two.posted) == slices
     size = slices * SLICE_BYTES
-    np.testing.assert_array_equal(two.target.memory[:size], two.source.memory[:size])
+    np.testing.assert_array_equal(two.target.bytes[:size], two.source.bytes[:size])
 
 
 def open_files() -> int:
