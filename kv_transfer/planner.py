@@ -28,18 +28,17 @@ class PageSlice:
     first_head: int = 0
 
     @property
-    def end_head(self) -> int:
-        return self.first_head + self.layout.kv_heads
+    def heads(self) -> range:
+        return range(self.first_head, self.first_head + self.layout.kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRange:
-    """The model's heads [first, end), which the rank `source` writes to the rank `target`."""
+    """The model's heads that the rank `source` writes to the rank `target`."""
 
     source: int
     target: int
-    first: int
-    end: int
+    heads: range
 
 
 def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
@@ -64,11 +63,15 @@ def writers(source_ranks: int, target_ranks: int, kv_heads: int) -> list[HeadRan
     for target in range(target_ranks):
         wanted = heads_of(target, target_ranks, kv_heads)
         for source in range(target % replicas, source_ranks, replicas):
-            held = heads_of(source, source_ranks, kv_heads)
-            first, end = max(wanted.start, held.start), min(wanted.stop, held.stop)
-            if first < end:
-                plan.append(HeadRange(source, target, first, end))
+            heads = _shared(heads_of(source, source_ranks, kv_heads), wanted)
+            if heads:
+                plan.append(HeadRange(source, target, heads))
     return plan
+
+
+def _shared(ours: range, theirs: range) -> range:
+    """The heads in both ranges; may be empty."""
+    return range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
 
 
 def plan_runs(
@@ -98,9 +101,9 @@ def _runs_of_a_page(source: PageSlice, target: PageSlice, layers: range) -> Int6
     for name in ("layers", "head_dim", "page_size", "dtype"):
         if getattr(ours, name) != getattr(theirs, name):
             raise TransferError(f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")
-    first, end = max(source.first_head, target.first_head), min(source.end_head, target.end_head)
+    heads = _shared(source.heads, target.heads)
     layer, part, head = np.meshgrid(
-        np.arange(layers.start, layers.stop), np.arange(2), np.arange(first, max(first, end)), indexing="ij"
+        np.arange(layers.start, layers.stop), np.arange(2), np.arange(heads.start, heads.stop), indexing="ij"
     )
     blocks = np.stack([_block_offsets(source, layer, part, head), _block_offsets(target, layer, part, head)], axis=-1).reshape(
         -1, 2
