@@ -1,15 +1,22 @@
-"""Async tests of the router run on asyncio, most of them against a site."""
+"""What most tests of the router begin with: a core that serves a request, or a site. Async tests run on asyncio."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.router.bench import D0, P0, Bench
 from tests.router.fakes import Site
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """A core with one request, which is on its way through p0 and d0."""
+    return Bench(P0, D0).serving()
 
 
 @pytest.fixture

@@ -30,6 +30,11 @@ def chosen(
     return choice.first.info.id, None if choice.decode is None else choice.decode.info.id
 
 
+@pytest.fixture
+def fleet() -> Fleet:
+    return new_fleet(P0, D0)
+
+
 def test_a_request_goes_through_a_linked_pair() -> None:
     assert chosen(new_fleet(P0, D0)) == ("p0", "d0")
 
@@ -59,8 +64,7 @@ def test_a_pair_is_used_only_when_both_ends_report_the_link() -> None:
     assert chosen(fleet) == ("p0", "d1")
 
 
-def test_a_link_to_a_former_incarnation_is_no_link() -> None:
-    fleet = new_fleet(P0, D0)
+def test_a_link_to_a_former_incarnation_is_no_link(fleet: Fleet) -> None:
     successor = instance("d0", "decode", incarnation="2")
     fleet.register(Register(instance=successor), 1.0)
     fleet.heartbeat(beat(successor, P0), 1.0)
@@ -97,8 +101,7 @@ def test_an_instance_gets_nothing_new_while_more_than_a_quarter_of_its_pages_is_
     assert chosen(fleet, max_new_tokens=1) == ("p0", None)
 
 
-def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unready_and_says_so() -> None:
-    fleet = new_fleet(P0, D0)
+def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unready_and_says_so(fleet: Fleet) -> None:
     fleet.heartbeat(beat(D0, P0, load=WORN), 1.0)
     with pytest.raises(Unavailable, match="17 of 64"):
         chosen(fleet)
@@ -109,8 +112,7 @@ def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unr
     assert unready(fleet, "auto") == []
 
 
-def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready() -> None:
-    fleet = new_fleet(P0, D0)
+def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready(fleet: Fleet) -> None:
     fleet.heartbeat(beat(P0, D0, load=WORN), 1.0)
     assert chosen(fleet) == ("d0", None)
     assert ["p0 is quarantined: 17 of 64" in reason for reason in unready(fleet, "auto")] == [True]
@@ -126,8 +128,7 @@ def test_without_prefill_instances_a_decode_instance_serves_alone() -> None:
     assert chosen(new_fleet(D0)) == ("d0", None)
 
 
-def test_colocated_dispatch_never_asks_a_prefill_instance() -> None:
-    fleet = new_fleet(P0, D0)
+def test_colocated_dispatch_never_asks_a_prefill_instance(fleet: Fleet) -> None:
     assert chosen(fleet, "colocated") == ("d0", None)
     assert chosen(fleet, "colocated", max_new_tokens=1) == ("d0", None)
 
@@ -139,8 +140,7 @@ def test_a_prompt_that_no_prefill_memory_holds_goes_to_a_decode_instance() -> No
     assert chosen(fleet, prompt_tokens=9) == ("d0", None)
 
 
-def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error() -> None:
-    fleet = new_fleet(P0, D0)
+def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Fleet) -> None:
     capacity = D0.pool.total_pages * D0.pool.layout.page_size
     assert chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=5) == ("p0", "d0")
     with pytest.raises(BadRequest) as raised:
@@ -179,16 +179,14 @@ def test_a_stuck_instance_gets_nothing_new(load: Load) -> None:
     assert chosen(fleet) == ("p0", "d0")
 
 
-def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so() -> None:
-    fleet = new_fleet(P0, D0)
+def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so(fleet: Fleet) -> None:
     fleet.drain(D0.id)
     with pytest.raises(Unavailable, match="d0 is draining"):
         chosen(fleet)
     assert ["d0 is draining" in reason for reason in unready(fleet, "auto")] == [True]
 
 
-def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them() -> None:
-    fleet = new_fleet(P0, D0)
+def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Fleet) -> None:
     fleet.drain(P0.id)
     assert chosen(fleet) == ("d0", None)
     assert unready(fleet, "auto") == []

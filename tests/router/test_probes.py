@@ -38,8 +38,13 @@ class ProbeBench(Bench):
         return [send for member, next_token in standings for send in self.probed(member, next_token, now)]
 
 
-def test_a_silent_attempt_is_probed_at_its_members_again_and_again() -> None:
-    bench = ProbeBench(P0, D0).serving()
+@pytest.fixture
+def bench() -> ProbeBench:
+    """A request is on its way through p0 and d0."""
+    return ProbeBench(P0, D0).serving()
+
+
+def test_a_silent_attempt_is_probed_at_its_members_again_and_again(bench: ProbeBench) -> None:
     assert bench.core.next_deadline() == PROBE_S
     assert bench.tick(1.9) == {}
     for round_s in (2.0, 4.0, 6.0):
@@ -54,30 +59,26 @@ def test_each_member_is_asked_about_all_its_attempts_at_once() -> None:
     assert sorted((*asked["d0"], *asked["d1"])) == [key("a"), key("b"), key("c")]
 
 
-def test_a_token_postpones_the_probe() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_a_token_postpones_the_probe(bench: ProbeBench) -> None:
     bench.text(0, "a", now=1.5)
     assert bench.tick(2.0) == {}
     assert bench.core.next_deadline() == 3.5
     assert bench.tick(3.5) == {"p0": (key(),), "d0": (key(),)}
 
 
-def test_after_the_handoff_the_prefill_instance_is_not_asked() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_after_the_handoff_the_prefill_instance_is_not_asked(bench: ProbeBench) -> None:
     bench.text(0, "ab", now=0.0)
     assert bench.tick(2.0) == {"d0": (key(),)}
 
 
-def test_a_request_that_nobody_serves_is_not_probed() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_a_request_that_nobody_serves_is_not_probed(bench: ProbeBench) -> None:
     bench.leave(D0, 1.0)
     assert bench.tick(2.0) == {}
     bench.join(D1, 2.5)
     assert bench.tick(4.5) == {"d1": (key(attempt=1),)}
 
 
-def test_a_request_that_ended_is_not_probed_and_leaves_no_deadline() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_a_request_that_ended_is_not_probed_and_leaves_no_deadline(bench: ProbeBench) -> None:
     bench.text(0, "a", Finished(reason="length"))
     assert bench.core.requests.next_deadline() is None
     assert bench.tick(2.0) == {}
@@ -93,8 +94,7 @@ def test_a_silent_request_whose_time_is_over_is_not_probed() -> None:
 # --- verdicts ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_that_no_member_knows_in_two_rounds_is_resumed() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_an_attempt_that_no_member_knows_in_two_rounds_is_resumed(bench: ProbeBench) -> None:
     assert bench.round(2.0, (P0, None), (D0, None)) == []
     assert bench.round(4.0, (P0, None)) == []
     sent = bench.probed(D0, None, 4.1)
@@ -108,16 +108,16 @@ def test_an_attempt_that_no_member_knows_in_two_rounds_is_resumed() -> None:
     [("", [(D0, None), (P0, 0)]), ("", [(P0, None)]), ("abc", [(D0, 3)])],
     ids=["a member knows it", "a member does not answer, which proves nothing", "all that was sent has come"],
 )
-def test_an_attempt_goes_on_while_nothing_of_it_is_lost(so_far: str, standings: list[tuple[InstanceInfo, int | None]]) -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_an_attempt_goes_on_while_nothing_of_it_is_lost(
+    bench: ProbeBench, so_far: str, standings: list[tuple[InstanceInfo, int | None]]
+) -> None:
     if so_far:
         bench.text(0, so_far, now=0.0)
     assert [bench.round(round_s, *standings) for round_s in (2.0, 4.0, 6.0)] == [[]] * 3
     assert bench.observer.resumes == []
 
 
-def test_an_attempt_known_only_to_a_decode_instance_that_waits_for_its_handoff_is_resumed() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_an_attempt_known_only_to_a_decode_instance_that_waits_for_its_handoff_is_resumed(bench: ProbeBench) -> None:
     bench.text(0, "a", now=0.0)
     bench.round(2.0, (P0, None), (D0, 0))
     assert [message.first for _, message in generates(bench.round(4.0, (P0, None), (D0, 0)))] == [1]
@@ -133,16 +133,14 @@ def test_two_suspect_rounds_with_a_good_one_between_them_prove_nothing() -> None
     assert generates(bench.round(16.0, (D0, None))) != []
 
 
-def test_tokens_that_were_sent_and_do_not_come_between_two_rounds_were_lost() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_tokens_that_were_sent_and_do_not_come_between_two_rounds_were_lost(bench: ProbeBench) -> None:
     bench.text(0, "abc", now=0.0)
     assert bench.round(2.0, (D0, 5)) == []
     assert [(message.first, message.key) for _, message in generates(bench.round(4.0, (D0, 8)))] == [(3, key(attempt=1))]
     assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
 
 
-def test_tokens_that_come_between_two_rounds_were_only_on_their_way() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_tokens_that_come_between_two_rounds_were_only_on_their_way(bench: ProbeBench) -> None:
     bench.text(0, "abc", now=0.0)
     bench.round(2.0, (D0, 5))
     bench.text(3, "d", now=2.2)
@@ -150,8 +148,7 @@ def test_tokens_that_come_between_two_rounds_were_only_on_their_way() -> None:
     assert generates(bench.round(6.2, (D0, 8))) != []
 
 
-def test_an_answer_to_a_probe_is_ignored_when_a_token_came_after_the_probe() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_an_answer_to_a_probe_is_ignored_when_a_token_came_after_the_probe(bench: ProbeBench) -> None:
     bench.text(0, "abc", now=0.0)
     bench.round(2.0, (D0, 5))
     bench.tick(4.0)
@@ -159,8 +156,7 @@ def test_an_answer_to_a_probe_is_ignored_when_a_token_came_after_the_probe() -> 
     assert bench.probed(D0, 8, 4.1) == []
 
 
-def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothing_yet() -> None:
-    bench = ProbeBench(P0, D0).serving()
+def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothing_yet(bench: ProbeBench) -> None:
     bench.round(2.0, (D0, None), (P0, 1))
     assert route(bench.round(4.0, (D0, None), (P0, 1))) == ("d0", None), "not through p0 again"
 

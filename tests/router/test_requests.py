@@ -83,8 +83,7 @@ def test_a_request_whose_second_choice_cannot_be_placed_leaves_nothing_behind() 
 # --- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def test_text_reaches_the_client_in_order_and_the_ending_comes_once() -> None:
-    bench = Bench(P0, D0).serving()
+def test_text_reaches_the_client_in_order_and_the_ending_comes_once(bench: Bench) -> None:
     assert bench.text(0, "H", now=1.0) == []
     assert bench.text(1, "el", now=1.5) == []
     assert bench.text(3, "lo", Finished(reason="length"), now=2.0) == []
@@ -100,8 +99,7 @@ def test_text_reaches_the_client_in_order_and_the_ending_comes_once() -> None:
     assert bench.observer.gaps == [(0.5, 2), (0.5, 2)]
 
 
-def test_assigned_tokens_follow_the_request_and_come_home() -> None:
-    bench = Bench(P0, D0).serving()
+def test_assigned_tokens_follow_the_request_and_come_home(bench: Bench) -> None:
     bench.text(0, "a")
     assert bench.assigned() == {"p0": 0, "d0": 21}
     bench.text(1, "bc")
@@ -120,16 +118,14 @@ def test_assigned_tokens_come_home_from_every_phase(tokens: int, max_new_tokens:
     assert bench.assigned() == {"p0": 0, "d0": 0}
 
 
-def test_tokens_that_came_already_are_dropped_and_counted() -> None:
-    bench = Bench(P0, D0).serving()
+def test_tokens_that_came_already_are_dropped_and_counted(bench: Bench) -> None:
     bench.text(0, "ab")
     bench.text(1, "b")
     bench.text(2, "c")
     assert (bench.read(), bench.core.requests.stale) == ("abc", 1)
 
 
-def test_text_of_another_attempt_is_dropped_and_counted() -> None:
-    bench = Bench(P0, D0).serving()
+def test_text_of_another_attempt_is_dropped_and_counted(bench: Bench) -> None:
     bench.text(0, "old", attempt=1)
     assert (bench.read(), bench.core.requests.stale) == ("", 1)
 
@@ -140,13 +136,11 @@ def test_a_stop_string_cancels_at_the_instances_because_they_do_not_know_it() ->
     assert bench.text(1, "", Finished(reason="stop", matched="end")) == cancels(P0, D0)
 
 
-def test_a_stop_token_is_known_to_the_instance_that_sampled_it() -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_stop_token_is_known_to_the_instance_that_sampled_it(bench: Bench) -> None:
     assert bench.text(0, "a", Finished(reason="stop", matched=7)) == []
 
 
-def test_a_failure_at_one_instance_cancels_at_both() -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_failure_at_one_instance_cancels_at_both(bench: Bench) -> None:
     failed = Failed(message="the push failed")
     assert bench.text(0, "", failed) == cancels(P0, D0)
     assert bench.endings() == [failed]
@@ -155,8 +149,7 @@ def test_a_failure_at_one_instance_cancels_at_both() -> None:
 # --- out ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_leaves_cancels_everywhere_once() -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_client_that_leaves_cancels_everywhere_once(bench: Bench) -> None:
     bench.text(0, "a")
     assert bench.core.requests.cancel([RequestId("r")], 2.0) == [*cancels(P0, D0), close()]
     assert bench.core.requests.cancel([RequestId("r")], 2.0) == []

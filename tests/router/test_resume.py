@@ -75,15 +75,13 @@ def test_a_resumed_answer_goes_on_where_it_stopped_and_late_text_of_the_old_atte
     assert bench.observer.first_tokens == [1.0], "there is one first token"
 
 
-def test_text_that_comes_with_the_failure_of_an_attempt_is_delivered_and_not_computed_again() -> None:
-    bench = Bench(P0, D0).serving()
+def test_text_that_comes_with_the_failure_of_an_attempt_is_delivered_and_not_computed_again(bench: Bench) -> None:
     sent = bench.text(0, "ab", PUSH_FAILED)
     assert [(message.first, message.sampling.max_new_tokens) for _, message in generates(sent)] == [(2, 6)]
     assert (bench.read(), announced(sent)[0].text) == ("ab", "ab")
 
 
-def test_when_no_token_had_come_the_gap_is_counted_from_the_first_resume() -> None:
-    bench = Bench(P0, D0).serving()
+def test_when_no_token_had_come_the_gap_is_counted_from_the_first_resume(bench: Bench) -> None:
     bench.text(0, "", PUSH_FAILED, now=3.0)
     bench.text(0, "", PUSH_FAILED, now=4.0, attempt=1)
     bench.beat(4.0)
@@ -127,8 +125,7 @@ def test_a_dead_prefill_instance_is_replaced_for_requests_that_were_not_handed_o
     assert route(sent) == ("p1", "d0")
 
 
-def test_a_dead_prefill_instance_does_not_matter_after_the_handoff() -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_dead_prefill_instance_does_not_matter_after_the_handoff(bench: Bench) -> None:
     bench.text(0, "ab")
     assert about_requests(bench.leave(P0, 2.0)) == []
     bench.text(2, "c", Finished(reason="length"))
@@ -144,8 +141,7 @@ def test_in_a_later_attempt_too_its_own_second_token_proves_the_handoff() -> Non
     assert [message.first for _, message in generates(sent)] == [4], "it had four tokens, but one of this attempt"
 
 
-def test_an_instance_that_comes_back_under_its_id_does_not_inherit_requests_but_may_get_them_again() -> None:
-    bench = Bench(P0, D0).serving()
+def test_an_instance_that_comes_back_under_its_id_does_not_inherit_requests_but_may_get_them_again(bench: Bench) -> None:
     sent = about_requests(bench.core.receive(Register(instance=STOLEN), 1.0))
     assert sent[:3] == [*cancels(P0, D0), close()]
     assert route(sent) == ("d0", None), "the links to it are not there yet"
@@ -170,8 +166,9 @@ def test_the_requests_of_a_stuck_instance_go_elsewhere_once() -> None:
 
 
 @pytest.mark.parametrize(("text", "ending"), [("d", None), ("", Finished(reason="stop"))], ids=["tokens", "the ending"])
-def test_what_comes_after_a_gap_in_the_tokens_is_resumed_rather_than_skipped(text: str, ending: Finished | None) -> None:
-    bench = Bench(P0, D0).serving()
+def test_what_comes_after_a_gap_in_the_tokens_is_resumed_rather_than_skipped(
+    bench: Bench, text: str, ending: Finished | None
+) -> None:
     bench.text(0, "a")
     sent = bench.text(3, text, ending)
     assert sent[:3] == [*cancels(P0, D0), close()]
@@ -220,8 +217,7 @@ def test_a_request_that_failed_does_not_go_back_to_where_it_failed_however_busy_
 
 
 @pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("gone"), InstanceFailed("the step failed")])
-def test_a_request_that_brings_no_token_however_often_it_is_tried_ends_with_the_last_reason(error: TandemError) -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_request_that_never_brings_a_token_ends_with_the_last_reason(bench: Bench, error: TandemError) -> None:
     for attempt in range(FRUITLESS_ATTEMPTS):
         assert bench.endings() == []
         sent = bench.text(0, "", Failed.of(error), attempt=attempt)
@@ -231,8 +227,7 @@ def test_a_request_that_brings_no_token_however_often_it_is_tried_ends_with_the_
     assert bench.observer.attempts == [FRUITLESS_ATTEMPTS]
 
 
-def test_a_token_makes_attempts_count_anew() -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_token_makes_attempts_count_anew(bench: Bench) -> None:
     for attempt in range(FRUITLESS_ATTEMPTS - 1):
         bench.text(0, "", PUSH_FAILED, attempt=attempt)
         bench.core.tick(PAUSED_S)
@@ -273,8 +268,7 @@ def phases(bench: Bench) -> list[Phase]:
     return [record.phase for record in bench.core.requests.records()]
 
 
-def test_a_request_that_nobody_can_serve_waits_for_an_instance_and_goes_on_with_the_first_that_comes() -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_request_that_nobody_can_serve_waits_for_an_instance_and_goes_on_with_the_first_that_comes(bench: Bench) -> None:
     bench.text(0, "ab")
     sent = about_requests(bench.leave(D0, 2.0))
     assert (sent, phases(bench)) == ([*cancels(P0, D0), close()], [Phase.RESUMING])
@@ -288,8 +282,7 @@ def test_a_request_that_nobody_can_serve_waits_for_an_instance_and_goes_on_with_
     assert bench.core.requests.next_deadline() is None
 
 
-def test_a_new_request_is_refused_at_once_while_an_older_one_waits() -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_new_request_is_refused_at_once_while_an_older_one_waits(bench: Bench) -> None:
     bench.leave(D0, 2.0)
     with pytest.raises(Unavailable):
         bench.submit(spec("other"))
@@ -319,8 +312,7 @@ def test_a_request_that_waits_too_long_ends_as_unavailable() -> None:
     assert generates(bench.core.receive(Register(instance=D1), 5.0)) == []
 
 
-def test_a_waiting_request_can_be_cancelled() -> None:
-    bench = Bench(P0, D0).serving()
+def test_a_waiting_request_can_be_cancelled(bench: Bench) -> None:
     bench.leave(D0, 2.0)
     assert bench.core.requests.cancel([RequestId("r")], 3.0) == []
     assert bench.endings() == [Finished(reason="cancelled")]

@@ -149,3 +149,11 @@ class Rig:
         beats = [message for _, message in self.mail.sent if isinstance(message, Heartbeat)]
         self.mail.sent.clear()
         return beats[-1]
+
+
+class FakedRig(Rig):
+    """A worker whose scheduler does as it is told."""
+
+    def __init__(self) -> None:
+        self.scheduler = FakeScheduler()
+        super().__init__(self.scheduler)

@@ -42,7 +42,9 @@ class Member:
         return beats
 
 
-def joined() -> Member:
+@pytest.fixture
+def member() -> Member:
+    """One that has joined."""
     member = Member()
     member.membership.receive(WELCOME)
     return member
@@ -71,8 +73,7 @@ def test_a_refusal_is_told_with_its_reason() -> None:
         Member().membership.receive(Refused(reason="page size differs"))
 
 
-def test_every_so_many_heartbeats_it_registers_again_so_that_a_router_that_forgot_it_learns_of_it() -> None:
-    member = joined()
+def test_every_so_many_heartbeats_it_registers_again_so_that_a_router_that_forgot_it_learns_of_it(member: Member) -> None:
     sent = [member.next() for _ in range(2 * HEARTBEATS_PER_REGISTER)]
     assert [number for number, names in enumerate(sent, 1) if names == ["Heartbeat", "Register"]] == [
         HEARTBEATS_PER_REGISTER,
@@ -80,9 +81,9 @@ def test_every_so_many_heartbeats_it_registers_again_so_that_a_router_that_forgo
     ]
 
 
-def test_a_heartbeat_says_how_the_instance_is() -> None:
+def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
     load, counters = Load(pages_free=3), Counters(steps=5)
-    (send,) = joined().membership.due(100.0, load, counters, (), draining=True)
+    (send,) = member.membership.due(100.0, load, counters, (), draining=True)
     beat = Heartbeat(id=INFO.id, incarnation=INFO.incarnation, load=load, counters=counters, draining=True)
     assert send == Send(ROUTER, beat)
 
@@ -90,8 +91,7 @@ def test_a_heartbeat_says_how_the_instance_is() -> None:
 # --- a router that falls silent --------------------------------------------------------------------------------------------
 
 
-def test_a_router_that_leaves_heartbeats_unanswered_is_lost_and_registered_with_again_for_ever() -> None:
-    member = joined()
+def test_a_router_that_leaves_heartbeats_unanswered_is_lost_and_registered_with_again_for_ever(member: Member) -> None:
     beats = member.beats_until_lost()
     silent_s = (beats - 1) * WELCOME.heartbeat_s
     assert WELCOME.dead_after_s < silent_s <= WELCOME.dead_after_s + 2 * WELCOME.heartbeat_s
@@ -100,16 +100,14 @@ def test_a_router_that_leaves_heartbeats_unanswered_is_lost_and_registered_with_
     assert member.beat() == ["Register"], "the deadline of the start is over"
 
 
-def test_a_router_that_answers_is_never_lost() -> None:
-    member = joined()
+def test_a_router_that_answers_is_never_lost(member: Member) -> None:
     for _ in range(100):
         member.next()
         assert not member.membership.router_lost()
         assert not member.membership.receive(WELCOME)
 
 
-def test_a_router_that_answers_now_and_then_is_not_lost() -> None:
-    member = joined()
+def test_a_router_that_answers_now_and_then_is_not_lost(member: Member) -> None:
     for _ in range(10):
         for _ in range(6):
             member.next()
@@ -117,17 +115,15 @@ def test_a_router_that_answers_now_and_then_is_not_lost() -> None:
         member.membership.receive(WELCOME)
 
 
-def test_a_process_that_was_stopped_has_sent_nothing_that_could_be_answered() -> None:
-    member = joined()
+def test_a_process_that_was_stopped_has_sent_nothing_that_could_be_answered(member: Member) -> None:
     member.next()
     member.now += 1000.0
     assert not member.membership.router_lost()
     assert member.beat() == ["Heartbeat"] and not member.membership.router_lost()
 
 
-def test_hurried_heartbeats_do_not_count_as_silence() -> None:
+def test_hurried_heartbeats_do_not_count_as_silence(member: Member) -> None:
     """Many links change at once: so many heartbeats go out before the first answer can come."""
-    member = joined()
     for _ in range(100):
         member.now += 0.001
         member.membership.hurry(member.now)
@@ -135,8 +131,7 @@ def test_hurried_heartbeats_do_not_count_as_silence() -> None:
         assert not member.membership.router_lost()
 
 
-def test_a_router_that_was_lost_is_joined_again_without_a_second_farewell() -> None:
-    member = joined()
+def test_a_router_that_was_lost_is_joined_again_without_a_second_farewell(member: Member) -> None:
     member.beats_until_lost()
     assert not member.membership.receive(WELCOME), "what it had sent has been ended already"
     assert member.membership.joined and member.beats_until_lost() > 1
@@ -145,14 +140,12 @@ def test_a_router_that_was_lost_is_joined_again_without_a_second_farewell() -> N
 # --- a router that is followed by another ----------------------------------------------------------------------------------
 
 
-def test_the_welcome_of_another_router_says_that_the_former_ones_requests_are_nobodys() -> None:
-    member = joined()
+def test_the_welcome_of_another_router_says_that_the_former_ones_requests_are_nobodys(member: Member) -> None:
     assert member.membership.receive(SUCCESSOR)
     assert not member.membership.receive(SUCCESSOR)
 
 
-def test_its_times_and_its_detokenizer_hold_from_now_on() -> None:
-    member = joined()
+def test_its_times_and_its_detokenizer_hold_from_now_on(member: Member) -> None:
     member.membership.receive(msgspec.structs.replace(SUCCESSOR, detokenizer="tcp://127.0.0.1:8", heartbeat_s=2.0))
     assert member.membership.detokenizer == "tcp://127.0.0.1:8"
     member.next()
@@ -166,5 +159,5 @@ def test_hurrying_before_the_welcome_changes_nothing() -> None:
     assert member.membership.next_deadline == 100.0 + REGISTER_EVERY_S
 
 
-def test_goodbye_names_the_incarnation() -> None:
-    assert joined().membership.goodbye() == Send(ROUTER, Goodbye(id=INFO.id, incarnation=INFO.incarnation))
+def test_goodbye_names_the_incarnation(member: Member) -> None:
+    assert member.membership.goodbye() == Send(ROUTER, Goodbye(id=INFO.id, incarnation=INFO.incarnation))

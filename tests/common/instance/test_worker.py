@@ -10,7 +10,7 @@ from common.instance.ports import Connect, LinkChanged, PushDone, Settled
 from common.instance.worker import ROUTE_MEMORY_S, run
 from common.messages import Cancel, Drain, Generate, LinkInfo, LinkState, Peers, Refused, Reserve, TokenBatch
 from tests.builders import instance, key, sampling
-from tests.common.instance.rig import WELCOME, FakeScheduler, Rig
+from tests.common.instance.rig import WELCOME, FakedRig, Rig
 
 D = InstanceId("d")
 THERE, GONE = Peers(instances=(instance("d", "decode"),)), Peers(instances=())
@@ -18,6 +18,11 @@ THERE, GONE = Peers(instances=(instance("d", "decode"),)), Peers(instances=())
 
 def link(state: LinkState, incarnation: str = "1", detail: str = "") -> LinkInfo:
     return LinkInfo(peer=D, incarnation=Incarnation(incarnation), state=state, detail=detail)
+
+
+@pytest.fixture
+def rig() -> FakedRig:
+    return FakedRig()
 
 
 # --- joining ---------------------------------------------------------------------------------------------------------------
@@ -49,25 +54,21 @@ def test_an_unanswered_registration_ends_at_the_deadline() -> None:
         rig.turn(5.0)
 
 
-def test_the_requests_of_a_router_that_does_not_answer_are_abandoned_and_the_instance_registers_again() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
+def test_the_requests_of_a_router_that_does_not_answer_are_abandoned_and_the_instance_registers_again(rig: FakedRig) -> None:
     sent = [rig.turn(0.0, WELCOME)] + [rig.turn(float(second)) for second in range(1, 10)]
     lost_at = sent.index(["Register"])
-    assert scheduler.told == ["RouterLost"]
+    assert rig.scheduler.told == ["RouterLost"]
     assert lost_at * WELCOME.heartbeat_s > WELCOME.dead_after_s
     assert all(names == ["Register"] for names in sent[lost_at:])
-    assert rig.turn(20.0, WELCOME) == ["Heartbeat"] and scheduler.told == ["RouterLost"]
+    assert rig.turn(20.0, WELCOME) == ["Heartbeat"] and rig.scheduler.told == ["RouterLost"]
 
 
-def test_the_requests_of_a_former_router_are_abandoned_when_another_welcomes_us() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
+def test_the_requests_of_a_former_router_are_abandoned_when_another_welcomes_us(rig: FakedRig) -> None:
     rig.turn(0.0, WELCOME)
-    assert scheduler.told == []
+    assert rig.scheduler.told == []
     successor = msgspec.structs.replace(WELCOME, router=Incarnation("r2"), detokenizer="tcp://127.0.0.1:8")
     rig.turn(0.1, successor)
-    assert scheduler.told == ["RouterLost"] and rig.mail.routes == {"detokenizer": "tcp://127.0.0.1:8"}
+    assert rig.scheduler.told == ["RouterLost"] and rig.mail.routes == {"detokenizer": "tcp://127.0.0.1:8"}
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------------
@@ -88,14 +89,12 @@ def test_two_steps_are_in_flight_before_the_first_is_read() -> None:
     assert not rig.executor.steps
 
 
-def test_the_next_turn_is_due_when_the_first_of_all_deadlines_is() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
+def test_the_next_turn_is_due_when_the_first_of_all_deadlines_is(rig: FakedRig) -> None:
     rig.turn(0.0, WELCOME)
     assert rig.worker.next_deadline() == WELCOME.heartbeat_s
-    scheduler.deadline_s = 0.7
+    rig.scheduler.deadline_s = 0.7
     assert rig.worker.next_deadline() == 0.7
-    scheduler.steps_to_plan = 1
+    rig.scheduler.steps_to_plan = 1
     rig.turn(0.1)
     rig.executor.steps[0][1].ends_s = 0.4
     assert rig.worker.next_deadline() == 0.4
@@ -104,13 +103,11 @@ def test_the_next_turn_is_due_when_the_first_of_all_deadlines_is() -> None:
 # --- reports ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_heartbeat_carries_the_load_with_the_age_of_the_oldest_step_and_of_a_transfer_that_stands_still() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
+def test_a_heartbeat_carries_the_load_with_the_age_of_the_oldest_step_and_of_a_transfer_that_stands_still(rig: FakedRig) -> None:
     rig.turn(0.0, WELCOME)
-    scheduler.steps_to_plan = 1
+    rig.scheduler.steps_to_plan = 1
     rig.turn(0.25)
-    scheduler.steps_to_plan = 1
+    rig.scheduler.steps_to_plan = 1
     rig.turn(0.5)
     rig.transfers.progress_s = 0.75
     load = rig.heartbeat(1.0).load
@@ -124,7 +121,7 @@ def test_a_heartbeat_carries_the_load_with_the_age_of_the_oldest_step_and_of_a_t
 
 
 def test_a_heartbeat_counts_what_the_mail_refused_and_lost() -> None:
-    counters = Rig(FakeScheduler()).heartbeat(0.0, WELCOME).counters
+    counters = FakedRig().heartbeat(0.0, WELCOME).counters
     assert (counters.steps, counters.frames_refused, counters.messages_lost) == (6, 3, 4)
 
 
@@ -169,37 +166,31 @@ def test_a_peer_that_left_can_be_written_to_for_a_while() -> None:
     assert rig.mail.routes[D] is None
 
 
-def test_what_the_transfers_say_reaches_the_scheduler_before_the_steps_that_returned() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
-    scheduler.steps_to_plan = 1
+def test_what_the_transfers_say_reaches_the_scheduler_before_the_steps_that_returned(rig: FakedRig) -> None:
+    rig.scheduler.steps_to_plan = 1
     rig.turn(0.0, WELCOME)
     rig.transfers.events += [PushDone(Ticket(1), 1, 0.1), Settled(key()), LinkChanged(link("lost"))]
     rig.executor.finish_one()
     rig.turn(0.1, Cancel(key=key()))
-    assert scheduler.told == ["Cancel", "PushDone", "Settled", "LinkChanged", "step done"]
+    assert rig.scheduler.told == ["Cancel", "PushDone", "Settled", "LinkChanged", "step done"]
 
 
 # --- leaving ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_instance_that_is_told_to_drain_says_so_at_once_and_once() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
+def test_an_instance_that_is_told_to_drain_says_so_at_once_and_once(rig: FakedRig) -> None:
     assert not rig.heartbeat(0.0, WELCOME).draining
     assert rig.heartbeat(0.1, Drain()).draining
-    assert rig.turn(0.2, Drain()) == [] and scheduler.told == ["Drain"]
+    assert rig.turn(0.2, Drain()) == [] and rig.scheduler.told == ["Drain"]
 
 
-def test_it_has_drained_when_the_scheduler_has_and_no_step_is_in_flight() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
-    scheduler.drained = True
+def test_it_has_drained_when_the_scheduler_has_and_no_step_is_in_flight(rig: FakedRig) -> None:
+    rig.scheduler.drained = True
     drained = [rig.worker.drained]
-    scheduler.drained, scheduler.steps_to_plan = False, 1
+    rig.scheduler.drained, rig.scheduler.steps_to_plan = False, 1
     rig.turn(0.0, WELCOME, Drain())
     drained.append(rig.worker.drained)
-    scheduler.drained = True
+    rig.scheduler.drained = True
     drained.append(rig.worker.drained)
     rig.executor.finish_one()
     rig.turn(0.1)
@@ -207,22 +198,20 @@ def test_it_has_drained_when_the_scheduler_has_and_no_step_is_in_flight() -> Non
     assert drained == [False, False, False, True]
 
 
-def test_the_loop_turns_until_it_has_drained_and_says_goodbye() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
+def test_the_loop_turns_until_it_has_drained_and_says_goodbye(rig: FakedRig) -> None:
     waits: list[float] = []
 
     def wait(seconds: float) -> None:
         waits.append(seconds)
-        scheduler.drained = len(waits) == 2
+        rig.scheduler.drained = len(waits) == 2
 
     run(rig.worker, wait, lambda: 0.0, lambda: len(waits) == 1)
-    assert scheduler.told == ["Drain"] and waits == [0.25, 0.25]
+    assert rig.scheduler.told == ["Drain"] and waits == [0.25, 0.25]
     assert rig.mail.names()[-1] == "Goodbye"
 
 
 def test_the_router_is_told_also_when_something_fails() -> None:
-    rig = Rig(FakeScheduler())
+    rig = FakedRig()
 
     def wait(seconds: float) -> None:
         raise TransferError("the transfer thread failed")
@@ -232,18 +221,16 @@ def test_the_router_is_told_also_when_something_fails() -> None:
     assert rig.mail.names()[-1] == "Goodbye"
 
 
-def test_layers_of_the_step_under_way_are_told_once_each_time_there_are_more() -> None:
-    scheduler = FakeScheduler()
-    rig = Rig(scheduler)
-    scheduler.steps_to_plan = 2
+def test_layers_of_the_step_under_way_are_told_once_each_time_there_are_more(rig: FakedRig) -> None:
+    rig.scheduler.steps_to_plan = 2
     rig.turn(0.0)
     (_, first), (_, second) = rig.executor.steps
     first.layers_done, second.layers_done = 1, 1
     rig.turn(0.1)
     rig.turn(0.2)
-    assert scheduler.told == ["1 layers"], "steps are computed in order: the second is not under way"
+    assert rig.scheduler.told == ["1 layers"], "steps are computed in order: the second is not under way"
     first.layers_done = 2
     rig.turn(0.3)
     rig.executor.finish_one()
     rig.turn(0.4)
-    assert scheduler.told == ["1 layers", "2 layers", "step done", "1 layers"]
+    assert rig.scheduler.told == ["1 layers", "2 layers", "step done", "1 layers"]
