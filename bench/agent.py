@@ -1,9 +1,11 @@
 """One of the two processes of a measurement: a pool and one end of a way, which obey commands.
 
-Owns the pool, the pages of each push and the clock around them. Run as `python -m bench.agent PLAN`, it reports Started and
-answers each command once. Ends when it is told to, or when its parent is gone. Does not know who measures.
+Owns the pool, the pages of each push and the clock around them. Run as `python -m bench.agent PLAN`, it answers once when it has
+started, and once to each command. Ends when it is told to, when a command fails, or when its parent is gone. Does not know who
+measures.
 """
 
+import contextlib
 import sys
 import time
 import zlib
@@ -12,12 +14,13 @@ from typing import assert_never
 import msgspec
 import numpy as np
 
-from bench.ends import End, Memory, make_end
-from bench.lines import AgentPlan, Answer, Command, Connect, Digest, Expect, Push, Refused, Report, Started, Stop
+from bench.ends import Memory, make_end
+from bench.lines import AgentPlan, Answer, Command, Connect, Digest, Expect, Push, Report, Stop
 from bench.plan import Point
 from common.errors import TransferError
 from common.ids import Int32Array
 from common.pages.host_memory import host_memory
+from common.processes.lines import Broken
 from common.processes.parent import Parent
 
 
@@ -48,45 +51,35 @@ class Agent:
 
     def __init__(self, plan: AgentPlan) -> None:
         self._plan = plan
-        self._pool = self._memory()
-        self._end: End = make_end(plan, self._pool, self._memory)
-        self.started = Started(address=self._end.address)
+        self._pool = touched_memory(plan.pool_bytes, plan.huge_pages)
+        self.end = make_end(plan, self._pool, lambda: touched_memory(plan.pool_bytes, plan.huge_pages))
 
-    def _memory(self) -> Memory:
-        return touched_memory(self._plan.pool_bytes, self._plan.huge_pages)
-
-    def turn(self) -> float | None:
-        return self._end.turn()
-
-    def act(self, command: Command) -> Report | None:
-        """Returns the answer; None for Stop."""
-        if isinstance(command, Stop):
-            self._end.close()
-            return None
-        try:
-            return self._obey(command)
-        except TransferError as error:
-            return Refused(reason=str(error))
-
-    def _obey(self, command: Connect | Push | Expect | Digest) -> Answer:
+    def act(self, command: Command) -> Answer | None:
+        """Returns the answer; None for Stop. Raises TransferError."""
         match command:
             case Connect():
                 self._pool.view(np.int64)[:] = np.arange(len(self._pool) // 8)  # no two words are alike
-                self._end.connect(command.address)
-                return Answer(cpu_s=time.process_time())
+                self.end.connect(command.address)
+                return self.answer()
             case Push():
                 return self._push(command)
             case Expect():
-                self._end.expect(command.pushes)
-                return Answer(cpu_s=time.process_time())
+                self.end.expect(command.pushes)
+                return self.answer()
             case Digest():
-                return Answer(cpu_s=time.process_time(), digest=self._digest(command))
+                return self.answer(digest=self._digest(command))
+            case Stop():
+                return None
             case _:
                 assert_never(command)
 
+    def answer(self, *, elapsed_s: float = 0.0, pushes: tuple[float, ...] = (), digest: int = 0) -> Answer:
+        cpu_s = time.process_time()
+        return Answer(cpu_s=cpu_s, address=self.end.address, elapsed_s=elapsed_s, pushes=pushes, digest=digest)
+
     def _push(self, command: Push) -> Answer:
         pages = pages_of(command.point, self._plan.unit_bytes, self._plan.pool_bytes, command.seed)
-        pushes = [self._end.prepare(source, target) for source, target in pages]
+        pushes = [self.end.prepare(source, target) for source, target in pages]
         taken: list[float] = []
         began = before = time.perf_counter()
         while len(taken) < command.least_pushes or before - began < command.seconds:
@@ -94,12 +87,12 @@ class Agent:
             now = time.perf_counter()
             taken.append(now - before)
             before = now
-        return Answer(cpu_s=time.process_time(), elapsed_s=before - began, pushes=tuple(taken))
+        return self.answer(elapsed_s=before - began, pushes=tuple(taken))
 
     def _digest(self, command: Digest) -> int:
         """Of the last push of a turn: no later push of that turn has overwritten its pages."""
         source, target = pages_of(command.point, self._plan.unit_bytes, self._plan.pool_bytes, command.seed)[-1]
-        memory, pages = (self._end.landing, target) if command.landed else (self._pool, source)
+        memory, pages = (self.end.landing, target) if command.landed else (self._pool, source)
         return zlib.crc32(memory.reshape(-1, self._plan.unit_bytes)[pages].tobytes())
 
 
@@ -107,11 +100,11 @@ def main(plan_text: str) -> None:
     parent: Parent[Command, Report] = Parent(msgspec.json.Decoder[Command](Command))
     try:
         agent = Agent(msgspec.json.decode(plan_text, type=AgentPlan))
+        with contextlib.closing(agent.end):
+            parent.report(agent.answer())
+            parent.obey(agent.act, agent.end.turn)
     except TransferError as error:
-        parent.report(Refused(reason=str(error)))
-        return
-    parent.report(agent.started)
-    parent.obey(agent.act, agent.turn)
+        parent.report(Broken(reason=str(error)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, assert_never
+from typing import Any, TypeAlias, assert_never
 
 import numpy as np
 
@@ -37,28 +37,36 @@ PushOnce: TypeAlias = Callable[[], None]
 Memory: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
-class End(Protocol):
+class End:
     """One end of a way. address: how the other end reaches it. landing: the memory that pushes write into.
 
-    Raises TransferError from any method for what cannot be done.
+    Raises TransferError from any method for what cannot be done. An end that needs no turns and holds nothing inherits that.
     """
 
     address: Address
     landing: Memory
+    layout: KVLayout
 
     def connect(self, address: Address) -> None:
         """Get ready to push there."""
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
         """A call that writes our pages into the other end's, and returns when every byte is there."""
+        raise NotImplementedError
 
     def expect(self, pushes: bool) -> None:
         """Whether pushes are on their way to this end."""
 
     def turn(self) -> float | None:
         """Make progress. Returns after how many seconds to call it again; None: never."""
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give up what is held."""
+
+    def runs(self, source_pages: Int32Array, target_pages: Int32Array) -> Int64Array:
+        """[runs, 3] int64: source offset, target offset and length of each, in bytes."""
+        return plan_runs(source_pages, target_pages, PageSlice(self.layout), PageSlice(self.layout))
 
 
 def make_end(plan: AgentPlan, pool: Memory, spare: Callable[[], Memory]) -> End:
@@ -82,12 +90,12 @@ def layout_of(page_bytes: int) -> KVLayout:
     return KVLayout(layers=1, kv_heads=1, head_dim=page_bytes // 2, page_size=1, dtype="uint8")
 
 
-class TransportEnd:
+class TransportEnd(End):
     """The port alone: every call comes from this thread, which polls without a pause after a push."""
 
     def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
         self._transport = make_transport(name, host)
-        self._layout = layout
+        self.layout = layout
         self._peer = ""
         self._tickets = 0
         self._expecting = False
@@ -112,7 +120,7 @@ class TransportEnd:
         self._peer = pool.agent
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
-        runs = plan_runs(source_pages, target_pages, PageSlice(self._layout), PageSlice(self._layout))
+        runs = self.runs(source_pages, target_pages)
         return lambda: self._push(runs)
 
     def expect(self, pushes: bool) -> None:
@@ -147,10 +155,11 @@ class TransportEnd:
         return done
 
 
-class ThreadEnd:
+class ThreadEnd(End):
     """A transfer thread with its pace, links and leases: what an instance uses."""
 
     def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
+        self.layout = layout
         self._is_distant = _is_distant(host)
 
         def make_loop() -> TransferLoop:
@@ -160,7 +169,6 @@ class ThreadEnd:
         self._news = threading.Event()
         self._thread = TransferThread(make_loop, self._news.set)
         self._tickets = 0
-        self._layout = layout
         self.address = Address(pool=self._thread.start(PUSH_S))
         self.landing = pool
 
@@ -174,9 +182,6 @@ class ThreadEnd:
 
     def expect(self, pushes: bool) -> None:
         self._thread.submit(Expect(int(pushes), distant=self._is_distant))
-
-    def turn(self) -> None:
-        """The thread drives it."""
 
     def close(self) -> None:
         self._thread.close()
@@ -202,11 +207,11 @@ class ThreadEnd:
                     return
 
 
-class SocketEnd:
+class SocketEnd(End):
     """One TCP connection. A push sends where its runs go, then their bytes; one byte comes back when all have arrived."""
 
     def __init__(self, host: str, pool: Memory, layout: KVLayout) -> None:
-        self._pool, self._layout = pool.data, layout
+        self._pool, self.layout = pool.data, layout
         try:
             self._listener = socket.create_server((host, 0))
         except OSError as error:
@@ -225,7 +230,7 @@ class SocketEnd:
             raise TransferError(f"no connection to {address.host}:{address.port}: {error}") from error
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
-        runs = plan_runs(source_pages, target_pages, PageSlice(self._layout), PageSlice(self._layout))
+        runs = self.runs(source_pages, target_pages)
         head = np.int64(len(runs)).tobytes() + np.ascontiguousarray(runs[:, 1:]).tobytes()
         pieces = [self._pool[start : start + length] for start, _, length in runs.tolist()]
         connection = self._connection
@@ -242,12 +247,6 @@ class SocketEnd:
                 raise TransferError(f"the connection failed: {error}") from error
 
         return push
-
-    def expect(self, pushes: bool) -> None:
-        """The receiver sleeps in the kernel until bytes arrive."""
-
-    def turn(self) -> None:
-        """The receiver needs no help."""
 
     def close(self) -> None:
         if self._connection is not None:
@@ -269,36 +268,24 @@ class SocketEnd:
                 connection.sendall(b"!")
 
 
-class MemmoveEnd:
+class MemmoveEnd(End):
     """Both pools in one process, and a loop that copies the runs with one core."""
 
     def __init__(self, pool: Memory, landing: Memory, layout: KVLayout) -> None:
-        self._pool, self._layout = pool, layout
+        self._pool, self.layout = pool, layout
         self.address = Address()
         self.landing = landing
 
-    def connect(self, address: Address) -> None:
-        """Both pools are here."""
-
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
-        runs = plan_runs(source_pages, target_pages, PageSlice(self._layout), PageSlice(self._layout))
         from_address, to_address = self._pool.ctypes.data, self.landing.ctypes.data
-        moves = [(to_address + there, from_address + here, length) for here, there, length in runs.tolist()]
+        runs = self.runs(source_pages, target_pages).tolist()
+        moves = [(to_address + there, from_address + here, length) for here, there, length in runs]
 
         def push() -> None:
             for to, start, length in moves:
                 ctypes.memmove(to, start, length)
 
         return push
-
-    def expect(self, pushes: bool) -> None:
-        """Nothing has to be driven."""
-
-    def turn(self) -> None:
-        """Nothing has to be driven."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _named(plan: AgentPlan) -> TransportName:

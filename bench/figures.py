@@ -3,6 +3,7 @@
 Owns the figures and the goals. Measures and prints nothing.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -40,17 +41,19 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Figure(msgspec.Struct, frozen=True):
-    """The median of some rounds, the least and the most."""
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """p90: what nine of ten values do not exceed."""
 
-    median: float
     least: float
+    median: float
+    p90: float
     most: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> "Figure":
+    def of(cls, values: Iterable[float]) -> "Spread":
         ordered = sorted(values)
-        return cls(statistics.median(ordered), ordered[0], ordered[-1])
+        p90 = ordered[math.ceil(0.9 * len(ordered)) - 1]
+        return cls(least=ordered[0], median=statistics.median(ordered), p90=p90, most=ordered[-1])
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +63,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     point: Point
     samples: list[Sample]
 
-    def figure(self, of: Callable[[Sample], float]) -> Figure:
-        return Figure.of(of(sample) for sample in self.samples)
+    def spread(self, of: Callable[[Sample], float]) -> Spread:
+        return Spread.of(of(sample) for sample in self.samples)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,30 +89,19 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known at the end."""
+    """All that is known at the end of a benchmark. command: repeats it."""
 
     command: str
     hardware: Hardware
-    pool_bytes: int
-    host: Place
-    network: Place
     goals: list[Goal]
 
 
-def gb_per_s(sample: Sample) -> float:
-    return sample.gb_per_s
+class TransferOutcome(Outcome, frozen=True, kw_only=True):
+    """All that is known at the end of `launch bench transfer`."""
 
-
-def median_us(sample: Sample) -> float:
-    return sample.median_s * 1e6
-
-
-def p99_us(sample: Sample) -> float:
-    return sample.p99_s * 1e6
-
-
-def cpu_s_per_gb(sample: Sample) -> float:
-    return sample.cpu_s_per_gb
+    pool_bytes: int
+    host: Place
+    network: Place
 
 
 def judge(host: Place, network: Place) -> list[Goal]:
@@ -118,16 +110,28 @@ def judge(host: Place, network: Place) -> list[Goal]:
 
 
 def _goals_of(way: Way, host: Place, network: Place) -> Iterator[Goal]:
-    large = [row for row in fullest(host) if row.way == way and row.point.page_bytes >= LARGE_PAGE_BYTES]
+    large = [row for row in _fullest(host) if row.way == way and row.point.page_bytes >= LARGE_PAGE_BYTES]
     one_page = [row for row in host.rows if row.way == way and row.point.pages == 1 and row.point.page_bytes <= LARGE_PAGE_BYTES]
-    far = [row for row in fullest(network) if row.way == way and row.point.page_bytes == NETWORK_PAGE_BYTES]
+    far = [row for row in _fullest(network) if row.way == way and row.point.page_bytes == NETWORK_PAGE_BYTES]
     shares = [100 * share for row in large for share in _ratio(row, host.row(MEMMOVE, row.point))]
     leads = [lead for row in far for lead in _ratio(row, network.row(SOCKET, row.point))]
     idle = [100 * host.idle_cores[way.label]] if way.label in host.idle_cores else []
     for rule, at_least, limit, unit, values in (
         ("of a scattered memmove, pages of 64 KiB and more", True, 75, " %", shares),
-        ("for one page of up to 64 KiB", False, 50, " us", [row.figure(median_us).median for row in one_page]),
-        ("for scattered pages of 64 KiB and more", False, 0.4, " CPU-s/GB", [row.figure(cpu_s_per_gb).median for row in large]),
+        (
+            "for one page of up to 64 KiB",
+            False,
+            50,
+            " us",
+            [1e6 * row.spread(lambda sample: sample.median_s).median for row in one_page],
+        ),
+        (
+            "for scattered pages of 64 KiB and more",
+            False,
+            0.4,
+            " CPU-s/GB",
+            [row.spread(lambda sample: sample.cpu_s_per_gb).median for row in large],
+        ),
         ("of a core for a pair that is idle", False, 0.5, " %", idle),
         ("the speed of a TCP socket between network namespaces, pages of 256 KiB", True, 1, " times", leads),
     ):
@@ -139,7 +143,7 @@ def _goals_of(way: Way, host: Place, network: Place) -> Iterator[Goal]:
         )
 
 
-def fullest(place: Place) -> list[Row]:
+def _fullest(place: Place) -> list[Row]:
     """The rows with the most scattered pages, for each way and page size."""
     most: dict[tuple[Way, int], Row] = {}
     for row in place.rows:

@@ -8,11 +8,10 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from bench.local_fleet import ANSWER_S, FleetFailed, FleetPages
+from bench.local_fleet import FleetFailed, connected
 
 ANSWER_TOKENS = 2
 """The second token is the first that a decode instance computes."""
@@ -45,8 +44,7 @@ class Fleet:
     """A running fleet. Every method raises FleetFailed."""
 
     def __init__(self, url: str, instances: int) -> None:
-        self._netloc = urlsplit(url).netloc
-        self._pages = FleetPages(url)
+        self._url = url
         self._instances = instances
         self._model = ""
 
@@ -62,7 +60,9 @@ class Fleet:
         return arrivals, counted
 
     def _totals(self) -> Totals:
-        cluster = self._pages.cluster()
+        with connected(self._url) as connection:
+            connection.request("GET", "/cluster")
+            cluster = json.loads(connection.getresponse().read())
         if len(cluster["instances"]) < self._instances:
             raise FleetFailed("an instance has left")
         counters = [instance["counters"] for instance in cluster["instances"]]
@@ -75,19 +75,13 @@ class Fleet:
             "stream": True, "return_token_ids": True,
         }  # fmt: skip
         data = json.dumps(body).encode()
-        connection = http.client.HTTPConnection(self._netloc, timeout=ANSWER_S)
-        try:
-            connection.connect()
+        with connected(self._url) as connection:
             began = time.perf_counter()
             connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise FleetFailed(f"HTTP {response.status}: {response.read().decode(errors='replace')}")
             times = [at - began for at in _token_times(response)]
-        except (OSError, http.client.HTTPException) as error:
-            raise FleetFailed(f"a request failed: {error!r}") from error
-        finally:
-            connection.close()
         if len(times) != ANSWER_TOKENS:
             raise FleetFailed(f"an answer has {len(times)} tokens instead of {ANSWER_TOKENS}")
         return Arrivals(first_s=times[0], last_s=times[-1])

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from bench.plan import Point, Way
 from common.messages import PoolDescriptor
-from common.processes.lines import JsonLine
+from common.processes.lines import Broken, JsonLine
 
 
 class AgentPlan(JsonLine, frozen=True):
@@ -64,26 +64,15 @@ class Stop(JsonLine, frozen=True):
 Command: TypeAlias = Connect | Push | Expect | Digest | Stop
 
 
-class Started(JsonLine, frozen=True):
-    """The agent is there."""
-
-    address: Address
-
-
 class Answer(JsonLine, frozen=True):
-    """A command is done. cpu_s: CPU time of this process so far, user and system. pushes: seconds that each one took.
-    elapsed_s: from the start of the first push to the end of the last."""
+    """The agent has started, or a command is done. cpu_s: CPU time of this process so far, user and system. address: of its end.
+    pushes: seconds that each one took. elapsed_s: from the start of the first push to the end of the last."""
 
     cpu_s: float
+    address: Address
     elapsed_s: float = 0.0
     pushes: tuple[float, ...] = ()
     digest: int = 0
 
 
-class Refused(JsonLine, frozen=True):
-    """The command, or the start, failed."""
-
-    reason: str
-
-
-Report: TypeAlias = Started | Answer | Refused
+Report: TypeAlias = Answer | Broken

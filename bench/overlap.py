@@ -8,17 +8,15 @@ import contextlib
 import random
 import sys
 from dataclasses import replace
-from pathlib import Path
-
-import msgspec
 
 from bench import overlap_report
 from bench.fleets import Fleet
 from bench.hardware import this_hardware
 from bench.local_fleet import FleetFailed, local_fleet
-from bench.overlap_figures import Measured, Outcome, Sample, judge
+from bench.overlap_figures import Measured, OverlapOutcome, Sample, judge
 from bench.overlap_plan import FLEETS, RANDOM, FleetKind, OverlapBench, prompt_tokens
 from bench.random_model import random_model
+from bench.tables import publish, say
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.cores import core_count, divide_cores
 from common.flags import to_flags
@@ -38,17 +36,9 @@ def run(bench: OverlapBench, engine: EngineConfig, command: str, markdown: bool)
     except FleetFailed as error:
         print(error, file=sys.stderr)
         return 1
-    outcome = Outcome(
-        command=command,
-        hardware=hardware,
-        transport=bench.transport,
-        threads=engine.threads,
-        models=models,
-        goals=judge(models),
-    )
-    print(overlap_report.markdown(outcome) if markdown else overlap_report.text(outcome))
-    if bench.json:
-        Path(bench.json).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+    goals, transport, threads = judge(models), bench.transport, engine.threads
+    outcome = OverlapOutcome(command=command, hardware=hardware, goals=goals, transport=transport, threads=threads, models=models)
+    publish(outcome, overlap_report.markdown(outcome) if markdown else overlap_report.text(outcome), bench.json)
     return 0
 
 
@@ -59,12 +49,12 @@ def _measure(model: str, bench: OverlapBench, engine: EngineConfig) -> Measured:
         folder = stack.enter_context(_checkpoint(model, bench, engine))
         vocab = TokenizerManager(folder).vocab_size
         fleets = {kind: _running(stack, fleet_flags(kind, folder, bench, engine), kind) for kind in FLEETS}
-        _say(f"{model}: the first requests")
+        say(f"{model}: the first requests")
         for fleet in fleets.values():
             fleet.serve(_prompt(lengths[bench.lengths[-1]], vocab, 0))  # so that memory and links have been used
         for number in range(1, bench.repeat + 1):
             for chunks, tokens in lengths.items():
-                _say(f"{model}, round {number} of {bench.repeat}: {tokens} tokens")
+                say(f"{model}, round {number} of {bench.repeat}: {tokens} tokens")
                 prompt = _prompt(tokens, vocab, number)
                 order = random.Random(f"{number} {chunks}").sample(FLEETS, len(FLEETS))
                 samples += [_sample(kind, fleets[kind], prompt, chunks, number) for kind in order]
@@ -114,7 +104,3 @@ def _sample(kind: FleetKind, fleet: Fleet, prompt: list[int], chunks: int, numbe
         exposed_s=counted.exposed_seconds,
         pushed_bytes=counted.bytes_pushed,
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

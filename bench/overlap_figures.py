@@ -3,14 +3,12 @@
 Owns the figures and the goals. Measures and prints nothing.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import msgspec
 
-from bench.figures import Goal
-from bench.hardware import Hardware
+from bench.figures import Goal, Outcome
 from bench.overlap_plan import FleetKind
 
 MANY_CHUNKS = 8
@@ -37,18 +35,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     pushed_bytes: int
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """The median, and what nine of ten do not exceed."""
-
-    median: float
-    p90: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread":
-        ordered = sorted(values)
-        return cls(median(ordered), ordered[math.ceil(0.9 * len(ordered)) - 1])
-
-
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """A model in all fleets. prompt_tokens: of a prompt of so many chunks."""
 
@@ -66,15 +52,12 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return list(zip(self.of(fleet, chunks), self.of(other, chunks), strict=True))
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known at the end. threads: of each instance."""
+class OverlapOutcome(Outcome, frozen=True, kw_only=True):
+    """All that is known at the end of `launch bench overlap`. threads: of each instance."""
 
-    command: str
-    hardware: Hardware
     transport: str
     threads: int
     models: list[Measured]
-    goals: list[Goal]
 
 
 def exposed_share(sample: Sample) -> float:

@@ -6,7 +6,6 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from bench.quick import shrink
 from common.config import EngineConfig, TransportName, option
 from common.errors import ConfigError
 
@@ -70,8 +69,4 @@ def prompt_tokens(chunks: int, engine: EngineConfig) -> int:
 
 QUICK: dict[str, Any] = {"model": RANDOM, "repeat": 1, "layers": 2, "hidden": 64, "kv_heads": 2, "head_dim": 32}
 QUICK_ENGINE: dict[str, Any] = {"chunk_tokens": 64}
-
-
-def quick(bench: OverlapBench, engine: EngineConfig) -> tuple[OverlapBench, EngineConfig]:
-    """A run of a few seconds to show that everything works: small values for the flags that were left at their defaults."""
-    return shrink(bench, QUICK), shrink(engine, QUICK_ENGINE)
+"""What `--quick` measures."""

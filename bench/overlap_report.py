@@ -5,32 +5,33 @@ Owns the columns and their order. Measures and judges nothing.
 
 from collections.abc import Iterable, Sequence
 
-from bench.overlap_figures import Measured, Outcome, Sample, Spread, exposed_share
+from bench.figures import Spread
+from bench.overlap_figures import Measured, OverlapOutcome, Sample, exposed_share
 from bench.overlap_plan import FLEETS, FleetKind
-from bench.tables import cautions, machine_line, markdown_goals, markdown_table, text_goals, text_table
+from bench.tables import markdown_report, markdown_table, text_report, text_table
 
 FIRST_TOKEN = ("tokens", "fleet", "first token, ms", "beyond colocated's, ms", "in colocated's", "then to the second, ms")
 TRANSFER = ("tokens", "fleet", "MB pushed", "all pushes, ms", "exposed, ms", "exposed share", "of page-wise's exposed")
 SPREAD = "median / p90 of the requests, or of their pairs from one round"
+STEADY = "Differences within a round are affected least."
 Lines = list[tuple[str, ...]]
 
 
-def text(outcome: Outcome) -> str:
+def text(outcome: OverlapOutcome) -> str:
     """For a terminal: columns of equal width."""
-    parts = [_machine(outcome)]
+    body = []
     for measured in outcome.models:
-        parts += [f"{measured.model}, {SPREAD}:"]
-        parts += [text_table(lines) for lines in (_first_tokens(measured), _transfers(measured))]
-    return "\n".join([*parts, *text_goals(outcome.goals), *_cautions(outcome)])
+        body += [f"{measured.model}, {SPREAD}:", text_table(_first_tokens(measured)), text_table(_transfers(measured))]
+    return text_report(outcome, _settings(outcome), STEADY, body)
 
 
-def markdown(outcome: Outcome) -> str:
+def markdown(outcome: OverlapOutcome) -> str:
     """The section for docs/measurements/overlap.md: the run, the goals, and every figure with the fleets side by side."""
-    parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), *_cautions(outcome), markdown_goals(outcome.goals)]
+    body = []
     for measured in outcome.models:
-        parts += [f"### {measured.model}: time to first token, {SPREAD}", markdown_table(_first_tokens(measured))]
-        parts += [f"### {measured.model}: the transfer of a prompt, {SPREAD}", markdown_table(_transfers(measured))]
-    return "\n\n".join(parts)
+        body += [f"### {measured.model}: time to first token, {SPREAD}", markdown_table(_first_tokens(measured))]
+        body += [f"### {measured.model}: the transfer of a prompt, {SPREAD}", markdown_table(_transfers(measured))]
+    return markdown_report(outcome, _settings(outcome), STEADY, body)
 
 
 def _first_tokens(measured: Measured) -> Lines:
@@ -84,10 +85,6 @@ def _numbers(values: Iterable[float], form: str) -> str:
     return f"{form.format(spread.median)} / {form.format(spread.p90)}"
 
 
-def _machine(outcome: Outcome) -> str:
+def _settings(outcome: OverlapOutcome) -> str:
     threads = f"{outcome.threads} thread" + ("" if outcome.threads == 1 else "s")
-    return machine_line(outcome.hardware, f"{threads} for each instance, {outcome.transport}")
-
-
-def _cautions(outcome: Outcome) -> list[str]:
-    return cautions(outcome.hardware, "Differences within a round are affected least.")
+    return f"{threads} for each instance, {outcome.transport}"

@@ -3,19 +3,20 @@
 Owns the processes, and how CPU time is attributed. Does not know how bytes move, or what is worth measuring.
 """
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeAlias
 
 import msgspec
 
 from bench.figures import Sample
-from bench.lines import Address, AgentPlan, Answer, Command, Connect, Digest, Expect, Push, Refused, Report, Started, Stop
+from bench.lines import AgentPlan, Answer, Command, Connect, Digest, Expect, Push, Report, Stop
 from bench.plan import Point, TransferBench, Way
 from common.errors import TransferError
 from common.processes.child import KILL_S, ChildEnded, Respondent
+from common.processes.lines import Broken
 
 ANSWER_S = 120.0
 LEAST_PUSHES = 3
@@ -43,18 +44,24 @@ class Agent:
         decoder = msgspec.json.Decoder[Report](Report)
         self._child: Respondent[Command, Report] = Respondent("agent", command, decoder, environment)
 
-    def started(self) -> Address:
-        """Wait until it has started. Raises TransferError with its reason."""
-        report = self._report()
-        assert isinstance(report, Started), report
-        return report.address
-
     def do(self, command: Command) -> Answer:
-        """Returns the answer. Raises TransferError with the reason when the command is refused."""
+        """Returns the answer. Raises TransferError with the reason when the command cannot be done."""
         self._child.order(command)
-        report = self._report()
-        assert isinstance(report, Answer), report
-        return report
+        return self.answer()
+
+    def answer(self) -> Answer:
+        """The next answer; the first one tells that it has started. Raises TransferError with the reason when it fails."""
+        try:
+            report = self._child.next_report(ANSWER_S)
+        except ChildEnded as error:
+            raise TransferError(" / ".join(line.strip() for line in str(error).splitlines())) from error
+        match report:
+            case Answer():
+                return report
+            case Broken():
+                raise TransferError(report.reason)
+            case None:
+                raise TransferError(f"an agent did not answer for {ANSWER_S:g} s")
 
     def close(self) -> None:
         """Ask it to end; kill it when it does not."""
@@ -63,50 +70,27 @@ class Agent:
             self._child.kill()
             self._child.wait(KILL_S)
 
-    def _report(self) -> Started | Answer:
-        try:
-            report = self._child.next_report(ANSWER_S)
-        except ChildEnded as error:
-            raise TransferError(" / ".join(line.strip() for line in str(error).splitlines())) from error
-        if report is None:
-            raise TransferError(f"an agent did not answer for {ANSWER_S:g} s")
-        if isinstance(report, Refused):
-            raise TransferError(report.reason)
-        return report
 
-
-class Pair:
+class Pair(contextlib.AbstractContextManager["Pair"]):
     """The processes of one way: the source pushes, the target is written to. With memmove one process is both."""
 
     def __init__(self, bench: TransferBench, way: Way, spots: Spots, environment: Mapping[str, str]) -> None:
         self.way = way
         self._pool_bytes = bench.pool_bytes
-        self._agents = [
-            Agent(
-                AgentPlan(
-                    way=way,
-                    host=spot.host,
-                    unit_bytes=bench.unit_bytes,
-                    pool_bytes=bench.pool_bytes,
-                    huge_pages=bench.huge_pages == "on",
-                ),
-                spot.prefix,
-                environment,
-            )
-            for spot in (spots[:1] if way.kind == "memmove" else spots)
-        ]
+        unit_bytes, pool_bytes, huge_pages = bench.unit_bytes, bench.pool_bytes, bench.huge_pages == "on"
+        self._agents = []
+        for spot in spots[:1] if way.kind == "memmove" else spots:
+            plan = AgentPlan(way=way, host=spot.host, unit_bytes=unit_bytes, pool_bytes=pool_bytes, huge_pages=huge_pages)
+            self._agents.append(Agent(plan, spot.prefix, environment))
         self._source, self._target = self._agents[0], self._agents[-1]
 
-    def __enter__(self) -> "Pair":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for agent in self._agents:
             agent.close()
 
     def connect(self) -> None:
         """Wait until both have started, and link them. Raises TransferError."""
-        addresses = [agent.started() for agent in self._agents]
+        addresses = [agent.answer().address for agent in self._agents]
         self._target.do(Expect(pushes=True))
         self._source.do(Connect(address=addresses[-1]))
         self._target.do(Expect(pushes=False))

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from bench.quick import shrink
 from common.config import Switch, TransportName, option, parse_bytes
 from common.errors import ConfigError
 
@@ -71,7 +70,6 @@ class TransferBench:
     repeat: int = option(5, "rounds over all points and transports")
     idle_s: float = option(3.0, "for how many seconds the CPU time of idle pairs is measured")
     json: str = option("", "write every figure of every round to this file")
-    plot: str = option("", "draw speed over page size into this file (.svg)")
 
     def __post_init__(self) -> None:
         if self.transport not in (ALL, *get_args(TransportName)):
@@ -79,8 +77,6 @@ class TransferBench:
         for flag, value in (("seconds", self.seconds), ("idle-s", self.idle_s), ("repeat", self.repeat)):
             if value <= 0:
                 raise ConfigError(f"--{flag} must be above 0, is {value}")
-        if self.plot and not self.plot.endswith(".svg"):
-            raise ConfigError(f"--plot must name an .svg file, is {self.plot!r}")
         for page_bytes in self.page_sizes:
             if page_bytes % self.unit_bytes or page_bytes > self.pool_bytes:
                 raise ConfigError(f"--page-bytes {page_bytes} must be a multiple of the smallest and no more than --memory")
@@ -126,11 +122,7 @@ class TransferBench:
 
 
 QUICK: dict[str, Any] = {"page_bytes": "64KiB", "pages": "1,16", "memory": "4MiB", "seconds": 0.02, "repeat": 1, "idle_s": 0.2}
-
-
-def quick(bench: TransferBench) -> TransferBench:
-    """A run of a few seconds to show that everything works: small values for the flags that were left at their defaults."""
-    return shrink(bench, QUICK)
+"""What `--quick` measures."""
 
 
 def _bytes_of(text: str, flag: str) -> int:

@@ -5,43 +5,50 @@ Owns the columns and their order. Measures and judges nothing.
 
 from collections.abc import Callable
 
-from bench.figures import Outcome, Place, Row, cpu_s_per_gb, gb_per_s, median_us, p99_us
-from bench.tables import cautions, machine_line, markdown_goals, markdown_table, text_goals, text_table
+from bench.figures import Place, Row, TransferOutcome
+from bench.tables import markdown_report, markdown_table, text_report, text_table
 
 COLUMNS = ("page", "pages", "arrangement", "way", "GB/s (least … most)", "us: median / p99", "CPU-s/GB")
+STEADY = "CPU-s/GB is affected least."
 
 
-def text(outcome: Outcome) -> str:
+def text(outcome: TransferOutcome) -> str:
     """For a terminal: columns of equal width."""
-    parts = [_machine(outcome)]
+    body = []
     for place in (outcome.host, outcome.network):
-        table = [text_table([COLUMNS, *_cells(place)])] if place.rows else []
-        parts += [f"{place.name}:", *table, *_notes(place)]
-    parts += text_goals(outcome.goals)
-    parts += _cautions(outcome)
-    return "\n".join(parts)
+        lines = [(*_point(row), row.way.label, _speed(row), _latency(row), _cost(row)) for row in place.rows]
+        table = [text_table([COLUMNS, *lines])] if lines else []
+        body += [f"{place.name}:", *table, *_notes(place)]
+    return text_report(outcome, _settings(outcome), STEADY, body)
 
 
-def markdown(outcome: Outcome) -> str:
+def markdown(outcome: TransferOutcome) -> str:
     """The section for docs/measurements/transports.md: the run, the goals, and every figure with the ways side by side."""
-    parts = [f"```sh\n{outcome.command}\n```", _machine(outcome), *_cautions(outcome), markdown_goals(outcome.goals)]
+    body = []
     for place in (outcome.host, outcome.network):
-        if place.rows:
-            parts += [f"### {place.name.capitalize()}: GB/s, median (least … most of the rounds)", _side_by_side(place, _speed)]
-            parts += [f"### {place.name.capitalize()}: microseconds of a push, median / p99", _side_by_side(place, _latency)]
-            parts += [f"### {place.name.capitalize()}: CPU-s/GB, both processes", _side_by_side(place, _cost)]
-        parts += [f"- {note}" for note in _notes(place)]
-    return "\n\n".join(parts)
+        for title, cell in (
+            ("GB/s, median (least … most of the rounds)", _speed),
+            ("microseconds of a push, median / p99", _latency),
+            ("CPU-s/GB, both processes", _cost),
+        ):
+            if place.rows:
+                body += [f"### {place.name.capitalize()}: {title}", _side_by_side(place, cell)]
+        body += [f"- {note}" for note in _notes(place)]
+    return markdown_report(outcome, _settings(outcome), STEADY, body)
 
 
 def _side_by_side(place: Place, cell: Callable[[Row], str]) -> str:
     """A line for each point, a column for each way."""
     ways = list(dict.fromkeys(row.way for row in place.rows))
-    lines = [("page", "pages", "", *(way.label for way in ways))]
-    for point in dict.fromkeys(row.point for row in place.rows):
-        cells = {row.way: cell(row) for row in place.rows if row.point == point}
-        lines.append((bytes_text(point.page_bytes), str(point.pages), point.arrangement, *(cells[way] for way in ways)))
-    return markdown_table(lines)
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in place.rows:
+        cells.setdefault(_point(row), {})[row.way.label] = cell(row)
+    lines = [(*point, *(of[way.label] for way in ways)) for point, of in cells.items()]
+    return markdown_table([("page", "pages", "", *(way.label for way in ways)), *lines])
+
+
+def _point(row: Row) -> tuple[str, str, str]:
+    return bytes_text(row.point.page_bytes), str(row.point.pages), row.point.arrangement
 
 
 def bytes_text(number: int) -> str:
@@ -52,34 +59,18 @@ def bytes_text(number: int) -> str:
     return str(number)
 
 
-def _cells(place: Place) -> list[tuple[str, ...]]:
-    return [_row_cells(row) for row in place.rows]
-
-
-def _row_cells(row: Row) -> tuple[str, ...]:
-    point = row.point
-    return (
-        bytes_text(point.page_bytes),
-        str(point.pages),
-        point.arrangement,
-        row.way.label,
-        _speed(row),
-        _latency(row),
-        _cost(row),
-    )
-
-
 def _speed(row: Row) -> str:
-    speed = row.figure(gb_per_s)
+    speed = row.spread(lambda sample: sample.gb_per_s)
     return f"{speed.median:.2f} ({speed.least:.2f} … {speed.most:.2f})"
 
 
 def _latency(row: Row) -> str:
-    return f"{row.figure(median_us).median:.0f} / {row.figure(p99_us).median:.0f}"
+    median, p99 = row.spread(lambda sample: 1e6 * sample.median_s), row.spread(lambda sample: 1e6 * sample.p99_s)
+    return f"{median.median:.0f} / {p99.median:.0f}"
 
 
 def _cost(row: Row) -> str:
-    return f"{row.figure(cpu_s_per_gb).median:.2f}"
+    return f"{row.spread(lambda sample: sample.cpu_s_per_gb).median:.2f}"
 
 
 def _notes(place: Place) -> list[str]:
@@ -88,9 +79,5 @@ def _notes(place: Place) -> list[str]:
     return notes + [f"{label} was skipped: {reason}" for label, reason in place.skipped.items()]
 
 
-def _machine(outcome: Outcome) -> str:
-    return machine_line(outcome.hardware, f"pools of {bytes_text(outcome.pool_bytes)}")
-
-
-def _cautions(outcome: Outcome) -> list[str]:
-    return cautions(outcome.hardware, "CPU-s/GB is affected least.")
+def _settings(outcome: TransferOutcome) -> str:
+    return f"pools of {bytes_text(outcome.pool_bytes)}"

@@ -1,12 +1,15 @@
-"""Tables and lines that every report of a measurement shares: for a terminal, or in Markdown.
+"""What the reports of all benchmarks share: tables, the machine, the goals, and where a report goes.
 
-Owns how they look. Knows the machine and the goals, but not what was measured.
+Owns how they look, for a terminal or in Markdown. Does not know what was measured.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from bench.figures import Goal
-from bench.hardware import Hardware
+import msgspec
+
+from bench.figures import Outcome
 
 QUIET_LOAD = 0.5
 BUSY = "The machine had other work, which affects all speeds, times and ratios, even where a goal is met."
@@ -25,23 +28,39 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def machine_line(hardware: Hardware, rest: str) -> str:
-    """The machine that it was measured on. rest: other settings."""
+def text_report(outcome: Outcome, settings: str, steady: str, body: Sequence[str]) -> str:
+    """A report for a terminal. settings: what to know besides the machine. steady: which figures other work affects least."""
+    goals = [f"{_VERDICTS[goal.met]:>12}: {goal.rule}: {goal.figure}" for goal in outcome.goals]
+    return "\n".join([_machine(outcome, settings), *body, *goals, *_cautions(outcome, steady)])
+
+
+def markdown_report(outcome: Outcome, settings: str, steady: str, body: Sequence[str]) -> str:
+    """The section for a file in docs/measurements. Arguments as for `text_report`."""
+    goals = markdown_table([("goal", "", "measured"), *((goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals)])
+    head = [f"```sh\n{outcome.command}\n```", _machine(outcome, settings), *_cautions(outcome, steady), goals]
+    return "\n\n".join([*head, *body])
+
+
+def publish(outcome: Outcome, report: str, json: str) -> None:
+    """Print the report. json: the file that gets every figure; empty for none."""
+    print(report)
+    if json:
+        Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+
+
+def say(text: str) -> None:
+    """Tell of progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _machine(outcome: Outcome, settings: str) -> str:
+    hardware = outcome.hardware
     libraries = ", ".join(f"{name} {version}" for name, version in hardware.libraries.items())
     return (
         f"{hardware.date}: {hardware.cores} cores of {hardware.cpu}, {hardware.memory_bytes / 2**30:.0f} GiB, "
-        f"Linux {hardware.kernel}, Python {hardware.python}, {libraries}; load {hardware.load:.1f} at the start, {rest}."
+        f"Linux {hardware.kernel}, Python {hardware.python}, {libraries}; load {hardware.load:.1f} at the start, {settings}."
     )
 
 
-def cautions(hardware: Hardware, rest: str) -> list[str]:
-    """A warning when the machine was busy. rest: which figures are affected least."""
-    return [f"{BUSY} {rest}"] if hardware.load > QUIET_LOAD else []
-
-
-def markdown_goals(goals: Sequence[Goal]) -> str:
-    return markdown_table([("goal", "", "measured"), *((goal.rule, _VERDICTS[goal.met], goal.figure) for goal in goals)])
-
-
-def text_goals(goals: Sequence[Goal]) -> list[str]:
-    return [f"{_VERDICTS[goal.met]:>12}: {goal.rule}: {goal.figure}" for goal in goals]
+def _cautions(outcome: Outcome, steady: str) -> list[str]:
+    return [f"{BUSY} {steady}"] if outcome.hardware.load > QUIET_LOAD else []

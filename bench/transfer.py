@@ -5,22 +5,18 @@ all of them alike. Knows no transport. Prints only its progress, on stderr.
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from bench import report
-from bench.figures import Outcome, Place, Row, Sample, judge
+from bench.figures import Place, Row, Sample, TransferOutcome, judge
 from bench.hardware import this_hardware
 from bench.namespaces import two_namespaces
 from bench.pair import Pair, Spot, Spots
 from bench.plan import Point, TransferBench, Way
-from bench.plot import draw
+from bench.tables import publish, say
 from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
@@ -36,25 +32,15 @@ ONE_HOST_TRANSPORTS: tuple[TransportName, ...] = ("cma",)
 
 
 def run(bench: TransferBench, command: str, namespaces: bool, markdown: bool) -> int:
-    """Measure, print the report and write the files. Returns the exit status: 0 also when a goal is not met."""
+    """Measure, print the report and write the file. Returns the exit status: 0 also when a goal is not met."""
     hardware = this_hardware()
     host = measure_host(bench)
     network = (
         measure_network(bench) if namespaces else Place(name="network", skipped={"namespaces": "--namespaces was not given"})
     )
-    outcome = Outcome(
-        command=command,
-        hardware=hardware,
-        pool_bytes=bench.pool_bytes,
-        host=host,
-        network=network,
-        goals=judge(host, network),
-    )
-    print(report.markdown(outcome) if markdown else report.text(outcome))
-    if bench.json:
-        Path(bench.json).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
-    if bench.plot:
-        Path(bench.plot).write_text(draw(host))
+    goals, pool_bytes = judge(host, network), bench.pool_bytes
+    outcome = TransferOutcome(command=command, hardware=hardware, goals=goals, pool_bytes=pool_bytes, host=host, network=network)
+    publish(outcome, report.markdown(outcome) if markdown else report.text(outcome), bench.json)
     return 0
 
 
@@ -82,12 +68,12 @@ def _measure(bench: TransferBench, name: str, ways: Sequence[Way], spots: Spots,
         alive = _Alive([stack.enter_context(Pair(bench, way, spots, environment)) for way in ways])
         alive.each(Pair.connect)
         idle_cores = _watch_idle(alive.pairs, bench.idle_s)
-        _say(f"{name}: the first pushes")
+        say(f"{name}: the first pushes")
         for point in points:
             alive.each(partial(Pair.check, point=point, seed=0))
         for number in range(1, bench.repeat + 1):
             for point in points:
-                _say(f"{name}, round {number} of {bench.repeat}: {point.pages} {point.arrangement} pages of {point.page_bytes} B")
+                say(f"{name}, round {number} of {bench.repeat}: {point.pages} {point.arrangement} pages of {point.page_bytes} B")
                 for way, sample in alive.each(partial(Pair.measure, point=point, seed=number, seconds=bench.seconds)):
                     samples.setdefault((way, point), []).append(sample)
     measured = [pair.way for pair in alive.pairs]
@@ -111,7 +97,7 @@ class _Alive:
             except TransferError as error:
                 self.pairs.remove(pair)
                 self.skipped[pair.way.label] = str(error)
-                _say(f"{pair.way.label} is skipped: {error}")
+                say(f"{pair.way.label} is skipped: {error}")
         return results
 
 
@@ -122,7 +108,3 @@ def _watch_idle(pairs: Sequence[Pair], idle_s: float) -> dict[str, float]:
     time.sleep(idle_s)
     after, elapsed_s = [pair.idle_cpu_s() for pair in pairs], time.monotonic() - began
     return {pair.way.label: (end - start) / elapsed_s for pair, start, end in zip(pairs, before, after, strict=True)}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ Owns the translation in both directions. Knows dataclasses and argparse; does no
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 
@@ -56,6 +56,12 @@ def read_config(config: type[C], flags: argparse.Namespace, **values: object) ->
     given = vars(flags)
     fields = [field.name for field in dataclasses.fields(config)]
     return config(**{name: given[name] for name in fields if name in given} | values)
+
+
+def with_defaults(config: C, defaults: Mapping[str, object]) -> C:
+    """The config with these values in the fields that have their default."""
+    left = {field.name for field in dataclasses.fields(config) if vars(config)[field.name] == field.default}
+    return dataclasses.replace(config, **{name: value for name, value in defaults.items() if name in left})
 
 
 def to_flags(*configs: ConfigClass) -> list[str]:

@@ -20,9 +20,10 @@ from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, 
 from common.cores import core_count, divide_cores
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
+from common.processes.child import Exited, Reported, stop_children
 from launch import logs, signals
 from launch.fleet_page import FleetPage, curl_line
-from launch.processes import Child, ChildEvent, Exited, Reported, launch_command, stop_children
+from launch.processes import Child, ChildEvent, launch_command
 from launch.reports import Broken, CloseIntake, IntakeClosed, News, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from bench import overlap_plan
 from bench import plan as transfer_plan
-from bench.overlap_plan import OverlapBench
-from bench.plan import TransferBench
 from common.addresses import LOOPBACK
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
-from common.flags import ConfigClass, add_flags, read_config, to_flags
+from common.flags import ConfigClass, add_flags, read_config, to_flags, with_defaults
 from common.names import check_instance_id
 from launch import environment, logs
 from launch.child import ChildProcess, run_child
@@ -80,14 +78,14 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measurements of this machine", allow_abbrev=False)
     benches = bench.add_subparsers(title="measurements", metavar="WHAT", required=True)
     transfer = _add(benches, "transfer", "a measurement of KV transports between two processes of this machine", _bench_transfer)
-    add_flags(transfer, TransferBench)
+    add_flags(transfer, transfer_plan.TransferBench)
     overlap = _add(
         benches,
         "overlap",
         "a measurement of fleets: how much of the KV transfer overlaps with computing, and when the first token arrives",
         _bench_overlap,
     )
-    add_flags(overlap, OverlapBench, EngineConfig)
+    add_flags(overlap, overlap_plan.OverlapBench, EngineConfig)
     for parser, switches in ((transfer, TRANSFER_SWITCHES), (overlap, BENCH_SWITCHES)):
         for flag, explanation in switches.items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -143,19 +141,19 @@ def _bench_transfer(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.transfer import run
 
-    bench = read_config(TransferBench, flags)
+    bench = read_config(transfer_plan.TransferBench, flags)
     command = _bench_command(flags, TRANSFER_SWITCHES, bench)
-    return run(transfer_plan.quick(bench) if flags.quick else bench, command, flags.namespaces, flags.markdown)
+    return run(with_defaults(bench, transfer_plan.QUICK if flags.quick else {}), command, flags.namespaces, flags.markdown)
 
 
 def _bench_overlap(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.overlap import run
 
-    bench, engine = read_config(OverlapBench, flags), read_config(EngineConfig, flags)
+    bench, engine = read_config(overlap_plan.OverlapBench, flags), read_config(EngineConfig, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench, engine)
     if flags.quick:
-        bench, engine = overlap_plan.quick(bench, engine)
+        bench, engine = with_defaults(bench, overlap_plan.QUICK), with_defaults(engine, overlap_plan.QUICK_ENGINE)
     return run(bench, engine, command, flags.markdown)
 
 

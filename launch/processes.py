@@ -1,6 +1,6 @@
-"""The child processes of `launch`: how a role is started, and what its process is asked and reports.
+"""The child processes of `launch`: how a role is started, and what its process is told and reports.
 
-Owns the command of a role. What a child process is, `common/processes` knows.
+Owns the command of a role. `common/processes` knows what a child process is.
 """
 
 import contextlib
@@ -11,13 +11,9 @@ from typing import TypeAlias
 import msgspec
 
 from common.processes import child
-from common.processes.child import Exited, Reported, stop_children
 from launch.reports import Order, Report
 
-__all__ = ["Child", "ChildEvent", "Exited", "Reported", "launch_command", "stop_children"]
-
 ChildEvent: TypeAlias = child.ChildEvent[Report]
-_reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def launch_command(role: str, flags: Sequence[str]) -> list[str]:
@@ -35,7 +31,7 @@ class Child(child.Child[Order, Report]):
         on_event: Callable[[ChildEvent], object],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(name, command, _reports, on_event, _echo, environment)
+        super().__init__(name, command, msgspec.json.Decoder[Report](Report), on_event, _echo, environment)
 
 
 def _echo(line: str) -> None:

@@ -22,8 +22,9 @@ from common.addresses import LOOPBACK, host_for_peers, reachable
 from common.config import LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
+from common.processes.child import Exited, Reported, stop_children
 from launch.child import ChildProcess
-from launch.processes import Child, ChildEvent, Exited, Reported, launch_command, stop_children
+from launch.processes import Child, ChildEvent, launch_command
 from launch.reports import BAD_FLAG, CloseIntake, IntakeClosed, MeetRouter, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 

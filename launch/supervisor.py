@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from common.deadlines import DeadlineWheel
-from launch.processes import ChildEvent, Exited
+from common.processes.child import Exited
+from launch.processes import ChildEvent
 from launch.reports import BAD_FLAG, Ready
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0

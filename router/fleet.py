@@ -21,18 +21,7 @@ from common.deadlines import DeadlineWheel
 from common.errors import BadRequest, ConfigError
 from common.ids import Incarnation, InstanceId, Life, Role
 from common.instance.ports import Send
-from common.messages import (
-    Drain,
-    Goodbye,
-    Heartbeat,
-    InstanceInfo,
-    Load,
-    ModelIdentity,
-    Peers,
-    Refused,
-    Register,
-    Welcome,
-)
+from common.messages import Drain, Goodbye, Heartbeat, InstanceInfo, Load, ModelIdentity, Peers, Refused, Register, Welcome
 from common.wire import check_address
 from router.eligibility import difference, malformed
 from router.members import Member

@@ -4,7 +4,8 @@ Owns the names (prefix `tandem_`) and a registry of its own, so that two routers
 `request_book.Observer`. Does not know HTTP routes or where the numbers come from.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,43 +24,32 @@ TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.
 ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 INSTANCE_LABELS = ("instance", "role")
 LINK_LABELS = ("instance", "peer")
+FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
+Reported: TypeAlias = tuple[tuple[str, str], msgspec.Struct]
+"""What an instance says of itself or of a link, with the labels."""
 
 
 class RouterMetrics:
     """What the router itself counts and measures."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        registry = self.registry
-        self._first_token = Histogram(
-            "tandem_time_to_first_token_seconds",
-            "From the arrival of a request to its first token.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
-        self._inter_token = Histogram(
-            "tandem_inter_token_seconds",
-            "Time of one token after the first.",
-            buckets=TOKEN_BUCKETS_S,
-            registry=registry,
-        )
-        self._request = Histogram(
-            "tandem_request_seconds",
-            "From the arrival of a request to its ending.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
+        self.registry = registry = CollectorRegistry()
+
+        def histogram(name: str, what: str, buckets: Sequence[float] = LATENCY_BUCKETS_S) -> Histogram:
+            return Histogram(name, what, buckets=buckets, registry=registry)
+
+        self._first_token = histogram("tandem_time_to_first_token_seconds", "From the arrival of a request to its first token.")
+        self._inter_token = histogram("tandem_inter_token_seconds", "Time of one token after the first.", TOKEN_BUCKETS_S)
+        self._request = histogram("tandem_request_seconds", "From the arrival of a request to its ending.")
         self._endings = Counter("tandem_requests_ended", "Requests by how they ended.", ("ending",), registry=registry)
         self._resumes = Counter("tandem_resumes", "Attempts that were followed by another one.", ("reason",), registry=registry)
         for reason in ResumeReason:
             self._resumes.labels(reason.value)
-        self._resume_gap = Histogram(
+        self._resume_gap = histogram(
             "tandem_resume_gap_seconds",
             "From the last token before a resume (from the resume, if there was none) to the next token.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self._attempts = Histogram("tandem_attempts", "Attempts of a request.", buckets=ATTEMPT_BUCKETS, registry=registry)
+        self._attempts = histogram("tandem_attempts", "Attempts of a request.", ATTEMPT_BUCKETS)
         self._responses = Counter("tandem_http_responses", "HTTP responses.", ("path", "status"), registry=registry)
 
     def first_token(self, seconds: float) -> None:
@@ -93,27 +83,21 @@ class FleetCollector(Collector):
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        core = self._core
-        yield GaugeMetricFamily("tandem_requests_open", "Requests in the system.", len(core.requests))
-        phases = GaugeMetricFamily("tandem_requests_in_phase", "Open requests by phase.", labels=("phase",))
-        for phase in Phase:
-            phases.add_metric((phase.value,), sum(record.phase is phase for record in core.requests.records()))
-        yield phases
-        stale = CounterMetricFamily("tandem_router_messages_stale", "Late messages that were dropped.", labels=("kind",))
-        stale.add_metric(("text",), core.requests.stale)
-        stale.add_metric(("probe",), core.requests.stale_standings)
-        stale.add_metric(("membership",), core.fleet.stale)
-        yield stale
-        yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", core.fleet.refusals)
-        members = list(core.fleet.members())
-        up = GaugeMetricFamily(
+        requests, fleet = self._core.requests, self._core.fleet
+        yield GaugeMetricFamily("tandem_requests_open", "Requests in the system.", len(requests))
+        phases = [((phase.value,), sum(record.phase is phase for record in requests.records())) for phase in Phase]
+        yield _family(GaugeMetricFamily, "tandem_requests_in_phase", "Open requests by phase.", ("phase",), phases)
+        stale = [(("text",), requests.stale), (("probe",), requests.stale_standings), (("membership",), fleet.stale)]
+        yield _family(CounterMetricFamily, "tandem_router_messages_stale", "Late messages that were dropped.", ("kind",), stale)
+        yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", fleet.refusals)
+        members = list(fleet.members())
+        yield _family(
+            GaugeMetricFamily,
             "tandem_instance_up",
             "1 for a member that takes requests, 0 for one that drains, is stuck or has too many pages quarantined.",
-            labels=INSTANCE_LABELS,
+            INSTANCE_LABELS,
+            [(_labels(member), float(member.trouble is None)) for member in members],
         )
-        for member in members:
-            up.add_metric(_labels(member), float(member.trouble is None))
-        yield up
         yield from _reported(members)
         yield from _links(members)
 
@@ -147,44 +131,52 @@ class MailCollector(Collector):
             ("tandem_router_frames_refused", "Frames that arrived and were dropped.", self._mail.frames_refused),
             ("tandem_router_messages_lost", "Messages that could not be sent.", self._mail.messages_lost),
         ):
-            counter = CounterMetricFamily(name, what, labels=("reason",))
-            for reason, count in counts.items():
-                counter.add_metric((reason,), count)
-            yield counter
+            yield _family(CounterMetricFamily, name, what, ("reason",), [((reason,), count) for reason, count in counts.items()])
 
 
-def _reported(members: Iterable[Member]) -> Iterator[Metric]:
+def _reported(members: Sequence[Member]) -> Iterator[Metric]:
     """A gauge for each field of Load, a counter for each field of Counters: a new field is a new metric."""
-    members = list(members)
-    for field in msgspec.structs.fields(Load):
-        gauge = GaugeMetricFamily(f"tandem_instance_{field.name}", "As reported by the instance.", labels=INSTANCE_LABELS)
-        for member in members:
-            gauge.add_metric(_labels(member), msgspec.structs.asdict(member.load)[field.name])
-        yield gauge
-    for field in msgspec.structs.fields(Counters):
-        counter = CounterMetricFamily(
-            f"tandem_instance_{field.name}", "As reported by the instance since it started.", labels=INSTANCE_LABELS
-        )
-        for member in members:
-            counter.add_metric(_labels(member), msgspec.structs.asdict(member.counters)[field.name])
-        yield counter
+    loads = [(_labels(member), member.load) for member in members]
+    yield from _of_each_field(Load, GaugeMetricFamily, "instance", "As reported by the instance.", INSTANCE_LABELS, loads)
+    counters = [(_labels(member), member.counters) for member in members]
+    what = "As reported by the instance since it started."
+    yield from _of_each_field(Counters, CounterMetricFamily, "instance", what, INSTANCE_LABELS, counters)
 
 
 def _links(members: Iterable[Member]) -> Iterator[Metric]:
     """What prefill instances report about each of their links."""
-    links = [(member.info.id, link) for member in members if member.info.role == "prefill" for link in member.links.values()]
-    up = GaugeMetricFamily("tandem_link_up", "1 for a link that is ready.", labels=LINK_LABELS)
-    speed = GaugeMetricFamily("tandem_link_bytes_per_second", "As measured when the link came up.", labels=LINK_LABELS)
-    for name, link in links:
-        up.add_metric((name, link.peer), float(link.state == "ready"))
-        if link.bytes_per_s is not None:
-            speed.add_metric((name, link.peer), link.bytes_per_s)
-    yield from (up, speed)
-    for field in msgspec.structs.fields(LinkTraffic):
-        counter = CounterMetricFamily(f"tandem_link_{field.name}", "As reported by the instance that pushes.", labels=LINK_LABELS)
-        for name, link in links:
-            counter.add_metric((name, link.peer), msgspec.structs.asdict(link.traffic)[field.name])
-        yield counter
+    links = [
+        ((member.info.id, str(link.peer)), link)
+        for member in members
+        if member.info.role == "prefill"
+        for link in member.links.values()
+    ]
+    up = [(labels, float(link.state == "ready")) for labels, link in links]
+    yield _family(GaugeMetricFamily, "tandem_link_up", "1 for a link that is ready.", LINK_LABELS, up)
+    speeds = [(labels, link.bytes_per_s) for labels, link in links if link.bytes_per_s is not None]
+    what = "As measured when the link came up."
+    yield _family(GaugeMetricFamily, "tandem_link_bytes_per_second", what, LINK_LABELS, speeds)
+    traffic = [(labels, link.traffic) for labels, link in links]
+    what = "As reported by the instance that pushes."
+    yield from _of_each_field(LinkTraffic, CounterMetricFamily, "link", what, LINK_LABELS, traffic)
+
+
+def _of_each_field(
+    struct: type[msgspec.Struct], kind: type[FamilyT], prefix: str, what: str, names: Sequence[str], reports: Sequence[Reported]
+) -> Iterator[Metric]:
+    for field in struct.__struct_fields__:
+        values = [(labels, float(msgspec.structs.asdict(report)[field])) for labels, report in reports]
+        yield _family(kind, f"tandem_{prefix}_{field}", what, names, values)
+
+
+def _family(
+    kind: type[FamilyT], name: str, what: str, names: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+) -> FamilyT:
+    """One metric: a value for each tuple of labels. names: of the labels."""
+    family = kind(name, what, labels=names)
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family
 
 
 def _labels(member: Member) -> tuple[str, str]:

@@ -13,12 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
-from router.openai_fields import (
-    NEUTRAL_CHAT_VALUES,
-    NEUTRAL_COMPLETION_VALUES,
-    NEUTRAL_MESSAGE_VALUES,
-    drop_neutral,
-)
+from router.openai_fields import NEUTRAL_CHAT_VALUES, NEUTRAL_COMPLETION_VALUES, NEUTRAL_MESSAGE_VALUES, drop_neutral
 
 COMPLETION_MAX_TOKENS = 16
 """Length of an answer to /v1/completions when the request gives none, as at OpenAI."""

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from bench.figures import Goal, Outcome, Place, Row, Sample, judge
+from bench.figures import Goal, Place, Row, Sample, Spread, TransferOutcome, judge
 from bench.hardware import this_hardware
 from bench.plan import Point, Way
-from bench.plot import draw
 from bench.report import markdown, text
 
 KIB = 2**10
@@ -41,6 +40,12 @@ def test_a_sample_counts_bytes_over_the_whole_time_and_latency_push_by_push() ->
     assert made.gb_per_s == pytest.approx(100 * 10_000 / 1e9 / 0.5)
     assert (made.median_s, made.p99_s) == (0.001, 0.010)
     assert made.cpu_s_per_gb == pytest.approx(2.0)
+
+
+def test_a_spread_has_the_median_and_what_nine_of_ten_do_not_exceed() -> None:
+    assert Spread.of([5, 1, 2, 3, 4, 6, 7, 8, 10, 9]) == Spread(least=1, median=5.5, p90=9, most=10)
+    assert Spread.of([3.0]) == Spread(least=3.0, median=3.0, p90=3.0, most=3.0)
+    assert Spread.of(range(1, 21)) == Spread(least=1, median=10.5, p90=18, most=20)
 
 
 def test_goals_that_are_met_are_judged_so() -> None:
@@ -86,17 +91,11 @@ def test_the_worst_page_size_decides_and_the_fullest_push_of_each_counts() -> No
     assert judge(host, place())[0].figure == "85 %"
 
 
-def outcome(host: Place) -> Outcome:
+def outcome(host: Place) -> TransferOutcome:
     network = Place(name="network", skipped={"namespaces": "they were not asked for"})
     goals = [Goal(rule="a rule", met=False, figure="a figure")]
-    return Outcome(
-        command="launch bench transfer --quick",
-        hardware=this_hardware(),
-        pool_bytes=2**20,
-        host=host,
-        network=network,
-        goals=goals,
-    )
+    command = "launch bench transfer --quick"
+    return TransferOutcome(command=command, hardware=this_hardware(), goals=goals, pool_bytes=2**20, host=host, network=network)
 
 
 def test_a_report_says_every_figure_the_spread_and_what_was_skipped() -> None:
@@ -111,7 +110,7 @@ def test_a_report_says_every_figure_the_spread_and_what_was_skipped() -> None:
 @pytest.mark.parametrize("form", [text, markdown])
 @pytest.mark.parametrize(("load", "cautious"), [(0.2, False), (7.0, True)])
 def test_a_report_from_a_busy_machine_says_what_that_does_to_it(
-    form: Callable[[Outcome], str], load: float, cautious: bool
+    form: Callable[[TransferOutcome], str], load: float, cautious: bool
 ) -> None:
     measured = outcome(place())
     on = msgspec.structs.replace(measured, hardware=msgspec.structs.replace(measured.hardware, load=load))
@@ -125,16 +124,3 @@ def test_markdown_has_the_ways_side_by_side() -> None:
     assert "| 64 KiB | 8 | scattered | 40 / 80 | 40 / 80 |" in report
     assert "| 64 KiB | 8 | scattered | 0.30 | 0.30 |" in report
     assert "| a rule | not met | a figure |" in report
-
-
-def test_a_drawing_has_a_line_for_each_way_and_is_higher_where_speed_is() -> None:
-    larger = Point(128 * KIB, 8, "scattered")
-    drawing = draw(place(row(NIXL, MANY, sample(2.0)), row(NIXL, larger, sample(4.0)), row(SOCKET, MANY, sample(1.0))))
-    assert drawing.startswith("<svg") and drawing.count("<polyline") == 2 and ">tcp socket<" in drawing
-    path = drawing.partition('<polyline points="')[2].partition('"')[0]
-    (left, low), (right, high) = (map(float, dot.split(",")) for dot in path.split())
-    assert left < right and low > high, "SVG counts from the top"
-
-
-def test_nothing_measured_is_an_empty_drawing() -> None:
-    assert "<polyline" not in draw(place())

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from bench.hardware import this_hardware
-from bench.overlap_figures import Measured, Outcome, Sample, Spread, judge
+from bench.overlap_figures import Measured, OverlapOutcome, Sample, judge
 from bench.overlap_plan import FleetKind
 from bench.overlap_report import markdown, text
 
@@ -57,12 +57,6 @@ EIGHT = "at most 10 % of the transfer of a prompt of 8 chunks is exposed"
 FIRST = "the first token of a prompt of one chunk within 3 % + 2 ms of a colocated instance's"
 
 
-def test_a_spread_is_the_median_and_what_nine_of_ten_do_not_exceed() -> None:
-    assert Spread.of([5, 1, 2, 3, 4, 6, 7, 8, 10, 9]) == Spread(5.5, 9)
-    assert Spread.of([3.0]) == Spread(3.0, 3.0)
-    assert Spread.of(range(1, 21)) == Spread(10.5, 18)
-
-
 @pytest.mark.parametrize(("chunks", "share", "rule"), [(1, 0.5, ONE), (8, 0.1, EIGHT)])
 def test_the_exposed_share_of_the_median_request_decides(chunks: int, share: float, rule: str) -> None:
     some = [*a_round(1, chunks, exposed=share - 0.01), *a_round(2, chunks, exposed=0.99)]
@@ -88,15 +82,10 @@ def test_first_tokens_are_compared_round_by_round() -> None:
     assert goal.met is True and goal.figure == "+0.0 ms, +0.0 %"
 
 
-def outcome(*samples: Sample) -> Outcome:
-    models = [measured(*samples)]
-    return Outcome(
-        command="launch bench overlap --quick",
-        hardware=this_hardware(),
-        transport="nixl",
-        threads=1,
-        models=models,
-        goals=judge(models),
+def outcome(*samples: Sample) -> OverlapOutcome:
+    models, command = [measured(*samples)], "launch bench overlap --quick"
+    return OverlapOutcome(
+        command=command, hardware=this_hardware(), goals=judge(models), transport="nixl", threads=1, models=models
     )
 
 
@@ -117,7 +106,7 @@ def test_a_report_has_every_fleet_side_by_side() -> None:
 @pytest.mark.parametrize("form", [text, markdown])
 @pytest.mark.parametrize(("load", "cautious"), [(0.2, False), (7.0, True)])
 def test_a_report_from_a_busy_machine_says_what_that_does_to_it(
-    form: Callable[[Outcome], str], load: float, cautious: bool
+    form: Callable[[OverlapOutcome], str], load: float, cautious: bool
 ) -> None:
     made = outcome(*a_round(1))
     on = msgspec.structs.replace(made, hardware=msgspec.structs.replace(made.hardware, load=load))

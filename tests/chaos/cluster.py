@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
-from bench.local_fleet import FleetPages, Json, not_home
+from tests.fleet_pages import FleetPages, Json, not_home
 
 WAIT_S = 0.1
 """Between two looks at a page."""

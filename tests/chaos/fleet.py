@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from common.ids import Role
-from launch.processes import Child, ChildEvent, Exited, Reported, launch_command
+from common.processes.child import Exited, Reported
+from launch.processes import Child, ChildEvent, launch_command
 from launch.reports import Ready
 from tests.shared_memory import FOLDER, abandoned, shared_files
 

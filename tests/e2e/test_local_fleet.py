@@ -12,24 +12,24 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from bench.local_fleet import LocalFleet, local_fleet
 from demo import corpus
+from tests.fleet_pages import RunningFleet, running_fleet
 from tests.shared_memory import left_behind, shared_files
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
-    with local_fleet("--dtype", "float32", "--decode", "2") as running:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    with running_fleet("--dtype", "float32", "--decode", "2") as running:
         yield running
 
 
 @pytest.fixture
-def client(fleet: LocalFleet) -> Iterator[OpenAI]:
+def client(fleet: RunningFleet) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
-def test_the_printed_curl_line_works(fleet: LocalFleet) -> None:
+def test_the_printed_curl_line_works(fleet: RunningFleet) -> None:
     printed = fleet.output[fleet.output.index("curl ") :].replace("\\\n", " ").split("\n")[0]
     done = subprocess.run(shlex.split(printed), capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]
@@ -92,7 +92,7 @@ BAD_BODIES: list[tuple[str, dict[str, object], int, str | None]] = [
 
 @pytest.mark.parametrize(("change", "status", "field"), [row[1:] for row in BAD_BODIES], ids=[row[0] for row in BAD_BODIES])
 def test_bad_input_is_named_and_the_server_goes_on(
-    fleet: LocalFleet, change: dict[str, object], status: int, field: str | None
+    fleet: RunningFleet, change: dict[str, object], status: int, field: str | None
 ) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5} | change
     answer = fleet.post("/v1/chat/completions", body)
@@ -102,12 +102,12 @@ def test_bad_input_is_named_and_the_server_goes_on(
     assert fleet.complete("Hello", 2)["choices"]
 
 
-def test_a_body_that_is_not_json_is_refused(fleet: LocalFleet) -> None:
+def test_a_body_that_is_not_json_is_refused(fleet: RunningFleet) -> None:
     answer = fleet.post("/v1/chat/completions", b"{")
     assert answer.status == 400 and "JSON" in answer.json()["error"]["message"]
 
 
-def _leave_in_mid_stream(fleet: LocalFleet, number: int) -> None:
+def _leave_in_mid_stream(fleet: RunningFleet, number: int) -> None:
     """Read a few chunks of a long answer, then hang up."""
     words = ["falcon"] * (10 + 37 * (number % 9))
     body = {
@@ -120,7 +120,7 @@ def _leave_in_mid_stream(fleet: LocalFleet, number: int) -> None:
                 return
 
 
-def test_memory_comes_home_after_a_hundred_clients_left_in_mid_stream(fleet: LocalFleet) -> None:
+def test_memory_comes_home_after_a_hundred_clients_left_in_mid_stream(fleet: RunningFleet) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: _leave_in_mid_stream(fleet, number), range(100)))
     cluster = fleet.wait_until_home()
@@ -128,7 +128,7 @@ def test_memory_comes_home_after_a_hundred_clients_left_in_mid_stream(fleet: Loc
     assert fleet.complete("Hello", 3)["usage"]["completion_tokens"] <= 3
 
 
-def test_the_pages_of_the_api_answer(fleet: LocalFleet) -> None:
+def test_the_pages_of_the_api_answer(fleet: RunningFleet) -> None:
     assert fleet.get("/health").status == 200
     assert fleet.get("/ready").status == 200
     cluster = fleet.cluster()
@@ -151,8 +151,8 @@ def _descendants(pid: int) -> list[int]:
 
 def test_ctrl_c_leaves_no_process_socket_or_shared_memory(tmp_path: Path) -> None:
     before = shared_files()
-    with local_fleet() as fleet:
-        family = _descendants(fleet.pid)
+    with running_fleet() as fleet:
+        family = _descendants(fleet.local.pid)
         assert len(family) >= 4, "router, detokenizer, prefill, decode"
     alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
     assert not alive

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.local_fleet import LocalFleet, local_fleet
 from launch.fleet_page import FleetPage
+from tests.fleet_pages import RunningFleet, running_fleet
 from tests.shared_memory import left_behind, shared_files
 
 PATIENCE_S = 120.0
@@ -38,7 +38,7 @@ class Stream:
 class Streams:
     """Several greedy answers, streamed at the same time."""
 
-    def __init__(self, fleet: LocalFleet) -> None:
+    def __init__(self, fleet: RunningFleet) -> None:
         self._fleet = fleet
         self._pool = ThreadPoolExecutor(len(PROMPTS))
         self._model = fleet.model()
@@ -85,24 +85,24 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def until_whole(fleet: LocalFleet, decode: list[str]) -> None:
+def until_whole(fleet: RunningFleet, decode: list[str]) -> None:
     """Waits until every member is there and linked and the router takes requests."""
     page = FleetPage(fleet.url)
     until(lambda: not page.missing(PREFILL, decode) and fleet.is_ready(), "the fleet is whole")
 
 
-def state(fleet: LocalFleet, name: str) -> str | None:
+def state(fleet: RunningFleet, name: str) -> str | None:
     states = {instance["id"]: instance["state"] for instance in fleet.cluster()["instances"]}
     return states.get(name)
 
 
-def busiest(fleet: LocalFleet) -> str:
+def busiest(fleet: RunningFleet) -> str:
     """The decode instance that has most of the open tokens: how the router divides them depends on the moment."""
     tokens = {instance["id"]: instance["assigned_tokens"] for instance in fleet.cluster()["instances"]}
     return max(DECODE, key=lambda name: tokens[name])
 
 
-def pid_of(fleet: LocalFleet, role: str) -> int:
+def pid_of(fleet: RunningFleet, role: str) -> int:
     """The only process of the fleet that runs this role."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -112,7 +112,7 @@ def pid_of(fleet: LocalFleet, role: str) -> int:
         except OSError:
             continue  # the process has just ended
         if "launch.main" in words and role in words:
-            found += [int(folder.name)] if fleet.pid in ancestors else []
+            found += [int(folder.name)] if fleet.local.pid in ancestors else []
     (pid,) = found
     return pid
 
@@ -123,7 +123,7 @@ def parents(pid: int) -> Iterator[int]:
         yield pid
 
 
-def until_replaced(fleet: LocalFleet, before: dict[str, int], name: str) -> None:
+def until_replaced(fleet: RunningFleet, before: dict[str, int], name: str) -> None:
     """Waits until another process has the name of the one that died and the fleet is whole. No other one has changed."""
     until(lambda: instance_pids(fleet).get(name, before[name]) != before[name], f"another {name} has joined")
     until_whole(fleet, DECODE)
@@ -131,21 +131,21 @@ def until_replaced(fleet: LocalFleet, before: dict[str, int], name: str) -> None
     assert {other for other in before if before[other] != after[other]} == {name}
 
 
-def instance_pids(fleet: LocalFleet) -> dict[str, int]:
+def instance_pids(fleet: RunningFleet) -> dict[str, int]:
     return {instance["id"]: instance["ranks"][0]["pid"] for instance in fleet.cluster()["instances"]}
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     before = shared_files()
-    with local_fleet("--dtype", "float32", "--decode", "2") as running:
+    with running_fleet("--dtype", "float32", "--decode", "2") as running:
         yield running
         running.wait_until_home()
     assert not left_behind(before)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fleet: LocalFleet) -> list[list[int]]:
+def undisturbed(fleet: RunningFleet) -> list[list[int]]:
     streams = Streams(fleet)
     streams.begin()
     answers = streams.end()
@@ -154,7 +154,7 @@ def undisturbed(fleet: LocalFleet) -> list[list[int]]:
 
 
 def test_a_decode_instance_that_was_killed_comes_back_and_its_streams_go_on_elsewhere(
-    fleet: LocalFleet, undisturbed: list[list[int]]
+    fleet: RunningFleet, undisturbed: list[list[int]]
 ) -> None:
     streams, before = Streams(fleet), instance_pids(fleet)
     streams.begin()
@@ -165,7 +165,7 @@ def test_a_decode_instance_that_was_killed_comes_back_and_its_streams_go_on_else
     assert re.search(rf"^{victim} +ended, and is started again in \S+ s: killed by SIGKILL$", fleet.output, re.MULTILINE)
 
 
-def test_a_prefill_instance_that_was_killed_comes_back_too(fleet: LocalFleet, undisturbed: list[list[int]]) -> None:
+def test_a_prefill_instance_that_was_killed_comes_back_too(fleet: RunningFleet, undisturbed: list[list[int]]) -> None:
     streams, before = Streams(fleet), instance_pids(fleet)
     streams.begin()
     os.kill(before["prefill-0"], signal.SIGKILL)
@@ -173,7 +173,9 @@ def test_a_prefill_instance_that_was_killed_comes_back_too(fleet: LocalFleet, un
     until_replaced(fleet, before, "prefill-0")
 
 
-def test_a_detokenizer_that_was_killed_comes_back_and_no_stream_notices(fleet: LocalFleet, undisturbed: list[list[int]]) -> None:
+def test_a_detokenizer_that_was_killed_comes_back_and_no_stream_notices(
+    fleet: RunningFleet, undisturbed: list[list[int]]
+) -> None:
     streams, router, first = Streams(fleet), pid_of(fleet, "router"), pid_of(fleet, "detokenizer")
     streams.begin()
     os.kill(first, signal.SIGKILL)
@@ -183,7 +185,7 @@ def test_a_detokenizer_that_was_killed_comes_back_and_no_stream_notices(fleet: L
 
 
 def test_a_router_that_was_killed_comes_back_on_its_ports_and_the_instances_find_it(
-    fleet: LocalFleet, undisturbed: list[list[int]]
+    fleet: RunningFleet, undisturbed: list[list[int]]
 ) -> None:
     before, first = instance_pids(fleet), pid_of(fleet, "router")
     os.kill(first, signal.SIGKILL)
@@ -195,7 +197,7 @@ def test_a_router_that_was_killed_comes_back_on_its_ports_and_the_instances_find
 
 
 def test_an_instance_that_is_told_twice_to_stop_ends_at_once_and_comes_back(
-    fleet: LocalFleet, undisturbed: list[list[int]]
+    fleet: RunningFleet, undisturbed: list[list[int]]
 ) -> None:
     streams, before = Streams(fleet), instance_pids(fleet)
     streams.begin()
@@ -211,7 +213,7 @@ def test_an_instance_that_is_told_twice_to_stop_ends_at_once_and_comes_back(
 def test_an_instance_that_is_told_to_stop_finishes_its_streams_and_stays_away(
     tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
-    with local_fleet("--dtype", "float32", "--decode", "2") as fleet:
+    with running_fleet("--dtype", "float32", "--decode", "2") as fleet:
         streams = Streams(fleet)
         streams.begin()
         victim = busiest(fleet)

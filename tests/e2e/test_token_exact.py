@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from bench.local_fleet import LocalFleet, local_fleet
 from demo import corpus
 from demo.evaluate import MODEL
+from tests.fleet_pages import RunningFleet, running_fleet
 
 AT_ONCE = 6
 
@@ -56,7 +56,7 @@ def demo_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
     return prompts
 
 
-def answers(fleet: LocalFleet, cases: Sequence[Case]) -> list[list[int]]:
+def answers(fleet: RunningFleet, cases: Sequence[Case]) -> list[list[int]]:
     """The fleet's answers, several asked at once."""
 
     def ask(case: Case) -> list[int]:
@@ -77,15 +77,15 @@ def check(tmp_path: Path, cases: Sequence[Case], *flags: str) -> None:
     """
     expected = [case.expected for case in cases]
     common = ("--dtype", "float32", "--dead-after-s", "60", *flags)
-    with local_fleet(*common) as fleet:
+    with running_fleet(*common) as fleet:
         assert answers(fleet, cases) == expected
         check_disaggregated(fleet, cases)
-    with local_fleet("--prefill", "0", *common) as fleet:
+    with running_fleet("--prefill", "0", *common) as fleet:
         assert answers(fleet, cases) == expected
         fleet.wait_until_home()
 
 
-def check_disaggregated(fleet: LocalFleet, cases: Sequence[Case]) -> None:
+def check_disaggregated(fleet: RunningFleet, cases: Sequence[Case]) -> None:
     """The metrics prove that prefill pushed what decode received, and that decode computed no prompt token."""
     fleet.wait_until_home()
     counters = {instance["role"]: instance["counters"] for instance in fleet.cluster()["instances"]}

@@ -26,10 +26,11 @@ from common.messages import (
     TokenDelta,
     Welcome,
 )
+from common.processes.child import Exited
 from common.sampling_params import SamplingParams
 from common.wire import Mailbox
 from launch.instance_process import CLOSE_S
-from launch.processes import Child, ChildEvent, Exited
+from launch.processes import Child, ChildEvent
 from launch.reports import Broken
 from tests.launch.failing_instance import NAME
 from tests.shared_memory import left_behind, shared_files

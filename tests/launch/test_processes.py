@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.processes import Child, ChildEvent, Exited, Reported, stop_children
+from common.processes.child import Exited, Reported, stop_children
+from launch.processes import Child, ChildEvent
 from launch.reports import Broken, MeetRouter, Progress, Ready
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for

@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from launch.processes import ChildEvent, Exited, Reported
+from common.processes.child import Exited, Reported
+from launch.processes import ChildEvent
 from launch.reports import BAD_FLAG, Broken, Progress, Ready
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 

@@ -1,0 +1,126 @@
+"""The pages of a running fleet, as tests ask for them: completions, /cluster, /metrics, and whether all memory is home.
+
+Owns the questions and how answers are read. Knows the HTTP endpoints, and nothing of the inside.
+"""
+
+import contextlib
+import http.client
+import json
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench.local_fleet import LOOK_S, FleetFailed, LocalFleet, connected, local_fleet
+
+HOME_S = 60.0
+HEARTBEAT_S = 0.5
+"""The default of --heartbeat-s."""
+IDLE = ("waiting_requests", "running_requests", "reservations", "pushes_in_flight", "pages_quarantined")
+"""Loads of an instance that are 0 when nothing runs there."""
+_SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the router answered."""
+
+    status: int
+    text: str
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+class FleetPages:
+    """The router's pages at `url`. Every method raises FleetFailed when the router does not answer."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str) -> Reply:
+        return self._ask("GET", path, None)
+
+    def post(self, path: str, body: object) -> Reply:
+        """body: encoded as JSON, unless it is bytes."""
+        return self._ask("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    def cluster(self) -> Json:
+        page: Json = self.get("/cluster").json()
+        return page
+
+    def is_ready(self) -> bool:
+        """False also when the router does not answer."""
+        with contextlib.suppress(FleetFailed):
+            return self.get("/ready").status == http.HTTPStatus.OK
+        return False
+
+    def model(self) -> str:
+        name: str = self.get("/v1/models").json()["data"][0]["id"]
+        return name
+
+    def samples(self, metric: str) -> list[tuple[Mapping[str, str], float]]:
+        """Labels and values of one metric."""
+        lines = self.get("/metrics").text.splitlines()
+        found = [match for line in lines if (match := _SAMPLE.fullmatch(line)) and match["name"] == metric]
+        return [(dict(_LABEL.findall(match["labels"] or "")), float(match["value"])) for match in found]
+
+    def complete(self, prompt: list[int] | str, max_tokens: int, **fields: object) -> Json:
+        body = {"model": self.model(), "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
+        reply = self.post("/v1/completions", body)
+        if reply.status != http.HTTPStatus.OK:
+            raise FleetFailed(f"HTTP {reply.status}: {reply.text}")
+        completion: Json = reply.json()
+        return completion
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
+        with connected(self.url) as connection:
+            connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            response = connection.getresponse()
+            return Reply(response.status, response.read().decode(errors="replace"))
+
+
+def not_home(cluster: Json, names: Collection[str] = ()) -> list[str]:
+    """What is still in use, by /cluster: pages that are out, queues that are not empty; and which of the names are missing."""
+    members = {instance["id"]: instance["load"] for instance in cluster["instances"]}
+    lacks = [f"{name} is no member" for name in names if name not in members]
+    for name, load in members.items():
+        if load["pages_free"] != load["pages_total"]:
+            lacks.append(f"{name} has {load['pages_total'] - load['pages_free']} of {load['pages_total']} pages out")
+        lacks += [f"{name} has {field} {load[field]}" for field in IDLE if load[field]]
+    if cluster["router"]["requests_open"]:
+        lacks.append(f"the router has {cluster['router']['requests_open']} requests open")
+    return lacks
+
+
+class RunningFleet(FleetPages):
+    """`launch local` in a child process, with its pages."""
+
+    def __init__(self, local: LocalFleet) -> None:
+        super().__init__(local.url)
+        self.local = local
+
+    @property
+    def output(self) -> str:
+        return self.local.output
+
+    def wait_until_home(self) -> Json:
+        """Wait until every page is home and every queue is empty. Returns /cluster. Raises FleetFailed."""
+        until = time.monotonic() + HOME_S
+        time.sleep(2 * HEARTBEAT_S)  # /cluster is as old as the last heartbeat
+        while lacks := not_home(cluster := self.cluster()):
+            if time.monotonic() > until:
+                raise FleetFailed(f"not home after {HOME_S:g} s: {'; '.join(lacks)}")
+            time.sleep(LOOK_S)
+        return cluster
+
+
+@contextlib.contextmanager
+def running_fleet(*flags: str) -> Iterator[RunningFleet]:
+    """A running fleet, stopped at the end. Raises FleetFailed."""
+    with local_fleet(*flags) as local:
+        yield RunningFleet(local)
