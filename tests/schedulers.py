@@ -8,7 +8,20 @@ from typing import Any
 
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
 from common.instance.ports import Action, LinkChanged, RouterLost, Scheduler, Send
-from common.messages import AnyMessage, Decline, Drain, Failed, Generate, LinkInfo, LinkState, Terms, TokenBatch, TokenDelta
+from common.messages import (
+    AnyMessage,
+    Decline,
+    Drain,
+    Failed,
+    Generate,
+    Grant,
+    LinkInfo,
+    LinkState,
+    Renewed,
+    Terms,
+    TokenBatch,
+    TokenDelta,
+)
 from tests.builders import key, sampling
 
 
@@ -47,6 +60,19 @@ def deltas(actions: Sequence[Action]) -> list[TokenDelta]:
 def failures(actions: Sequence[Action]) -> dict[str, Failed]:
     """What clients are told of requests that failed."""
     return {delta.key.request_id: delta.ending for delta in deltas(actions) if isinstance(delta.ending, Failed)}
+
+
+def grants(actions: Sequence[Action]) -> list[Grant]:
+    return [message for message in messages(actions) if isinstance(message, Grant)]
+
+
+def granted(actions: Sequence[Action]) -> list[str]:
+    return [grant.key.request_id for grant in grants(actions)]
+
+
+def renewed(actions: Sequence[Action]) -> Renewed:
+    (answer,) = (message for message in messages(actions) if isinstance(message, Renewed))
+    return answer
 
 
 def declined(actions: Sequence[Action]) -> dict[str, Failed]:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from common.engine.plan import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Action, Decision, Settle, Settled
-from common.messages import Claim, Grant, Handoff, Peers, Renew, Renewed, Reserve, Terms
+from common.messages import Claim, Grant, Handoff, Peers, Renew, Reserve, Terms
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.digests import Digest
 from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
 from tests.schedulers import generate as generate
-from tests.schedulers import messages, prompt_of
+from tests.schedulers import grants, prompt_of
 
 ME, WRITER = InstanceId("d"), InstanceId("p")
 LIFE, WRITERS_LIFE = Incarnation("d1"), Incarnation("1")
@@ -69,19 +69,6 @@ def handoff(grant: Grant, first_token: int = 50, digests: bytes = b"") -> Handof
 
 
 # --- what came of it -------------------------------------------------------------------------------------------------------
-
-
-def grants(actions: Sequence[Action]) -> list[Grant]:
-    return [message for message in messages(actions) if isinstance(message, Grant)]
-
-
-def granted(actions: Sequence[Action]) -> list[str]:
-    return [grant.key.request_id for grant in grants(actions)]
-
-
-def renewed(actions: Sequence[Action]) -> Renewed:
-    (answer,) = (message for message in messages(actions) if isinstance(message, Renewed))
-    return answer
 
 
 def settle(made: DecodeScheduler, actions: Sequence[Action], now: float = 0.0) -> None:

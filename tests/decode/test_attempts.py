@@ -12,8 +12,6 @@ from tests.decode.rig import (
     ME,
     WRITER,
     decoding,
-    granted,
-    grants,
     handoff,
     planned,
     renew,
@@ -24,7 +22,7 @@ from tests.decode.rig import (
     step,
     with_reservation,
 )
-from tests.schedulers import abandon, declined, deltas, drain, failures, generate, is_home, kinds, messages
+from tests.schedulers import abandon, declined, deltas, drain, failures, generate, granted, grants, is_home, kinds, messages
 
 # --- an answer that is resumed ---------------------------------------------------------------------------------------------
 

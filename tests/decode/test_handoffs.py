@@ -15,20 +15,8 @@ from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 from tests.builders import engine, instance, key, limits
-from tests.decode.rig import (
-    WRITER,
-    granted,
-    grants,
-    handoff,
-    planned,
-    renew,
-    renewed,
-    reserve,
-    scheduler,
-    settle,
-    with_reservation,
-)
-from tests.schedulers import abandon, declined, deltas, drain, failures, is_home, kinds
+from tests.decode.rig import WRITER, handoff, planned, renew, reserve, scheduler, settle, with_reservation
+from tests.schedulers import abandon, declined, deltas, drain, failures, granted, grants, is_home, kinds, renewed
 
 SILENCE_S = WRITE_LEASE_S + MARGIN_S
 SUCCESSOR = Incarnation("2")

@@ -16,12 +16,9 @@ from tests.builders import EOS, LAYOUT, key, result
 from tests.decode.rig import (
     WRITER,
     WRITERS_LIFE,
-    granted,
-    grants,
     handoff,
     planned,
     renew,
-    renewed,
     reserve,
     reserved,
     scheduler,
@@ -29,7 +26,7 @@ from tests.decode.rig import (
     step,
     with_reservation,
 )
-from tests.schedulers import declined, deltas, failures, generate, is_home, kinds
+from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, kinds, renewed
 
 
 def ask(made: DecodeScheduler, name: str, tokens: int, max_new_tokens: int = 16, age_s: float = 0.0, priority: int = 0) -> None:

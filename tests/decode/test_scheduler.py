@@ -13,19 +13,16 @@ from tests.decode.rig import (
     WRITER,
     WRITERS_LIFE,
     decoding,
-    granted,
-    grants,
     handoff,
     planned,
     renew,
-    renewed,
     reserve,
     reserved,
     scheduler,
     settle,
     with_reservation,
 )
-from tests.schedulers import declined, deltas, failures, generate, is_home, prompt_of
+from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, prompt_of, renewed
 
 
 def test_a_handed_off_request_decodes_to_its_limit() -> None:

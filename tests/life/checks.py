@@ -56,11 +56,10 @@ def stuck_pages(trial: Trial, instance: Instance) -> int:
     agent, ledger = instance.info.pool.agent, trial.ledger_of(instance)
     leases: set[int] = set()
     pages = 0
-    for write in trial.fabric.unproven:
-        page, tenancy = (
-            (write.source_page, write.tenancies[0]) if write.writer == agent else (write.target_page, write.tenancies[1])
-        )
-        if agent in (write.writer, write.reader) and ledger.tenancy(page) == tenancy:
+    for flight in trial.fabric.unproven:
+        is_ours = flight.write.writer == agent
+        page, tenancy = (flight.source_page if is_ours else flight.target_page), flight.tenancies[0 if is_ours else 1]
+        if agent in (flight.write.writer, flight.write.reader) and ledger.tenancy(page) == tenancy:
             lease = ledger.lease_of(page)
             if id(lease) not in leases:
                 leases.add(id(lease))

@@ -62,7 +62,7 @@ class Host:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class Flight:
     """A write of one page under way. tenancies: of its source and target page when it was posted."""
 
     write: Write
@@ -80,22 +80,11 @@ class _Flight:
         return self.posted_s + self.fate.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Unproven:
-    """A write that failed without proof that it has ended. tenancies: of its source and target page when it was posted."""
-
-    writer: str
-    reader: str
-    source_page: int
-    target_page: int
-    tenancies: tuple[int, int]
-
-
 class Fabric(MemoryNetwork):
     """A slice is a page. buffered: what arrives at a host is in its memory only when its transport polls, as over TCP.
 
     failed: called with the writer and the reader of a write that fails. problems: writes that read or wrote a page which had
-    changed hands. unproven: see there.
+    changed hands. unproven: writes that failed without proof that they have ended.
     """
 
     def __init__(
@@ -107,17 +96,17 @@ class Fabric(MemoryNetwork):
         self._random = random
         self._buffered = buffered
         self._failed = failed
-        self._flights: dict[str, list[_Flight]] = {}
+        self._flights: dict[str, list[Flight]] = {}
         self.hosts: dict[str, Host] = {}
         self.problems: list[str] = []
-        self.unproven: list[Unproven] = []
+        self.unproven: list[Flight] = []
 
     def carry(self, write: Write) -> None:
         writer, reader = self.hosts[write.writer], self.hosts[write.reader]
         (run,) = write.runs.tolist()
         source_page, target_page = run[0] // PAGE_BYTES, run[1] // PAGE_BYTES
         tenancies = writer.ledger.tenancy(source_page), reader.ledger.tenancy(target_page)
-        flight = _Flight(
+        flight = Flight(
             write, self._sea.fate(self._clock.now), writer, reader, self._clock.now, source_page, target_page, tenancies
         )
         self._flights.setdefault(write.writer, []).append(flight)
@@ -142,7 +131,7 @@ class Fabric(MemoryNetwork):
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _drive(self, flight: _Flight) -> None:
+    def _drive(self, flight: Flight) -> None:
         """By hand: it moves now at the earliest, however long its process was stopped, unless something else is in its way."""
         now = self._clock.now
         if flight.fate.by_hand and flight.due_s <= now:
@@ -150,7 +139,7 @@ class Fabric(MemoryNetwork):
             if flight.posted_s + GIVE_UP_S <= now:
                 self._give_up(flight)
 
-    def _move(self, flight: _Flight) -> None:
+    def _move(self, flight: Flight) -> None:
         """Bring the write to its target's host, or let it fail there, if nothing is in its way."""
         now = self._clock.now
         if flight.write.landed.done() or flight.has_moved or flight.reader.died_s <= now:
@@ -169,7 +158,7 @@ class Fabric(MemoryNetwork):
             late_s = self._random.uniform(now, max(now, flight.posted_s + GIVE_UP_S))
             self._clock.at(late_s, lambda: self._deliver(flight))
 
-    def _deliver(self, flight: _Flight) -> None:
+    def _deliver(self, flight: Flight) -> None:
         """The bytes are read now, and written when the reader takes them in; then the write is done, if it has not failed."""
         write = flight.write
         ((source, target, run_bytes),) = write.runs.tolist()
@@ -195,7 +184,7 @@ class Fabric(MemoryNetwork):
         if present != tenancy:
             self.problems.append(f"{self._clock.now:.3f}: a write {did} page {page} of {host.id}, which had changed hands")
 
-    def _give_up(self, flight: _Flight) -> None:
+    def _give_up(self, flight: Flight) -> None:
         if not flight.write.landed.done():
             self._fail(flight, "it makes no progress")
 
@@ -206,12 +195,11 @@ class Fabric(MemoryNetwork):
                 if flight.write.reader == agent and not flight.write.landed.done():
                     flight.write.fail("the agent died", quiescent=True)
 
-    def _fail(self, flight: _Flight, reason: str) -> None:
+    def _fail(self, flight: Flight, reason: str) -> None:
         flight.write.fail(reason, flight.fate.proven)
         self._failed(flight.writer.id, flight.reader.id)
         if not flight.fate.proven:
-            write = flight.write
-            self.unproven.append(Unproven(write.writer, write.reader, flight.source_page, flight.target_page, flight.tenancies))
+            self.unproven.append(flight)
 
 
 class FabricTransport(MemoryTransport):
