@@ -5,7 +5,7 @@ Owns the questions to /cluster, /ready and /metrics. Knows these pages; does not
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from tests.fleet_pages import FleetPages, Json, not_home
@@ -45,30 +45,24 @@ class Cluster:
         former: incarnations that do not count, for they are gone. Raises NotInTime.
         """
 
-        async def lacking() -> list[str]:
-            what = _not_whole(await self._page(), members, peers, former)
-            if not what and not await asyncio.to_thread(self._pages.is_ready):
-                what = ["/ready says no"]
-            return what
+        def lacking(page: Json) -> list[str]:
+            what = _not_whole(page, members, peers, former)
+            return what or ([] if self._pages.is_ready() else ["/ready says no"])
 
-        await _until(lacking, limit_s)
+        await self._until(lacking, limit_s)
 
     async def until_busy(self, name: str, limit_s: float) -> None:
         """The router has given this member work that is not finished. Raises NotInTime."""
 
-        async def lacking() -> list[str]:
-            member = _members(await self._page()).get(name)
+        def lacking(page: Json) -> list[str]:
+            member = _members(page).get(name)
             return [] if member is not None and member["assigned_tokens"] else [f"{name} has nothing to do"]
 
-        await _until(lacking, limit_s)
+        await self._until(lacking, limit_s)
 
     async def until_home(self, members: Collection[str], limit_s: float) -> None:
         """Every one of `members` is there, every page is home and every queue is empty. Raises NotInTime."""
-
-        async def lacking() -> list[str]:
-            return not_home(await self._page(), members)
-
-        await _until(lacking, limit_s)
+        await self._until(lambda page: not_home(page, members), limit_s)
 
     async def record(self, path: Path) -> None:
         """Write the page to a file again and again, a line each time, until cancelled: to find the cause of what goes wrong."""
@@ -80,15 +74,14 @@ class Cluster:
     async def _page(self) -> Json:
         return await asyncio.to_thread(self._pages.cluster)
 
-
-async def _until(lacking: Callable[[], Awaitable[list[str]]], limit_s: float) -> None:
-    """Return when nothing is lacking. Raises NotInTime."""
-    clock = asyncio.get_running_loop().time
-    until_s = clock() + limit_s
-    while what := await lacking():
-        if clock() > until_s:
-            raise NotInTime(f"not within {limit_s:g} s: {'; '.join(what)}")
-        await asyncio.sleep(WAIT_S)
+    async def _until(self, lacking: Callable[[Json], list[str]], limit_s: float) -> None:
+        """Look at the page until nothing is lacking. Raises NotInTime."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + limit_s
+        while what := await asyncio.to_thread(lambda: lacking(self._pages.cluster())):
+            if clock() > until_s:
+                raise NotInTime(f"not within {limit_s:g} s: {'; '.join(what)}")
+            await asyncio.sleep(WAIT_S)
 
 
 def _members(page: Json) -> dict[str, Json]:

@@ -30,8 +30,8 @@ STARTUP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
-    """What an instance is made of. pages: of 4 tokens each. rows: requests that run at once. chunk_tokens: of one step."""
+class Size(InstanceLimits):
+    """What an instance is made of, with its limits. pages: of 4 tokens each. rows: requests that run at once."""
 
     pages: int = 64
     rows: int = 4
@@ -86,16 +86,10 @@ class Instance:
             pool=self.transfers.descriptor,
             max_running=size.rows,
         )
-        limits = InstanceLimits(
-            chunk_tokens=size.chunk_tokens,
-            max_waiting=size.max_waiting,
-            request_timeout_s=size.request_timeout_s,
-            drain_timeout_s=size.drain_timeout_s,
-        )
         is_prefill = name.role == "prefill"
         kind = PrefillScheduler if is_prefill else DecodeScheduler
         digest = self.engine.digest_pages if size.verify_pages else None
-        self.scheduler = kind(self.info, engine, limits, digest)
+        self.scheduler = kind(self.info, engine, size, digest)
         self._loop = Loop(clock, self)
         self._transfer_thread = Loop(clock, _TransferThread(self, self._clock))
         inbox: Any = PrefillInbox if is_prefill else DecodeInbox
