@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from common.flags import add_flags, read_config
 from tests.chaos.faults import KINDS, Kind
 from tests.chaos.fleet import Shape
 from tests.chaos.report import LATENCY_HEADER, Outcome, latency_line, summary
@@ -52,19 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="A fleet under load whose instances are struck.")
     parser.add_argument("--requests", type=int, default=500, help="different requests (default: %(default)s)")
     parser.add_argument("--faults", type=int, help=f"default: {FAULTS}; with --latency {KILLS} for each setting")
-    parser.add_argument("--prefill", type=int, default=2, help="prefill instances (default: %(default)s)")
-    parser.add_argument("--decode", type=int, default=2, help="decode instances (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of requests and faults (default: %(default)s)")
     parser.add_argument(
         "--at-once", type=int, help=f"requests open at the same time (default: {AT_ONCE}; with --latency {AT_ONCE_LATENCY})"
     )
-    parser.add_argument("--heartbeat-s", type=float, default=0.5, help="the router's flag (default: %(default)s)")
-    parser.add_argument("--dead-after-s", type=float, default=3.0, help="the router's flag (default: %(default)s)")
-    parser.add_argument("--kv-memory", default="64MiB", help="of an instance (default: %(default)s)")
-    parser.add_argument("--log-level", default="info", help="of every process (default: %(default)s)")
     parser.add_argument("--kinds", type=_kinds, default=KINDS, help=f"some of {','.join(KINDS)} (default: all)")
     parser.add_argument("--keep-logs", metavar="DIR", help="where the processes' logs go and stay")
     parser.add_argument("--latency", action="store_true", help="kill decode instances only, for several heartbeat settings")
+    add_flags(parser, Shape)
     return parser
 
 
@@ -76,15 +72,7 @@ def _kinds(text: str) -> tuple[Kind, ...]:
 
 
 def _plan(flags: argparse.Namespace) -> Plan:
-    shape = Shape(
-        prefill=flags.prefill,
-        decode=flags.decode,
-        heartbeat_s=flags.heartbeat_s,
-        dead_after_s=flags.dead_after_s,
-        kv_memory=flags.kv_memory,
-        log_level=flags.log_level,
-    )
-    plan = Plan(shape=shape, requests=flags.requests, seed=flags.seed)
+    plan = Plan(shape=read_config(Shape, flags), requests=flags.requests, seed=flags.seed)
     if flags.latency:
         at_once, faults = flags.at_once or AT_ONCE_LATENCY, flags.faults or KILLS
         return replace(plan, at_once=at_once, faults=faults, roles=("decode",), kinds=("kill",), is_compared=False)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.config import option
 from common.ids import Role
 from common.processes.child import Exited, Reported
 from launch.processes import Child, ChildEvent, launch_command
@@ -34,13 +35,13 @@ ORPHAN_S = 60.0
 class Shape:
     """How many instances, and what they are told."""
 
-    prefill: int = 2
-    decode: int = 2
-    heartbeat_s: float = 0.5
-    dead_after_s: float = 3.0
-    drain_timeout_s: float = 1.5
-    kv_memory: str = "64MiB"
-    log_level: str = "info"
+    prefill: int = option(2, "prefill instances")
+    decode: int = option(2, "decode instances")
+    heartbeat_s: float = option(0.5, "the router's flag")
+    dead_after_s: float = option(3.0, "the router's flag")
+    drain_timeout_s: float = option(1.5, "the instances' flag")
+    kv_memory: str = option("64MiB", "of an instance")
+    log_level: str = option("info", "of every process")
 
     def names(self, role: Role) -> list[str]:
         return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
