@@ -41,35 +41,24 @@ def test_missing_values_default_to_those_of_transformers(tmp_path: Path, archite
     assert shape.tied == made.tie_word_embeddings
 
 
-@pytest.mark.parametrize("key", SIZES)
-def test_a_size_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
-    written = config()
-    del written[key]
-    write(tmp_path, "config.json", written)
-    with pytest.raises(ConfigError, match=f"{key} is missing"):
-        read_shape(tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("written", "reason"),
     [
-        ({"hidden_size": "64"}, "hidden_size must be a positive number; it is '64'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive number"),
-        ({"vocab_size": 10.5}, "vocab_size must be a whole number"),
-        ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        *(({name: size for name, size in config().items() if name != key}, f"{key} is missing") for key in SIZES),
+        (config(hidden_size="64"), "hidden_size must be a positive number; it is '64'"),
+        (config(num_hidden_layers=0), "num_hidden_layers must be a positive number"),
+        (config(vocab_size=10.5), "vocab_size must be a whole number"),
+        (config(rms_norm_eps=True), "rms_norm_eps must be a positive number"),
+        (config(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor is missing"),
+        (config(eos_token_id="</s>"), "eos_token_id must be a token id"),
+        ([], "must hold a JSON object"),
     ],
 )
-def test_an_invalid_value_is_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    write(tmp_path, "config.json", config(**changes))
+def test_a_config_that_lacks_something_or_is_invalid_is_refused_with_the_reason(
+    tmp_path: Path, written: object, reason: str
+) -> None:
+    write(tmp_path, "config.json", written)
     with pytest.raises(ConfigError, match=reason):
-        read_shape(tmp_path)
-
-
-def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "config.json", [])
-    with pytest.raises(ConfigError, match="must hold a JSON object"):
         read_shape(tmp_path)
 
 

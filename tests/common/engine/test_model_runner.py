@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,23 +93,11 @@ def test_a_sampled_answer_does_not_depend_on_its_batch_or_chunks(tmp_path: Path)
     prompt = np.arange(3, 30, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=9, temperature=0.9, top_p=0.95, seed=11)
 
-    def answer(row: int, chunk_tokens: int, others: list[int]) -> list[int]:
-        pages = made.description.layout.pages_for(64)
-        starts = [RowStart(r, np.arange(r * pages, (r + 1) * pages, dtype=np.int32), sampling) for r in (row, *others)]
-        tokens = []
-        for begin in range(0, len(prompt), chunk_tokens):
-            part = prompt[begin : begin + chunk_tokens]
-            chunk = Chunk(row, begin, part, last=begin + len(part) == len(prompt))
-            mates = tuple(Chunk(r, begin, part + 1, last=chunk.last) for r in others)
-            result = made.run(Plan(1, starts=tuple(starts) if begin == 0 else (), chunks=(chunk, *mates)))
-            tokens += result.tokens.tolist()[:1]
-        for _ in range(8):
-            result = made.run(Plan(2, decode_rows=np.array([row, *others], dtype=np.int32)))
-            tokens.append(int(result.tokens[0]))
-        return tokens
+    def answers(chunk_tokens: int, *prompts: Int32Array) -> list[list[int]]:
+        return Driver(made.run, made.description).answers(prompts, 9, sampling, chunk_tokens)
 
-    alone = answer(0, 100, [])
-    assert answer(2, 6, [0, 1]) == alone
+    (alone,) = answers(100, prompt)
+    assert answers(6, prompt + 1, prompt + 1, prompt)[2] == alone
     assert len(set(alone)) > 2
 
 
@@ -174,9 +163,16 @@ def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypa
     assert made.description.total_pages == 2**20 // made.description.layout.page_bytes
 
 
-def test_layers_reported_during_a_last_chunk_are_written(tmp_path: Path) -> None:
-    """Of so many layers the KV is what it is after the step; pages may be pushed by then."""
-    made = runner(saved(llama(num_hidden_layers=6), tmp_path))
+@pytest.mark.parametrize(
+    ("model", "changes", "expected"),
+    [(lambda: llama(num_hidden_layers=6), {}, [3, 6]), (qwen3, {"layer_groups": 3}, [1, 2, 3]), (qwen3, {"layer_groups": 0}, [])],
+    ids=["two groups by default", "a group for each layer", "no groups"],
+)
+def test_layers_reported_during_a_last_chunk_are_written(
+    tmp_path: Path, model: Callable[[], PreTrainedModel], changes: dict[str, Any], expected: list[int]
+) -> None:
+    """The flag sets the groups. The KV of reported layers is what it is after the step: pages may be pushed by then."""
+    made = runner(saved(model(), tmp_path), **changes)
     layout, region = made.description.layout, made.description.memory
     pages = np.arange(3, dtype=np.int32)
     memory = memoryview((ctypes.c_char * (3 * layout.page_bytes)).from_address(region.address))
@@ -190,7 +186,7 @@ def test_layers_reported_during_a_last_chunk_are_written(tmp_path: Path) -> None
     made.run(Plan(1, starts=(RowStart(0, pages, GREEDY),), chunks=(Chunk(0, 0, prompt[:10], last=False),)), look)
     assert seen == [], "nobody pushes layers of a chunk that another one follows"
     made.run(Plan(2, chunks=(Chunk(0, 10, prompt[10:], last=True),)), look)
-    assert [layers for layers, _ in seen] == [3, 6]
+    assert [layers for layers, _ in seen] == expected
     for layers, then in seen:
         np.testing.assert_array_equal(then[:, :layers], kv[:, :layers])
         assert layers == layout.layers or (then[:, layers:] != kv[:, layers:]).any()
