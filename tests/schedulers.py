@@ -6,8 +6,9 @@ Owns no scheduler: `tests/prefill/rig.py` and `tests/decode/rig.py` make them. K
 from collections.abc import Sequence
 from typing import Any
 
+from common.engine.plan import Plan
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
-from common.instance.ports import Action, LinkChanged, RouterLost, Scheduler, Send
+from common.instance.ports import Action, Decision, LinkChanged, RouterLost, Scheduler, Send, Settle, Settled
 from common.messages import (
     AnyMessage,
     Decline,
@@ -83,6 +84,18 @@ def declined(actions: Sequence[Action]) -> dict[str, Failed]:
 def kinds(actions: Sequence[Action]) -> list[str]:
     """Names of the actions, in order; of a Send, the name of its message."""
     return [type(each.message if isinstance(each, Send) else each).__name__ for each in actions]
+
+
+def planned(decision: Decision) -> Plan:
+    assert decision.plan is not None
+    return decision.plan
+
+
+def settle(made: Scheduler[Any], actions: Sequence[Action], now: float = 0.0) -> None:
+    """The transfers say Settled to every Settle among `actions`."""
+    for action in actions:
+        if isinstance(action, Settle):
+            assert made.handle(Settled(action.key), now) == []
 
 
 def drain(made: Scheduler[Any], now: float) -> list[Action]:

@@ -3,18 +3,15 @@
 Owns their shapes. Knows no test.
 """
 
-from collections.abc import Sequence
-
-from common.engine.plan import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
-from common.instance.ports import Action, Decision, Settle, Settled
+from common.instance.ports import Action
 from common.messages import Claim, Grant, Handoff, Peers, Renew, Reserve, Terms
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.digests import Digest
 from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
 from tests.schedulers import generate as generate
-from tests.schedulers import grants, prompt_of
+from tests.schedulers import grants, planned, prompt_of
 
 ME, WRITER = InstanceId("d"), InstanceId("p")
 LIFE, WRITERS_LIFE = Incarnation("d1"), Incarnation("1")
@@ -68,16 +65,6 @@ def handoff(grant: Grant, first_token: int = 50, digests: bytes = b"") -> Handof
     )
 
 
-# --- what came of it -------------------------------------------------------------------------------------------------------
-
-
-def settle(made: DecodeScheduler, actions: Sequence[Action], now: float = 0.0) -> None:
-    """The transfers say Settled to every Settle among `actions`."""
-    for action in actions:
-        if isinstance(action, Settle):
-            assert made.handle(Settled(action.key), now) == []
-
-
 # --- on the way ------------------------------------------------------------------------------------------------------------
 
 
@@ -107,11 +94,6 @@ def decoding(name: str = "a", tokens: int = 6, total_pages: int = 64, max_rows: 
     made, grant = with_reservation(name, tokens, total_pages=total_pages, max_rows=max_rows)
     assert made.receive(WRITER, handoff(grant), 0.0) == []
     return made
-
-
-def planned(decision: Decision) -> Plan:
-    assert decision.plan is not None
-    return decision.plan
 
 
 def step(made: DecodeScheduler, now: float, token: int = 60) -> list[Action]:

@@ -7,22 +7,22 @@ from common.ids import ROUTER, Int32Array
 from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Standing, Terms, TokenDelta, Withdraw
 from decode.scheduler import DecodeScheduler
 from tests.builders import LAYOUT, key, result
-from tests.decode.rig import (
-    LIFE,
-    ME,
-    WRITER,
-    decoding,
-    handoff,
+from tests.decode.rig import LIFE, ME, WRITER, decoding, handoff, renew, reserve, reserved, scheduler, step, with_reservation
+from tests.schedulers import (
+    abandon,
+    declined,
+    deltas,
+    drain,
+    failures,
+    generate,
+    granted,
+    grants,
+    is_home,
+    kinds,
+    messages,
     planned,
-    renew,
-    reserve,
-    reserved,
-    scheduler,
     settle,
-    step,
-    with_reservation,
 )
-from tests.schedulers import abandon, declined, deltas, drain, failures, generate, granted, grants, is_home, kinds, messages
 
 # --- an answer that is resumed ---------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 from tests.builders import engine, instance, key, limits
-from tests.decode.rig import WRITER, handoff, planned, renew, reserve, scheduler, settle, with_reservation
-from tests.schedulers import abandon, declined, deltas, drain, failures, granted, grants, is_home, kinds, renewed
+from tests.decode.rig import WRITER, handoff, renew, reserve, scheduler, with_reservation
+from tests.schedulers import abandon, declined, deltas, drain, failures, granted, grants, is_home, kinds, planned, renewed, settle
 
 SILENCE_S = WRITE_LEASE_S + MARGIN_S
 SUCCESSOR = Incarnation("2")

@@ -13,20 +13,8 @@ from decode.requests import DecodeRequest
 from decode.scheduler import DecodeScheduler
 from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import EOS, LAYOUT, key, result
-from tests.decode.rig import (
-    WRITER,
-    WRITERS_LIFE,
-    handoff,
-    planned,
-    renew,
-    reserve,
-    reserved,
-    scheduler,
-    settle,
-    step,
-    with_reservation,
-)
-from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, kinds, renewed
+from tests.decode.rig import WRITER, WRITERS_LIFE, handoff, renew, reserve, reserved, scheduler, step, with_reservation
+from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, kinds, planned, renewed, settle
 
 
 def ask(made: DecodeScheduler, name: str, tokens: int, max_new_tokens: int = 16, age_s: float = 0.0, priority: int = 0) -> None:

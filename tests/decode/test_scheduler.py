@@ -9,20 +9,8 @@ from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Send
 from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, Terms, TokenDelta, Withdraw
 from tests.builders import EOS, key, result, sampling
-from tests.decode.rig import (
-    WRITER,
-    WRITERS_LIFE,
-    decoding,
-    handoff,
-    planned,
-    renew,
-    reserve,
-    reserved,
-    scheduler,
-    settle,
-    with_reservation,
-)
-from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, prompt_of, renewed
+from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, handoff, renew, reserve, reserved, scheduler, with_reservation
+from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, planned, prompt_of, renewed, settle
 
 
 def test_a_handed_off_request_decodes_to_its_limit() -> None:

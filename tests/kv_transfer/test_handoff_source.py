@@ -206,11 +206,13 @@ def test_giving_up_what_is_over_changes_nothing() -> None:
     assert source.give_up(key()) == [] and source.computed(key(), 4) == [] and source.sampled(key(), 1) == []
 
 
-def test_a_failed_push_that_is_drained_withdraws_and_reports_the_reason() -> None:
+@pytest.mark.parametrize("quiescent", [True, False])
+def test_a_failed_push_reports_the_reason_and_withdraws_unless_it_may_still_write(quiescent: bool) -> None:
     source = pushing(4, 8)
-    assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=True)) == []
-    outputs = source.transfer_ended(done(2))
-    assert outputs == [Send(D, Withdraw(key=key())), SourceClosed(key(), unavailable("pushing to d failed: cable"), True)]
+    assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=quiescent)) == []
+    withdraws = [Send(D, Withdraw(key=key()))] if quiescent else []
+    closed = SourceClosed(key(), unavailable("pushing to d failed: cable"), quiescent)
+    assert source.transfer_ended(done(2)) == [*withdraws, closed]
 
 
 def test_the_first_reason_to_drain_is_the_one_that_is_told() -> None:
@@ -218,12 +220,6 @@ def test_the_first_reason_to_drain_is_the_one_that_is_told() -> None:
     source.give_up(key())
     source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=True))
     assert source.transfer_ended(done(2)) == WITHDRAWN
-
-
-def test_a_failed_push_that_may_still_write_never_withdraws() -> None:
-    source = pushing(4, 8)
-    assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=False)) == []
-    assert source.transfer_ended(done(2)) == [SourceClosed(key(), unavailable("pushing to d failed: cable"), quiescent=False)]
 
 
 @pytest.mark.parametrize("event", [done(7), PushFailed(Ticket(7), "cable", quiescent=True)])
