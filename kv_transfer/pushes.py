@@ -107,6 +107,7 @@ class Pushes:
         lane = self._lanes.get(agent)
         if lane is None:
             return
+        self._follow(lane)
         for pushing in lane.pushings:
             while pushing.slices:
                 if len(lane.under_way) == self._window:
@@ -115,11 +116,11 @@ class Pushes:
                 lane.under_way.append((pushing, lane.link.write(pushing.slices.popleft())))
 
     def poll(self) -> list[TransportEvent]:
-        for lane in [*self._lanes.values(), *self._leaving]:
-            self._follow(lane)
         for agent, lane in list(self._lanes.items()):
             self.begin(agent)
             self._follow(lane)  # a link may write within the call
+        for lane in self._leaving:
+            self._follow(lane)
         self._leaving = [lane for lane in self._leaving if lane.pushings]
         events, self._events = self._events, []
         return events
@@ -142,9 +143,13 @@ class Pushes:
 
     def _follow(self, lane: _Lane) -> None:
         """Take in the slices that have ended, and report the tickets that have none left."""
-        ended = [(pushing, future) for pushing, future in lane.under_way if future.done()]
-        lane.under_way = [each for each in lane.under_way if each not in ended]
-        for pushing, future in ended:
+        if not lane.pushings:
+            return
+        followed, lane.under_way = lane.under_way, []
+        for pushing, future in followed:
+            if not future.done():
+                lane.under_way.append((pushing, future))
+                continue
             pushing.under_way -= 1
             try:
                 future.result()
