@@ -1,7 +1,5 @@
 """Runs against a copy page by page: the same bytes, in as few runs as possible, cut into small slices; and checks of pools."""
 
-from typing import Any
-
 import msgspec
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from common.pages.layout import ITEM_BYTES, KVLayout
 from kv_transfer.planner import PageSlice, check_pages, mismatch, plan_runs
 from kv_transfer.runs import slice_runs
 from tests.builders import LAYOUT
+from tests.kv_transfer.test_planner import run_copy
 
 POOL_PAGES = 24
 SMALL = st.integers(1, 3)
@@ -26,7 +25,6 @@ LAYOUTS = st.builds(
     dtype=st.sampled_from(sorted(ITEM_BYTES)),
     order=st.sampled_from(["layer", "head"]),
 )
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @st.composite
@@ -49,35 +47,24 @@ def run_lists(max_bytes: int) -> st.SearchStrategy[Int64Array]:
     return st.lists(row, max_size=12).map(lambda rows: np.array(rows, dtype=np.int64).reshape(-1, 3))
 
 
-def copied(runs: Int64Array, source: Bytes, target: Bytes) -> Bytes:
-    """The target after all runs were written."""
-    result = target.copy()
-    for source_offset, target_offset, run_bytes in runs.tolist():
-        result[target_offset : target_offset + run_bytes] = source[source_offset : source_offset + run_bytes]
-    return result
-
-
 def each_byte(runs: Int64Array) -> tuple[Int64Array, Int64Array]:
     """The source and the target offset of every byte of the runs, in order."""
-    spans = [np.arange(run_bytes, dtype=np.int64) for run_bytes in runs[:, 2].tolist()]
-    none = np.empty(0, dtype=np.int64)
-    source = np.concatenate([none, *(span + start for span, start in zip(spans, runs[:, 0].tolist(), strict=True))])
-    target = np.concatenate([none, *(span + start for span, start in zip(spans, runs[:, 1].tolist(), strict=True))])
-    return source, target
+    none = np.empty((0, 2), dtype=np.int64)
+    offsets = np.concatenate([none, *(np.arange(run[2])[:, None] + run[:2] for run in runs)])
+    return offsets[:, 0], offsets[:, 1]
 
 
 @given(page_pairs(), LAYOUTS)
 def test_runs_move_what_copying_page_by_page_moves(pages: tuple[Int32Array, Int32Array], layout: KVLayout) -> None:
-    random = np.random.default_rng(0)
-    source = random.integers(0, 256, POOL_PAGES * layout.page_bytes, dtype=np.uint8)
-    target = random.integers(0, 256, POOL_PAGES * layout.page_bytes, dtype=np.uint8)
-    expected = target.copy().reshape(POOL_PAGES, -1)
+    source, target = np.random.default_rng(0).integers(0, 256, (2, POOL_PAGES, layout.page_bytes), dtype=np.uint8)
+    expected = target.copy()
     for source_page, target_page in zip(*pages, strict=True):
-        expected[target_page] = source.reshape(POOL_PAGES, -1)[source_page]
+        expected[target_page] = source[source_page]
     runs = plan_runs(*pages, PageSlice(layout), PageSlice(layout))
     assert runs.dtype == np.int64 and runs.shape[1] == 3
     assert runs[:, 2].sum() == len(pages[0]) * layout.page_bytes
-    np.testing.assert_array_equal(copied(runs, source, target), expected.reshape(-1))
+    run_copy(runs, source.reshape(-1), target.reshape(-1))
+    np.testing.assert_array_equal(target, expected)
 
 
 @given(page_pairs(), LAYOUTS)
@@ -123,14 +110,16 @@ def test_every_slice_is_full_but_the_last_which_is_not_empty(runs: Int64Array, s
     assert all(0 < size <= slice_bytes for size in sizes)
 
 
-def test_a_run_that_reaches_into_the_next_slice_is_cut_there() -> None:
-    runs = np.array([[0, 100, 6], [50, 200, 6], [90, 300, 1]], dtype=np.int64)
-    assert [part.tolist() for part in slice_runs(runs, 8)] == [[[0, 100, 6], [50, 200, 2]], [[52, 202, 4], [90, 300, 1]]]
-
-
-def test_a_run_longer_than_a_slice_is_cut() -> None:
-    runs = np.array([[1000, 5000, 25]], dtype=np.int64)
-    assert [part.tolist() for part in slice_runs(runs, 10)] == [[[1000, 5000, 10]], [[1010, 5010, 10]], [[1020, 5020, 5]]]
+@pytest.mark.parametrize(
+    ("runs", "slice_bytes", "slices"),
+    [
+        ([[0, 100, 6], [50, 200, 6], [90, 300, 1]], 8, [[[0, 100, 6], [50, 200, 2]], [[52, 202, 4], [90, 300, 1]]]),
+        ([[1000, 5000, 25]], 10, [[[1000, 5000, 10]], [[1010, 5010, 10]], [[1020, 5020, 5]]]),
+    ],
+    ids=["into the next slice", "over several slices"],
+)
+def test_a_run_is_cut_at_the_end_of_a_slice(runs: list[list[int]], slice_bytes: int, slices: list[list[list[int]]]) -> None:
+    assert [part.tolist() for part in slice_runs(np.array(runs, dtype=np.int64), slice_bytes)] == slices
 
 
 @pytest.mark.parametrize("pages", [[-1, 3], [0, 8], [3, 100]])
@@ -144,11 +133,7 @@ def test_pages_inside_of_a_pool_pass(pages: list[int]) -> None:
     check_pages(np.array(pages, dtype=np.int32), 8, "our")
 
 
-OTHER: dict[str, object] = {
-    "layers": 3,
-    "kv_heads": 5,
-    "head_dim": 6,
-    "page_size": 7,
+OTHER: dict[str, object] = {"layers": 3, "kv_heads": 5, "head_dim": 6, "page_size": 7} | {
     "dtype": "float32",
     "order": "head",
     "version": 99,

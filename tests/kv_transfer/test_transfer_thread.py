@@ -74,6 +74,15 @@ def home(make_transport: Callable[[MemoryNetwork], MemoryTransport] = MemoryTran
     return Home(network, transport, TransferThread(make_loop, awake.set), awake, memory)
 
 
+@pytest.fixture
+def one() -> Iterator[Home]:
+    """Connected; its thread ends after the test."""
+    made = home()
+    made.connect()
+    yield made
+    made.thread.close()
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
@@ -81,14 +90,11 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) == before
 
 
-def test_a_push_is_made_and_whoever_waits_is_woken() -> None:
-    one = home()
-    one.connect()
+def test_a_push_is_made_and_whoever_waits_is_woken(one: Home) -> None:
     one.push(1)
     done = one.next_event()
     assert isinstance(done, PushDone) and done.pushed_bytes == LAYOUT.page_bytes
     assert (one.memory[1] == one.memory[0]).all()
-    one.thread.close()
 
 
 def test_a_transport_that_cannot_start_is_an_error_with_its_reason() -> None:
@@ -146,10 +152,8 @@ def test_a_write_that_outlives_its_lease_ends_the_thread_and_says_so(monkeypatch
     one.thread.close()
 
 
-def test_the_thread_says_since_when_nothing_moves() -> None:
-    one = home()
+def test_the_thread_says_since_when_nothing_moves(one: Home) -> None:
     one.network.hold = True
-    one.connect()
     began_s = time.monotonic()
     one.push(1)
     one.thread.submit(Settle(key()))
@@ -161,12 +165,9 @@ def test_the_thread_says_since_when_nothing_moves() -> None:
     assert one.thread.progress_s == since_s, "the push stands still"
     one.network.hold = False
     assert isinstance(one.next_event(), PushDone)
-    one.thread.close()
 
 
-def test_closing_waits_for_what_is_in_flight() -> None:
-    one = home()
-    one.connect()
+def test_closing_waits_for_what_is_in_flight(one: Home) -> None:
     one.network.hold = True
     one.push(1)
     closing = threading.Thread(target=one.thread.close)
@@ -181,10 +182,8 @@ def test_closing_waits_for_what_is_in_flight() -> None:
     assert one.network.regions == {}, "the transport is closed"
 
 
-def test_closing_gives_up_on_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_gives_up_on_what_does_not_end(one: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.transfer_thread.DRAIN_S", 0.05)
-    one = home()
-    one.connect()
     one.network.hold = True
     one.push(1)
     one.thread.close()
