@@ -30,11 +30,16 @@ def agent(device: str = "cpu") -> Agent:
 
 
 @pytest.fixture
-def pair() -> tuple[Agent, Agent]:
-    source, target = agent(), agent()
-    source.bytes[:] = random_bytes(1, POOL_BYTES)
-    assert source.transport.connect(target.pool) == "Linux CMA"
-    return source, target
+def target() -> Agent:
+    return agent()
+
+
+@pytest.fixture
+def source(target: Agent) -> Agent:
+    made = agent()
+    made.bytes[:] = random_bytes(1, POOL_BYTES)
+    assert made.transport.connect(target.pool) == "Linux CMA"
+    return made
 
 
 @pytest.fixture
@@ -45,8 +50,7 @@ def stranger() -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-def test_a_poll_writes_one_slice(pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_a_poll_writes_one_slice(source: Agent, target: Agent) -> None:
     source.push(1, target.pool)
     for written in (1, 2):
         assert source.transport.poll() == []
@@ -57,8 +61,7 @@ def test_a_poll_writes_one_slice(pair: tuple[Agent, Agent]) -> None:
 
 
 @pytest.mark.parametrize("number", [IOV_MAX - 1, IOV_MAX, IOV_MAX + 1, 2 * IOV_MAX + 5])
-def test_more_runs_than_a_call_takes_are_written_all(pair: tuple[Agent, Agent], number: int) -> None:
-    source, target = pair
+def test_more_runs_than_one_call_takes_are_all_written(source: Agent, target: Agent, number: int) -> None:
     starts = np.arange(number, dtype=np.int64) * 64
     source.push(1, target.pool, np.stack([starts, starts[::-1], np.full(number, 64)], axis=1))
     assert source.transport.poll() == [RunsDone(Ticket(1))]
@@ -66,23 +69,25 @@ def test_more_runs_than_a_call_takes_are_written_all(pair: tuple[Agent, Agent], 
     assert not target.bytes[64 * number :].any()
 
 
-def test_a_process_that_is_not_the_agents_is_refused_though_it_lives(
-    pair: tuple[Agent, Agent], stranger: "subprocess.Popen[bytes]"
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_process_that_is_not_the_agents_is_refused(
+    source: Agent, target: Agent, stranger: "subprocess.Popen[bytes]", lives: bool
 ) -> None:
-    source, target = pair
-    with pytest.raises(TransferError, match=f"could not connect to reused: process {stranger.pid}"):
+    if not lives:
+        stranger.kill()
+        stranger.wait()
+    reason = f"could not connect to reused: process {stranger.pid}" if lives else "it is gone"
+    with pytest.raises(TransferError, match=reason):
         source.transport.connect(msgspec.structs.replace(target.pool, agent="reused", wire=target.wire_with(pid=stranger.pid)))
 
 
 @pytest.mark.parametrize("change", [{"pid": 0}, {"pid": 2**40}, {"beacon": -1}, {"beacon": 2**64 - 1}, {"pid": "1"}])
-def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
-    source, target = pair
+def test_an_invalid_descriptor_is_refused(source: Agent, target: Agent, change: dict[str, object]) -> None:
     with pytest.raises(TransferError, match="could not connect to odd: Expected"):
         source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=target.wire_with(**change)))
 
 
-def test_a_process_that_has_become_another_is_not_written_to(pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_a_process_that_became_another_agent_is_not_written_to(source: Agent, target: Agent) -> None:
     source.push(1, target.pool)
     source.transport.poll()
     beacon = msgspec.msgpack.decode(target.pool.wire)["beacon"]
@@ -94,16 +99,8 @@ def test_a_process_that_has_become_another_is_not_written_to(pair: tuple[Agent, 
     assert not target.bytes[SLICE_BYTES:].any()
 
 
-def test_a_process_that_is_gone_is_named_as_such(pair: tuple[Agent, Agent], stranger: "subprocess.Popen[bytes]") -> None:
-    source, target = pair
-    stranger.kill()
-    stranger.wait()
-    with pytest.raises(TransferError, match="it is gone"):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="gone", wire=target.wire_with(pid=stranger.pid)))
-
-
-def test_memory_that_is_not_there_fails_the_push(pair: tuple[Agent, Agent]) -> None:
-    other, target = agent(), pair[1]
+def test_a_push_to_unmapped_memory_fails(target: Agent) -> None:
+    other = agent()
     nowhere = msgspec.structs.replace(target.pool, address=4096)
     other.transport.connect(nowhere)
     other.push(1, nowhere)

@@ -38,12 +38,13 @@ class Agent(LocalAgent[TorchTransport]):
             self.transport.poll()
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Agent, Agent]]:
-    source, target = Agent(), Agent()
-    yield source, target
-    for agent in (source, target):
-        agent.end()
+def an_agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    made.end()
+
+
+source, target = pytest.fixture(an_agent, name="source"), pytest.fixture(an_agent, name="target")
 
 
 def threads_of_links() -> list[str]:
@@ -57,8 +58,7 @@ def without_threads_within(seconds: float) -> bool:
     return not threads_of_links()
 
 
-def test_each_end_of_a_link_has_a_thread_that_ends_with_it(pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_each_end_of_a_link_has_a_thread_that_ends_with_it(source: Agent, target: Agent) -> None:
     target.attend()
     assert source.transport.connect(target.pool) == "torch.distributed Gloo"
     source.bytes[:] = 7
@@ -70,8 +70,7 @@ def test_each_end_of_a_link_has_a_thread_that_ends_with_it(pair: tuple[Agent, Ag
     assert without_threads_within(WAIT_S)
 
 
-def test_a_receiver_that_closes_ends_both_threads(pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_a_receiver_that_closes_ends_both_threads(source: Agent, target: Agent) -> None:
     target.attend()
     source.transport.connect(target.pool)
     target.end()
@@ -79,16 +78,14 @@ def test_a_receiver_that_closes_ends_both_threads(pair: tuple[Agent, Agent]) -> 
     assert without_threads_within(WAIT_S)
 
 
-def test_a_peer_that_does_not_let_us_in_is_given_up_in_bounded_time(pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_connecting_to_a_peer_that_does_not_answer_ends_in_bounded_time(source: Agent, target: Agent) -> None:
     began = time.monotonic()
     with pytest.raises(TransferError, match=f"could not connect to {target.pool.agent}"):
         source.transport.connect(target.pool)
     assert time.monotonic() - began < CONNECT_S + WAIT_S
 
 
-def test_a_peer_that_is_gone_is_refused_at_once(pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_a_peer_that_is_gone_is_refused_at_once(source: Agent, target: Agent) -> None:
     target.transport.close()
     began = time.monotonic()
     with pytest.raises(TransferError, match="refused"):
@@ -97,14 +94,12 @@ def test_a_peer_that_is_gone_is_refused_at_once(pair: tuple[Agent, Agent]) -> No
 
 
 @pytest.mark.parametrize("change", [{"port": 0}, {"port": 65536}, {"host": 1}, {"host": "no such host"}, {"host": "." * 99}])
-def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
-    source, target = pair
+def test_an_invalid_descriptor_is_refused(source: Agent, target: Agent, change: dict[str, object]) -> None:
     with pytest.raises(TransferError, match=f"could not connect to {target.pool.agent}"):
         source.transport.connect(msgspec.structs.replace(target.pool, wire=target.wire_with(**change)))
 
 
-def test_a_pool_of_another_kind_of_device_is_refused(pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_a_pool_of_another_kind_of_device_is_refused(source: Agent, target: Agent) -> None:
     with pytest.raises(TransferError, match="its pool is on cuda:0 and ours on cpu"):
         source.transport.connect(msgspec.structs.replace(target.pool, device="cuda:0"))
 

@@ -114,7 +114,7 @@ def test_a_measurement_needs_no_lease_and_outlives_one(two: Two) -> None:
     assert measured(two, seconds=1.0).state == "ready"
 
 
-def test_links_are_measured_one_after_the_other_but_none_waits_long_for_another(two: Two) -> None:
+def test_links_are_measured_in_turn_and_none_waits_long_for_another(two: Two) -> None:
     other = two.side(seed=3)
     infos = (two.target.info(), msgspec.structs.replace(other.info(), id="e"))
     (changed,) = two.told(Connect(infos))
@@ -130,13 +130,13 @@ def test_links_are_measured_one_after_the_other_but_none_waits_long_for_another(
 # --- what it means ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_link_is_slow_when_it_makes_far_less_than_the_host_could() -> None:
+def test_a_link_is_slow_if_it_is_far_below_the_speed_of_the_host() -> None:
     assert slowness(1e9, 10e9, "TCP over lo") == "slow: 1.00 GB/s by TCP over lo, where this host can do 10.0"
     assert slowness(4e9, 10e9, "memory") == ""
     assert slowness(None, 10e9, "memory") == slowness(1.0, None, "memory") == ""
 
 
-def test_what_the_host_could_do_depends_on_where_the_peer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_the_host_depends_on_where_the_peer_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_speed, "fastest_bytes_per_s", lambda: 5e10)
     pool = Two(measures=True).source.loop.descriptor
     gpu = msgspec.structs.replace(pool, device="cuda:0")

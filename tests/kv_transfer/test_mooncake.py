@@ -103,13 +103,19 @@ def agent() -> Agent:
 
 
 @pytest.fixture
-def pair(network: Network) -> Iterator[tuple[Agent, Agent]]:
-    source, target = agent(), agent()
-    source.bytes[:] = random_bytes(1, POOL_BYTES)
-    source.transport.connect(target.pool)
-    yield source, target
-    for each in (source, target):
-        each.transport.close()
+def target(network: Network) -> Iterator[Agent]:
+    made = agent()
+    yield made
+    made.transport.close()
+
+
+@pytest.fixture
+def source(target: Agent) -> Iterator[Agent]:
+    made = agent()
+    made.bytes[:] = random_bytes(1, POOL_BYTES)
+    made.transport.connect(target.pool)
+    yield made
+    made.transport.close()
 
 
 def reversed_runs(number: int, run_bytes: int) -> Int64Array:
@@ -117,8 +123,7 @@ def reversed_runs(number: int, run_bytes: int) -> Int64Array:
     return np.stack([starts, starts[::-1], np.full(number, run_bytes)], axis=1)
 
 
-def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(network: Network, pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(network: Network, source: Agent, target: Agent) -> None:
     runs = reversed_runs(4096, 256)
     for ticket, part in enumerate(np.split(runs, 2)):
         source.push(ticket, target.pool, part)
@@ -127,8 +132,7 @@ def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(networ
     assert network.most_under_way == QUEUE_RUNS
 
 
-def test_a_write_that_fails_while_the_peer_lives_is_not_proven_to_have_ended(network: Network, pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_a_failed_write_to_a_living_peer_is_not_quiescent(network: Network, source: Agent, target: Agent) -> None:
     network.stopped = True
     source.push(1, target.pool)
     lost, failed = source.ended()
@@ -140,13 +144,12 @@ def test_a_write_that_fails_while_the_peer_lives_is_not_proven_to_have_ended(net
     assert source.ended() == [RunsDone(Ticket(2))]
 
 
-def test_a_write_that_fails_and_whose_peer_cannot_be_asked_is_not_proven_to_have_ended(
-    network: Network, pair: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch
+def test_a_failed_write_to_an_unreachable_peer_is_not_quiescent(
+    network: Network, source: Agent, target: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut_off(address: tuple[str, int], timeout: float) -> socket.socket:
         raise TimeoutError("timed out")
 
-    source, target = pair
     network.stopped = True
     monkeypatch.setattr(socket, "create_connection", cut_off)
     source.push(1, target.pool)
@@ -154,8 +157,7 @@ def test_a_write_that_fails_and_whose_peer_cannot_be_asked_is_not_proven_to_have
     assert isinstance(failed, RunsFailed) and not failed.quiescent
 
 
-def test_a_write_that_fails_and_whose_peer_is_gone_has_ended(network: Network, pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_a_failed_write_to_a_dead_peer_is_quiescent(network: Network, source: Agent, target: Agent) -> None:
     target.transport.close()
     network.stopped = True
     source.push(1, target.pool)
@@ -165,15 +167,13 @@ def test_a_write_that_fails_and_whose_peer_is_gone_has_ended(network: Network, p
         source.transport.connect(target.pool)
 
 
-def test_a_descriptor_that_leads_to_another_agent_is_refused(pair: tuple[Agent, Agent]) -> None:
-    source, target = pair
+def test_a_descriptor_that_leads_to_another_agent_is_refused(source: Agent, target: Agent) -> None:
     with pytest.raises(TransferError, match="could not connect to impostor: the descriptor belongs to another agent"):
         source.transport.connect(msgspec.structs.replace(target.pool, agent="impostor"))
 
 
 @pytest.mark.parametrize("change", [{"port": 0}, {"port": 65536}, {"beacon": -1}, {"host": "no such host"}, {"host": "." * 99}])
-def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], change: dict[str, object]) -> None:
-    source, target = pair
+def test_an_invalid_descriptor_is_refused(source: Agent, target: Agent, change: dict[str, object]) -> None:
     with pytest.raises(TransferError, match="could not connect to odd: "):
         source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=target.wire_with(**change)))
 
@@ -186,7 +186,7 @@ def test_a_descriptor_that_cannot_be_is_refused(pair: tuple[Agent, Agent], chang
         ('{"cpu:0": [["mlx5_0"], []]}', True, "Mooncake TCP"),
     ],
 )
-def test_the_link_says_what_the_engine_has_chosen(
+def test_the_link_names_the_protocol_that_the_engine_chose(
     network: Network, monkeypatch: pytest.MonkeyPatch, topology: str, forced: bool, detail: str
 ) -> None:
     network.topology = topology

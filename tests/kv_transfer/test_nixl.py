@@ -54,7 +54,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Two:
     return Two()
 
 
-def test_one_call_posts_a_few_slices_only_so_that_it_is_short(two: Two) -> None:
+def test_one_call_posts_only_a_few_slices(two: Two) -> None:
     slices = 3 * SLICES_IN_FLIGHT + 1
     two.source.transport.connect(two.target.pool)
     two.push(1, slices * SLICE_BYTES)

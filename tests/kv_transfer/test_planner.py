@@ -40,7 +40,7 @@ def run_copy(runs: np.ndarray[Any, np.dtype[np.int64]], source: Bytes, target: B
 
 
 @given(st.data())
-def test_what_both_hold_arrives_and_nothing_else_changes(data: st.DataObject) -> None:
+def test_heads_that_both_hold_arrive_and_nothing_else_changes(data: st.DataObject) -> None:
     shape = {"layers": data.draw(SMALL), "head_dim": data.draw(SMALL), "page_size": data.draw(SMALL)}
     dtype = data.draw(st.sampled_from(sorted(ITEM_BYTES)))
     held = [

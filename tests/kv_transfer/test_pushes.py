@@ -1,4 +1,4 @@
-"""Pushes in slices: order, window, and how tickets end when links are closed, lost, or say nothing."""
+"""Pushes in slices: their order, the window, and how tickets end when a link is closed or lost."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -58,6 +58,15 @@ def run_of(run_bytes: int, at: int = 0) -> Int64Array:
     return np.array([(at, at, run_bytes)], dtype=np.int64)
 
 
+def writing(pushes: Pushes, *push_bytes: int) -> HeldLink:
+    """A link to the peer with one push for each number of bytes. Tickets count from 1. The first slices have begun."""
+    link = linked(pushes)
+    for ticket, run_bytes in enumerate(push_bytes, 1):
+        pushes.push(Ticket(ticket), "peer", run_of(run_bytes))
+    assert pushes.poll() == []
+    return link
+
+
 def test_slices_are_begun_in_order_and_no_more_than_the_window_at_once(pushes: Pushes) -> None:
     link = linked(pushes)
     pushes.push(Ticket(1), "peer", run_of(250))
@@ -82,9 +91,7 @@ def test_a_push_may_begin_before_the_next_poll(pushes: Pushes) -> None:
 
 
 def test_a_ticket_is_done_when_its_last_slice_is(pushes: Pushes) -> None:
-    link = linked(pushes)
-    pushes.push(Ticket(1), "peer", run_of(200))
-    pushes.poll()
+    link = writing(pushes, 200)
     link.end(1)
     assert pushes.poll() == []
     link.end(0)
@@ -92,7 +99,7 @@ def test_a_ticket_is_done_when_its_last_slice_is(pushes: Pushes) -> None:
     assert pushes.poll() == []
 
 
-def test_a_slice_has_no_more_runs_than_it_may(pushes: Pushes) -> None:
+def test_a_slice_has_at_most_slice_runs_runs(pushes: Pushes) -> None:
     link = linked(pushes)
     runs = np.stack([np.arange(10) * 7, np.arange(10) * 11, np.full(10, 3)], axis=1)
     pushes.push(Ticket(1), "peer", runs)
@@ -120,10 +127,7 @@ def test_a_run_outside_of_a_pool_fails_the_push_before_anything_is_written(pushe
 
 
 def test_a_closed_link_begins_nothing_more_and_its_tickets_end_with_their_slices(pushes: Pushes) -> None:
-    link = linked(pushes)
-    pushes.push(Ticket(1), "peer", run_of(400))
-    pushes.push(Ticket(2), "peer", run_of(100))
-    pushes.poll()
+    link = writing(pushes, 400, 100)
     pushes.close("peer")
     assert link.closed == 1
     assert pushes.poll() == [RunsFailed(Ticket(2), "the link was closed", quiescent=True)]
@@ -136,10 +140,8 @@ def test_a_closed_link_begins_nothing_more_and_its_tickets_end_with_their_slices
     assert pushes.poll() == [RunsFailed(Ticket(3), "no link to peer", quiescent=True)]
 
 
-def test_a_link_that_was_closed_is_made_anew_while_the_old_one_still_writes(pushes: Pushes) -> None:
-    old = linked(pushes)
-    pushes.push(Ticket(1), "peer", run_of(100))
-    pushes.poll()
+def test_a_closed_link_can_be_made_again_while_the_old_one_still_writes(pushes: Pushes) -> None:
+    old = writing(pushes, 100)
     pushes.close("peer")
     new = linked(pushes)
     pushes.push(Ticket(2), "peer", run_of(100))
@@ -151,10 +153,8 @@ def test_a_link_that_was_closed_is_made_anew_while_the_old_one_still_writes(push
 
 
 @pytest.mark.parametrize("quiescent", [True, False])
-def test_a_slice_that_fails_loses_the_link_once_and_fails_all_that_was_pushed_over_it(pushes: Pushes, quiescent: bool) -> None:
-    link, other = linked(pushes), linked(pushes, "other")
-    for ticket in (1, 2, 3):
-        pushes.push(Ticket(ticket), "peer", run_of(100))
+def test_a_failed_slice_loses_the_link_once_and_fails_every_push_on_it(pushes: Pushes, quiescent: bool) -> None:
+    link, other = writing(pushes, 100, 100, 100), linked(pushes, "other")
     pushes.push(Ticket(4), "other", run_of(100))
     pushes.poll()
     link.end(0, SliceFailed("it broke", quiescent))
@@ -169,10 +169,8 @@ def test_a_slice_that_fails_loses_the_link_once_and_fails_all_that_was_pushed_ov
     assert (link.closed, other.closed) == (1, 0)
 
 
-def test_one_slice_without_proof_makes_the_whole_push_unproven(pushes: Pushes) -> None:
-    link = linked(pushes)
-    pushes.push(Ticket(1), "peer", run_of(200))
-    pushes.poll()
+def test_a_push_is_quiescent_only_if_all_its_slices_are(pushes: Pushes) -> None:
+    link = writing(pushes, 200)
     link.end(0, SliceFailed("it broke", quiescent=False))
     pushes.poll()
     link.end(1, SliceFailed("it broke", quiescent=True))

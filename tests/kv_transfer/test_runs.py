@@ -55,7 +55,7 @@ def each_byte(runs: Int64Array) -> tuple[Int64Array, Int64Array]:
 
 
 @given(page_pairs(), LAYOUTS)
-def test_runs_move_what_copying_page_by_page_moves(pages: tuple[Int32Array, Int32Array], layout: KVLayout) -> None:
+def test_runs_copy_the_same_bytes_as_copying_page_by_page(pages: tuple[Int32Array, Int32Array], layout: KVLayout) -> None:
     source, target = np.random.default_rng(0).integers(0, 256, (2, POOL_PAGES, layout.page_bytes), dtype=np.uint8)
     expected = target.copy()
     for source_page, target_page in zip(*pages, strict=True):
@@ -68,14 +68,14 @@ def test_runs_move_what_copying_page_by_page_moves(pages: tuple[Int32Array, Int3
 
 
 @given(page_pairs(), LAYOUTS)
-def test_runs_that_continue_each_other_on_both_sides_are_one(pages: tuple[Int32Array, Int32Array], layout: KVLayout) -> None:
+def test_runs_that_are_contiguous_on_both_sides_are_merged(pages: tuple[Int32Array, Int32Array], layout: KVLayout) -> None:
     runs = plan_runs(*pages, PageSlice(layout), PageSlice(layout))
     ends = runs[:-1, :2] + runs[:-1, 2:]
     assert not (ends == runs[1:, :2]).all(axis=1).any()
     assert (runs % layout.page_bytes == 0).all() and (runs[:, 2] > 0).all()
 
 
-def test_one_stretch_is_one_run_however_long_it_is() -> None:
+def test_contiguous_pages_are_one_run_of_any_length() -> None:
     pages = np.arange(5000, dtype=np.int32)
     runs = plan_runs(pages + 7, pages, PageSlice(LAYOUT), PageSlice(LAYOUT))
     assert runs.tolist() == [[7 * LAYOUT.page_bytes, 0, 5000 * LAYOUT.page_bytes]]

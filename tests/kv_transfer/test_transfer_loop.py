@@ -153,7 +153,7 @@ def test_pages_that_cannot_be_pushed_are_named(
     np.testing.assert_array_equal(connected.target.memory, before)
 
 
-def test_a_push_that_the_transport_fails_is_reported_as_it_says(held: Two) -> None:
+def test_a_push_that_the_transport_fails_is_reported_with_its_reason_and_proof(held: Two) -> None:
     held.pushed(1)
     held.source.transport.fail("cable", quiescent=False)
     assert held.source.events() == [failed(1, "cable", quiescent=False)]
@@ -196,7 +196,7 @@ def test_an_idle_link_never_stalls(connected: Two) -> None:
     assert connected.after(10 * STALL_S) == []
 
 
-def test_a_push_that_outlives_its_link_ends_when_the_transport_says_so(stuck: Two) -> None:
+def test_a_push_that_outlives_its_link_ends_with_the_transports_event(stuck: Two) -> None:
     assert stuck.after(STALL_S + 1.0) == [linked("lost", f"no push completed for {STALL_S + 1.0:.0f} s")]
     assert not stuck.source.loop.idle
     stuck.source.transport.release()
@@ -211,7 +211,7 @@ def test_a_lost_link_is_not_watched(stuck: Two) -> None:
     assert stuck.after(STALL_S + 1.0) == [linked("lost", f"agent {agent} is not in this process")], "tried again, and no stall"
 
 
-def test_what_a_link_had_in_flight_when_it_was_lost_does_not_count_when_it_is_up_again(stuck: Two) -> None:
+def test_pushes_from_before_a_link_was_lost_do_not_stall_it_when_it_is_up_again(stuck: Two) -> None:
     assert isinstance(stuck.after(STALL_S + 1.0)[0], LinkChanged)
     assert stuck.after(RETRY_S + 0.1) == [linked("ready", "memmove")]
     stuck.pushed(2, [1], [1])
@@ -229,7 +229,7 @@ def test_a_lost_link_is_tried_again_and_serves_again(held: Two) -> None:
     assert held.pushed(2) == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
 
 
-def test_a_link_that_stays_lost_is_tried_ever_more_rarely(two: Two) -> None:
+def test_a_link_that_stays_lost_is_tried_less_and_less_often(two: Two) -> None:
     descriptor = two.target.loop.descriptor
     region = two.network.regions.pop(descriptor.agent)
     lost = linked("lost", f"agent {descriptor.agent} is not in this process")
@@ -267,7 +267,7 @@ def test_closing_ends_what_is_in_flight_without_proof(held: Two) -> None:
     assert held.source.loop.idle
 
 
-def test_a_loop_expects_writes_for_as_long_as_it_is_told_and_is_active_for_those_of_another_host(two: Two) -> None:
+def test_a_loop_is_active_while_it_expects_writes_from_another_host(two: Two) -> None:
     """Over TCP they come no faster than progress is driven."""
     paces = []
     for expect in (Expect(1), Expect(1, distant=True), Expect(0, distant=True)):
@@ -281,7 +281,7 @@ def test_a_loop_expects_writes_for_as_long_as_it_is_told_and_is_active_for_those
 # --- what landed -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_arrived_is_settled_after_as_many_polls_as_a_receive_buffer_takes(two: Two) -> None:
+def test_a_key_is_settled_after_enough_polls_to_empty_a_receive_buffer(two: Two) -> None:
     two.target.loop.submit(Settle(key("a")))
     for _ in range(SETTLE_POLLS - 1):
         assert two.target.events() == []
@@ -303,7 +303,7 @@ def test_an_idle_loop_progresses_with_every_turn(connected: Two) -> None:
         assert connected.source.loop.progress_s == connected.clock.now
 
 
-def test_pushes_that_stand_still_are_seen_since_the_last_completion_on_their_link(held: Two) -> None:
+def test_progress_stops_at_the_last_completion_on_a_link_whose_pushes_stand_still(held: Two) -> None:
     began_s = held.clock.now
     held.pushed(1)
     held.after(2.0)
@@ -315,7 +315,7 @@ def test_pushes_that_stand_still_are_seen_since_the_last_completion_on_their_lin
     assert held.source.loop.progress_s == began_s + 2.0, "push 1 has ended; that push 3 began is no progress"
 
 
-def test_pushes_that_have_ended_hold_nothing_up_although_their_link_stays_lost(held: Two) -> None:
+def test_pushes_that_have_ended_do_not_hold_back_progress_on_a_lost_link(held: Two) -> None:
     held.pushed(1)
     del held.network.regions[held.target.loop.descriptor.agent]
     held.source.transport.fail("the agent died", quiescent=True)

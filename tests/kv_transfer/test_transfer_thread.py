@@ -152,7 +152,7 @@ def test_a_write_that_outlives_its_lease_ends_the_thread_and_says_so(monkeypatch
     one.thread.close()
 
 
-def test_the_thread_says_since_when_nothing_moves(one: Home) -> None:
+def test_the_thread_reports_the_time_of_the_last_progress(one: Home) -> None:
     one.network.hold = True
     began_s = time.monotonic()
     one.push(1)

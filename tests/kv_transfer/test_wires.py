@@ -1,4 +1,4 @@
-"""What Linux says of its network devices, over a tree of files like its own."""
+"""Counters and speeds of network devices, read from a tree of files like that of Linux."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def host(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_device_says_how_many_bytes_it_has_sent(host: Path) -> None:
+def test_bytes_sent_are_read_for_each_device(host: Path) -> None:
     assert bytes_sent(host) == {LO: 70, ETH: 500, Wire(TCP, "veth1"): 9, HCA: 100}
 
 
@@ -43,7 +43,7 @@ def test_the_fastest_wire_to_other_hosts_counts_and_one_that_is_down_does_not(ho
     assert fastest_bytes_per_s(host) is None
 
 
-def test_a_host_that_says_nothing_has_no_wires(tmp_path: Path) -> None:
+def test_a_host_without_counters_has_no_wires(tmp_path: Path) -> None:
     assert bytes_sent(tmp_path) == {} and fastest_bytes_per_s(tmp_path) is None
 
 
@@ -59,11 +59,11 @@ def test_a_host_that_says_nothing_has_no_wires(tmp_path: Path) -> None:
     ],
     ids=["memory", "loopback", "the most", "RDMA before TCP", "an idle HCA", "nothing is counted"],
 )
-def test_what_carried_a_push_is_the_wire_that_sent_as_much(sent: dict[Wire, int], carrier: Wire | None) -> None:
+def test_the_wire_that_sent_as_many_bytes_carried_the_push(sent: dict[Wire, int], carrier: Wire | None) -> None:
     before = dict.fromkeys(sent, 10**12)
     after = {wire: before[wire] + more for wire, more in sent.items()}
     assert busiest(before, after, pushed_bytes=1000) == carrier
 
 
-def test_this_host_says_something() -> None:
+def test_the_counters_of_this_host_can_be_read() -> None:
     assert all(sent >= 0 for sent in bytes_sent().values())
