@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from common.addresses import bind_address, host_for_peers, reachable
@@ -53,7 +52,9 @@ def serve(
     starts_until = time.monotonic() + instance.startup_timeout_s
     inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
     with contextlib.ExitStack() as stack:
-        with _start_deadline(process, instance.startup_timeout_s):
+        timeout_s = instance.startup_timeout_s
+        timer = process.end_within(timeout_s, f"loading took longer than --startup-timeout-s allows ({timeout_s:g} s)")
+        try:
             mailbox: Mailbox[Any] = Mailbox(name, inbox, f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}")
             stack.callback(mailbox.close)
             executor = TorchExecutor(model, engine, mailbox.wake, process.progress)
@@ -62,6 +63,8 @@ def serve(
             transfers = _transfers(instance, executor.description, mailbox)
             stack.callback(transfers.close)
             pool = transfers.start(TRANSPORT_START_S)
+        finally:
+            timer.cancel()
         info = _describe(role, name, instance, executor, pool, reachable(mailbox.address, host_for_peers()))
         mailbox.route(ROUTER, instance.router)
         now = time.monotonic()
@@ -73,8 +76,10 @@ def serve(
             mailbox,
         )
         process.progress(f"joining the fleet at {instance.router}")
-        with _close_deadline(process):
+        try:
             _turn_until_drained(process, worker, mailbox, info)
+        finally:
+            process.end_within(CLOSE_S, f"closing took longer than {CLOSE_S:g} s, after: {sys.exception() or 'a drain'}")
 
 
 def _turn_until_drained(process: ChildProcess, worker: InstanceWorker[Any], mailbox: Mailbox[Any], info: InstanceInfo) -> None:
@@ -134,22 +139,3 @@ def _describe(
         pool=pool,
         max_running=engine.max_rows,
     )
-
-
-@contextlib.contextmanager
-def _start_deadline(process: ChildProcess, timeout_s: float) -> Iterator[None]:
-    """End the process when what is inside takes longer."""
-    timer = process.end_within(timeout_s, f"loading took longer than --startup-timeout-s allows ({timeout_s:g} s)")
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-@contextlib.contextmanager
-def _close_deadline(process: ChildProcess) -> Iterator[None]:
-    """When closing everything takes too long after what is inside, the process ends and says why it had to close."""
-    try:
-        yield
-    finally:
-        process.end_within(CLOSE_S, f"closing took longer than {CLOSE_S:g} s, after: {sys.exception() or 'a drain'}")

@@ -11,7 +11,7 @@ supervisor decides that (`launch/supervisor.py`).
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
@@ -124,7 +124,8 @@ class LocalFleet:
         self._spawn(ROUTER)
         addresses = self._wait_until_ready([ROUTER], deadline)[ROUTER].addresses
         self._serving = True
-        self._commands[ROUTER] = self._router_command(_on_the_same_ports(plan.router, addresses))
+        same_ports = replace(plan.router, port=port_of(addresses["http"]), control_port=port_of(addresses["control"]))
+        self._commands[ROUTER] = self._router_command(same_ports)
         control = reachable(addresses["control"], LOOPBACK)
         for role in ROLES:
             for name in plan.names(role):
@@ -250,11 +251,6 @@ class LocalFleet:
                 return
             if isinstance(event, Reported) and isinstance(event.report, IntakeClosed):
                 return
-
-
-def _on_the_same_ports(config: RouterConfig, addresses: Mapping[str, str]) -> RouterConfig:
-    """The router's config with the ports that it has chosen."""
-    return replace(config, port=port_of(addresses["http"]), control_port=port_of(addresses["control"]))
 
 
 def run(plan: LocalPlan, command: Command = launch_command) -> int:

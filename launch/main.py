@@ -35,8 +35,8 @@ LOCAL_LIFE = (
 )
 
 BENCH_SWITCHES = {
-    "--quick": "a run of a few seconds to show that everything works: uses small values for the flags that are not given",
-    "--markdown": "print a section of Markdown, with the command and the machine",
+    "--quick": "take only a few seconds, to show that everything works: flags that are not given get small values",
+    "--markdown": "print the report as Markdown, with the command and the machine",
 }
 TRANSFER_SWITCHES = {
     "--namespaces": "also measure between two network namespaces, which stand for two hosts (needs root)",
@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="launch", description="Starts Tandem: LLM serving with prefill and decode on separate machines.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    local = _add(commands, "local", "a router, prefill and decode instances on this machine", _local, LOCAL_LIFE)
+    local = _add(commands, "local", "start a router, prefill and decode instances on this machine", _local, LOCAL_LIFE)
     counts = local.add_argument_group("How many")
     counts.add_argument(
         "--prefill", type=int, default=1, metavar="N", help="number of prefill instances; 0 means colocated serving (default: 1)"
@@ -59,11 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(local, RouterConfig, ModelConfig, EngineConfig)
     add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, "request_timeout_s"))
     add_flags(local, LogConfig)
-    router = _add(commands, "router", "the router: the HTTP API, where instances register", _router)
+    router = _add(commands, "router", "start the router: it serves the HTTP API, and instances register with it", _router)
     add_flags(router, RouterConfig, ModelConfig, LogConfig)
     instances = (
-        _add(commands, "prefill", "one prefill instance", _instance("prefill"), INSTANCE_LIFE),
-        _add(commands, "decode", "one decode instance", _instance("decode"), INSTANCE_LIFE),
+        _add(commands, "prefill", "start one prefill instance", _instance("prefill"), INSTANCE_LIFE),
+        _add(commands, "decode", "start one decode instance", _instance("decode"), INSTANCE_LIFE),
     )
     for instance in instances:
         add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig)
@@ -75,14 +75,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measurements of this machine", allow_abbrev=False)
-    benches = bench.add_subparsers(title="measurements", metavar="WHAT", required=True)
-    transfer = _add(benches, "transfer", "a measurement of KV transports between two processes of this machine", _bench_transfer)
+    bench = commands.add_parser("bench", help="measure this machine", allow_abbrev=False)
+    benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
+    transfer = _add(benches, "transfer", "measure how fast each transport moves KV pages between two processes", _bench_transfer)
     add_flags(transfer, transfer_plan.TransferBench)
     overlap = _add(
         benches,
         "overlap",
-        "a measurement of fleets: how much of the KV transfer overlaps with computing, and when the first token arrives",
+        "measure how much of the KV transfer overlaps with computing, and when the first token arrives",
         _bench_overlap,
     )
     add_flags(overlap, overlap_plan.OverlapBench, EngineConfig)
@@ -103,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add(commands: Any, name: str, explanation: str, command: Command, life: str = "") -> argparse.ArgumentParser:
-    """life: what happens to it after the start, and how it ends."""
+    """explanation: what the command does. life: what happens after the start, and how it ends."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=explanation, description=f"Starts {explanation}. {life}".rstrip(), allow_abbrev=False
+        name, help=explanation, description=f"{explanation[0].upper()}{explanation[1:]}. {life}".rstrip(), allow_abbrev=False
     )
     parser.set_defaults(command=command, prog=parser.prog)
     return parser
