@@ -18,9 +18,17 @@ from tests.shared_memory import left_behind, shared_files
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+def fleet() -> Iterator[RunningFleet]:
+    """Ctrl-C at the end leaves no process, socket or shared memory."""
+    before = shared_files()
     with running_fleet("--dtype", "float32", "--decode", "2") as running:
         yield running
+        family = _descendants(running.local.pid)
+        assert len(family) >= 5, "router, detokenizer, prefill and two of decode"
+    alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+    assert not alive
+    assert not left_behind(before)
+    assert not re.search("Traceback", running.output)
 
 
 @pytest.fixture
@@ -147,14 +155,3 @@ def _descendants(pid: int) -> list[int]:
         edge = [child for child, parent in pairs if parent in edge]
         found += edge
     return found
-
-
-def test_ctrl_c_leaves_no_process_socket_or_shared_memory(tmp_path: Path) -> None:
-    before = shared_files()
-    with running_fleet() as fleet:
-        family = _descendants(fleet.local.pid)
-        assert len(family) >= 4, "router, detokenizer, prefill, decode"
-    alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
-    assert not alive
-    assert not left_behind(before)
-    assert not re.search("Traceback", fleet.output)

@@ -136,7 +136,7 @@ def instance_pids(fleet: RunningFleet) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+def fleet() -> Iterator[RunningFleet]:
     before = shared_files()
     with running_fleet("--dtype", "float32", "--decode", "2") as running:
         yield running
@@ -211,16 +211,16 @@ def test_an_instance_that_is_told_twice_to_stop_ends_at_once_and_comes_back(
 
 
 def test_an_instance_that_is_told_to_stop_finishes_its_streams_and_stays_away(
-    tmp_path: Path, undisturbed: list[list[int]]
+    fleet: RunningFleet, undisturbed: list[list[int]]
 ) -> None:
-    with running_fleet("--dtype", "float32", "--decode", "2") as fleet:
-        streams = Streams(fleet)
-        streams.begin()
-        victim = busiest(fleet)
-        os.kill(instance_pids(fleet)[victim], signal.SIGTERM)
-        assert streams.end() == undisturbed
-        until(lambda: f"{victim}     has left as it was told, and is not started again" in fleet.output, "it has left")
-        rest = [name for name in DECODE if name != victim]
-        until_whole(fleet, rest)
-        assert sorted(instance_pids(fleet)) == [*rest, *PREFILL]
-        assert fleet.complete(PROMPTS[0], 5)["usage"]["completion_tokens"] == 5
+    """The last test of the fleet, which has one instance less from here on."""
+    streams = Streams(fleet)
+    streams.begin()
+    victim = busiest(fleet)
+    os.kill(instance_pids(fleet)[victim], signal.SIGTERM)
+    assert streams.end() == undisturbed
+    until(lambda: f"{victim}     has left as it was told, and is not started again" in fleet.output, "it has left")
+    rest = [name for name in DECODE if name != victim]
+    until_whole(fleet, rest)
+    assert sorted(instance_pids(fleet)) == [*rest, *PREFILL]
+    assert fleet.complete(PROMPTS[0], 5)["usage"]["completion_tokens"] == 5

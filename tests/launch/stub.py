@@ -13,7 +13,8 @@ $STUB_<NAME> tells the stub of that name how to misbehave:
     parent      leaves a process in its group behind
     babbler     reports a line that is none
 
-$STUB_ORPHAN_S and $STUB_STOP_S replace the product's patience with an orphan, and of `launch local`.
+$STUB_ORPHAN_S replaces the product's patience with an orphan. With $STUB_JUMP_TO_DEADLINE, the clock of `launch local` jumps to
+the startup deadline when prefill-0 is ready and decode-0 is not.
 """
 
 import contextlib
@@ -25,17 +26,20 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
+from common.processes.child import stop_children
 from launch import child as child_half
 from launch import local
 from launch.child import ChildProcess, run_child
 from launch.local import LocalPlan, run
 from launch.processes import Child
-from launch.reports import CloseIntake, IntakeClosed, Order, Ready
+from launch.reports import CloseIntake, IntakeClosed, Order, Progress, Ready, Report
+from tests.launch.waiting import PATIENCE_S
 
 FOREVER_S = 600.0
 """Longer than any test waits for a stub; an end, should a test forget one."""
@@ -123,6 +127,7 @@ def live(name: str, how: str, process: ChildProcess, ready: Ready) -> None:
     if how == "leisurely":
         time.sleep(1.5)
     if how == "busy":
+        child_half.HURRY_S = FOREVER_S  # it says goodbye however slow the machine is
         note(f"{name} has work to finish")
         told.acquire(timeout=FOREVER_S)
         try:
@@ -144,20 +149,41 @@ def serving(name: str, flags: Sequence[str]) -> Iterator[dict[str, str]]:
         server.shutdown()
 
 
-def fleet(prefill: int, decode: int, startup_timeout_s: float) -> int:
-    """`launch local` with stubs for children."""
+def fleet(prefill: int, decode: int) -> int:
+    """`launch local` with stubs for children. Notes how long each child may take to stop."""
     plan = LocalPlan(
         prefill=prefill,
         decode=decode,
         router=RouterConfig(port=0, control_port=0),
-        instance=InstanceConfig(startup_timeout_s=startup_timeout_s, drain_timeout_s=5.0),
+        instance=InstanceConfig(startup_timeout_s=PATIENCE_S, drain_timeout_s=5.0),
         model=ModelConfig(),
         engine=EngineConfig(),
         log=LogConfig(),
     )
     os.environ |= {"STUB_PREFILLS": str(prefill), "STUB_DECODES": str(decode)}
-    local.STOP_S = float(os.environ.get("STUB_STOP_S", local.STOP_S))
+
+    def stop(children: Sequence[Child], deadline_s: float) -> list[str]:
+        for each in children:
+            note(f"{each.name} has {deadline_s:g} s to stop")
+        return stop_children(children, deadline_s)
+
+    local.stop_children = stop  # type: ignore[assignment, attr-defined]
+    if os.environ.get("STUB_JUMP_TO_DEADLINE"):
+        jump_to_deadline({("prefill-0", Ready), ("decode-0", Progress)})
     return run(plan, stub_command)
+
+
+def jump_to_deadline(awaited: set[tuple[str, type[Report]]]) -> None:
+    """Move the clock of `launch local` beyond its deadlines when these children have made these reports."""
+    show = local.LocalFleet._show
+
+    def watched(self: local.LocalFleet, child: str, report: Report) -> None:
+        show(self, child, report)
+        awaited.discard((child, type(report)))
+
+    local.LocalFleet._show = watched  # type: ignore[method-assign]
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + (0.0 if awaited else PATIENCE_S))
+    local.time = clock  # type: ignore[assignment, attr-defined]
 
 
 def parent() -> int:
@@ -170,7 +196,7 @@ def main(role: str, flags: Sequence[str]) -> int:
     logging.basicConfig(stream=sys.stderr)
     child_half.ORPHAN_S = float(os.environ.get("STUB_ORPHAN_S", child_half.ORPHAN_S))
     if role == "fleet":
-        return fleet(int(flags[0]), int(flags[1]), float(flags[2]))
+        return fleet(int(flags[0]), int(flags[1]))
     if role == "parent":
         return parent()
     names = [flag.removeprefix("--name=") for flag in flags if flag.startswith("--name=")]

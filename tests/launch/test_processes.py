@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from common.processes import child as child_processes
 from common.processes.child import Exited, Reported, stop_children
 from launch.processes import Child, ChildEvent
 from launch.reports import Broken, MeetRouter, Progress, Ready
@@ -111,10 +113,14 @@ def test_a_child_that_cannot_even_say_goodbye_is_gone_soon_after_the_second_sign
     assert child.account() == "told again to stop, by SIGTERM"
 
 
-def test_a_child_that_does_not_stop_is_killed_at_the_deadline(nursery: Nursery) -> None:
+def test_a_child_that_does_not_stop_is_killed_at_the_deadline(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that reaches the deadline as soon as the willing child has stopped."""
     stubborn = nursery.start_ready("decode-0", STUB_DECODE_0="stubborn")
     willing = nursery.start_ready("decode-1")
-    assert stop_children([stubborn, willing], 0.5) == ["decode-0"]
+    clock = SimpleNamespace(monotonic=iter([0.0, 0.0, PATIENCE_S]).__next__)
+    monkeypatch.setattr(child_processes, "time", clock)
+    assert stop_children([willing, stubborn], PATIENCE_S) == ["decode-0"]
+    assert stubborn.wait(PATIENCE_S)
     assert stubborn.status == -signal.SIGKILL and willing.status == 0
     assert "SIGKILL" in stubborn.account()
 
