@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import re
+import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,6 +108,16 @@ class RunningFleet(FleetPages):
     @property
     def output(self) -> str:
         return self.local.output
+
+    def family(self) -> list[int]:
+        """The processes below `launch local`."""
+        processes = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        pairs = [tuple(map(int, line.split())) for line in processes.splitlines()]
+        found, edge = [], [self.local.pid]
+        while edge:
+            edge = [child for child, parent in pairs if parent in edge]
+            found += edge
+        return found
 
     def wait_until_home(self) -> Json:
         """Wait until every page is home and every queue is empty. Returns /cluster. Raises FleetFailed."""

@@ -23,7 +23,7 @@ def fleet() -> Iterator[RunningFleet]:
     before = shared_files()
     with running_fleet("--dtype", "float32", "--decode", "2") as running:
         yield running
-        family = _descendants(running.local.pid)
+        family = running.family()
         assert len(family) >= 5, "router, detokenizer, prefill and two of decode"
     alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
     assert not alive
@@ -145,13 +145,3 @@ def test_the_pages_of_the_api_answer(fleet: RunningFleet) -> None:
         assert instance["ranks"][0]["pid"] > 0 and instance["links"]
         assert {link["state"] for link in instance["links"]} == {"ready"}
     assert fleet.get("/nowhere").json()["error"]["message"]
-
-
-def _descendants(pid: int) -> list[int]:
-    children = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in children.splitlines()]
-    found, edge = [], [pid]
-    while edge:
-        edge = [child for child, parent in pairs if parent in edge]
-        found += edge
-    return found

@@ -4,6 +4,7 @@ Real signals, real processes; `tests/life` proves what happens to one request in
 slow because a process that died must load torch, the model and the transport again before it is back.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -105,22 +106,12 @@ def busiest(fleet: RunningFleet) -> str:
 def pid_of(fleet: RunningFleet, role: str) -> int:
     """The only process of the fleet that runs this role."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_text().split("\0")
-            ancestors = {int(folder.name), *parents(int(folder.name))}
-        except OSError:
-            continue  # the process has just ended
-        if "launch.main" in words and role in words:
-            found += [int(folder.name)] if fleet.local.pid in ancestors else []
+    for pid in fleet.family():
+        with contextlib.suppress(OSError):  # the process has just ended
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            found += [pid] if "launch.main" in words and role in words else []
     (pid,) = found
     return pid
-
-
-def parents(pid: int) -> Iterator[int]:
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        yield pid
 
 
 def until_replaced(fleet: RunningFleet, before: dict[str, int], name: str) -> None:
@@ -153,31 +144,30 @@ def undisturbed(fleet: RunningFleet) -> list[list[int]]:
     return answers
 
 
-def test_a_decode_instance_that_was_killed_comes_back_and_its_streams_go_on_elsewhere(
-    fleet: RunningFleet, undisturbed: list[list[int]]
+@pytest.fixture
+def streams(fleet: RunningFleet, undisturbed: list[list[int]]) -> Streams:
+    """Streams that have begun."""
+    made = Streams(fleet)
+    made.begin()
+    return made
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_an_instance_that_was_killed_comes_back_and_its_streams_go_on(
+    fleet: RunningFleet, streams: Streams, undisturbed: list[list[int]], role: str
 ) -> None:
-    streams, before = Streams(fleet), instance_pids(fleet)
-    streams.begin()
-    victim = busiest(fleet)
+    before = instance_pids(fleet)
+    victim = busiest(fleet) if role == "decode" else "prefill-0"
     os.kill(before[victim], signal.SIGKILL)
     assert streams.end() == undisturbed
     until_replaced(fleet, before, victim)
     assert re.search(rf"^{victim} +ended, and is started again in \S+ s: killed by SIGKILL$", fleet.output, re.MULTILINE)
 
 
-def test_a_prefill_instance_that_was_killed_comes_back_too(fleet: RunningFleet, undisturbed: list[list[int]]) -> None:
-    streams, before = Streams(fleet), instance_pids(fleet)
-    streams.begin()
-    os.kill(before["prefill-0"], signal.SIGKILL)
-    assert streams.end() == undisturbed
-    until_replaced(fleet, before, "prefill-0")
-
-
 def test_a_detokenizer_that_was_killed_comes_back_and_no_stream_notices(
-    fleet: RunningFleet, undisturbed: list[list[int]]
+    fleet: RunningFleet, streams: Streams, undisturbed: list[list[int]]
 ) -> None:
-    streams, router, first = Streams(fleet), pid_of(fleet, "router"), pid_of(fleet, "detokenizer")
-    streams.begin()
+    router, first = pid_of(fleet, "router"), pid_of(fleet, "detokenizer")
     os.kill(first, signal.SIGKILL)
     assert streams.end() == undisturbed
     assert pid_of(fleet, "router") == router and pid_of(fleet, "detokenizer") != first
@@ -197,11 +187,9 @@ def test_a_router_that_was_killed_comes_back_on_its_ports_and_the_instances_find
 
 
 def test_an_instance_that_is_told_twice_to_stop_ends_at_once_and_comes_back(
-    fleet: RunningFleet, undisturbed: list[list[int]]
+    fleet: RunningFleet, streams: Streams, undisturbed: list[list[int]]
 ) -> None:
-    streams, before = Streams(fleet), instance_pids(fleet)
-    streams.begin()
-    victim = busiest(fleet)
+    before, victim = instance_pids(fleet), busiest(fleet)
     os.kill(before[victim], signal.SIGTERM)
     until(lambda: state(fleet, victim) == "draining", "it drains")
     os.kill(before[victim], signal.SIGTERM)
@@ -211,11 +199,9 @@ def test_an_instance_that_is_told_twice_to_stop_ends_at_once_and_comes_back(
 
 
 def test_an_instance_that_is_told_to_stop_finishes_its_streams_and_stays_away(
-    fleet: RunningFleet, undisturbed: list[list[int]]
+    fleet: RunningFleet, streams: Streams, undisturbed: list[list[int]]
 ) -> None:
     """The last test of the fleet, which has one instance less from here on."""
-    streams = Streams(fleet)
-    streams.begin()
     victim = busiest(fleet)
     os.kill(instance_pids(fleet)[victim], signal.SIGTERM)
     assert streams.end() == undisturbed

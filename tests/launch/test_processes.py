@@ -155,23 +155,22 @@ def test_no_file_descriptor_is_left(nursery: Nursery) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_child_whose_parent_was_killed_stops_in_order(log: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("", "decode-0 stopped\n"),
+        ("busy", "decode-0 has work to finish\ndecode-0 says goodbye\n"),
+    ],
+    ids=["stops in order", "has limited time to finish its work"],
+)
+def test_a_child_whose_parent_was_killed(log: Path, monkeypatch: pytest.MonkeyPatch, how: str, said: str) -> None:
+    if how:
+        monkeypatch.setenv("STUB_DECODE_0", how)
+        monkeypatch.setenv("STUB_ORPHAN_S", "0.5")
     command = [sys.executable, "-m", "tests.launch.stub", "parent"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
         wait_for(lambda: "decode-0 runs as " in log.read_text(), "the child runs")
         child = int(log.read_text().split("decode-0 runs as ")[1].split()[0])
         parent.kill()
     wait_for(lambda: not is_alive(child), "the child is gone")
-    assert log.read_text().endswith("decode-0 stopped\n")
-
-
-def test_a_child_whose_parent_was_killed_has_limited_time_to_finish_its_work(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_DECODE_0", "busy")
-    monkeypatch.setenv("STUB_ORPHAN_S", "0.5")
-    command = [sys.executable, "-m", "tests.launch.stub", "parent"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as parent:
-        wait_for(lambda: "decode-0 runs as " in log.read_text(), "the child runs")
-        child = int(log.read_text().split("decode-0 runs as ")[1].split()[0])
-        parent.kill()
-    wait_for(lambda: not is_alive(child), "the child is gone")
-    assert log.read_text().endswith("decode-0 has work to finish\ndecode-0 says goodbye\n")
+    assert log.read_text().endswith(said)
