@@ -1,12 +1,12 @@
 """What becomes of samples: figures, ratios and verdicts, from numbers that are worked out by hand."""
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
 
+from bench import overlap_report
 from bench.figures import Goal, Place, Row, Sample, Spread, TransferOutcome, judge
 from bench.hardware import this_hardware
+from bench.overlap_figures import OverlapOutcome
 from bench.plan import Point, Way
 from bench.report import markdown, text
 
@@ -107,14 +107,13 @@ def test_a_report_says_every_figure_the_spread_and_what_was_skipped() -> None:
     assert "launch bench transfer --quick" in markdown(outcome(host))
 
 
-@pytest.mark.parametrize("form", [text, markdown])
 @pytest.mark.parametrize(("load", "cautious"), [(0.2, False), (7.0, True)])
-def test_a_report_from_a_busy_machine_says_what_that_does_to_it(
-    form: Callable[[TransferOutcome], str], load: float, cautious: bool
-) -> None:
-    measured = outcome(place())
-    on = msgspec.structs.replace(measured, hardware=msgspec.structs.replace(measured.hardware, load=load))
-    assert ("The machine had other work" in form(on)) == cautious
+def test_a_report_from_a_busy_machine_says_what_that_does_to_it(load: float, cautious: bool) -> None:
+    on = msgspec.structs.replace(this_hardware(), load=load)
+    transfer = msgspec.structs.replace(outcome(place()), hardware=on)
+    overlap = OverlapOutcome(command="", hardware=on, goals=[], transport="nixl", threads=1, models=[])
+    for report in (text(transfer), markdown(transfer), overlap_report.text(overlap), overlap_report.markdown(overlap)):
+        assert ("The machine had other work" in report) == cautious
 
 
 def test_markdown_has_the_ways_side_by_side() -> None:

@@ -6,7 +6,7 @@ The tests are slow because each starts two fleets of real processes: page size, 
 starts. The reference alone takes 13 s of CPU time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from demo import corpus
 from demo.evaluate import MODEL
@@ -112,24 +112,15 @@ def test_the_demo_model_through_the_ring_equals_transformers(
     check(tmp_path, demo_cases[slice(*slices)], *flags)
 
 
-def random_llama(path: Path) -> None:
-    config = LlamaConfig(
-        vocab_size=2048, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=False, eos_token_id=2, bos_token_id=1,
-        pad_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    LlamaForCausalLM(config).save_pretrained(path)
-
-
-def random_qwen3(path: Path) -> None:
-    config = Qwen3Config(
-        vocab_size=2048, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=2,
-        bos_token_id=1, pad_token_id=0, initializer_range=0.2,
-    )  # fmt: skip
-    torch.manual_seed(4)
-    Qwen3ForCausalLM(config).save_pretrained(path)
+COMMON = {"vocab_size": 2048, "max_position_embeddings": 2048, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+LLAMA = LlamaConfig(
+    **COMMON, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+    tie_word_embeddings=False, initializer_range=0.2,
+)  # fmt: skip
+QWEN3 = Qwen3Config(
+    **COMMON, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+    head_dim=32, tie_word_embeddings=True, initializer_range=0.2,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -140,11 +131,12 @@ def with_tokenizer(tmp_path: Path) -> Iterator[Path]:
     yield path
 
 
-@pytest.mark.parametrize(("build", "page_size", "chunk_tokens"), [(random_llama, 4, 33), (random_qwen3, 32, 256)])
+@pytest.mark.parametrize(("config", "seed", "page_size", "chunk_tokens"), [(LLAMA, 3, 4, 33), (QWEN3, 4, 32, 256)])
 def test_random_weights_through_the_ring_equal_transformers(
-    tmp_path: Path, with_tokenizer: Path, build: Callable[[Path], None], page_size: int, chunk_tokens: int
+    tmp_path: Path, with_tokenizer: Path, config: PretrainedConfig, seed: int, page_size: int, chunk_tokens: int
 ) -> None:
-    build(with_tokenizer)
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(with_tokenizer)
     random = Random(page_size)
     lengths = [1, 2, page_size, page_size + 1, 1800] + [random.randrange(1, 700) for _ in range(27)]
     prompts = [[random.randrange(3, 2048) for _ in range(length)] for length in lengths]

@@ -12,20 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from common import messages
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId, pack_ids
-from common.messages import (
-    DetokenizerInbox,
-    Finished,
-    Generate,
-    Goodbye,
-    Heartbeat,
-    Peers,
-    Register,
-    RouterInbox,
-    TokenBatch,
-    TokenDelta,
-    Welcome,
-)
 from common.processes.child import Exited
 from common.sampling_params import SamplingParams
 from common.wire import Mailbox
@@ -43,15 +31,17 @@ class Router:
     """The test's side of the wire, and of the instance's pipes."""
 
     def __init__(self, which: str) -> None:
-        self.mailbox: Mailbox[RouterInbox] = Mailbox(ROUTER, RouterInbox, "tcp://127.0.0.1:0")
-        self.detokenizer: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, "tcp://127.0.0.1:0")
+        self.mailbox: Mailbox[messages.RouterInbox] = Mailbox(ROUTER, messages.RouterInbox, "tcp://127.0.0.1:0")
+        self.detokenizer: Mailbox[messages.DetokenizerInbox] = Mailbox(
+            DETOKENIZER, messages.DetokenizerInbox, "tcp://127.0.0.1:0"
+        )
         self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
         self.shared_before = shared_files()
         command = [sys.executable, "-m", "tests.launch.failing_instance", which, self.mailbox.address]
         self.child = Child(NAME, command, self.events.put)
-        self.heartbeats: list[Heartbeat] = []
-        self.goodbyes: list[Goodbye] = []
-        self.deltas: list[TokenDelta] = []
+        self.heartbeats: list[messages.Heartbeat] = []
+        self.goodbyes: list[messages.Goodbye] = []
+        self.deltas: list[messages.TokenDelta] = []
         self.incarnation: Incarnation | None = None
 
     def turn(self) -> None:
@@ -59,20 +49,20 @@ class Router:
         self.mailbox.wait(0.05)
         for _, message in self.mailbox.receive():
             match message:
-                case Register():
+                case messages.Register():
                     self.incarnation = message.instance.incarnation
                     self.mailbox.route(message.instance.id, message.instance.inbox)
                     self._welcome()
-                    self.mailbox.send(message.instance.id, Peers(instances=()))
-                case Heartbeat():
+                    self.mailbox.send(message.instance.id, messages.Peers(instances=()))
+                case messages.Heartbeat():
                     self.heartbeats.append(message)
                     self._welcome()
-                case Goodbye():
+                case messages.Goodbye():
                     self.goodbyes.append(message)
                 case _:
                     raise AssertionError(message)
         for _, tokens in self.detokenizer.receive():
-            assert isinstance(tokens, TokenBatch)
+            assert isinstance(tokens, messages.TokenBatch)
             self.deltas += tokens.deltas
 
     def until(self, holds: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -87,7 +77,7 @@ class Router:
     def generate(self, max_new_tokens: int) -> None:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
         key = Key(RequestId("r"), 0)
-        self.mailbox.send(InstanceId(NAME), Generate(key=key, prompt=pack_ids([5, 6, 7]), sampling=sampling))
+        self.mailbox.send(InstanceId(NAME), messages.Generate(key=key, prompt=pack_ids([5, 6, 7]), sampling=sampling))
 
     def until_running(self) -> None:
         self.until(lambda: len(self.deltas) > 3, "the request brings tokens", HANG_S)
@@ -105,7 +95,7 @@ class Router:
         return last
 
     def _welcome(self) -> None:
-        welcome = Welcome(router=Incarnation("test"), detokenizer=self.detokenizer.address, heartbeat_s=0.1)
+        welcome = messages.Welcome(router=Incarnation("test"), detokenizer=self.detokenizer.address, heartbeat_s=0.1)
         self.mailbox.send(InstanceId(NAME), welcome)
 
 
@@ -176,7 +166,7 @@ def test_an_instance_that_is_told_to_stop_ends_in_order_when_what_ran_is_finishe
     ended = router.end(HANG_S)
     assert ended.status == 0 and router.heartbeats[-1].draining
     router.until(lambda: router.deltas[-1].ending is not None, "the last token has arrived", HANG_S)
-    assert router.deltas[-1].ending == Finished(reason="length")
+    assert router.deltas[-1].ending == messages.Finished(reason="length")
     assert sum(len(delta.token_ids) for delta in router.deltas) == 300
 
 

@@ -89,24 +89,14 @@ Start = Callable[..., Fleet]
 
 
 @pytest.fixture
-def launch(tmp_path: Path, log: Path, request: pytest.FixtureRequest) -> Start:
+def start(tmp_path: Path, log: Path, request: pytest.FixtureRequest) -> Start:
     """Start a fleet. Its environment tells its stubs how to misbehave."""
 
-    def launch_fleet(prefill: int = 1, decode: int = 1, **environment: str) -> Fleet:
+    def start_fleet(prefill: int = 1, decode: int = 1, *, gets_ready: bool = True, **environment: str) -> Fleet:
         fleet = Fleet(tmp_path, log, prefill, decode, environment)
         request.addfinalizer(fleet.end)
-        return fleet
-
-    return launch_fleet
-
-
-@pytest.fixture
-def start(launch: Start) -> Start:
-    """Start a fleet and wait until it is ready."""
-
-    def start_fleet(prefill: int = 1, decode: int = 1, **environment: str) -> Fleet:
-        fleet = launch(prefill, decode, **environment)
-        fleet.wait_until_ready()
+        if gets_ready:
+            fleet.wait_until_ready()
         return fleet
 
     return start_fleet
@@ -128,16 +118,16 @@ def test_a_fleet_without_prefill_is_one_of_decode_alone(start: Start) -> None:
     assert start(0, 1).stop() == ["intake", "decode-0", "router"]
 
 
-def test_the_startup_deadline_names_the_part_that_is_late_and_what_it_did(launch: Start) -> None:
+def test_the_startup_deadline_names_the_part_that_is_late_and_what_it_did(start: Start) -> None:
     """The clock jumps to the deadline when prefill-0 is ready and decode-0 has said what it does: no verdict by speed."""
-    fleet = launch(STUB_DECODE_0="slow", STUB_JUMP_TO_DEADLINE="yes")
+    fleet = start(gets_ready=False, STUB_DECODE_0="slow", STUB_JUMP_TO_DEADLINE="yes")
     assert fleet.status() == 1
     assert "decode-0 was not ready in time" in fleet.err and "warming up" in fleet.err and "--startup-timeout-s" in fleet.err
     assert "prefill-0 was not ready" not in fleet.err and "curl " not in fleet.out
 
 
-def test_a_child_that_fails_at_start_is_shown_with_its_words_and_the_others_stop(launch: Start) -> None:
-    fleet = launch(STUB_PREFILL_0="broken")
+def test_a_child_that_fails_at_start_is_shown_with_its_words_and_the_others_stop(start: Start) -> None:
+    fleet = start(gets_ready=False, STUB_PREFILL_0="broken")
     assert fleet.status() == 1
     assert "prefill-0 ended: exit status 3" in fleet.err and "prefill-0 has no water" in fleet.err
     assert "router" in fleet.stops()
@@ -204,8 +194,8 @@ def test_the_fleet_ends_with_the_last_of_a_role_that_can_never_run_again(start: 
     assert "no decode is left" in fleet.err and "decode-0 cannot boil it" in fleet.err
 
 
-def test_a_child_that_ends_before_the_fleet_is_complete_takes_it_down(launch: Start) -> None:
-    fleet = launch(STUB_PREFILL_0="mortal", STUB_DECODE_0="slow")
+def test_a_child_that_ends_before_the_fleet_is_complete_takes_it_down(start: Start) -> None:
+    fleet = start(gets_ready=False, STUB_PREFILL_0="mortal", STUB_DECODE_0="slow")
     assert fleet.status() == 1
     assert "prefill-0 ended: exit status 0" in fleet.err
 
