@@ -9,13 +9,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import get_args
 
 import msgspec
 
+from common.config import option
+from common.flags import add_flags, read_config
 from tests.chaos.report import percentile
 from tests.soak.fleet import AWAY_S, Fleet, Shape, Strike
 from tests.soak.report import HEADER, LISTED, Check, Period, line, verdict
@@ -30,15 +32,24 @@ STRIKE_EVERY = 4
 """With --rounds: a strike takes the place of each fourth round."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Soak:
-    """duty: share of one core that everything together may use. strike_s: average time from one strike to the next."""
+    """How long a soak is, who takes part, and how hard it is."""
 
-    minutes: float = 60.0
-    duty: float = 0.12
-    strike_s: float = 20.0
-    seed: int = 1
-    shape: Shape = field(default_factory=Shape)
+    minutes: float = option(60.0, "length of the run")
+    rounds: int = option(
+        0, "the short form: this many rounds of pushes, judged by correctness alone, without a clock; 0: by minutes"
+    )
+    duty: float = option(0.12, "share of one core that everything together may use")
+    strike_s: float = option(20.0, "average time between strikes")
+    senders: int = option(2, "number of senders; the first of them stays")
+    receivers: int = option(2, "number of receivers; the first of them stays")
+    seed: int = option(1, "of what happens")
+    json: str = option("", "write the samples to this file, period by period")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.senders, self.receivers)
 
     @property
     def periods(self) -> int:
@@ -115,7 +126,7 @@ def run(soak: Soak, folder: Path, say: Callable[[Period], None]) -> list[str]:
     return fleet.problems
 
 
-def run_rounds(rounds: int, soak: Soak, folder: Path) -> tuple[list[str], Counter[str]]:
+def run_rounds(soak: Soak, folder: Path) -> tuple[list[str], Counter[str]]:
     """The short form: a fixed number of rounds, as fast as they go. Returns the problems, and how often each thing happened.
 
     After a strike, one round runs while nobody knows of it; then the place is taken again.
@@ -124,7 +135,7 @@ def run_rounds(rounds: int, soak: Soak, folder: Path) -> tuple[list[str], Counte
     tally = fleet.new_tally()
     try:
         fleet.join()
-        for number in range(rounds):
+        for number in range(soak.rounds):
             if number % STRIKE_EVERY:
                 fleet.round()
                 fleet.mend(everything=True)
@@ -143,21 +154,24 @@ def missing(periods: Sequence[Period]) -> list[str]:
 
 
 def main() -> int:
-    flags = _parser().parse_args()
-    soak = Soak(flags.minutes, flags.duty, flags.strike_s, flags.seed, Shape(flags.senders, flags.receivers))
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.transfers", description="Transfers between processes that join, leave and die all along."
+    )
+    add_flags(parser, Soak)
+    soak = read_config(Soak, parser.parse_args())
     record = Record(flags=sys.argv[1:], periods=[], checks=[])
 
     def write() -> None:
-        if flags.json is not None:
-            flags.json.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+        if soak.json:
+            Path(soak.json).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
 
     def say(period: Period) -> None:
         _print(line(period))
         record.periods.append(period)
         write()  # at once: an hour is long
 
-    if flags.rounds:
-        return _print_checks(_short(flags.rounds, soak))
+    if soak.rounds:
+        return _print_checks(_short(soak))
     _print(HEADER)
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as folder:
         problems = run(soak, Path(folder), say)
@@ -168,12 +182,12 @@ def main() -> int:
     return _print_checks(record.checks)
 
 
-def _short(rounds: int, soak: Soak) -> Iterator[Check]:
+def _short(soak: Soak) -> Iterator[Check]:
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as folder:
-        problems, counts = run_rounds(rounds, soak, Path(folder))
+        problems, counts = run_rounds(soak, Path(folder))
     yield Check(holds=not problems, text="; ".join(problems[:LISTED]) or "every push ended as it should")
     yield Check(
-        holds=all(counts[strike] for strike in get_args(Strike)), text=f"in {rounds} rounds: {dict(sorted(counts.items()))}"
+        holds=all(counts[strike] for strike in get_args(Strike)), text=f"in {soak.rounds} rounds: {dict(sorted(counts.items()))}"
     )
 
 
@@ -184,25 +198,6 @@ def _print_checks(checks: Iterable[Check]) -> int:
         _print(f"{'holds' if check.holds else 'FAILS'}: {check.text}")
         is_good &= check.holds
     return 0 if is_good else 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.soak.transfers", description="Transfers between processes that join, leave and die all along."
-    )
-    parser.add_argument("--minutes", type=float, default=60.0, help="default: %(default)s")
-    parser.add_argument(
-        "--rounds", type=int, help="the short form: so many rounds of pushes, judged by correctness alone, without a clock"
-    )
-    parser.add_argument(
-        "--duty", type=float, default=0.12, help="share of one core for everything together (default: %(default)s)"
-    )
-    parser.add_argument("--strike-s", type=float, default=20.0, help="average time between strikes (default: %(default)s)")
-    parser.add_argument("--senders", type=int, default=2, help="the first of them stays (default: %(default)s)")
-    parser.add_argument("--receivers", type=int, default=2, help="the first of them stays (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of what happens (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the samples go, period by period")
-    return parser
 
 
 def _print(text: str) -> None:
