@@ -24,8 +24,10 @@ class OverlapBench:
         f"{RANDOM},demo",
         f"checkpoints, one after the other: {RANDOM} (random weights of the shape below), demo, a folder, or a Hugging Face name",
     )
-    chunks: str = option("1,2,8", "lengths of the prompts, in chunks (less one page, which leaves room for the answer)")
-    repeat: int = option(9, "rounds: in each of them every fleet gets every prompt once, in random order")
+    chunks: str = option(
+        "1,2,8", "lengths of the prompts, in chunks; each prompt is one page shorter, which leaves room for the answer"
+    )
+    repeat: int = option(9, "how many rounds; in each, every fleet gets every prompt once, in random order")
     transport: TransportName = option("nixl", "what moves KV pages")
     layers: int = option(8, "random weights: layers")
     hidden: int = option(512, "random weights: size of the hidden state; the MLP is three times as wide")

@@ -62,13 +62,15 @@ class TransferBench:
     """What is measured, and how long."""
 
     transport: str = option(ALL, f"which KV transport: {ALL}, or one of {', '.join(get_args(TransportName))}")
-    page_bytes: str = option("16KiB,64KiB,256KiB,1MiB,2MiB", "page sizes; each a multiple of the smallest")
-    pages: str = option("1,32,1024", "pages of a push, at most as many as --memory holds")
-    memory: str = option("256MiB", "size of each pool; each pair of processes has two pools")
+    page_bytes: str = option(
+        "16KiB,64KiB,256KiB,1MiB,2MiB", "page sizes, with commas between them; each must be a multiple of the smallest"
+    )
+    pages: str = option("1,32,1024", "pages in one push, with commas between them; --memory sets the most")
+    memory: str = option("256MiB", "size of each pool; each pair of processes has two")
     huge_pages: Switch = option("on", "ask the system for huge pages for the pools, as instances do for theirs on CPU")
-    seconds: float = option(0.2, "for how many seconds each point is measured in each round")
-    repeat: int = option(5, "rounds over all points and transports")
-    idle_s: float = option(3.0, "for how many seconds the CPU time of idle pairs is measured")
+    seconds: float = option(0.2, "how long to measure each point in each round, in seconds")
+    repeat: int = option(5, "how many rounds over all points and transports")
+    idle_s: float = option(3.0, "how long to measure the CPU time of idle pairs, in seconds")
     json: str = option("", "write every figure of every round to this file")
 
     def __post_init__(self) -> None:
