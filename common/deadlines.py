@@ -12,6 +12,11 @@ SPARE_ENTRIES = 64
 K = TypeVar("K", bound=Hashable)
 
 
+def earliest(*deadlines: float | None) -> float | None:
+    """The earliest of some deadlines, or None when there is none."""
+    return min((at for at in deadlines if at is not None), default=None)
+
+
 class DeadlineWheel(Generic[K]):
     """Keyed deadlines; O(log n) to set, O(1) to clear, both amortized.
 

@@ -1,12 +1,14 @@
-"""Finds the folder of a checkpoint on this host from the value of `--model`.
+"""Finds the folder of a checkpoint on this host from the value of `--model`, and reads its JSON files.
 
-Owns the three ways to name a model. Does not know what is in the folder. Imports only the standard library; Hugging Face's is
+Owns the three ways to name a model. Does not know what is in the files. Imports only the standard library; Hugging Face's is
 imported when a name needs it.
 """
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from common.config import DEMO_MODEL
 from common.errors import ConfigError
@@ -39,6 +41,17 @@ def model_name(model: str) -> str:
     if model == DEMO_MODEL or not folder.is_dir():
         return model
     return folder.resolve().name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint. Raises ConfigError."""
+    try:
+        read = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return read
 
 
 def _demo_path() -> Path:

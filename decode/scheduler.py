@@ -18,6 +18,7 @@ from typing import assert_never
 import msgspec
 import numpy as np
 
+from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.errors import Preempted, Unavailable
@@ -209,8 +210,7 @@ class DecodeScheduler:
         return Decision(plan, actions)
 
     def next_deadline(self) -> float | None:
-        request_s, silence_s = self._table.next_deadline(), self._target.next_deadline()
-        return request_s if silence_s is None else silence_s if request_s is None else min(request_s, silence_s)
+        return earliest(self._table.next_deadline(), self._target.next_deadline())
 
     def report(self) -> Report:
         waiting, by_row, counts = self._table.waiting, self._requests.by_row, self._reservations

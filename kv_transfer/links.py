@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.deadlines import DeadlineWheel
+from common.deadlines import DeadlineWheel, earliest
 from common.errors import TransferError
 from common.ids import Incarnation, InstanceId
 from common.instance.ports import LinkChanged
@@ -76,8 +76,7 @@ class Links:
         return link if link is not None and link.info.incarnation == incarnation else None
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._stalls.next_deadline(), self._retries.next_deadline())
-        return min((at for at in deadlines if at is not None), default=None)
+        return earliest(self._stalls.next_deadline(), self._retries.next_deadline())
 
     def tick(self, now: float) -> None:
         """Lose the links without progress, and try lost ones again."""

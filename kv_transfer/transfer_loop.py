@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from common.deadlines import DeadlineWheel
+from common.deadlines import DeadlineWheel, earliest
 from common.errors import TransferError
 from common.ids import Int64Array, Key, Ticket
 from common.instance.ports import (
@@ -133,8 +133,7 @@ class TransferLoop:
 
     def next_deadline(self) -> float | None:
         """The next deadline of a link or a lease. Transfers in flight or expected need `step` more often than that."""
-        deadlines = (self._leases.next_deadline(), self._links.next_deadline())
-        return min((at for at in deadlines if at is not None), default=None)
+        return earliest(self._leases.next_deadline(), self._links.next_deadline())
 
     def step(self) -> bool:
         """Carry out commands, drive the transport, and collect what happened. True when `poll` has news.

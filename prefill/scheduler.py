@@ -20,6 +20,7 @@ from typing import assert_never
 
 import msgspec
 
+from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, Unavailable
@@ -185,8 +186,7 @@ class PrefillScheduler:
         return Decision(plan, actions, follows_layers=any(chunk.last for chunk in chunks))
 
     def next_deadline(self) -> float | None:
-        request_s, renewal_s = self._requests.next_deadline(), self._source.next_deadline()
-        return request_s if renewal_s is None else renewal_s if request_s is None else min(request_s, renewal_s)
+        return earliest(self._requests.next_deadline(), self._source.next_deadline())
 
     def report(self) -> Report:
         waiting, traffic = self._requests.waiting, self._source.traffic

@@ -7,6 +7,7 @@ reads no clock, so a whole fleet runs in one process under test. Does not know H
 from typing import assert_never
 
 from common.config import RouterConfig
+from common.deadlines import earliest
 from common.ids import Incarnation
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, Probed, Register, RouterInbox, TextBatch
@@ -62,11 +63,7 @@ class RouterCore:
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None when nothing is due."""
-        earliest = self.detokenizer.silent_at_s
-        for deadline in (self.fleet.next_deadline(), self.requests.next_deadline()):
-            if deadline is not None and (earliest is None or deadline < earliest):
-                earliest = deadline
-        return earliest
+        return earliest(self.detokenizer.silent_at_s, self.fleet.next_deadline(), self.requests.next_deadline())
 
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""

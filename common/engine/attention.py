@@ -108,7 +108,11 @@ class PagedAttention:
         ]
         decode_begin = step.chunks[-1].end if step.chunks else 0
         if len(query) > decode_begin:
-            parts += self._decode(query[decode_begin:], keys, values)
+            rows = query[decode_begin:]
+            if self._kernel is None:
+                parts += self._decode(rows, keys, values)
+            else:
+                parts.append(self._kernel(rows, keys, values, step.decode_table, step.decode_lengths, self._scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask: Tensor | None) -> Tensor:
@@ -127,10 +131,7 @@ class PagedAttention:
         return out.view(len(grouped), -1, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """query: [rows, heads, dim]. Returns it in parts of rows."""
-        if self._kernel is not None:
-            step = self._step
-            return [self._kernel(query, keys, values, step.decode_table, step.decode_lengths, self._scale)]
+        """Attention of the decode rows without the kernel. query: [rows, heads, dim]. Returns it in parts of rows."""
         grouped = query.view(len(query), self._memory.layout.kv_heads, -1, query.shape[-1])
         outs = []
         for part in self._parts:

@@ -4,7 +4,6 @@ Owns the reading of config and safetensors. Does not know how a model computes. 
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.model_path import read_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -70,7 +70,7 @@ class ModelShape:
 
 def read_shape(path: Path) -> ModelShape:
     """The shape of the checkpoint in a folder. Raises ConfigError naming what is missing or not supported."""
-    config = _read_json(path / CONFIG)
+    config = read_json(path / CONFIG)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"{path}: architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
@@ -118,7 +118,7 @@ def fingerprint(path: Path) -> str:
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint. Raises ConfigError."""
     if (path / INDEX).exists():
-        names = sorted(set(_read_json(path / INDEX)["weight_map"].values()))
+        names = sorted(set(read_json(path / INDEX)["weight_map"].values()))
     else:
         names = [SINGLE]
     files = [path / name for name in names]
@@ -163,7 +163,7 @@ def _read_eos(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
     A fine-tuned model may end its turns with its own token (<|im_end|>) that only its tokenizer names.
     """
-    named = _read_json(path / GENERATION).get("eos_token_id") if (path / GENERATION).exists() else None
+    named = read_json(path / GENERATION).get("eos_token_id") if (path / GENERATION).exists() else None
     named = config.get("eos_token_id") if named is None else named
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(isinstance(token, int) for token in ids):
@@ -175,9 +175,9 @@ def _tokenizer_eos(path: Path) -> list[int]:
     """The id of the tokenizer's eos_token, if there is a tokenizer and it names a token that it has."""
     if not ((path / TOKENIZER).exists() and (path / TOKENIZER_CONFIG).exists()):
         return []
-    named = _read_json(path / TOKENIZER_CONFIG).get("eos_token")
+    named = read_json(path / TOKENIZER_CONFIG).get("eos_token")
     content = named.get("content") if isinstance(named, dict) else named  # older versions saved the token with its properties
-    tokenizer = _read_json(path / TOKENIZER)
+    tokenizer = read_json(path / TOKENIZER)
     try:
         vocab = tokenizer["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram: [[piece, score], ...], the id is the place
@@ -205,13 +205,3 @@ def _whole(config: dict[str, Any], name: str, path: Path, null: int | None = Non
     if value != int(value):
         raise ConfigError(f"{path / CONFIG}: {name} must be a whole number; it is {value!r}")
     return int(value)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(read, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return read

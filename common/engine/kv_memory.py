@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.ids import Int32Array
 from common.pages.digest import digest
 from common.pages.host_memory import host_memory
-from common.pages.layout import ITEM_BYTES, KVLayout, MemoryRegion
+from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout, MemoryRegion
 
 SPARE_PAGES = 1
 
@@ -32,7 +32,7 @@ class KVMemory:
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"--kv-memory: cannot allocate {region_bytes} bytes for KV pages on {device}: {reason}") from error
-        self.pool = memory.view(_dtype_of(layout)).view(pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
+        self.pool = memory.view(torch_dtype(layout.dtype)).view(pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
         """[pages, elements of a page]"""
         self.layers = [(self._view(layer, 0), self._view(layer, 1)) for layer in range(layout.layers)]
         """Keys and values of each layer, each [pages, kv_heads, page_size, head_dim], strided over the pool."""
@@ -57,8 +57,8 @@ class KVMemory:
         return digest(memory[page].cpu().numpy() for page in pages.tolist())
 
 
-def _dtype_of(layout: KVLayout) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}[layout.dtype]
+def torch_dtype(name: KVDtype) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}[name]
 
 
 def _region_device(device: torch.device) -> str:

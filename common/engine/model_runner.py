@@ -16,7 +16,7 @@ from common.engine.attention import Attention, PagedAttention, Segment, StepToke
 from common.engine.checkpoint import ModelShape, fingerprint, read_shape, read_weights
 from common.engine.executor import EngineDescription
 from common.engine.kv_budget import KVBudget, auto_kv_bytes, kv_budget, workspace_bytes
-from common.engine.kv_memory import KVMemory
+from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.layer_progress import LayerProgress
 from common.engine.models.decoder import Decoder
 from common.engine.native import load_kernel
@@ -36,14 +36,15 @@ class ModelRunner:
         path = resolve_model_path(model.model)
         self._device = _device_of(engine.device)
         self._layer_groups = engine.layer_groups
-        dtype = _dtype_of(engine.dtype, self._device)
+        kv_dtype = _dtype_of(engine.dtype, self._device)
+        dtype = torch_dtype(kv_dtype)
         shape = read_shape(path)
         layout = KVLayout(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             page_size=engine.page_size,
-            dtype=_kv_dtype(dtype),
+            dtype=kv_dtype,
         )
         given = parse_bytes(engine.kv_memory)
         if given is not None:
@@ -62,7 +63,7 @@ class ModelRunner:
                 name=model.served_name or model_name(model.model),
                 fingerprint=fingerprint(Path(path)),
                 architecture=shape.architecture,
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=kv_dtype,
                 vocab_size=shape.vocab_size,
                 context_tokens=budget.context_tokens,
             ),
@@ -246,11 +247,7 @@ def _device_of(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def _dtype_of(name: Dtype, device: torch.device) -> torch.dtype:
+def _dtype_of(name: Dtype, device: torch.device) -> KVDtype:
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-def _kv_dtype(dtype: torch.dtype) -> KVDtype:
-    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+        return "bfloat16" if device.type == "cuda" else "float32"
+    return name

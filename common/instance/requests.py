@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from common.deadlines import DeadlineWheel
+from common.deadlines import DeadlineWheel, earliest
 from common.engine.executor import EngineDescription
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
 from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, Life, unpack_ids
@@ -187,8 +187,7 @@ class RequestTable(Generic[R]):
 
     def next_deadline(self) -> float | None:
         """When the next deadline passes. Keys that are remembered too long cost memory only, so they wake nobody."""
-        request_s, drain_s = self._deadlines.next_deadline(), self._drainage.next_deadline()
-        return request_s if drain_s is None else drain_s if request_s is None else min(request_s, drain_s)
+        return earliest(self._deadlines.next_deadline(), self._drainage.next_deadline())
 
     # --- peers and reports -------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,6 @@ class InstanceWorker(Generic[M]):
         self._in_flight: deque[_InFlight] = deque()
         self._peers: set[InstanceId] = set()
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
-        self._detokenizer: str | None = None
         self._draining = False
 
     def turn(self, now: float) -> None:
@@ -155,10 +154,7 @@ class InstanceWorker(Generic[M]):
     def _welcomed(self, message: Welcome | Refused, now: float) -> None:
         if self._membership.receive(message):
             self._act(self._scheduler.handle(RouterLost(), now))
-        address = self._membership.detokenizer
-        if address != self._detokenizer:
-            self._detokenizer = address
-            self._mail.route(DETOKENIZER, address)
+        self._mail.route(DETOKENIZER, self._membership.detokenizer)
 
     def _meet(self, message: Peers, now: float) -> None:
         """The set of peers is new: learn their addresses.

@@ -4,6 +4,7 @@ Owns what an instance says about itself. Does not know requests or how an instan
 """
 
 import re
+from functools import cached_property
 
 import msgspec
 
@@ -44,7 +45,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of prompt and answer together."""
 
 
-class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True):
+class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What a rank publishes once so that peers can write into its pool."""
 
     backend: str
@@ -64,7 +65,7 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     spare_pages: int = 0
     """Pages after those of the pool that hold no KV: links are measured by writing there."""
 
-    @property
+    @cached_property
     def pool_bytes(self) -> int:
         return (self.total_pages + self.spare_pages) * self.layout.page_bytes
 

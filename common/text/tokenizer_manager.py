@@ -5,13 +5,12 @@ the tokenizers library through transformers' thin class, not through its AutoTok
 the libraries when a tokenizer is loaded.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import BadRequest, ConfigError
-from common.model_path import model_name, resolve_model_path
+from common.model_path import model_name, read_json, resolve_model_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,7 +26,7 @@ class TokenizerManager:
 
     def __init__(self, model: str) -> None:
         path = resolve_model_path(model, weights=False)
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json")
         text_config = config.get("text_config", config)
         self.model_name: str = model_name(model)
         self.context_tokens: int = _positive(text_config, "max_position_embeddings", path)
@@ -90,16 +89,6 @@ def _load(path: Path) -> Any:
     loaded.backend_tokenizer.no_truncation()
     loaded.backend_tokenizer.no_padding()
     return loaded
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(read, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return read
 
 
 def _positive(config: Mapping[str, Any], name: str, path: Path) -> int:
