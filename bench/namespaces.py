@@ -25,18 +25,16 @@ class Namespace(Spot):
     name: str
     link: str
 
-    @classmethod
-    def named(cls, name: str, host: str, link: str) -> "Namespace":
-        return cls(("ip", "netns", "exec", name), host, name, link)
-
 
 @contextlib.contextmanager
 def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
     """What is in each of them can reach the other. Raises TransferError where that is not allowed."""
-    first, second = spots = (
-        Namespace.named(f"tandem-{os.getpid()}-1", HOSTS[0], "tandem1"),
-        Namespace.named(f"tandem-{os.getpid()}-2", HOSTS[1], "tandem2"),
-    )
+
+    def spot(number: int) -> Namespace:
+        name = f"tandem-{os.getpid()}-{number}"
+        return Namespace(("ip", "netns", "exec", name), HOSTS[number - 1], name, f"tandem{number}")
+
+    first, second = spots = spot(1), spot(2)
     try:
         for spot in spots:
             _ip("netns", "add", spot.name)

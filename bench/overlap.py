@@ -48,7 +48,10 @@ def _measure(model: str, bench: OverlapBench, engine: EngineConfig) -> Measured:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_checkpoint(model, bench, engine))
         vocab = TokenizerManager(folder).vocab_size
-        fleets = {kind: _running(stack, fleet_flags(kind, folder, bench, engine), kind) for kind in FLEETS}
+        fleets = {}
+        for kind in FLEETS:
+            local = stack.enter_context(local_fleet(*fleet_flags(kind, folder, bench, engine), on_output=sys.stderr.write))
+            fleets[kind] = Fleet(local.url, PREFILLS[kind] + 1)
         say(f"{model}: the first requests")
         for fleet in fleets.values():
             fleet.serve(_prompt(lengths[bench.lengths[-1]], vocab, 0))  # so that memory and links have been used
@@ -73,12 +76,6 @@ def fleet_flags(kind: FleetKind, model: str, bench: OverlapBench, engine: Engine
             LogConfig(log_level="warning"),
         ),
     ]
-
-
-def _running(stack: contextlib.ExitStack, flags: list[str], kind: FleetKind) -> Fleet:
-    """A fleet that runs as long as the stack is open. What it writes goes to stderr."""
-    fleet = stack.enter_context(local_fleet(*flags, on_output=sys.stderr.write))
-    return Fleet(fleet.url, PREFILLS[kind] + 1)
 
 
 def _checkpoint(model: str, bench: OverlapBench, engine: EngineConfig) -> contextlib.AbstractContextManager[str]:
