@@ -30,11 +30,11 @@ class Namespace(Spot):
 def two_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
     """What is in each of them can reach the other. Raises TransferError where that is not allowed."""
 
-    def spot(number: int) -> Namespace:
+    def numbered(number: int) -> Namespace:
         name = f"tandem-{os.getpid()}-{number}"
         return Namespace(("ip", "netns", "exec", name), HOSTS[number - 1], name, f"tandem{number}")
 
-    first, second = spots = spot(1), spot(2)
+    first, second = spots = numbered(1), numbered(2)
     try:
         for spot in spots:
             _ip("netns", "add", spot.name)
