@@ -38,7 +38,9 @@ from common.text.detokenizer_manager import DetokenizerManager
 from common.text.tokenizer_manager import TokenizerManager
 from common.wire import Mailbox
 from decode.scheduler import DecodeScheduler
+from kv_transfer import transfer_thread
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
+from kv_transfer.pushes import Pushes
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 from prefill.scheduler import PrefillScheduler
@@ -58,7 +60,9 @@ HANG_S = 120.0
 """The walk takes a few seconds; after this it is stuck."""
 ANSWER_TOKENS = 8
 IDLE_TURNS = 100
-DETOKENIZER_TURN = {turn.__code__ for turn in (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick)}
+_TURNS = (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick, Pushes.begin, transfer_thread._pace)
+THREADS_TURNS = {function.__code__ for function in _TURNS}
+"""What the threads of an idle fleet call in each turn."""
 COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
 STAGES = {"transfer": "the transfer threads", "engine": "the engine threads", "tokenizer": "the router: tokenizing"}
 """What is done on threads of these names."""
@@ -227,7 +231,11 @@ class Fleet:
         while self.core.unready() or len(list(self.core.fleet.members())) < len(_ROLES):
             self._now += 0.01
             await self.turn()
-        self.detokenizer._next_beat_s = math.inf  # its clock is the real one: no heartbeat comes between
+        # The detokenizer's clock and the gateway's timer are real: no heartbeat and no tick comes between.
+        self.detokenizer._next_beat_s = math.inf
+        assert self.gateway._timer is not None
+        self.gateway._timer.cancel()
+        self.gateway._timer_at = -math.inf
 
     async def chat(self, text: str) -> str:
         """A streamed chat, until everything has come home. Returns the answer."""
@@ -297,7 +305,7 @@ async def _walk() -> Walk:
                 for _ in range(IDLE_TURNS):
                     fleet.detokenizer.meet_router(fleet.router_address)  # wakes it, as its heartbeats do
                     await fleet.turn()
-                while not idle.keys() >= DETOKENIZER_TURN:
+                while not idle.keys() >= THREADS_TURNS:
                     await fleet.turn()
             chats = []
             for word in ("one ", "two ", "three "):
