@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from common.flags import add_flags, read_config
@@ -29,6 +30,7 @@ which the table is not about. For the same reason it has fewer requests open at 
 AT_ONCE, AT_ONCE_LATENCY = 12, 6
 LISTED = 30
 """Lines of each list that are printed."""
+_say = partial(print, flush=True)
 
 
 def main() -> int:
@@ -126,10 +128,6 @@ def _listed(outcome: Outcome) -> Iterator[str]:
             yield from (f"  {line[:1000]}" for line in lines[:LISTED])
             if len(lines) > LISTED:
                 yield f"  and {len(lines) - LISTED} more"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -71,19 +71,13 @@ class Answer:
         ]
 
 
-class Client:
+class Client(httpx.AsyncClient):
     """A client of one model at one URL. Use as `async with`."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._model = model
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(base_url=url, timeout=ANSWER_S, limits=limits)
-
-    async def __aenter__(self) -> "Client":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        super().__init__(base_url=url, timeout=ANSWER_S, limits=limits)
+        self._model = model
 
     async def ask(self, request: Request) -> Answer:
         """The answer, whatever happened to it."""
@@ -100,7 +94,7 @@ class Client:
 
     async def _read(self, request: Request, answer: Answer) -> None:
         body = request.body | {"model": self._model}
-        async with self._http.stream("POST", request.path, json=body) as response:
+        async with self.stream("POST", request.path, json=body) as response:
             if response.status_code != 200:
                 answer.errors.append(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')}")
                 return

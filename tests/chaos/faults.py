@@ -12,14 +12,15 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Literal, assert_never, get_args
+from typing import Literal
 
 from common.ids import Role
 from tests.chaos.cluster import Cluster
 from tests.chaos.fleet import Fleet
 
 Kind = Literal["kill", "stop", "term"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+SIGNALS: dict[Kind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+KINDS = tuple(SIGNALS)
 DELAY_S = 2.0
 """A strike comes up to so much later than it could, so that it hits the others' recoveries at any moment."""
 PAUSE_S = (4.0, 8.0)
@@ -116,37 +117,23 @@ class Faults:
         loop = asyncio.get_running_loop()
         fault = Fault(number, kind, role.name, victim, loop.time())
         self.past.append(fault)
-        self._fleet.process(victim).strike(_signal(kind))
+        self._fleet.process(victim).strike(SIGNALS[kind])
         role.down = fault
         role.recovery = loop.create_task(self._recover(fault))
 
     async def _recover(self, fault: Fault) -> None:
         process = self._fleet.process(fault.victim)
-        match fault.kind:
-            case "stop":
-                await asyncio.sleep(self._random.uniform(*PAUSE_S))
-                process.strike(signal.SIGCONT)
-            case "kill" | "term":
-                status = await process.end(END_S)
-                if status != (0 if fault.kind == "term" else -signal.SIGKILL):
-                    self._fleet.problems.append(f"{fault.victim}, struck by {fault.kind}, ended with status {status}")
-                    process.kill()
-            case _:
-                assert_never(fault.kind)
-        fault.over_s = asyncio.get_running_loop().time()
-        if fault.kind != "stop":
+        clock = asyncio.get_running_loop().time
+        if fault.kind == "stop":
+            await asyncio.sleep(self._random.uniform(*PAUSE_S))
+            process.strike(signal.SIGCONT)
+            fault.over_s = clock()
+        else:
+            status = await process.end(END_S)
+            if status != (0 if fault.kind == "term" else -signal.SIGKILL):
+                self._fleet.problems.append(f"{fault.victim}, struck by {fault.kind}, ended with status {status}")
+                process.kill()
+            fault.over_s = clock()
             await asyncio.sleep(self._away_s)
             await self._fleet.start_instance(fault.victim)
-        fault.back_s = asyncio.get_running_loop().time()
-
-
-def _signal(kind: Kind) -> signal.Signals:
-    match kind:
-        case "kill":
-            return signal.SIGKILL
-        case "stop":
-            return signal.SIGSTOP
-        case "term":
-            return signal.SIGTERM
-        case _:
-            assert_never(kind)
+        fault.back_s = clock()

@@ -47,12 +47,11 @@ class Shape:
         return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
 
 
-class Process:
+class Process(Child):
     """One life of a process. on_end is called on the loop when it has ended."""
 
     def __init__(self, name: str, role: str, flags: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         loop = asyncio.get_running_loop()
-        self.name = name
         self.ready: asyncio.Future[Mapping[str, str]] = loop.create_future()
         """Its addresses, when it does its work."""
         self.ended: asyncio.Future[int] = loop.create_future()
@@ -60,22 +59,13 @@ class Process:
         self.is_struck = False
         """Whether somebody wants it to end."""
         into_log = ["/bin/sh", "-c", 'exec "$@" >"$0" 2>&1', str(log)]
-        self._child = Child(
-            name,
-            [*into_log, *launch_command(role, flags)],
-            lambda event: loop.call_soon_threadsafe(self._take, event),
-            environment,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+        command = [*into_log, *launch_command(role, flags)]
+        super().__init__(name, command, lambda event: loop.call_soon_threadsafe(self._take, event), environment)
 
     def strike(self, number: signal.Signals) -> None:
         """Send it a signal. One that is not SIGSTOP or SIGCONT is to end it."""
         self.is_struck = self.is_struck or number not in (signal.SIGSTOP, signal.SIGCONT)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        self.signal(number)
 
     async def end(self, limit_s: float) -> int | None:
         """Its exit status, or None when it does not end in time."""
@@ -84,7 +74,7 @@ class Process:
 
     def kill(self) -> None:
         self.is_struck = True
-        self._child.kill()
+        super().kill()
 
     def _take(self, event: ChildEvent) -> None:
         match event:
@@ -92,8 +82,6 @@ class Process:
                 self.ready.set_result(addresses)
             case Exited(status=status):
                 self.ended.set_result(status)
-            case Reported():
-                return
 
 
 class Fleet:

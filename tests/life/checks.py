@@ -29,7 +29,7 @@ def unsettled(trial: Trial) -> Iterator[str]:
     for member in trial.router.fleet.members():
         if member.assigned_tokens:
             yield f"the router has {member.assigned_tokens} tokens assigned to {member.info.id}"
-    for name in trial.names:
+    for name in sorted({life.name.id for life in trial.lives}):
         if name not in trial.instances:
             yield f"{name} is away"
     for instance in trial.instances.values():
@@ -106,9 +106,7 @@ def _excuse(trial: Trial, asked: Asked, answer: Answer, failed: Failed) -> str |
         return None
     if failed.kind == "overloaded_error" and trial.schedule.size.max_waiting < FEW:
         return None
-    if failed.retryable and asked.unserved:
-        return None
-    if failed.retryable and trial.blows[answer.request_id] >= FRUITLESS_ATTEMPTS:
+    if failed.retryable and (asked.unserved or trial.blows[answer.request_id] >= FRUITLESS_ATTEMPTS):
         return None
     return f"failed though an instance could have served it: {failed}"
 

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
 
 from common.engine.toy import ToyExecutor
 from common.ids import InstanceId
@@ -21,12 +20,15 @@ from kv_transfer.memory import MemoryNetwork, MemoryTransport, Write
 from kv_transfer.transport import TransportEvent
 from tests.life.clock import NEVER, Clock
 from tests.life.ledger import Ledger
+from tests.life.schedule import Rough
+from tests.life.weather import Storm
 
 PAGE_BYTES = ToyExecutor(1, 1).description.layout.page_bytes
 WINDOW = 4
 """Slices that a link has under way at once, as many as over NIXL."""
 GIVE_UP_S = 10.0
 """A transport gives up a write that makes no progress for so long; whatever is under way has landed by then, or never will."""
+CALM_WRITE_S = 0.002
 POLLS_TO_DRAIN = 4
 """Each poll of a target takes in this part of its receive buffer: the whole is in memory after a few."""
 
@@ -42,13 +44,26 @@ class Fate:
     by_hand: bool = False
 
 
-class Sea(Protocol):
-    """Who says what becomes of writes."""
+class Tides:
+    """What becomes of writes, by their chances; from `Storm.ends_s` on they fare well."""
 
-    def fate(self, now: float) -> Fate: ...
+    def __init__(self, random: Random, rough: Rough, storm: Storm) -> None:
+        self._random = random
+        self._rough = rough
+        self._storm = storm
+
+    def fate(self, now: float) -> Fate:
+        draw, rough = self._random.random, self._rough
+        by_hand = draw() < rough.by_hand
+        if now >= self._storm.ends_s:
+            return Fate(seconds=CALM_WRITE_S, by_hand=by_hand)
+        seconds = 12.0 * draw() ** 2 if draw() < rough.slow else CALM_WRITE_S * (0.2 + 4.0 * draw())
+        failure = "cable" if draw() < rough.fails else None
+        return Fate(seconds=seconds, failure=failure, proven=draw() >= rough.unproven, by_hand=by_hand)
 
     def passes_s(self, one: InstanceId, other: InstanceId, now: float) -> float:
         """When a write between two instances passes that could arrive now."""
+        return self._storm.cut_until(one, other, now)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,11 +103,11 @@ class Fabric(MemoryNetwork):
     """
 
     def __init__(
-        self, clock: Clock, sea: Sea, random: Random, buffered: bool, failed: Callable[[InstanceId, InstanceId], None]
+        self, clock: Clock, tides: Tides, random: Random, buffered: bool, failed: Callable[[InstanceId, InstanceId], None]
     ) -> None:
         super().__init__(slice_bytes=PAGE_BYTES, window=WINDOW)
         self._clock = clock
-        self._sea = sea
+        self._tides = tides
         self._random = random
         self._buffered = buffered
         self._failed = failed
@@ -107,7 +122,7 @@ class Fabric(MemoryNetwork):
         source_page, target_page = run[0] // PAGE_BYTES, run[1] // PAGE_BYTES
         tenancies = writer.ledger.tenancy(source_page), reader.ledger.tenancy(target_page)
         flight = Flight(
-            write, self._sea.fate(self._clock.now), writer, reader, self._clock.now, source_page, target_page, tenancies
+            write, self._tides.fate(self._clock.now), writer, reader, self._clock.now, source_page, target_page, tenancies
         )
         self._flights.setdefault(write.writer, []).append(flight)
         if not flight.fate.by_hand:
@@ -144,7 +159,7 @@ class Fabric(MemoryNetwork):
         now = self._clock.now
         if flight.write.landed.done() or flight.has_moved or flight.reader.died_s <= now:
             return
-        passes_s = self._sea.passes_s(flight.writer.id, flight.reader.id, now)
+        passes_s = self._tides.passes_s(flight.writer.id, flight.reader.id, now)
         if passes_s > now:
             if not flight.fate.by_hand:
                 self._clock.at(passes_s, lambda: self._move(flight))

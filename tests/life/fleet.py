@@ -36,7 +36,7 @@ class World:
 
 
 class Fleet:
-    """Router, detokenizer and instances. `turn` moves the clock to whatever happens next, and those to whom it happens act.
+    """Router, detokenizer and instances. `clock.turn` moves the clock to whatever happens next, and those to whom it happens act.
 
     size: what each instance is made of; pages, rows and cost say the most of it in short.
     """
@@ -130,10 +130,6 @@ class Fleet:
         self.run_for(seconds)
 
     # --- time --------------------------------------------------------------------------------------------------------------
-
-    def turn(self) -> None:
-        """Let the next thing happen."""
-        self.clock.turn()
 
     def run_for(self, seconds: float) -> None:
         ends_s = self.clock.now + seconds

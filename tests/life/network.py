@@ -10,33 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 import msgspec
 
+from common import messages as m
 from common.ids import InstanceId, Key
-from common.messages import (
-    AnyMessage,
-    Cancel,
-    Decline,
-    DetokenizerHeartbeat,
-    Drain,
-    ExpectAnswer,
-    ForgetAnswer,
-    Generate,
-    Goodbye,
-    Grant,
-    Handoff,
-    Heartbeat,
-    Peers,
-    Probe,
-    Probed,
-    Refused,
-    Register,
-    Renew,
-    Renewed,
-    Reserve,
-    TextBatch,
-    TokenBatch,
-    Welcome,
-    Withdraw,
-)
+from common.messages import AnyMessage
 from tests.life.clock import NEVER, Clock
 
 M = TypeVar("M")
@@ -58,19 +34,23 @@ class Letter:
 def keys_of(message: AnyMessage) -> set[Key]:
     """The requests that a message is about."""
     match message:
-        case TokenBatch() | TextBatch():
+        case m.TokenBatch() | m.TextBatch():
             return {delta.key for delta in message.deltas}
-        case Renew():
+        case m.Renew():
             return {claim.key for claim in message.claims}
-        case Renewed():
+        case m.Renewed():
             return set(message.over)
-        case Probe():
+        case m.Probe():
             return set(message.keys)
-        case Probed():
+        case m.Probed():
             return {standing.key for standing in message.standings}
-        case Generate() | Cancel() | Reserve() | Grant() | Decline() | Handoff() | Withdraw() | ExpectAnswer() | ForgetAnswer():
+        case m.Generate() | m.Cancel() | m.Reserve() | m.Grant() | m.Decline() | m.Handoff() | m.Withdraw():
             return {message.key}
-        case Register() | Heartbeat() | Goodbye() | DetokenizerHeartbeat() | Welcome() | Refused() | Peers() | Drain():
+        case m.ExpectAnswer() | m.ForgetAnswer():
+            return {message.key}
+        case m.Register() | m.Heartbeat() | m.Goodbye() | m.DetokenizerHeartbeat() | m.Welcome() | m.Refused() | m.Peers():
+            return set()
+        case m.Drain():
             return set()
         case _:
             assert_never(message)

@@ -75,11 +75,8 @@ class RouterProcess:
     def _learn_routes(self) -> None:
         self._routes_version = self.core.fleet.addresses_version
         addresses = dict(self.core.fleet.addresses())
-        for name in self._routes:
-            if name not in addresses:
-                self._mail.route(name, None)
-        for name, address in addresses.items():
-            self._mail.route(name, address)
+        for name in {**self._routes, **addresses}:
+            self._mail.route(name, addresses.get(name))
         self._routes = addresses
 
 

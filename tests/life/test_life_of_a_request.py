@@ -61,7 +61,7 @@ def test_a_client_that_leaves_during_the_push_leaves_nothing_behind() -> None:
     fleet.turn_until(lambda: ("prefill-0", "TokenBatch", "detokenizer") in fleet.network.log)
     fleet.leave("r")
     for _ in range(20):
-        fleet.turn()
+        fleet.clock.turn()
     assert not fleet.is_home(), "pages under a push stay where they are"
     fleet.memory.hold = False
     fleet.instances["prefill-0"].transport.release()

@@ -18,7 +18,7 @@ def test_every_answer_is_that_of_an_undisturbed_run_and_everything_comes_home(se
         max_tokens = random.randrange(1, 20)
         asked.append((prompt, max_tokens, fleet.submit(f"r{number}", prompt, max_tokens)))
         for _ in range(random.randrange(4)):
-            fleet.turn()
+            fleet.clock.turn()
     fleet.run(*(client for _, _, client in asked))
     for prompt, max_tokens, client in asked:
         assert client.token_ids == undisturbed(prompt, max_tokens)
@@ -34,7 +34,7 @@ def test_clients_that_leave_at_any_moment_disturb_nobody(seed: int) -> None:
         prompt = [random.randrange(10, 1000) for _ in range(random.randrange(1, 45))]
         asked.append((prompt, fleet.submit(f"r{number}", prompt, 12), random.random() < 0.5))
         for _ in range(random.randrange(8)):
-            fleet.turn()
+            fleet.clock.turn()
         for older, (_, _, leaves) in enumerate(asked):
             if leaves and random.random() < 0.2:
                 fleet.leave(f"r{older}")

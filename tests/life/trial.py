@@ -11,7 +11,7 @@ from typing import assert_never
 
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
-from common.ids import DETOKENIZER, ROUTER, InstanceId, RequestId, Role
+from common.ids import ROUTER, InstanceId, RequestId, Role
 from common.messages import AnyMessage, Generate
 from kv_transfer.memory import MemoryTransport
 from router.fleet import UnknownInstance
@@ -19,12 +19,12 @@ from router.members import QUARANTINE_DIVISOR
 from tests.life.client import Client
 from tests.life.clock import Clock
 from tests.life.expected import Expected, expect, spec_of
-from tests.life.fabric import Fabric, FabricTransport, Fate, Host
+from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.fleet import Fleet, World
 from tests.life.instance import Instance
 from tests.life.ledger import Ledger
 from tests.life.network import Letter, keys_of
-from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Rough, Schedule
+from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Schedule
 from tests.life.weather import Cut, Storm
 
 PAGE_TOKENS = 4
@@ -36,28 +36,6 @@ PATIENCE_S = 40.0
 LEFT_S = 0.5
 """After which an instance that left is started again."""
 REQUEST_TIMEOUT_S = 60.0
-CALM_WRITE_S = 0.002
-
-
-class Tides:
-    """Implements `tests.life.fabric.Sea`: writes fare well from `Storm.ends_s` on."""
-
-    def __init__(self, random: Random, rough: Rough, storm: Storm) -> None:
-        self._random = random
-        self._rough = rough
-        self._storm = storm
-
-    def fate(self, now: float) -> Fate:
-        draw, rough = self._random.random, self._rough
-        by_hand = draw() < rough.by_hand
-        if now >= self._storm.ends_s:
-            return Fate(seconds=CALM_WRITE_S, by_hand=by_hand)
-        seconds = 12.0 * draw() ** 2 if draw() < rough.slow else CALM_WRITE_S * (0.2 + 4.0 * draw())
-        failure = "cable" if draw() < rough.fails else None
-        return Fate(seconds=seconds, failure=failure, proven=draw() >= rough.unproven, by_hand=by_hand)
-
-    def passes_s(self, one: InstanceId, other: InstanceId, now: float) -> float:
-        return self._storm.cut_until(one, other, now)
 
 
 @dataclass(slots=True, eq=False)
@@ -146,11 +124,6 @@ class Trial(Fleet):
         self._look()
 
     # --- who is there ------------------------------------------------------------------------------------------------------
-
-    @property
-    def names(self) -> list[str]:
-        """Of every instance that there should be."""
-        return sorted({life.name.id for life in self.lives})
 
     def ledger_of(self, instance: Instance) -> Ledger:
         return self.ledgers[instance.info.pool.agent]
@@ -248,9 +221,9 @@ class Trial(Fleet):
             case Leave():
                 self._drain(deed)
             case Part():
-                self.storm.cut(_correspondent(deed.one), _correspondent(deed.other), Cut(now + deed.seconds, deed.queued))
+                self.storm.cut(InstanceId(deed.one), InstanceId(deed.other), Cut(now + deed.seconds, deed.queued))
                 if deed.breaks and deed.other == ROUTER:
-                    self.router_process.connection_broken(_correspondent(deed.one))
+                    self.router_process.connection_broken(InstanceId(deed.one))
             case _:
                 assert_never(deed)
 
@@ -297,7 +270,3 @@ class Trial(Fleet):
 
     def _note(self, event: str) -> None:
         self.on_event(f"{self.clock.now:9.4f}  == {event}")
-
-
-def _correspondent(name: str) -> InstanceId:
-    return {"router": ROUTER, "detokenizer": DETOKENIZER}.get(name, InstanceId(name))
