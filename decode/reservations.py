@@ -30,7 +30,7 @@ class Reservations:
         self._requests = requests
         self._target = requests.target
         self._digest = digest
-        self._expected = 0
+        self._expected = Expect(0)
         self._measured_by_s = 0.0
         self._has_distant_writers = False
         self.pages_received = self.bytes_received = self.handoffs = self.handoffs_lost = self.pages_corrupt = 0
@@ -49,10 +49,11 @@ class Reservations:
     def expect(self, now: float) -> list[Action]:
         """How many writes of peers are expected, if that has changed."""
         writes = len(self._target.open) + (now < self._measured_by_s)
-        if writes == self._expected:
+        expected = Expect(writes, distant=writes > 0 and self._has_distant_writers)
+        if expected == self._expected:
             return []
-        self._expected = writes
-        return [Expect(writes, self._has_distant_writers)]
+        self._expected = expected
+        return [expected]
 
     # --- the way of a reservation ------------------------------------------------------------------------------------------
 

@@ -165,9 +165,10 @@ class Pushes:
     def _failed(self, lane: _Lane, pushing: _Pushing, failed: SliceFailed) -> None:
         pushing.stop(str(failed))
         pushing.quiescent = pushing.quiescent and failed.quiescent
-        if failed.loses_link and self._lanes.get(lane.pool.agent) is lane:
+        lost = self._lanes.get(lane.pool.agent)
+        if failed.loses_link and lost is not None and lost.link is lane.link:  # also a link that was closed and is used again
             self._events.append(AgentLost(lane.pool.agent, str(failed)))
-            self._leave(lane, f"the link was lost: {failed}")
+            self._leave(lost, f"the link was lost: {failed}")
 
     def _leave(self, lane: _Lane, reason: str) -> None:
         """Begin nothing more on this lane."""

@@ -10,10 +10,14 @@ supervisor decides that (`launch/supervisor.py`).
 
 import logging
 import queue
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
+
+import msgspec
 
 from common.addresses import LOOPBACK, port_of, reachable
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
@@ -21,10 +25,11 @@ from common.cores import core_count, divide_cores
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
 from common.processes.child import Exited, Reported, stop_children
+from common.processes.parent import Parent
 from launch import logs, signals
 from launch.fleet_page import FleetPage, curl_line
 from launch.processes import Child, ChildEvent, launch_command
-from launch.reports import Broken, CloseIntake, IntakeClosed, News, Progress, Ready, Report
+from launch.reports import Broken, CloseIntake, IntakeClosed, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
@@ -260,7 +265,10 @@ def run(plan: LocalPlan, command: Command = launch_command) -> int:
     """
     logs.configure(plan.log, "local")
     fleet = LocalFleet(plan, command)
+    parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
     signals.watch(fleet.signalled)
+    if parent.exists:
+        threading.Thread(target=_stop_without, args=(parent, fleet), name="lifeline", daemon=True).start()
     status, began = 0, time.monotonic()
     try:
         url = fleet.start()
@@ -276,3 +284,10 @@ def run(plan: LocalPlan, command: Command = launch_command) -> int:
     finally:
         fleet.stop()
     return 130 if fleet.killed else status
+
+
+def _stop_without(parent: Parent[Order, Report], fleet: LocalFleet) -> None:
+    """Stop the fleet in order when the process that started it is gone."""
+    while parent.read_orders() is not None:
+        pass
+    fleet.signalled(signal.SIGTERM)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import ConfigError
 
@@ -67,10 +68,25 @@ class _Server(uvicorn.Server):
         self.listening.set()
 
 
+class _Protocol(HttpToolsProtocol):
+    """Uvicorn's HTTP/1.1, without requests that are pipelined behind an open POST (RFC 9112, 9.3.2, warns clients against it).
+
+    Uvicorn stops reading then, so it would never notice that the client leaves, and the answer would go on for nobody.
+    """
+
+    def on_headers_complete(self) -> None:
+        answering = self.cycle
+        super().on_headers_complete()
+        if self.pipeline and answering is not None and answering.scope["method"] == "POST":
+            answering.disconnected = True
+            answering.message_event.set()
+            self.transport.close()
+
+
 def _config(app: Callable[..., Any]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=_Protocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -41,8 +41,9 @@ class Answer:
     def dispatch(self, received_s: float) -> None:
         """Raises Overloaded, Unavailable, BadRequest."""
         requests, now = self._gateway.core.requests, self._gateway.clock()
-        self._gateway.deliver(requests.submit(self._specs, self._outbox, received_s, now))
+        sends = requests.submit(self._specs, self._outbox, received_s, now)
         self._unended = len(self._specs)
+        self._gateway.deliver(sends)
 
     def close(self) -> None:
         """Cancel what is still open. Idempotent."""

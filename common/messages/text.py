@@ -3,11 +3,16 @@
 Owns what carries tokens and text. Does not know tokenizers or HTTP.
 """
 
+from typing import Annotated, TypeAlias
+
 import msgspec
 
 from common.ids import Key
 from common.messages.base import Message
 from common.messages.endings import Ending
+
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""What `common.ids.pack_ids` can pack; a frame with any other id is refused where it arrives."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -16,7 +21,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     key: Key
     first: int
     """Number of the first of them in the answer, counted from 0."""
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     """In order; empty when there is only an ending."""
     ending: Ending | None = None
     """The answer ends after the last of them."""
@@ -59,7 +64,7 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     key: Key
     first: int
     """Number of the first of them in the answer."""
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     """In order."""
     text: str
     """Text that is settled now; may be empty while a character or a stop string is incomplete."""

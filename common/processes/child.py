@@ -81,6 +81,8 @@ class Child(Generic[OrderT, ReportT]):
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._gone = threading.Event()
         self._lock = threading.Lock()
+        self._order_lock = threading.Lock()
+        """Held while an order is written, which a child that does not read makes last; nothing else waits for it."""
         report_fd, child_report_fd = os.pipe()
         child_order_fd, self._order_fd = os.pipe()
         output_fd, child_output_fd = os.pipe()
@@ -95,7 +97,7 @@ class Child(Generic[OrderT, ReportT]):
                 env=_with_our_code({**os.environ, **(environment or {}), **pipes}),
                 start_new_session=True,
             )
-        except OSError:
+        except BaseException:
             for fd in (report_fd, self._order_fd, output_fd):
                 os.close(fd)
             raise
@@ -112,7 +114,7 @@ class Child(Generic[OrderT, ReportT]):
 
     def order(self, order: msgspec.Struct) -> None:
         """Give an order. Does nothing when the child has ended."""
-        with self._lock, contextlib.suppress(BrokenPipeError):
+        with self._order_lock, contextlib.suppress(BrokenPipeError):
             if self.status is None:
                 write_line(self._order_fd, order)
 
@@ -146,7 +148,7 @@ class Child(Generic[OrderT, ReportT]):
             case _:
                 parts = []
         if self.status is not None:
-            parts.insert(0, f"killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}")
+            parts.insert(0, f"killed by {_name_of(-self.status)}" if self.status < 0 else f"exit status {self.status}")
         lines = "".join(f"\n    {line.rstrip()}" for line in list(self._lines))
         return "; ".join(parts) + (f"\n  last lines of {self.name}:{lines}" if lines else "")
 
@@ -169,6 +171,7 @@ class Child(Generic[OrderT, ReportT]):
                 os.killpg(self.pid, signal.SIGKILL)
             status = self._process.wait()
             self.status = status
+        with self._order_lock:
             os.close(self._order_fd)
         self._output.join(_OUTPUT_S)
         self._on_event(Exited(self.name, status, self.account()))
@@ -212,6 +215,14 @@ def stop_children(children: Sequence[Child[OrderT, ReportT]], deadline_s: float)
     for child in late:
         child.wait(KILL_S)
     return [child.name for child in late]
+
+
+def _name_of(number: int) -> str:
+    """Real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _with_our_code(environment: dict[str, str]) -> dict[str, str]:

@@ -65,6 +65,6 @@ class LineReader(Generic[LineT]):
         for line in complete:
             try:
                 lines.append(self._decoder.decode(line))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 _log.error("dropped an unreadable %s: %s", self._what, error)
         return lines

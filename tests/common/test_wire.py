@@ -211,6 +211,7 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "a message nobody knows": [pack_frame(PREFILL, body({"type": "Surprise"}))],
     "a field of another type": [pack_frame(PREFILL, body({"type": "Close", "key": 5}))],
     "a field that is missing": [pack_frame(PREFILL, body({"type": "Close"}))],
+    "a token id that is no int32": [pack_frame(PREFILL, body({"type": "TokenBatch", "deltas": [[["r", 0], 0, [2**31], None]]}))],
     "text that is no UTF-8": [pack_frame(PREFILL, b"\x82\xa4type\xa5Close\xa3key\x92\xa1\xff\x00")],
     "nesting without end": [pack_frame(PREFILL, b"\x82\xa4type\xa5Close\xa1x" + b"\x91" * 100_000)],
 }

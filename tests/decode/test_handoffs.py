@@ -316,6 +316,16 @@ def test_writes_from_another_host_are_expected_as_distant() -> None:
     assert made.tick(0.0) == [Expect(1, distant=True)]
 
 
+def test_a_writer_of_another_host_that_joins_while_one_of_this_host_is_measured_is_expected_as_distant() -> None:
+    made = unmet()
+    assert [*made.receive(ROUTER, THERE, 0.0), *made.tick(0.0)] == [Expect(1)]
+    other = instance("q", "prefill")
+    elsewhere = tuple(msgspec.structs.replace(rank, host="elsewhere") for rank in other.ranks)
+    both = Peers(instances=(*THERE.instances, msgspec.structs.replace(other, ranks=elsewhere)))
+    assert [*made.receive(ROUTER, both, 1.0), *made.tick(1.0)] == [Expect(1, distant=True)]
+    assert made.tick(1.0 + MEASURED_S) == [Expect(0)]
+
+
 def test_the_transfers_are_told_how_many_reservations_there_are_when_that_changes() -> None:
     made = scheduler()
     said = [*made.tick(0.0)]

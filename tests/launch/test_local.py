@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common.processes.lines import ORDER_FD, REPORT_FD
 from launch.fleet_page import FleetPage
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 
@@ -28,11 +29,13 @@ class Life:
 class Fleet:
     """`launch local` as a process of its own, with its output in files. log: what the stubs have noted."""
 
-    def __init__(self, folder: Path, log: Path, prefill: int, decode: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, log: Path, prefill: int, decode: int, environment: dict[str, str], inherits: tuple[int, ...]
+    ) -> None:
         self._out, self._err, self._log = folder / "out", folder / "err", log
         command = [sys.executable, "-m", "tests.launch.stub", "fleet", str(prefill), str(decode)]
         with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=os.environ | environment)
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=os.environ | environment, pass_fds=inherits)
 
     @property
     def out(self) -> str:
@@ -92,8 +95,10 @@ Start = Callable[..., Fleet]
 def start(tmp_path: Path, log: Path, request: pytest.FixtureRequest) -> Start:
     """Start a fleet. Its environment tells its stubs how to misbehave."""
 
-    def start_fleet(prefill: int = 1, decode: int = 1, *, gets_ready: bool = True, **environment: str) -> Fleet:
-        fleet = Fleet(tmp_path, log, prefill, decode, environment)
+    def start_fleet(
+        prefill: int = 1, decode: int = 1, *, gets_ready: bool = True, inherits: tuple[int, ...] = (), **environment: str
+    ) -> Fleet:
+        fleet = Fleet(tmp_path, log, prefill, decode, environment, inherits)
         request.addfinalizer(fleet.end)
         if gets_ready:
             fleet.wait_until_ready()
@@ -221,3 +226,13 @@ def test_a_killed_launcher_leaves_no_child(start: Start) -> None:
     fleet.end()
     wait_for(lambda: not fleet.alive(), "every child is gone")
     assert set(fleet.stops()) == {"router", "prefill-0", "decode-0"}
+
+
+def test_a_launcher_whose_parent_is_gone_stops_in_order(start: Start, log: Path) -> None:
+    order_fd, parent_fd = os.pipe()
+    report_fd, child_fd = os.pipe()
+    fleet = start(inherits=(order_fd, child_fd), **{ORDER_FD: str(order_fd), REPORT_FD: str(child_fd)})
+    for fd in (order_fd, child_fd, report_fd, parent_fd):
+        os.close(fd)
+    assert fleet.status() == 0
+    assert fleet.stops() == ["intake", "prefill-0", "decode-0", "router"]

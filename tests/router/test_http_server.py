@@ -36,6 +36,16 @@ async def test_a_connection_that_is_closed_cancels_its_request(stream: bool) -> 
         assert len(site.fleet.cancelled()) == 1
 
 
+async def test_a_request_behind_an_open_one_ends_the_connection_and_cancels_the_open_one() -> None:
+    async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
+        reader, writer = await ask(port, stream=False)
+        await until(lambda: len(site.core.requests) > 0)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
+        await asyncio.wait_for(reader.read(), 60)
+        await until(lambda: not len(site.core.requests))
+        writer.close()
+
+
 async def test_a_server_that_stops_lets_an_open_answer_end() -> None:
     async with Site() as site:
         async with listening(site) as port:
