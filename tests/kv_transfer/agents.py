@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import TypeAlias, assert_never
 
 import msgspec
 import numpy as np
@@ -21,128 +21,25 @@ from common.config import TransportName
 from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
-from common.pages.layout import MemoryRegion
 from common.processes.child import Respondent
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
-from tests.kv_transfer.agent_process import (
-    LAYOUT,
-    Answer,
-    Bytes,
-    Close,
-    Command,
-    ConnectPool,
-    Dump,
-    End,
-    Event,
-    Fill,
-    Happened,
-    Plan,
-    PushRuns,
-    Report,
-    Started,
-    Wipe,
-    event_in,
-    pool_descriptor,
-    random_bytes,
-)
+from tests.kv_transfer.agent_process import Answer, Call, Event, Happened, Plan, Report, Started, event_in
+from tests.kv_transfer.local_agent import LAYOUT, WAIT_S, Bytes, LocalAgent
 
-WAIT_S = 60.0
-"""Longest wait for an answer or an event: an agent that is silent for longer hangs."""
 END_S = 30.0
 """Longest wait for an agent to end."""
 
 
-class Agent(Protocol):
-    """One transport with its pool."""
-
-    @property
-    def pool(self) -> PoolDescriptor: ...
-
-    @property
-    def pool_bytes(self) -> int: ...
-
-    def fill(self, seed: int) -> None:
-        """Fill the pool with `random_bytes(seed, pool_bytes)`."""
-
-    def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
-        """Set every byte of the pool, or of a part of it."""
-
-    def memory(self) -> Bytes:
-        """A copy of the pool."""
-
-    def connect(self, pool: PoolDescriptor) -> None:
-        """Raises TransferError."""
-
-    def push(self, ticket: int, agent: str, runs: Int64Array) -> None: ...
-
-    def events(self, timeout_s: float) -> list[TransportEvent]:
-        """What was reported since the last call; waits for the first of it. Empty when the time is over."""
-
-    def close(self, agent: str | None = None) -> None: ...
-
-    def end(self) -> None:
-        """Leave in order. Raises AssertionError when something is left behind."""
-
-
-class Backend(Protocol):
-    """Makes agents that can reach each other."""
-
-    def start(self, *pool_bytes: int) -> Sequence[Agent]:
-        """An agent for each pool."""
-
-    def finish(self) -> None:
-        """End every agent that is alive. Raises AssertionError when one leaves something behind."""
-
-
-# --- in this process ---------------------------------------------------------------------------------------------------------
-
-
-class MemoryAgent:
-    """A MemoryTransport and its pool."""
-
-    def __init__(self, network: MemoryNetwork, pool_bytes: int) -> None:
-        self._bytes = np.zeros(pool_bytes, dtype=np.uint8)
-        self._transport = MemoryTransport(network)
-        region = MemoryRegion(address=self._bytes.ctypes.data, region_bytes=pool_bytes, device="cpu")
-        agent, wire = self._transport.register(region)
-        self.pool = pool_descriptor(agent, region.address, pool_bytes, wire, backend="memory")
-        self.pool_bytes = pool_bytes
-
-    def fill(self, seed: int) -> None:
-        self._bytes[:] = random_bytes(seed, self.pool_bytes)
-
-    def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
-        self._bytes[start:end] = value
-
-    def memory(self) -> Bytes:
-        return self._bytes.copy()
-
-    def connect(self, pool: PoolDescriptor) -> None:
-        self._transport.connect(pool)
-
-    def push(self, ticket: int, agent: str, runs: Int64Array) -> None:
-        self._transport.push(Ticket(ticket), agent, runs)
-
-    def events(self, timeout_s: float) -> list[TransportEvent]:
-        return self._transport.poll()
-
-    def close(self, agent: str | None = None) -> None:
-        self._transport.close(agent)
-
-    def end(self) -> None:
-        self._transport.close()
-
-
 class MemoryBackend:
-    """Agents of one MemoryNetwork."""
+    """Agents of this process, on one MemoryNetwork."""
 
     def __init__(self) -> None:
         self._network = MemoryNetwork()
-        self._agents: list[MemoryAgent] = []
+        self._agents: list[LocalAgent[MemoryTransport]] = []
 
-    def start(self, *pool_bytes: int) -> list[MemoryAgent]:
-        agents = [MemoryAgent(self._network, each) for each in pool_bytes]
+    def start(self, *pool_bytes: int) -> list[LocalAgent[MemoryTransport]]:
+        agents = [LocalAgent(MemoryTransport(self._network), each) for each in pool_bytes]
         self._agents += agents
         return agents
 
@@ -179,7 +76,7 @@ def mooncake_kind(silence_s: int = 10) -> Kind:
 
 
 class PoolProcess(ABC):
-    """A process with a pool, commanded one by one. prefix: what its command is run by, such as `ip netns exec NAME`."""
+    """A process with a pool, that is called again and again. prefix: what its command is run by, such as `ip netns exec NAME`."""
 
     def __init__(self, name: str, plan: Plan, kind: Kind, folder: Path, prefix: Sequence[str] = ()) -> None:
         self.name = name
@@ -188,7 +85,7 @@ class PoolProcess(ABC):
         self._answers: deque[Answer] = deque()
         command = [*prefix, sys.executable, "-m", "tests.kv_transfer.agent_process", msgspec.json.encode(plan).decode()]
         decoder = msgspec.json.Decoder[Report](Report)
-        self._child: Respondent[Command, Report] = Respondent(name, command, decoder, kind.environment)
+        self._child: Respondent[Call, Report] = Respondent(name, command, decoder, kind.environment)
         self.pid = self._child.pid
 
     @abstractmethod
@@ -201,13 +98,14 @@ class PoolProcess(ABC):
         assert isinstance(report, Started), f"{self.name} began with {report}"
         self.pool = report.pool
 
-    def do(self, command: Command) -> Answer:
-        """Raises TransferError when it is refused, and ChildEnded when the process is gone."""
-        self._child.order(command)
+    def do(self, method: str, **arguments: object) -> Answer:
+        """Call this method of `PortEnd` or `ThreadEnd`. Raises TransferError when it is refused, ChildEnded when the process
+        is gone."""
+        self._child.order(Call(method=method, arguments=arguments))
         return self.answer()
 
     def answer(self) -> Answer:
-        """The answer to the first command that has none yet. Raises as `do` does."""
+        """The answer to the first call that has none yet. Raises as `do` does."""
         until = time.monotonic() + WAIT_S
         while not self._answers:
             assert self.hears(until), f"{self.name} does not answer"
@@ -234,7 +132,7 @@ class PoolProcess(ABC):
 
     def memory(self) -> Bytes:
         path = self._folder / f"{self.name}-pool"
-        self.do(Dump(path=str(path)))
+        self.do("dump", path=str(path))
         memory = np.fromfile(path, dtype=np.uint8)
         path.unlink()
         return memory
@@ -255,7 +153,7 @@ class PoolProcess(ABC):
             return
         maps = Path(f"/proc/{self.pid}/maps").read_text()
         shared = {path for path in maps.split() if path.startswith("/dev/shm/")}
-        self.do(End())
+        self.do("end")
         ended = self._child.wait(END_S)
         assert ended and self._child.status == 0, f"{self.name} ended with {self._child.status}: {self.complaints()}"
         left = [path for path in shared if Path(path).exists()]
@@ -280,27 +178,29 @@ class ProcessAgent(PoolProcess):
         self._news.append(event)
 
     def fill(self, seed: int) -> None:
-        self.do(Fill(seed=seed))
+        self.do("fill", seed=seed)
 
     def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
-        self.do(Wipe(value=value, start=start, end=end))
+        self.do("wipe", value=value, start=start, end=end)
 
     def connect(self, pool: PoolDescriptor) -> None:
-        self.do(ConnectPool(pool=pool))
+        self.do("connect", pool=pool)
 
     def push(self, ticket: int, agent: str, runs: Int64Array) -> None:
-        self.do(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
+        self.push_many([ticket], agent, runs)
+        self.posted()
 
     def push_many(self, tickets: Iterable[int], agent: str, runs: Int64Array) -> None:
         """Push the same runs again and again, without waiting until they are posted. Call `posted` for each of them."""
         for ticket in tickets:
-            self._child.order(PushRuns(ticket=ticket, agent=agent, runs=runs.tolist()))
+            self._child.order(Call(method="push_rows", arguments={"ticket": ticket, "agent": agent, "runs": runs.tolist()}))
 
     def posted(self) -> None:
         """Wait until one push of push_many is posted."""
         self.answer()
 
     def events(self, timeout_s: float) -> list[TransportEvent]:
+        """What was reported since the last call; waits for the first of it. Empty when the time is over."""
         until = time.monotonic() + timeout_s
         while not self._news and self.hears(until):
             pass
@@ -310,7 +210,7 @@ class ProcessAgent(PoolProcess):
         return events
 
     def close(self, agent: str | None = None) -> None:
-        self.do(Close(agent=agent))
+        self.do("close", agent=agent)
 
 
 class ProcessBackend:
@@ -338,6 +238,10 @@ class ProcessBackend:
         finally:
             for agent in self._agents:
                 agent.kill()
+
+
+Agent: TypeAlias = LocalAgent[MemoryTransport] | ProcessAgent
+Backend: TypeAlias = MemoryBackend | ProcessBackend
 
 
 def done(ticket: int) -> RunsDone:

@@ -18,8 +18,8 @@ from common.ids import Int64Array
 from common.pages.layout import KVLayout
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transport import RunsDone, RunsFailed
-from tests.kv_transfer.agent_process import Bytes, random_bytes
-from tests.kv_transfer.agents import WAIT_S, Agent, Backend, done, outcomes
+from tests.kv_transfer.agents import Agent, Backend, done, outcomes
+from tests.kv_transfer.local_agent import WAIT_S, Bytes, random_bytes
 
 MIB = 2**20
 POOL_BYTES = 20 * MIB + 12346
@@ -64,6 +64,13 @@ class Pair:
             self.expected[target_offset : target_offset + run_bytes] = moved
         return self.push(runs)
 
+    def check_push(self, runs: Int64Array) -> None:
+        """Push into a target that holds other bytes. The runs arrive, and nothing else changes."""
+        self.refresh()
+        ticket = self.push_and_expect(runs)
+        assert self.ended(ticket) == [done(ticket)]
+        self.check_target()
+
     def poison(self, start: int, end: int) -> None:
         """The pages are someone else's now: other bytes, which must stay."""
         self.target.wipe(POISON, start, end)
@@ -97,6 +104,23 @@ def rows(*runs: tuple[int, int, int]) -> Int64Array:
     return np.array(runs, dtype=np.int64).reshape(-1, 3)
 
 
+def apart(number: int, run_bytes: int) -> Int64Array:
+    """Runs with gaps between them, in the reverse order at the target."""
+    starts = np.arange(number, dtype=np.int64) * (run_bytes + 77)
+    return np.stack([starts + 5, starts[::-1] + 11, np.full(number, run_bytes)], axis=1)
+
+
+LAST = POOL_BYTES - 4097
+RUNS = {
+    "thousands of scattered pages": pages(4000, 4096, seed=0),
+    "pages that divide no slice": pages(45, 28 * 16 * 1024, seed=3),
+    "a kilobyte": apart(16, 1024),
+    "64 kilobytes": apart(16, 64 * 1024),
+    "a megabyte": apart(16, MIB),
+    "odd sizes at odd places": rows((1, 2, 1), (3, 1001, 4097), (7, 9001, 65539), (12345, LAST, 4097), (LAST, 0, 1)),
+}
+
+
 def at_once(*actions: Callable[[], object]) -> None:
     """Do all of them at the same time."""
     with ThreadPoolExecutor(len(actions)) as threads:
@@ -114,26 +138,9 @@ def blocks_of(pool: Bytes, layout: KVLayout) -> Bytes:
 class TransportContract:
     """Takes the fixtures `pair`, two connected agents, and `backend`, which makes more."""
 
-    def test_thousands_of_scattered_pages_arrive_and_nothing_else_changes(self, pair: Pair) -> None:
-        pair.refresh()
-        ticket = pair.push_and_expect(pages(4000, 4096, seed=0))
-        assert pair.ended(ticket) == [done(ticket)]
-        pair.check_target()
-
-    def test_pages_that_divide_no_slice_arrive(self, pair: Pair) -> None:
-        pair.refresh()
-        ticket = pair.push_and_expect(pages(45, 28 * 16 * 1024, seed=3))
-        assert pair.ended(ticket) == [done(ticket)]
-        pair.check_target()
-
-    @pytest.mark.parametrize("run_bytes", [1024, 64 * 1024, MIB])
-    def test_runs_of_a_kilobyte_to_a_megabyte_arrive(self, pair: Pair, run_bytes: int) -> None:
-        pair.refresh()
-        starts = np.arange(16, dtype=np.int64) * (run_bytes + 77)
-        runs = np.stack([starts + 5, starts[::-1] + 11, np.full(16, run_bytes)], axis=1)
-        ticket = pair.push_and_expect(runs)
-        assert pair.ended(ticket) == [done(ticket)]
-        pair.check_target()
+    @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+    def test_runs_arrive_and_nothing_else_changes(self, pair: Pair, runs: Int64Array) -> None:
+        pair.check_push(runs)
 
     def test_a_run_of_many_megabytes_arrives(self, backend: Backend) -> None:
         source, target = backend.start(257 * MIB, 257 * MIB)
@@ -165,13 +172,6 @@ class TransportContract:
             for head in set(source_heads) & set(target_heads):
                 moved = held[source_page, :, :, head - source_heads.start]
                 wanted[target_page, :, :, head - target_heads.start] = moved
-        assert pair.ended(ticket) == [done(ticket)]
-        pair.check_target()
-
-    def test_runs_of_odd_sizes_at_odd_places_arrive(self, pair: Pair) -> None:
-        pair.refresh()
-        last = POOL_BYTES - 4097
-        ticket = pair.push_and_expect(rows((1, 2, 1), (3, 1001, 4097), (7, 9001, 65539), (12345, last, 4097), (last, 0, 1)))
         assert pair.ended(ticket) == [done(ticket)]
         pair.check_target()
 
@@ -208,19 +208,13 @@ class TransportContract:
         assert isinstance(ended, RunsFailed) and ended.quiescent and ended.reason == "no link to nobody"
 
     def test_connecting_again_changes_nothing(self, pair: Pair) -> None:
-        pair.refresh()
         pair.source.connect(pair.target.pool)
-        ticket = pair.push_and_expect(rows((0, 0, 4096)))
-        assert pair.ended(ticket) == [done(ticket)]
-        pair.check_target()
+        pair.check_push(rows((0, 0, 4096)))
 
     def test_a_descriptor_under_a_wrong_name_is_refused_and_hurts_no_link(self, pair: Pair) -> None:
         with pytest.raises(TransferError):
             pair.source.connect(msgspec.structs.replace(pair.target.pool, agent="impostor"))
-        pair.refresh()
-        ticket = pair.push_and_expect(rows((0, 0, 4096)))
-        assert pair.ended(ticket) == [done(ticket)]
-        pair.check_target()
+        pair.check_push(rows((0, 0, 4096)))
 
     def test_a_link_that_is_closed_in_mid_push_ends_every_ticket_and_can_be_made_again(self, pair: Pair) -> None:
         tickets = [pair.push(rows((0, 0, 20 * MIB))) for _ in range(8)]
@@ -229,11 +223,8 @@ class TransportContract:
         *ended, refused = pair.ended(*tickets, late)
         assert all(isinstance(end, RunsDone) or end.quiescent for end in ended), "each of them was followed to its end"
         assert isinstance(refused, RunsFailed) and refused.quiescent
-        pair.refresh()
         pair.source.connect(pair.target.pool)
-        ticket = pair.push_and_expect(pages(100, 4096, seed=5))
-        assert pair.ended(ticket) == [done(ticket)]
-        pair.check_target()
+        pair.check_push(pages(100, 4096, seed=5))
 
     def test_nothing_is_written_into_a_page_after_its_push_has_ended(self, pair: Pair) -> None:
         pair.refresh()

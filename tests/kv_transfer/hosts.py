@@ -11,7 +11,8 @@ from pathlib import Path
 
 from bench.namespaces import Namespace, await_links
 from tests.kv_transfer.agent_process import Plan
-from tests.kv_transfer.agents import WAIT_S, Kind, open_files, running_threads
+from tests.kv_transfer.agents import Kind, open_files, running_threads
+from tests.kv_transfer.local_agent import WAIT_S
 from tests.kv_transfer.members import Member
 
 COMMAND_S = 60.0

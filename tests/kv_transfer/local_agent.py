@@ -1,40 +1,87 @@
-"""An agent in the test's own process: a transport with its pool.
+"""An agent in this process: a transport with its pool.
 
 Owns the pool, and the wait for what the transport reports. Knows no backend.
 """
 
 import time
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
-from common.pages.layout import MemoryRegion
+from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.transport import AgentLost, Transport, TransportEvent
-from tests.kv_transfer.agent_process import pool_descriptor
 
 WAIT_S = 60.0
+"""Longest wait for an answer or an event: an agent that is silent for longer hangs."""
+PERIOD_BYTES = 2**20 + 7
+LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=1, dtype="uint8")
+"""A transport knows bytes only, but descriptors must have a layout: this one has pages of two bytes, the smallest."""
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 T = TypeVar("T", bound=Transport)
+
+
+def random_bytes(seed: int, pool_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """The same bytes for the same seed, in any process. They repeat with a period that divides no page or slice."""
+    return np.resize(np.frombuffer(np.random.default_rng(seed).bytes(PERIOD_BYTES), dtype=np.uint8), pool_bytes)
+
+
+def region_of(pool: Bytes, device: str = "cpu") -> MemoryRegion:
+    return MemoryRegion(address=int(pool.ctypes.data), region_bytes=pool.nbytes, device=device)
+
+
+def pool_descriptor(agent: str, address: int, pool_bytes: int, wire: bytes) -> PoolDescriptor:
+    """A pool of bytes. No transport looks at the backend."""
+    pages = pool_bytes // LAYOUT.page_bytes
+    return PoolDescriptor(backend="any", agent=agent, address=address, total_pages=pages, device="cpu", layout=LAYOUT, wire=wire)
 
 
 class LocalAgent(Generic[T]):
     def __init__(self, transport: T, pool_bytes: int, device: str = "cpu") -> None:
-        self.bytes = np.zeros(pool_bytes, dtype=np.uint8)
+        self.pool_bytes = pool_bytes
+        self.bytes: Bytes = np.zeros(pool_bytes, dtype=np.uint8)
         self.transport = transport
-        region = MemoryRegion(address=int(self.bytes.ctypes.data), region_bytes=pool_bytes, device=device)
+        region = region_of(self.bytes, device)
         agent, wire = transport.register(region)
-        self.pool: PoolDescriptor = pool_descriptor(agent, region.address, pool_bytes, wire, "any")
+        self.pool = pool_descriptor(agent, region.address, pool_bytes, wire)
         self.everything: Int64Array = np.array([(0, 0, pool_bytes)], dtype=np.int64)
+
+    def fill(self, seed: int) -> None:
+        """Fill the pool with `random_bytes(seed, pool_bytes)`."""
+        self.bytes[:] = random_bytes(seed, self.pool_bytes)
+
+    def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
+        """Set every byte of the pool, or of a part of it."""
+        self.bytes[start:end] = value
+
+    def memory(self) -> Bytes:
+        """A copy of the pool."""
+        return self.bytes.copy()
+
+    def connect(self, pool: PoolDescriptor) -> None:
+        """Raises TransferError."""
+        self.transport.connect(pool)
+
+    def push(self, ticket: int, agent: str, runs: Int64Array | None = None) -> None:
+        """runs: those of the whole pool if there are none."""
+        self.transport.push(Ticket(ticket), agent, self.everything if runs is None else runs)
+
+    def events(self, timeout_s: float) -> list[TransportEvent]:
+        """What was reported since the last call. This agent does not wait: its caller comes again."""
+        return self.transport.poll()
+
+    def close(self, agent: str | None = None) -> None:
+        self.transport.close(agent)
+
+    def end(self) -> None:
+        """Leave in order."""
+        self.transport.close()
 
     def wire_with(self, **change: object) -> bytes:
         """Its descriptor with other values in it."""
         return msgspec.msgpack.encode({**msgspec.msgpack.decode(self.pool.wire), **change})
-
-    def push(self, ticket: int, to: PoolDescriptor, runs: Int64Array | None = None) -> None:
-        """runs: those of the whole pool if there are none."""
-        self.transport.push(Ticket(ticket), to.agent, self.everything if runs is None else runs)
 
     def ended(self, pushes: int = 1, *others: "LocalAgent[T]") -> list[TransportEvent]:
         """What was reported until so many pushes had ended. others: agents that make progress meanwhile."""

@@ -14,17 +14,9 @@ from common.ids import InstanceId
 from common.instance.ports import LinkChanged, PushDone, PushFailed, Settled
 from common.messages import InstanceInfo, LinkInfo, LinkState
 from tests.builders import instance
-from tests.kv_transfer.agent_process import (
-    Bytes,
-    ConnectPeers,
-    DigestPages,
-    Event,
-    Plan,
-    PushPages,
-    SettleWrites,
-    Wipe,
-)
-from tests.kv_transfer.agents import WAIT_S, Kind, PoolProcess
+from tests.kv_transfer.agent_process import Event, Plan
+from tests.kv_transfer.agents import Kind, PoolProcess
+from tests.kv_transfer.local_agent import WAIT_S, Bytes
 
 LEASE_S = 120.0
 Ended: TypeAlias = PushDone | PushFailed
@@ -47,7 +39,7 @@ class Member(PoolProcess):
 
     def connect(self, peers: Sequence["Member"]) -> None:
         """These and no others are its peers from now on."""
-        self.do(ConnectPeers(peers=tuple(peer.info for peer in peers)))
+        self.do("connect", peers=[peer.info for peer in peers])
         wanted = {peer.info.id for peer in peers}
         self._links = {peer: link for peer, link in self._links.items() if peer in wanted}
 
@@ -55,27 +47,28 @@ class Member(PoolProcess):
         """Begin to push. Returns the ticket."""
         self._tickets += 1
         self.do(
-            PushPages(
-                ticket=self._tickets,
-                peer=peer.info.id,
-                incarnation=peer.info.incarnation,
-                source_pages=list(source_pages),
-                target_pages=list(target_pages),
-                lease_s=lease_s,
-            )
+            "push",
+            ticket=self._tickets,
+            peer=peer.info.id,
+            incarnation=peer.info.incarnation,
+            source_pages=list(source_pages),
+            target_pages=list(target_pages),
+            lease_s=lease_s,
         )
         return self._tickets
 
     def digest(self, pages: Sequence[int]) -> int:
-        return self.do(DigestPages(pages=list(pages))).digest
+        digest = self.do("digest", pages=list(pages)).digest
+        assert digest is not None
+        return digest
 
     def wipe(self, pages: Sequence[int], value: int) -> None:
-        self.do(Wipe(pages=list(pages), value=value))
+        self.do("wipe", pages=list(pages), value=value)
 
     def settle(self) -> None:
         """Wait until what had arrived before is in the pages."""
         self._settled = False
-        self.do(SettleWrites())
+        self.do("settle")
         until = time.monotonic() + WAIT_S
         while not self._settled:
             assert self.hears(until), f"{self.name} does not settle"

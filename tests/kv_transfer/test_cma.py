@@ -14,7 +14,6 @@ from common.errors import TransferError
 from common.ids import Ticket
 from kv_transfer.cma import IOV_MAX, SLICE_BYTES, CmaTransport
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
-from tests.kv_transfer.agent_process import random_bytes
 from tests.kv_transfer.local_agent import LocalAgent
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Cross memory attach is a part of Linux")
@@ -37,7 +36,7 @@ def target() -> Agent:
 @pytest.fixture
 def source(target: Agent) -> Agent:
     made = agent()
-    made.bytes[:] = random_bytes(1, POOL_BYTES)
+    made.fill(1)
     assert made.transport.connect(target.pool) == "Linux CMA"
     return made
 
@@ -51,7 +50,7 @@ def stranger() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_a_poll_writes_one_slice(source: Agent, target: Agent) -> None:
-    source.push(1, target.pool)
+    source.push(1, target.pool.agent)
     for written in (1, 2):
         assert source.transport.poll() == []
         np.testing.assert_array_equal(target.bytes[: written * SLICE_BYTES], source.bytes[: written * SLICE_BYTES])
@@ -63,7 +62,7 @@ def test_a_poll_writes_one_slice(source: Agent, target: Agent) -> None:
 @pytest.mark.parametrize("number", [IOV_MAX - 1, IOV_MAX, IOV_MAX + 1, 2 * IOV_MAX + 5])
 def test_more_runs_than_one_call_takes_are_all_written(source: Agent, target: Agent, number: int) -> None:
     starts = np.arange(number, dtype=np.int64) * 64
-    source.push(1, target.pool, np.stack([starts, starts[::-1], np.full(number, 64)], axis=1))
+    source.push(1, target.pool.agent, np.stack([starts, starts[::-1], np.full(number, 64)], axis=1))
     assert source.transport.poll() == [RunsDone(Ticket(1))]
     np.testing.assert_array_equal(target.bytes[: 64 * number].reshape(-1, 64), source.bytes[: 64 * number].reshape(-1, 64)[::-1])
     assert not target.bytes[64 * number :].any()
@@ -88,7 +87,7 @@ def test_an_invalid_descriptor_is_refused(source: Agent, target: Agent, change: 
 
 
 def test_a_process_that_became_another_agent_is_not_written_to(source: Agent, target: Agent) -> None:
-    source.push(1, target.pool)
+    source.push(1, target.pool.agent)
     source.transport.poll()
     beacon = msgspec.msgpack.decode(target.pool.wire)["beacon"]
     ctypes.memmove(beacon, b"cma-another", 11)
@@ -103,7 +102,7 @@ def test_a_push_to_unmapped_memory_fails(target: Agent) -> None:
     other = agent()
     nowhere = msgspec.structs.replace(target.pool, address=4096)
     other.transport.connect(nowhere)
-    other.push(1, nowhere)
+    other.push(1, nowhere.agent)
     events: list[TransportEvent] = other.transport.poll()
     assert isinstance(events[1], RunsFailed) and events[1].quiescent
     assert events[1].reason == f"process {os.getpid()}: it has no memory at that address"

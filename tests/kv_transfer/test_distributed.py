@@ -62,7 +62,7 @@ def test_each_end_of_a_link_has_a_thread_that_ends_with_it(source: Agent, target
     target.attend()
     assert source.transport.connect(target.pool) == "torch.distributed Gloo"
     source.bytes[:] = 7
-    source.push(1, target.pool)
+    source.push(1, target.pool.agent)
     assert source.ended() == [RunsDone(Ticket(1))]
     assert (target.bytes == 7).all()
     assert threads_of_links() == ["torch-receiver", "torch-sender"]

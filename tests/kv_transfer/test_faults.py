@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 
 from common.ids import Ticket
-from common.pages.layout import MemoryRegion
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import RunsDone, RunsFailed
-from tests.kv_transfer.agent_process import pool_descriptor, random_bytes
-from tests.kv_transfer.contract import POISON
+from tests.kv_transfer.contract import POISON, rows
 from tests.kv_transfer.faults import FaultyTransport
+from tests.kv_transfer.local_agent import LocalAgent
 
 PAGE_BYTES = 4096
 PAGES = 8
 PUSH = Ticket(1)
-RUNS = np.array([(0, 2 * PAGE_BYTES, PAGE_BYTES)], dtype=np.int64)
 
 
 class Scene:
@@ -24,13 +22,13 @@ class Scene:
 
     def __init__(self) -> None:
         network = MemoryNetwork()
-        self.source, self.target = random_bytes(1, PAGES * PAGE_BYTES), np.zeros(PAGES * PAGE_BYTES, dtype=np.uint8)
         self.transport = FaultyTransport(MemoryTransport(network))
-        receiver = MemoryTransport(network)
-        self.transport.register(self._region(self.source))
-        agent, wire = receiver.register(self._region(self.target))
-        self.transport.connect(pool_descriptor(agent, int(self.target.ctypes.data), len(self.target), wire, "memory"))
-        self.transport.push(PUSH, agent, RUNS)
+        source = LocalAgent(self.transport, PAGES * PAGE_BYTES)
+        target = LocalAgent(MemoryTransport(network), PAGES * PAGE_BYTES)
+        source.fill(1)
+        source.connect(target.pool)
+        source.push(PUSH, target.pool.agent, rows((0, 2 * PAGE_BYTES, PAGE_BYTES)))
+        self.pushed, self.page = source.bytes[:PAGE_BYTES], target.bytes[2 * PAGE_BYTES : 3 * PAGE_BYTES]
 
     def release_what_has_ended(self) -> bool:
         """Poison the page if its push has ended. True when it has."""
@@ -41,15 +39,8 @@ class Scene:
         return False
 
     @property
-    def page(self) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-        return self.target[2 * PAGE_BYTES : 3 * PAGE_BYTES]
-
-    @property
     def is_poisoned(self) -> bool:
         return bool((self.page == POISON).all())
-
-    def _region(self, pool: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> MemoryRegion:
-        return MemoryRegion(address=int(pool.ctypes.data), region_bytes=len(pool), device="cpu")
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def scene() -> Iterator[Scene]:
 def test_a_page_whose_push_is_delayed_is_not_released_before_it_has_landed(scene: Scene) -> None:
     assert not scene.release_what_has_ended()
     scene.transport.land(PUSH)
-    np.testing.assert_array_equal(scene.page, scene.source[:PAGE_BYTES])
+    np.testing.assert_array_equal(scene.page, scene.pushed)
     assert scene.release_what_has_ended()
     assert scene.is_poisoned
 

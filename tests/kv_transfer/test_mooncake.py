@@ -19,7 +19,6 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from kv_transfer.mooncake import MooncakeTransport
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
-from tests.kv_transfer.agent_process import random_bytes
 from tests.kv_transfer.local_agent import WAIT_S, LocalAgent
 
 QUEUE_RUNS = 1024
@@ -112,7 +111,7 @@ def target(network: Network) -> Iterator[Agent]:
 @pytest.fixture
 def source(target: Agent) -> Iterator[Agent]:
     made = agent()
-    made.bytes[:] = random_bytes(1, POOL_BYTES)
+    made.fill(1)
     made.transport.connect(target.pool)
     yield made
     made.transport.close()
@@ -126,7 +125,7 @@ def reversed_runs(number: int, run_bytes: int) -> Int64Array:
 def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(network: Network, source: Agent, target: Agent) -> None:
     runs = reversed_runs(4096, 256)
     for ticket, part in enumerate(np.split(runs, 2)):
-        source.push(ticket, target.pool, part)
+        source.push(ticket, target.pool.agent, part)
     assert source.ended(2) == [RunsDone(Ticket(0)), RunsDone(Ticket(1))]
     np.testing.assert_array_equal(target.bytes.reshape(-1, 256), source.bytes.reshape(-1, 256)[::-1])
     assert network.most_under_way == QUEUE_RUNS
@@ -134,13 +133,13 @@ def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(networ
 
 def test_a_failed_write_to_a_living_peer_is_not_quiescent(network: Network, source: Agent, target: Agent) -> None:
     network.stopped = True
-    source.push(1, target.pool)
+    source.push(1, target.pool.agent)
     lost, failed = source.ended()
     assert isinstance(lost, AgentLost) and lost.agent == target.pool.agent
     assert isinstance(failed, RunsFailed) and not failed.quiescent
     network.stopped = False
     source.transport.connect(target.pool)
-    source.push(2, target.pool)
+    source.push(2, target.pool.agent)
     assert source.ended() == [RunsDone(Ticket(2))]
 
 
@@ -152,7 +151,7 @@ def test_a_failed_write_to_an_unreachable_peer_is_not_quiescent(
 
     network.stopped = True
     monkeypatch.setattr(socket, "create_connection", cut_off)
-    source.push(1, target.pool)
+    source.push(1, target.pool.agent)
     _, failed = source.ended()
     assert isinstance(failed, RunsFailed) and not failed.quiescent
 
@@ -160,7 +159,7 @@ def test_a_failed_write_to_an_unreachable_peer_is_not_quiescent(
 def test_a_failed_write_to_a_dead_peer_is_quiescent(network: Network, source: Agent, target: Agent) -> None:
     target.transport.close()
     network.stopped = True
-    source.push(1, target.pool)
+    source.push(1, target.pool.agent)
     _, failed = source.ended()
     assert isinstance(failed, RunsFailed) and failed.quiescent and "is gone" in failed.reason
     with pytest.raises(TransferError, match="refused"):

@@ -13,7 +13,6 @@ from common.ids import Ticket
 from kv_transfer import nixl
 from kv_transfer.nixl import KEPT_S, SLICES_IN_FLIGHT, NixlTransport
 from kv_transfer.transport import RunsDone, TransportEvent
-from tests.kv_transfer.agent_process import random_bytes
 from tests.kv_transfer.contract import MIB, rows
 from tests.kv_transfer.local_agent import LocalAgent
 
@@ -26,7 +25,7 @@ class Two:
 
     def __init__(self) -> None:
         self.source, self.target = (LocalAgent(NixlTransport(), 2 * MIB) for _ in range(2))
-        self.source.bytes[:] = random_bytes(1, 2 * MIB)
+        self.source.fill(1)
         self.posted: list[object] = []
         agent: Any = self.source.transport._agent
         transfer: Callable[[object], str] = agent.transfer
@@ -38,7 +37,7 @@ class Two:
         agent.transfer = counted
 
     def push(self, ticket: int, size: int) -> None:
-        self.source.push(ticket, self.target.pool, rows((0, 0, size)))
+        self.source.push(ticket, self.target.pool.agent, rows((0, 0, size)))
 
     def poll(self) -> list[TransportEvent]:
         self.target.transport.poll()

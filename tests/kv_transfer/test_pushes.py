@@ -11,7 +11,7 @@ from common.ids import Int64Array, Ticket
 from common.pages.layout import MemoryRegion
 from kv_transfer.pushes import Pushes, SliceFailed
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
-from tests.kv_transfer.agent_process import pool_descriptor
+from tests.kv_transfer.local_agent import pool_descriptor
 
 POOL_BYTES = 1000
 SLICE_BYTES = 100
@@ -50,7 +50,7 @@ def pushes() -> Pushes:
 
 def linked(pushes: Pushes, agent: str = "peer") -> HeldLink:
     link = HeldLink()
-    assert pushes.connect(pool_descriptor(agent, 0, POOL_BYTES, b"", "held"), lambda: link) == "held"
+    assert pushes.connect(pool_descriptor(agent, 0, POOL_BYTES, b""), lambda: link) == "held"
     return link
 
 
@@ -182,7 +182,7 @@ def test_a_link_that_cannot_be_made_leaves_nothing_behind(pushes: Pushes) -> Non
         raise TransferError("not today")
 
     with pytest.raises(TransferError, match="not today"):
-        pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b"", "held"), refused)
+        pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), refused)
     linked(pushes)
     pushes.push(Ticket(1), "peer", run_of(1))
     assert pushes.poll() == []

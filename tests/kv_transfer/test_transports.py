@@ -17,7 +17,6 @@ import pytest
 
 from common.errors import TransferError
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
-from tests.kv_transfer.agent_process import random_bytes
 from tests.kv_transfer.agents import (
     Backend,
     Kind,
@@ -30,6 +29,7 @@ from tests.kv_transfer.agents import (
     outcomes,
 )
 from tests.kv_transfer.contract import MIB, POISON, SOURCE_SEED, Pair, TransportContract, pair_of, rows
+from tests.kv_transfer.local_agent import random_bytes
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 PROCESS_BYTES = 40 * MIB + 12346
@@ -96,9 +96,11 @@ class Stage:
     tickets: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     guests: list[ProcessAgent] = field(default_factory=list)
 
-    def two_guests(self) -> list[ProcessAgent]:
-        """Two new agents, without a link."""
-        return self._start(2)
+    def linked_guests(self) -> tuple[ProcessAgent, ProcessAgent]:
+        """Two new agents, of which the first is linked to the second, and the source to none."""
+        sender, target = self._start(2)
+        sender.connect(target.pool)
+        return sender, target
 
     def target(self) -> ProcessAgent:
         """A new agent to which the source is linked, and has pushed."""
@@ -118,12 +120,18 @@ class Stage:
         """Tickets."""
         return list(itertools.islice(self.tickets, number))
 
+    def push(self, target: ProcessAgent, number: int = 1) -> list[int]:
+        """Push everything so many times. Returns the tickets."""
+        tickets = self.pushes(number)
+        for ticket in tickets:
+            self.source.push(ticket, target.pool.agent, EVERYTHING)
+        return tickets
+
     def still_serves(self, agent: ProcessAgent) -> None:
         """The source lives and pushes to the agent."""
         agent.wipe(0)
         self.source.connect(agent.pool)
-        ticket = next(self.tickets)
-        self.source.push(ticket, agent.pool.agent, EVERYTHING)
+        (ticket,) = self.push(agent)
         assert outcomes(self.source, [ticket]) == {ticket: done(ticket)}
         assert (agent.memory() == random_bytes(SOURCE_SEED, PROCESS_BYTES)).all()
 
@@ -176,9 +184,7 @@ def test_a_receiver_that_is_killed_in_mid_push_fails_it_and_its_successor_is_ser
 def test_a_receiver_that_died_unseen_fails_the_next_push_and_is_lost_once(stage: Stage) -> None:
     target = stage.target()
     target.kill()
-    tickets = stage.pushes(3)
-    for ticket in tickets:
-        stage.source.push(ticket, target.pool.agent, EVERYTHING)
+    tickets = stage.push(target, 3)
     until = time.monotonic() + LOST_S
     events: list[TransportEvent] = []
     while {event.ticket for event in events if isinstance(event, RunsFailed)} != set(tickets):
@@ -192,9 +198,7 @@ def test_a_receiver_that_died_unseen_fails_the_next_push_and_is_lost_once(stage:
 def test_what_is_under_way_to_a_receiver_that_stops_and_dies_never_counts_as_done(stage: Stage) -> None:
     target = stage.target()
     target.stop()
-    tickets = stage.pushes(2)
-    for ticket in tickets:
-        stage.source.push(ticket, target.pool.agent, EVERYTHING)
+    tickets = stage.push(target, 2)
     target.kill()
     assert all(isinstance(end, RunsFailed) for end in outcomes(stage.source, tickets, timeout_s=LOST_S).values())
     stage.still_serves(stage.bystander)
@@ -206,9 +210,7 @@ def test_a_stopped_receiver_is_lost_after_its_silence_and_can_be_linked_again_wh
     for _ in range(2):  # with two rails UCX crashed at the second link at the latest
         target.stop()
         began = time.monotonic()
-        tickets = stage.pushes(2)
-        for ticket in tickets:
-            stage.source.push(ticket, target.pool.agent, EVERYTHING)
+        tickets = stage.push(target, 2)
         ended = outcomes(stage.source, tickets)
         assert all(isinstance(end, RunsFailed) for end in ended.values())
         assert time.monotonic() - began > 0.8 * stage.kind.silence_s
@@ -220,8 +222,7 @@ def test_a_stopped_receiver_is_lost_after_its_silence_and_can_be_linked_again_wh
 def test_it_is_not_proven_that_a_push_to_a_stopped_receiver_has_ended(stage: Stage) -> None:
     target = stage.target()
     target.stop()
-    (ticket,) = stage.pushes(1)
-    stage.source.push(ticket, target.pool.agent, EVERYTHING)
+    (ticket,) = stage.push(target)
     ended = outcomes(stage.source, [ticket])[ticket]
     assert isinstance(ended, RunsFailed) and not ended.quiescent, "it may land when the receiver goes on"
     target.go_on()
@@ -231,16 +232,14 @@ def test_it_is_not_proven_that_a_push_to_a_stopped_receiver_has_ended(stage: Sta
 def test_where_the_receiver_has_no_part_a_stopped_one_still_receives(stage: Stage) -> None:
     target = stage.target()
     target.stop()
-    (ticket,) = stage.pushes(1)
-    stage.source.push(ticket, target.pool.agent, EVERYTHING)
+    (ticket,) = stage.push(target)
     assert outcomes(stage.source, [ticket]) == {ticket: done(ticket)}
     target.go_on()
     assert (target.memory() == random_bytes(SOURCE_SEED, PROCESS_BYTES)).all()
 
 
 def test_a_sender_that_ends_in_mid_push_leaves_nothing_and_its_receiver_serves_others(stage: Stage) -> None:
-    sender, target = stage.two_guests()
-    sender.connect(target.pool)
+    sender, target = stage.linked_guests()
     sender.push_many(range(1, 9), target.pool.agent, EVERYTHING)
     for _ in range(8):
         sender.posted()
@@ -249,8 +248,7 @@ def test_a_sender_that_ends_in_mid_push_leaves_nothing_and_its_receiver_serves_o
 
 
 def test_a_sender_that_is_killed_in_mid_push_writes_nothing_more_and_its_receiver_serves_others(stage: Stage) -> None:
-    sender, target = stage.two_guests()
-    sender.connect(target.pool)
+    sender, target = stage.linked_guests()
     sender.push_many(range(1, 9), target.pool.agent, EVERYTHING)
     sender.posted()
     sender.kill()
@@ -263,8 +261,7 @@ def test_a_sender_that_is_killed_in_mid_push_writes_nothing_more_and_its_receive
 
 @only("nixl", "nixl over tcp", "cma", "torch")
 def test_agents_that_part_in_order_have_nothing_to_complain_about(stage: Stage) -> None:
-    sender, target = stage.two_guests()
-    sender.connect(target.pool)
+    sender, target = stage.linked_guests()
     sender.push(1, target.pool.agent, EVERYTHING)
     assert outcomes(sender, [1]) == {1: done(1)}
     sender.close(target.pool.agent)
@@ -278,8 +275,7 @@ def test_an_agent_that_is_closed_is_written_to_no_more(stage: Stage) -> None:
     target = stage.target()
     target.close()
     target.wipe(POISON)
-    (ticket,) = stage.pushes(1)
-    stage.source.push(ticket, target.pool.agent, EVERYTHING)
+    (ticket,) = stage.push(target)
     assert isinstance(outcomes(stage.source, [ticket])[ticket], RunsFailed)
     np.testing.assert_array_equal(np.unique(target.memory()), [POISON])
 

@@ -15,9 +15,9 @@ from bench.namespaces import two_namespaces
 from common.errors import TransferError
 from common.instance.ports import PushDone, PushFailed
 from kv_transfer.links import RETRY_S
-from tests.kv_transfer.agent_process import Bytes, random_bytes
 from tests.kv_transfer.agents import Kind, mooncake_kind, nixl_kind
 from tests.kv_transfer.hosts import Cable, Held, TwoHosts, await_true, processes_in
+from tests.kv_transfer.local_agent import Bytes, random_bytes
 from tests.kv_transfer.members import Ended
 from tests.kv_transfer.test_transports import needs
 
