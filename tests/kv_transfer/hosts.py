@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from bench.namespaces import Namespace, await_links
 from tests.kv_transfer.agent_process import Plan
@@ -48,17 +49,8 @@ class Cable:
         return _run(*self.near.prefix, *command)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the source and the target have open."""
-
-    files: tuple[int, int]
-    threads: tuple[int, int]
-
-    def is_within(self, limit: "Held") -> bool:
-        """Neither of them has more of anything."""
-        pairs = zip(self.files + self.threads, limit.files + limit.threads, strict=True)
-        return all(number <= most for number, most in pairs)
+Held: TypeAlias = tuple[int, int, int, int]
+"""The open files of the source and of the target, and their threads."""
 
 
 class TwoHosts:
@@ -97,7 +89,7 @@ class TwoHosts:
 
     def held(self) -> Held:
         source, target = self.source.pid, self.target.pid
-        return Held((open_files(source), open_files(target)), (running_threads(source), running_threads(target)))
+        return open_files(source), open_files(target), running_threads(source), running_threads(target)
 
     def held_at_rest(self) -> Held:
         """When it has not changed for a while."""
@@ -123,6 +115,11 @@ def await_true(is_so: Callable[[], bool], timeout_s: float = WAIT_S, every_s: fl
             return False
         time.sleep(every_s)
     return True
+
+
+def is_within(held: Held, limit: Held) -> bool:
+    """Neither of them has more of anything."""
+    return all(number <= most for number, most in zip(held, limit, strict=True))
 
 
 def processes_in(namespace: Namespace) -> list[str]:

@@ -22,7 +22,8 @@ PEER = Life(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
 BEGAN_S = 100.0
 CLOSED = SourceClosed(key(), None, quiescent=True)
-WITHDRAWN = [Send(D, Withdraw(key=key())), CLOSED]
+WITHDRAW = Send(D, Withdraw(key=key()))
+WITHDRAWN = [WITHDRAW, CLOSED]
 
 
 def reserve(name: str = "r", sent_s: float = BEGAN_S) -> Reserve:
@@ -210,7 +211,7 @@ def test_giving_up_what_is_over_changes_nothing() -> None:
 def test_a_failed_push_reports_the_reason_and_withdraws_unless_it_may_still_write(quiescent: bool) -> None:
     source = pushing(4, 8)
     assert source.transfer_ended(PushFailed(Ticket(1), "cable", quiescent=quiescent)) == []
-    withdraws = [Send(D, Withdraw(key=key()))] if quiescent else []
+    withdraws = [WITHDRAW] if quiescent else []
     closed = SourceClosed(key(), unavailable("pushing to d failed: cable"), quiescent)
     assert source.transfer_ended(done(2)) == [*withdraws, closed]
 
@@ -234,37 +235,35 @@ def test_the_end_of_a_push_that_is_not_ours_is_counted(event: PushDone | PushFai
 FULL = Failed(message="full", kind="overloaded_error", status=429, retryable=True)
 
 
+DECLINE = Decline(key=key(), failed=FULL)
+DECLINED = SourceClosed(key(), FULL, quiescent=True)
+
+
 def test_a_decline_closes_with_its_reason() -> None:
-    assert opened().receive(D, Decline(key=key(), failed=FULL), BEGAN_S) == [SourceClosed(key(), FULL, True)]
+    assert opened().receive(D, DECLINE, BEGAN_S) == [DECLINED]
 
 
 def test_a_decline_after_the_grant_takes_it_back_and_is_answered_when_the_pushes_have_ended() -> None:
     source = pushing(4)
-    assert source.receive(D, Decline(key=key(), failed=FULL), BEGAN_S + 1.0) == []
-    assert source.transfer_ended(done(1)) == [Send(D, Withdraw(key=key())), SourceClosed(key(), FULL, True)]
+    assert source.receive(D, DECLINE, BEGAN_S + 1.0) == []
+    assert source.transfer_ended(done(1)) == [WITHDRAW, DECLINED]
+    assert granted().receive(D, DECLINE, BEGAN_S + 1.0) == [WITHDRAW, DECLINED], "at once: nothing is in flight"
 
 
-def test_a_decline_after_the_grant_is_answered_at_once_when_nothing_is_in_flight() -> None:
-    outputs = granted().receive(D, Decline(key=key(), failed=FULL), BEGAN_S + 1.0)
-    assert outputs == [Send(D, Withdraw(key=key())), SourceClosed(key(), FULL, True)]
-
-
-@pytest.mark.parametrize("have_tokens", [-4, -12, 3, 16])
-def test_a_grant_of_pages_that_cannot_be_there_is_refused(have_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"have_tokens": tokens}, "have_tokens") for tokens in (-4, -12, 3, 16)]
+    + [({"pages": pages}, "invalid grant from d") for pages in (pack_ids((20, 21)), pack_ids((20, 21, 22, 23)), b"", b"abc")],
+)
+def test_a_grant_of_pages_that_cannot_be_there_or_of_the_wrong_size_is_refused(change: dict[str, Any], reason: str) -> None:
     source = opened()
     source.computed(key(), 8)
-    withdraw, closed = source.receive(D, grant(have_tokens=have_tokens), BEGAN_S)
-    assert withdraw == Send(D, Withdraw(key=key()))
-    assert isinstance(closed, SourceClosed) and "have_tokens" in str(closed.failure)
+    withdraw, closed = source.receive(D, msgspec.structs.replace(grant(), **change), BEGAN_S)
+    assert withdraw == WITHDRAW
+    assert isinstance(closed, SourceClosed) and reason in str(closed.failure)
 
 
-@pytest.mark.parametrize("pages", [pack_ids((20, 21)), pack_ids((20, 21, 22, 23)), b"", b"abc"])
-def test_a_grant_of_the_wrong_size_is_refused(pages: bytes) -> None:
-    outputs = opened().receive(D, msgspec.structs.replace(grant(), pages=pages), BEGAN_S)
-    assert isinstance(outputs[-1], SourceClosed) and "invalid grant from d" in str(outputs[-1].failure)
-
-
-@pytest.mark.parametrize("answer", [grant(), Decline(key=key(), failed=FULL)])
+@pytest.mark.parametrize("answer", [grant(), DECLINE])
 def test_an_answer_of_another_instance_is_dropped_and_counted(answer: Grant | Decline) -> None:
     source = opened()
     assert source.receive(OTHER, answer, BEGAN_S) == []
@@ -298,18 +297,15 @@ def test_a_grant_with_an_impossible_time_raises_nothing_and_allows_nothing(sent_
 LEFT = SourceClosed(key(), unavailable("d left the fleet"), quiescent=True)
 
 
-def test_the_handoffs_to_a_peer_that_left_fail() -> None:
+@pytest.mark.parametrize("now_there", [[], [(D, Incarnation("2"))]], ids=["left", "came back as another"])
+def test_the_handoffs_to_a_peer_that_left_fail(now_there: list[tuple[InstanceId, Incarnation]]) -> None:
     source = opened()
     assert source.peers_gone([(D, LIFE)]) == []
-    assert source.peers_gone([]) == [Send(D, Withdraw(key=key())), LEFT]
-
-
-def test_the_handoffs_to_a_peer_that_came_back_as_another_fail() -> None:
-    assert opened().peers_gone([(D, Incarnation("2"))])[-1] == LEFT
+    assert source.peers_gone(now_there) == [WITHDRAW, LEFT]
 
 
 def test_a_handoff_to_a_peer_that_left_is_drained_before_its_pages_come_home() -> None:
     source = pushing(4)
     assert source.peers_gone([]) == []
     ended = source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
-    assert ended == [Send(D, Withdraw(key=key())), LEFT]
+    assert ended == [WITHDRAW, LEFT]

@@ -16,7 +16,7 @@ from common.errors import TransferError
 from common.instance.ports import PushDone, PushFailed
 from kv_transfer.links import RETRY_S
 from tests.kv_transfer.agents import Kind, mooncake_kind, nixl_kind
-from tests.kv_transfer.hosts import Cable, Held, TwoHosts, await_true, processes_in
+from tests.kv_transfer.hosts import Cable, Held, TwoHosts, await_true, is_within, processes_in
 from tests.kv_transfer.local_agent import Bytes, random_bytes
 from tests.kv_transfer.members import Ended
 from tests.kv_transfer.test_transports import needs
@@ -143,7 +143,7 @@ def cuts(hosts: TwoHosts) -> Cuts:
     ends.append(cut_in_mid_push(hosts))
     hosts.disconnect()
     hosts.cable.heal()
-    await_true(lambda: hosts.held().is_within(before), CLOSED_S)
+    await_true(lambda: is_within(hosts.held(), before), CLOSED_S)
     after = hosts.held()
     hosts.connect()
     others = scattered(hosts, 512, among=OTHERS)
@@ -200,4 +200,4 @@ def test_when_the_link_is_back_a_new_connection_works(cuts: Cuts) -> None:
 
 
 def test_neither_files_nor_threads_are_left_behind(cuts: Cuts) -> None:
-    assert cuts.after.is_within(cuts.before), f"{cuts.after} are more than {cuts.before}"
+    assert is_within(cuts.after, cuts.before), f"{cuts.after} are more than {cuts.before}"
