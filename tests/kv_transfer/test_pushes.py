@@ -199,7 +199,7 @@ def test_a_link_that_is_used_again_is_lost_with_a_write_of_before_it_was_closed(
     link = writing(pushes, 10)
     pushes.close("peer")
     assert pushes.poll() == []
-    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b"", "held"), lambda: link)
+    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), lambda: link)
     link.end(0, SliceFailed("the endpoint is dead", quiescent=True))
     assert set(map(type, pushes.poll())) == {RunsFailed, AgentLost}
     pushes.push(Ticket(9), "peer", run_of(10))
