@@ -151,13 +151,6 @@ def test_a_renewal_is_answered_with_the_time_at_which_it_was_sent() -> None:
     assert renewal.sends[0].to == P and answer(renewal) == Renewed(sent_s=7.0, write_lease_s=WRITE_LEASE_S) and renewal.lost == []
 
 
-def test_a_reservation_that_is_claimed_goes_on() -> None:
-    reader, grant, _ = reserved(later_s=1.0)
-    renewal = reader.renew(("r", grant.generation))
-    assert (over(renewal), grants(renewal), lost(renewal)) == ([], [], [])
-    assert key() in reader.target.open
-
-
 def test_a_grant_that_the_writer_has_not_got_is_sent_again_under_its_latest_word() -> None:
     reader, grant, _ = reserved(later_s=1.0)
     (again,) = grants(reader.renew(("r", 0)))
@@ -187,20 +180,18 @@ def test_a_renewal_that_is_no_newer_than_a_reserve_says_nothing_of_it(age_s: flo
     assert lost(reader.renew()) == ["r"]
 
 
-def test_a_claim_of_an_unknown_key_is_over() -> None:
+def test_a_claim_of_an_unknown_key_is_over_unless_it_waits() -> None:
     assert over(Reader().renew(("a", 0), ("b", 3))) == ["a", "b"]
-
-
-def test_a_claim_of_a_key_that_waits_is_not_over() -> None:
     renewal = Reader().renew(("a", 0), ("b", 0), waits=("a",))
     assert over(renewal) == ["b"] and grants(renewal) == []
 
 
-@pytest.mark.parametrize("generation", [0, 1])
-def test_a_claim_of_a_cancelled_reservation_is_over_and_the_reservation_stays(generation: int) -> None:
-    reader, _, _ = reserved(is_cancelled=True, later_s=1.0)
-    renewal = reader.renew(("r", generation))
-    assert (over(renewal), grants(renewal), lost(renewal)) == (["r"], [], [])
+@pytest.mark.parametrize(("is_cancelled", "generation"), [(False, None), (True, 0), (True, 1)])
+def test_a_reservation_that_is_claimed_stays_and_is_over_if_it_was_cancelled(is_cancelled: bool, generation: int | None) -> None:
+    """generation: that of the claim; None: that of the grant."""
+    reader, grant, _ = reserved(is_cancelled=is_cancelled, later_s=1.0)
+    renewal = reader.renew(("r", grant.generation if generation is None else generation))
+    assert (over(renewal), grants(renewal), lost(renewal)) == (["r"] if is_cancelled else [], [], [])
     assert key() in reader.target.open
 
 

@@ -66,12 +66,12 @@ def test_heads_that_both_hold_arrive_and_nothing_else_changes(data: st.DataObjec
     np.testing.assert_array_equal(target, expected)
 
 
-@pytest.mark.parametrize("order", ["layer", "head"])
-def test_pages_that_follow_each_other_on_both_sides_are_one_run(order: Order) -> None:
+@pytest.mark.parametrize(("order", "source", "target", "count"), [("layer", 1, 3, 5), ("head", 1, 3, 5), ("layer", 7, 0, 5000)])
+def test_pages_that_follow_each_other_on_both_sides_are_one_run(order: Order, source: int, target: int, count: int) -> None:
     whole = PageSlice(make_layout(order, 4))
-    pages = np.arange(5, dtype=np.int32)
-    page_bytes = whole.layout.page_bytes
-    assert plan_runs(pages + 1, pages + 3, whole, whole).tolist() == [[page_bytes, 3 * page_bytes, 5 * page_bytes]]
+    pages, page_bytes = np.arange(count, dtype=np.int32), whole.layout.page_bytes
+    runs = plan_runs(pages + source, pages + target, whole, whole)
+    assert runs.tolist() == [[source * page_bytes, target * page_bytes, count * page_bytes]]
 
 
 def test_a_slice_of_heads_is_one_run_when_heads_come_first_and_one_for_each_layer_and_part_otherwise() -> None:

@@ -75,12 +75,6 @@ def test_runs_that_are_contiguous_on_both_sides_are_merged(pages: tuple[Int32Arr
     assert (runs % layout.page_bytes == 0).all() and (runs[:, 2] > 0).all()
 
 
-def test_contiguous_pages_are_one_run_of_any_length() -> None:
-    pages = np.arange(5000, dtype=np.int32)
-    runs = plan_runs(pages + 7, pages, PageSlice(LAYOUT), PageSlice(LAYOUT))
-    assert runs.tolist() == [[7 * LAYOUT.page_bytes, 0, 5000 * LAYOUT.page_bytes]]
-
-
 def test_offsets_pass_four_gigabytes() -> None:
     layout = msgspec.structs.replace(LAYOUT, page_size=4096, layers=64)
     page = np.array([2**31 - 1], dtype=np.int32)

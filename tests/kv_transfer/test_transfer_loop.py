@@ -96,11 +96,6 @@ def test_a_peer_that_came_back_with_another_incarnation_gets_a_new_link(connecte
     assert connected.pushed(2, incarnation=Incarnation("2")) == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
 
 
-def test_a_peer_that_left_has_no_link(connected: Two) -> None:
-    connected.source.loop.submit(Connect(()))
-    assert connected.pushed(1) == [refused(1, NO_LINK)]
-
-
 def test_what_is_in_flight_to_a_peer_that_left_ends(held: Two) -> None:
     assert held.pushed(1) == []
     assert held.told(Connect(())) == [failed(1, "the link was closed", quiescent=True)]
@@ -126,7 +121,10 @@ def test_a_push_writes_its_pages_and_reports_bytes_and_seconds(held: Two) -> Non
     np.testing.assert_array_equal(held.target.memory, before)
 
 
-def test_a_push_without_a_link_fails_and_is_quiescent(two: Two) -> None:
+def test_a_push_before_the_link_is_made_or_after_its_peer_left_fails_and_is_quiescent(two: Two) -> None:
+    assert two.pushed(1) == [refused(1, NO_LINK)]
+    two.connect()
+    two.source.loop.submit(Connect(()))
     assert two.pushed(1) == [refused(1, NO_LINK)]
 
 

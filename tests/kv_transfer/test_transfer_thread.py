@@ -12,14 +12,13 @@ import pytest
 from common.errors import TransferError
 from common.ids import Incarnation, InstanceId, Int64Array, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushDone, PushFailed, Settle, Settled, TransferEvent
-from common.pages.layout import MemoryRegion
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import LeaseOverrun, TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 from tests.builders import LAYOUT, instance, key
+from tests.kv_transfer.local_agent import WAIT_S, region_of
 
 PEER = InstanceId("d")
-WAIT_S = 60.0
 
 
 class BrokenTransport(MemoryTransport):
@@ -34,7 +33,6 @@ class Home:
     """A transfer thread over one's own pool: it pushes into itself."""
 
     network: MemoryNetwork
-    transport: MemoryTransport
     thread: TransferThread
     awake: threading.Event
     memory: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
@@ -68,10 +66,9 @@ def home(make_transport: Callable[[MemoryNetwork], MemoryTransport] = MemoryTran
     memory[1] = 255
 
     def make_loop() -> TransferLoop:
-        region = MemoryRegion(address=memory.ctypes.data, region_bytes=memory.nbytes, device="cpu")
-        return TransferLoop(transport, "memory", region, LAYOUT, 2, time.monotonic)
+        return TransferLoop(transport, "memory", region_of(memory), LAYOUT, 2, time.monotonic)
 
-    return Home(network, transport, TransferThread(make_loop, awake.set), awake, memory)
+    return Home(network, TransferThread(make_loop, awake.set), awake, memory)
 
 
 @pytest.fixture

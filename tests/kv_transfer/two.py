@@ -5,7 +5,6 @@ Owns the pools of a source and a target, and the words in which they are command
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,17 +12,17 @@ import numpy as np
 from common.ids import Incarnation, InstanceId, Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, Push, PushFailed, TransferCommand, TransferEvent
 from common.messages import InstanceInfo, LinkInfo, LinkState
-from common.pages.layout import KVLayout, MemoryRegion
+from common.pages.layout import KVLayout
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import TransferLoop
 from tests.builders import LAYOUT, instance
+from tests.kv_transfer.local_agent import Bytes, region_of
 
 PEER = InstanceId("d")
 LIFE = Incarnation("1")
 PAGES = 8
 LONG_S = 10_000.0
 """A lease that ends in no test that is not about leases."""
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +80,7 @@ class Two:
         shape = (PAGES + self.measures, layout.page_bytes)
         memory = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
         transport = self.make_transport(self.network)
-        region = MemoryRegion(address=memory.ctypes.data, region_bytes=memory.nbytes, device="cpu")
-        loop = TransferLoop(transport, "memory", region, layout, PAGES, self.clock, measures=self.measures)
+        loop = TransferLoop(transport, "memory", region_of(memory), layout, PAGES, self.clock, measures=self.measures)
         return Side(memory, transport, loop)
 
     def connect(self, lease_s: float = LONG_S) -> None:
