@@ -92,11 +92,7 @@ async def _until_told(work: Coroutine[None, None, bool]) -> bool:
 
 async def _chaos(plan: Plan, logs: Path) -> bool:
     outcome = await run(plan, logs, _say)
-    for line in _listed(outcome):
-        _say(line)
-    _say("")
-    for line in summary(outcome):
-        _say(line)
+    _say(*_listed(outcome), "", *summary(outcome), sep="\n")
     return outcome.is_good
 
 
@@ -110,9 +106,7 @@ async def _latency(plan: Plan, logs: Path) -> bool:
         outcomes.append(await run(replace(plan, shape=shape, away_s=dead_after_s + QUIET_S), folder, _say))
         for line in _listed(outcomes[-1]):
             _say(line)
-    _say("\n" + LATENCY_HEADER)
-    for outcome in outcomes:
-        _say(latency_line(outcome))
+    _say("\n" + LATENCY_HEADER, *map(latency_line, outcomes), sep="\n")
     return all(outcome.is_good for outcome in outcomes)
 
 

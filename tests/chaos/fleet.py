@@ -125,7 +125,9 @@ class Fleet:
         log = self.logs / f"{name}.{life}.log"
         process = Process(name, role, [*flags, f"--log-level={self.shape.log_level}"], log, {MARK: self._mark})
         self._running[name] = process
-        self._watch(process)
+        watch = asyncio.create_task(self._watch(process))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
         either: list[asyncio.Future[Any]] = [process.ready, process.ended]
         await asyncio.wait(either, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         if process.ready.done():
@@ -133,25 +135,17 @@ class Fleet:
         process.kill()
         raise TimeoutError(f"{name} was not ready within {START_S:g} s, or ended before: see {log}")
 
-    def _watch(self, process: Process) -> None:
-        """Make sure that it is noticed when it ends though nobody wants it to."""
-
-        async def watch() -> None:
-            status = await process.ended
-            if not process.is_struck:
-                self.problems.append(f"{process.name} (life {self._lives[process.name]}) ended by itself with status {status}")
-                if process.ready.done() and process.name != "router":
-                    await self._revive(process.name)
-
-        task = asyncio.get_running_loop().create_task(watch())
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
-
-    async def _revive(self, name: str) -> None:
-        try:
-            await self.start_instance(name)
-        except TimeoutError as error:
-            self.problems.append(str(error))
+    async def _watch(self, process: Process) -> None:
+        """Notice when it ends though nobody wants it to, and start it again."""
+        status = await process.ended
+        if process.is_struck:
+            return
+        self.problems.append(f"{process.name} (life {self._lives[process.name]}) ended by itself with status {status}")
+        if process.ready.done() and process.name != "router":
+            try:
+                await self.start_instance(process.name)
+            except TimeoutError as error:
+                self.problems.append(str(error))
 
     async def stop(self) -> None:
         """Stop all in order: the instances drain, the router follows. What is wrong about it becomes a problem."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import RouterConfig
-from common.engine.timed import StepCost
 from common.ids import InstanceId, RequestId, Role, pack_ids
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
@@ -38,17 +37,14 @@ class World:
 class Fleet:
     """Router, detokenizer and instances. `clock.turn` moves the clock to whatever happens next, and those to whom it happens act.
 
-    size: what each instance is made of; pages, rows and cost say the most of it in short.
+    size: what each instance is made of.
     """
 
     def __init__(
         self,
         prefill: int = 1,
         decode: int = 1,
-        pages: int = 64,
-        rows: int = 4,
         config: RouterConfig | None = None,
-        cost: StepCost = Size.cost,
         size: Size | None = None,
         world: World | None = None,
     ) -> None:
@@ -57,7 +53,7 @@ class Fleet:
         self.network = Network(world.clock, world.weather)
         self.memory = world.memory
         self.observer = Observer()
-        self.size = size or Size(pages=pages, rows=rows, cost=cost)
+        self.size = size or Size()
         self.router_process = RouterProcess(self.clock, self.network, config or RouterConfig(), self.observer)
         self.detokenizer_process = DetokenizerProcess(self.clock, self.network)
         self.instances: dict[str, Instance] = {}

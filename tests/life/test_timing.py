@@ -5,9 +5,10 @@ import pytest
 from common.engine.timed import StepCost
 from tests.life.clock import TURN_S
 from tests.life.fleet import Fleet
+from tests.life.instance import Size
 from tests.life.network import DELAY_S
 
-COST = StepCost(step_s=0.002, chunk_token_s=0.010, decode_row_s=0.001)
+SIZE = Size(cost=StepCost(step_s=0.002, chunk_token_s=0.010, decode_row_s=0.001))
 CHUNK_S = 0.002 + 8 * 0.010
 """A full chunk of 8 tokens."""
 SLACK_S = 8 * (TURN_S + DELAY_S)
@@ -24,16 +25,16 @@ def longest_pause(fleet: Fleet) -> float:
 
 
 def test_a_long_prompt_does_not_hold_up_the_tokens_of_others() -> None:
-    assert longest_pause(Fleet(cost=COST)) < 2 * 0.003 + SLACK_S < CHUNK_S
+    assert longest_pause(Fleet(size=SIZE)) < 2 * 0.003 + SLACK_S < CHUNK_S
 
 
 def test_where_one_instance_does_both_it_does() -> None:
-    assert longest_pause(Fleet(prefill=0, cost=COST)) >= CHUNK_S
+    assert longest_pause(Fleet(prefill=0, size=SIZE)) >= CHUNK_S
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_the_first_token_takes_its_chunks_and_a_few_messages(chunks: int) -> None:
-    fleet = Fleet(cost=COST)
+    fleet = Fleet(size=SIZE)
     fleet.run(fleet.submit("r", list(range(10, 10 + 8 * chunks)), max_tokens=4))
     (seconds,) = fleet.observer.seconds_to_first
     assert chunks * CHUNK_S <= seconds < chunks * CHUNK_S + SLACK_S

@@ -52,10 +52,6 @@ class Asked:
     unserved: bool = False
 
     @property
-    def begun(self) -> bool:
-        return self.gives_up_s is not None
-
-    @property
     def pages(self) -> int:
         """What its largest answer takes in all."""
         return max(-(-(len(choice.prompt) + choice.max_tokens) // PAGE_TOKENS) for choice in self.ask.choices)
@@ -250,7 +246,7 @@ class Trial(Fleet):
     def _look(self) -> None:
         room = max((self._room(instance) for instance in self.instances.values()), default=0)
         for asked in self.asked:
-            asked.unserved = asked.unserved or (asked.begun and not asked.over and asked.pages > room)
+            asked.unserved = asked.unserved or (asked.gives_up_s is not None and not asked.over and asked.pages > room)
         if not all(asked.over for asked in self.asked):
             self.clock.at(self.clock.now + LOOK_S, self._look)
 

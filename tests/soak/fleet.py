@@ -129,9 +129,7 @@ class Fleet:
     def strike(self) -> None:
         """Something happens to somebody who does not have to stay, while pushes are under way: what has happened least often."""
         strikes: list[Strike] = ["reconnect"]
-        senders, receivers = (
-            [place for place in places[1:] if place.presence == "here"] for places in (self.senders, self.receivers)
-        )
+        senders, receivers = self._present(self.senders[1:]), self._present(self.receivers[1:])
         if senders:
             strikes += ["kill sender", "sender leaves"]
         if receivers:

@@ -68,6 +68,9 @@ def test_saved_rotary_frequencies_are_no_weights(tmp_path: Path) -> None:
     assert [name for name, _ in read_weights(tmp_path, torch.float32, "cpu", lambda text: None)] == ["model.norm.weight"]
 
 
+ADDED = {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0}}}
+
+
 class TestEndOfSequence:
     """config.json says 2 here unless a generation config says otherwise."""
 
@@ -84,28 +87,25 @@ class TestEndOfSequence:
         write(tmp_path, "generation_config.json", {})
         assert self.shape_eos(tmp_path) == (2,)
 
-    @pytest.mark.parametrize("named", ["<|im_end|>", {"content": "<|im_end|>", "special": True}])
-    def test_the_tokenizers_own_is_added(self, tmp_path: Path, named: object) -> None:
+    @pytest.mark.parametrize(
+        ("named", "tokenizer", "expected"),
+        [
+            ("<|im_end|>", ADDED, (2, 9)),
+            ({"content": "<|im_end|>", "special": True}, ADDED, (2, 9)),
+            ("</s>", {"model": {"vocab": {"a": 0, "</s>": 1}}}, (2, 1)),
+            ("</s>", {"model": {"vocab": [["a", 0.0], ["</s>", 0.0]]}}, (2, 1)),
+            ("</s>", {"model": {"vocab": {"</s>": 2}}}, (2,)),
+            (None, {"model": {"vocab": {"a": 0}}}, (2,)),
+            ("absent", {"model": {"vocab": {"a": 0}}}, (2,)),
+        ],
+        ids=["added", "with properties", "a word of BPE", "a word of Unigram", "the config's too", "none", "not in the file"],
+    )
+    def test_the_tokenizers_own_is_added_unless_it_is_listed_or_there_is_none(
+        self, tmp_path: Path, named: object, tokenizer: object, expected: tuple[int, ...]
+    ) -> None:
         write(tmp_path, "tokenizer_config.json", {"eos_token": named})
-        write(tmp_path, "tokenizer.json", {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0}}})
-        assert self.shape_eos(tmp_path) == (2, 9)
-
-    @pytest.mark.parametrize("vocab", [{"a": 0, "</s>": 1}, [["a", 0.0], ["</s>", 0.0]]], ids=["BPE", "Unigram"])
-    def test_it_may_be_a_word_of_the_vocabulary(self, tmp_path: Path, vocab: object) -> None:
-        write(tmp_path, "tokenizer_config.json", {"eos_token": "</s>"})
-        write(tmp_path, "tokenizer.json", {"model": {"vocab": vocab}})
-        assert self.shape_eos(tmp_path) == (2, 1)
-
-    def test_a_token_that_both_name_is_listed_once(self, tmp_path: Path) -> None:
-        write(tmp_path, "tokenizer_config.json", {"eos_token": "</s>"})
-        write(tmp_path, "tokenizer.json", {"model": {"vocab": {"</s>": 2}}})
-        assert self.shape_eos(tmp_path) == (2,)
-
-    @pytest.mark.parametrize("named", [None, "absent"])
-    def test_a_tokenizer_may_have_none(self, tmp_path: Path, named: object) -> None:
-        write(tmp_path, "tokenizer_config.json", {"eos_token": named})
-        write(tmp_path, "tokenizer.json", {"model": {"vocab": {"a": 0}}})
-        assert self.shape_eos(tmp_path) == (2,)
+        write(tmp_path, "tokenizer.json", tokenizer)
+        assert self.shape_eos(tmp_path) == expected
 
     @pytest.mark.parametrize("tokenizer", [{}, {"model": {"vocab": 3}}, {"model": {"vocab": {}}, "added_tokens": [{}]}])
     def test_a_tokenizer_in_another_format_is_refused(self, tmp_path: Path, tokenizer: object) -> None:

@@ -100,19 +100,13 @@ def test_a_router_that_leaves_heartbeats_unanswered_is_lost_and_registered_with_
     assert member.beat() == ["Register"], "the deadline of the start is over"
 
 
-def test_a_router_that_answers_is_never_lost(member: Member) -> None:
-    for _ in range(100):
-        member.next()
-        assert not member.membership.router_lost()
-        assert not member.membership.receive(WELCOME)
-
-
-def test_a_router_that_answers_now_and_then_is_not_lost(member: Member) -> None:
-    for _ in range(10):
-        for _ in range(6):
+@pytest.mark.parametrize(("answers", "beats"), [(100, 1), (10, 6)], ids=["each heartbeat", "now and then"])
+def test_a_router_that_answers_is_never_lost(member: Member, answers: int, beats: int) -> None:
+    for _ in range(answers):
+        for _ in range(beats):
             member.next()
             assert not member.membership.router_lost()
-        member.membership.receive(WELCOME)
+        assert not member.membership.receive(WELCOME)
 
 
 def test_a_process_that_was_stopped_has_sent_nothing_that_could_be_answered(member: Member) -> None:

@@ -139,19 +139,16 @@ def test_links_are_reported_as_they_change() -> None:
     assert rig.transfers.submitted[-1] == Connect(())
 
 
-def test_a_link_event_of_a_peer_that_has_left_is_not_reported() -> None:
+@pytest.mark.parametrize(
+    ("peers", "links"),
+    [(GONE, ()), (Peers(instances=(instance("d", "decode", "2"),)), (link("connecting", "2"),))],
+    ids=["a peer that has left", "a former incarnation"],
+)
+def test_a_link_event_of_somebody_who_is_not_there_any_more_is_not_reported(peers: Peers, links: tuple[LinkInfo, ...]) -> None:
     rig = Rig()
     rig.turn(0.0, WELCOME, THERE)
     rig.transfers.events.append(LinkChanged(link("lost")))
-    assert rig.heartbeat(1.0, GONE).links == ()
-
-
-def test_a_link_event_of_a_former_incarnation_is_not_reported_for_the_present_one() -> None:
-    rig = Rig()
-    rig.turn(0.0, WELCOME, THERE)
-    rig.transfers.events.append(LinkChanged(link("lost")))
-    beat = rig.heartbeat(1.0, Peers(instances=(instance("d", "decode", "2"),)))
-    assert beat.links == (link("connecting", "2"),)
+    assert rig.heartbeat(1.0, peers).links == links
 
 
 def test_a_peer_that_left_can_be_written_to_for_a_while() -> None:
