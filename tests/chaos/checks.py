@@ -37,12 +37,12 @@ class Difference:
         return f"{what} is {self.got} instead of {self.expected}: {verdict} (its worst token is {self.loss:.2g} below the best)"
 
 
+@dataclass(frozen=True, slots=True)
 class Checks:
     """The rules, for a workload. oracle: what judges tokens."""
 
-    def __init__(self, workload: Workload, oracle: Oracle) -> None:
-        self._workload = workload
-        self._oracle = oracle
+    workload: Workload
+    oracle: Oracle
 
     def of_answer(self, answer: Answer) -> Iterator[str]:
         """What a client would complain of. After an error the rest is not judged."""
@@ -61,10 +61,10 @@ class Checks:
 
     def _of_choice(self, request: Request, choice: Choice) -> Iterator[str]:
         """Whether it ends where it should, and its text is that of its tokens."""
-        eos = self._workload.eos
+        eos = self.workload.eos
         is_silent = choice.finish_reason == "stop" and choice.token_ids[-1:] == [eos] and not request.ignore_eos
         ids = choice.token_ids[:-1] if is_silent else choice.token_ids
-        text = str(self._workload.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        text = str(self.workload.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         is_stopped = request.stop is not None and request.stop in text
         if request.stop is not None and is_stopped:
             text = text[: text.index(request.stop)]
@@ -98,7 +98,7 @@ class Checks:
 
     def _loss(self, request: Request, index: int, choice: Choice) -> float:
         """That of its worst token."""
-        return float(self._oracle.losses(request, index, choice.token_ids).max(initial=0.0))
+        return float(self.oracle.losses(request, index, choice.token_ids).max(initial=0.0))
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:

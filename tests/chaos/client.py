@@ -31,9 +31,6 @@ class Gap:
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
-    def spans(self, at_s: float) -> bool:
-        return self.start_s <= at_s < self.end_s
-
     def overlaps(self, start_s: float, end_s: float) -> bool:
         return self.start_s < end_s and start_s < self.end_s
 

@@ -136,7 +136,8 @@ def _gaps_of(answer: Answer, fault: Fault, shape: Shape) -> list[Gap]:
             meanwhile = (gap for gap in counted if gap.overlaps(*_unknown(fault, shape)))
             made += sorted(meanwhile, key=lambda gap: gap.seconds)[-1:]
         else:
-            made += [gap for gap in counted if gap.spans(fault.at_s) and gap.end_s >= _known_s(fault, shape)]
+            spanning = (gap for gap in counted if gap.start_s <= fault.at_s < gap.end_s)
+            made += [gap for gap in spanning if gap.end_s >= _known_s(fault, shape)]
     return made
 
 

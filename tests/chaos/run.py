@@ -53,7 +53,7 @@ async def run(plan: Plan, logs: Path, say: Callable[[str], object]) -> Outcome:
     fleet = Fleet(plan.shape, logs)
     try:
         url = await fleet.start()
-        await _Run(plan, fleet, outcome, say).play(url, requests)
+        await _Run(plan, fleet, outcome, say, asyncio.get_running_loop().time).play(url, requests)
         await fleet.stop()
     except (NotInTime, FleetFailed, TimeoutError, httpx.HTTPError) as error:
         outcome.problems.append(f"{type(error).__name__}: {error}")
@@ -64,45 +64,45 @@ async def run(plan: Plan, logs: Path, say: Callable[[str], object]) -> Outcome:
     return outcome
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
     """What happens while the fleet is there."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, outcome: Outcome, say: Callable[[str], object]) -> None:
-        self._plan = plan
-        self._fleet = fleet
-        self._outcome = outcome
-        self._say = say
-        self._clock = asyncio.get_running_loop().time
+    plan: Plan
+    fleet: Fleet
+    outcome: Outcome
+    say: Callable[[str], object]
+    clock: Callable[[], float]
 
     async def play(self, url: str, requests: Sequence[Request]) -> None:
         """Raises NotInTime, FleetFailed, TimeoutError, httpx.HTTPError."""
-        prefill, decode = self._plan.shape.names("prefill"), self._plan.shape.names("decode")
+        prefill, decode = self.plan.shape.names("prefill"), self.plan.shape.names("decode")
         cluster = Cluster(url)
         async with Client(url, await cluster.model()) as client:
             await cluster.until_whole(prefill, decode, {}, WHOLE_S)
-            if self._plan.is_compared:
-                began_s = self._clock()
-                await self._send(client, iter(requests), self._outcome.reference)
-                self._say(f"without faults: {len(requests)} requests in {self._clock() - began_s:.0f} s")
+            if self.plan.is_compared:
+                began_s = self.clock()
+                await self._send(client, iter(requests), self.outcome.reference)
+                self.say(f"without faults: {len(requests)} requests in {self.clock() - began_s:.0f} s")
             before = await _resumes(cluster)
-            recording = asyncio.create_task(cluster.record(self._fleet.logs / "cluster.jsonl"))
+            recording = asyncio.create_task(cluster.record(self.fleet.logs / "cluster.jsonl"))
             try:
                 await self._send_under_faults(client, cluster, requests)
                 await cluster.until_home([*prefill, *decode], HOME_S)
             finally:
                 recording.cancel()
-                self._outcome.resumes = await _resumes(cluster) - before
-                self._outcome.most_attempts = await _most_attempts(cluster)
+                self.outcome.resumes = await _resumes(cluster) - before
+                self.outcome.most_attempts = await _most_attempts(cluster)
 
     async def _send_under_faults(self, client: Client, cluster: Cluster, requests: Sequence[Request]) -> None:
-        plan, outcome = self._plan, self._outcome
-        began_s = self._clock()
+        plan, outcome = self.plan, self.outcome
+        began_s = self.clock()
 
         def on_whole(fault: Fault) -> None:
             words = f"{fault.at_s - began_s:6.1f} s  {fault.kind} {fault.victim}, whole after {fault.whole_s - fault.at_s:.1f} s"
-            self._say(f"{words}; {len(outcome.answers)} answers, {sum(bool(a.errors) for a in outcome.answers)} with errors")
+            self.say(f"{words}; {len(outcome.answers)} answers, {sum(bool(a.errors) for a in outcome.answers)} with errors")
 
-        faults = Faults(self._fleet, cluster, plan.roles, plan.kinds, plan.seed, plan.away_s, on_whole)
+        faults = Faults(self.fleet, cluster, plan.roles, plan.kinds, plan.seed, plan.away_s, on_whole)
         striking = asyncio.create_task(faults.run(plan.faults))
         try:
             await self._send(client, _until(requests, striking.done), outcome.answers)
@@ -110,7 +110,7 @@ class _Run:
         finally:
             striking.cancel()
             outcome.faults = faults.past
-            outcome.seconds = self._clock() - began_s
+            outcome.seconds = self.clock() - began_s
 
     async def _send(self, client: Client, requests: Iterator[Request], answers: list[Answer]) -> None:
         """So many at once; returns when every answer has ended."""
@@ -120,7 +120,7 @@ class _Run:
                 answers.append(await client.ask(request))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._plan.at_once):
+            for _ in range(self.plan.at_once):
                 group.create_task(keep_asking())
 
 

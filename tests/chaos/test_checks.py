@@ -57,19 +57,14 @@ def test_a_right_answer_passes(case: Case) -> None:
     assert not list(case.checks.differences({case.asked.number: answer}, [answer]))
 
 
-def repeated(tokens: list[int]) -> list[int]:
-    return [*tokens[:5], tokens[4], *tokens[5:-1]]
-
-
-def missing(tokens: list[int]) -> list[int]:
-    return [*tokens[:5], *tokens[6:], 300]
-
-
-def wrong(tokens: list[int]) -> list[int]:
-    return [*tokens[:5], (tokens[5] + 1) % 2000, *tokens[6:]]
-
-
-@pytest.mark.parametrize("damage", [repeated, missing, wrong])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda tokens: [*tokens[:5], tokens[4], *tokens[5:-1]], id="repeated"),
+        pytest.param(lambda tokens: [*tokens[:5], *tokens[6:], 300], id="missing"),
+        pytest.param(lambda tokens: [*tokens[:5], (tokens[5] + 1) % 2000, *tokens[6:]], id="wrong"),
+    ],
+)
 def test_tokens_that_the_model_does_not_say_are_wrong(case: Case, damage: Callable[[list[int]], list[int]]) -> None:
     reference, damaged = case.answer(case.tokens), case.answer(damage(case.tokens))
     (difference,) = case.checks.differences({case.asked.number: reference}, [damaged])

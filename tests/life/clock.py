@@ -6,6 +6,7 @@ Owns what happens when, and in which order. Knows nothing of those to whom it ha
 import heapq
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 NEVER = math.inf
@@ -39,19 +40,19 @@ class Clock:
         act()
 
 
+@dataclass(frozen=True, slots=True)
 class LocalClock:
     """The clock of one process, which began to count at another moment than those of others."""
 
-    def __init__(self, clock: Clock, offset_s: float) -> None:
-        self._clock = clock
-        self._offset_s = offset_s
+    clock: Clock
+    offset_s: float
 
     def __call__(self) -> float:
-        return self._clock.now + self._offset_s
+        return self.clock.now + self.offset_s
 
     def simulated(self, at_s: float) -> float:
         """What the simulated time is at this time of the process."""
-        return at_s - self._offset_s
+        return at_s - self.offset_s
 
 
 class Actor(Protocol):

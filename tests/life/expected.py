@@ -70,11 +70,5 @@ def expect(choice: Choice) -> Expected:
 def spec_of(choice: Choice, expected: Expected, ask: Ask, index: int) -> RequestSpec:
     """What the router is asked for a choice."""
     return RequestSpec(
-        choice.request_id,
-        index,
-        pack_ids(choice.prompt),
-        expected.sampling,
-        expected.stop,
-        priority=ask.priority,
-        timeout_s=ask.timeout_s,
+        choice.request_id, index, pack_ids(choice.prompt), expected.sampling, expected.stop, ask.priority, ask.timeout_s
     )

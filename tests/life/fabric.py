@@ -44,26 +44,22 @@ class Fate:
     by_hand: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class Tides:
     """What becomes of writes, by their chances; from `Storm.ends_s` on they fare well."""
 
-    def __init__(self, random: Random, rough: Rough, storm: Storm) -> None:
-        self._random = random
-        self._rough = rough
-        self._storm = storm
+    random: Random
+    rough: Rough
+    storm: Storm
 
     def fate(self, now: float) -> Fate:
-        draw, rough = self._random.random, self._rough
+        draw, rough = self.random.random, self.rough
         by_hand = draw() < rough.by_hand
-        if now >= self._storm.ends_s:
+        if now >= self.storm.ends_s:
             return Fate(seconds=CALM_WRITE_S, by_hand=by_hand)
         seconds = 12.0 * draw() ** 2 if draw() < rough.slow else CALM_WRITE_S * (0.2 + 4.0 * draw())
         failure = "cable" if draw() < rough.fails else None
         return Fate(seconds=seconds, failure=failure, proven=draw() >= rough.unproven, by_hand=by_hand)
-
-    def passes_s(self, one: InstanceId, other: InstanceId, now: float) -> float:
-        """When a write between two instances passes that could arrive now."""
-        return self._storm.cut_until(one, other, now)
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +155,7 @@ class Fabric(MemoryNetwork):
         now = self._clock.now
         if flight.write.landed.done() or flight.has_moved or flight.reader.died_s <= now:
             return
-        passes_s = self._tides.passes_s(flight.writer.id, flight.reader.id, now)
+        passes_s = self._tides.storm.cut_until(flight.writer.id, flight.reader.id, now)
         if passes_s > now:
             if not flight.fate.by_hand:
                 self._clock.at(passes_s, lambda: self._move(flight))

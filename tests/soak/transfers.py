@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import get_args
@@ -30,6 +31,7 @@ TURN_S = 0.25
 """Also while nothing may be spent, the places are looked after so often."""
 STRIKE_EVERY = 4
 """With --rounds: a strike takes the place of each fourth round."""
+_print = partial(print, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,16 +195,10 @@ def _short(soak: Soak) -> Iterator[Check]:
 
 def _print_checks(checks: Iterable[Check]) -> int:
     """Print the verdict. Returns the exit status."""
-    is_good = True
-    for check in checks:
+    printed = list(checks)
+    for check in printed:
         _print(f"{'holds' if check.holds else 'FAILS'}: {check.text}")
-        is_good &= check.holds
-    return 0 if is_good else 1
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    return 0 if all(check.holds for check in printed) else 1
 
 
 if __name__ == "__main__":
