@@ -1,10 +1,14 @@
-"""The sending end of the handoff for tests: each call returns the actions, and behind them what has closed. Knows no test."""
+"""The sending end of the handoff for tests, and what it says and hears: each call returns the actions, and behind them what has
+closed. Knows no test."""
 
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
-from common.ids import Key
+from common.ids import Generation, Incarnation, InstanceId, Key, pack_ids
+from common.messages import Grant, Reserve
 from kv_transfer.handoff_source import HandoffSource
+from kv_transfer.write_lease import WRITE_LEASE_S
+from tests.builders import key, sampling
 
 P = ParamSpec("P")
 Method: TypeAlias = Callable[Concatenate[HandoffSource, P], list[Any]]
@@ -19,6 +23,26 @@ def with_closings(
         return [*method(source, *args, **named), *source.take_closings()]
 
     return call
+
+
+ME, D, BEGAN_S = Incarnation("writer"), InstanceId("d"), 100.0
+
+
+def reserve(name: str = "r", tokens: int = 10, sent_s: float = BEGAN_S) -> Reserve:
+    return Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(tokens)), sampling=sampling(), sent_s=sent_s)
+
+
+def grant(
+    name: str = "r", pages: tuple[int, ...] = (20, 21, 22), generation: int = 5, sent_s: float = BEGAN_S, have_tokens: int = 0
+) -> Grant:
+    return Grant(
+        key=key(name),
+        generation=Generation(generation),
+        pages=pack_ids(pages),
+        sent_s=sent_s,
+        write_lease_s=WRITE_LEASE_S,
+        have_tokens=have_tokens,
+    )
 
 
 class Source(HandoffSource):

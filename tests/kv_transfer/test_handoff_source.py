@@ -9,25 +9,19 @@ import pytest
 
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
-from common.messages import Decline, Failed, Grant, Handoff, Reserve, Withdraw
+from common.messages import Decline, Failed, Grant, Handoff, Withdraw
 from kv_transfer.digests import Digest
 from kv_transfer.handoff_source import SourceClosed, SourceRead
 from kv_transfer.write_lease import WRITE_LEASE_S
-from tests.builders import LAYOUT, key, sampling
-from tests.kv_transfer.sources import Source
+from tests.builders import LAYOUT, key
+from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 
-ME, LIFE = Incarnation("writer"), Incarnation("1")
-D, OTHER = InstanceId("d"), InstanceId("other")
+LIFE, OTHER = Incarnation("1"), InstanceId("other")
 PEER = Life(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
-BEGAN_S = 100.0
 CLOSED = SourceClosed(key(), None, quiescent=True)
 WITHDRAW = Send(D, Withdraw(key=key()))
 WITHDRAWN = [WITHDRAW, CLOSED]
-
-
-def reserve(name: str = "r", sent_s: float = BEGAN_S) -> Reserve:
-    return Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(10)), sampling=sampling(), sent_s=sent_s)
 
 
 def opened(digest: Digest | None = None) -> Source:
@@ -52,17 +46,6 @@ def pushing(*computed: int) -> Source:
 
 def unavailable(message: str) -> Failed:
     return Failed(message=message, kind="unavailable_error", status=503, retryable=True)
-
-
-def grant(pages: tuple[int, ...] = (20, 21, 22), have_tokens: int = 0, sent_s: float = BEGAN_S) -> Grant:
-    return Grant(
-        key=key(),
-        generation=Generation(5),
-        pages=pack_ids(pages),
-        sent_s=sent_s,
-        write_lease_s=WRITE_LEASE_S,
-        have_tokens=have_tokens,
-    )
 
 
 def pushes(outputs: list[Any]) -> list[tuple[list[int], list[int]]]:
@@ -273,7 +256,7 @@ def test_an_answer_of_another_instance_is_dropped_and_counted(answer: Grant | De
 
 def test_a_second_grant_is_dropped() -> None:
     source = granted()
-    assert source.receive(D, grant((30, 31, 32)), BEGAN_S) == []
+    assert source.receive(D, grant(pages=(30, 31, 32)), BEGAN_S) == []
     assert source.stale == 1
     assert pushes(source.computed(key(), 4)) == [([10], [20])]
 

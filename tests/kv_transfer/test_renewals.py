@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 
 from common.errors import InstanceFailed
-from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_ids
+from common.ids import Incarnation, InstanceId, Life, Ticket
 from common.instance.ports import Allow, PushDone, PushFailed, Send
-from common.messages import Failed, Grant, Renew, Renewed, Reserve, Withdraw
+from common.messages import Failed, Renew, Renewed, Withdraw
 from kv_transfer.handoff_source import SourceClosed
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
-from tests.builders import LAYOUT, key, sampling
-from tests.kv_transfer.sources import Source
+from tests.builders import LAYOUT, key
+from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 
-ME = Incarnation("writer")
-D, E = InstanceId("d"), InstanceId("e")
+E = InstanceId("e")
 FIRST, SECOND = Incarnation("1"), Incarnation("2")
-BEGAN_S = 100.0
 PAGES = np.array([10, 11], dtype=np.int32)
 
 
@@ -31,18 +29,10 @@ class Writer:
             self.open(name)
 
     def open(self, name: str, peer: InstanceId = D, incarnation: Incarnation = FIRST) -> None:
-        reserve = Reserve(key=key(name), incarnation=ME, prompt=pack_ids(range(8)), sampling=sampling(), sent_s=self.now)
-        self.source.open(reserve, Life(peer, incarnation), PAGES)
+        self.source.open(reserve(name, tokens=8, sent_s=self.now), Life(peer, incarnation), PAGES)
 
     def grant(self, name: str, generation: int = 5) -> list[Any]:
-        grant = Grant(
-            key=key(name),
-            generation=Generation(generation),
-            pages=pack_ids([20, 21]),
-            sent_s=self.now,
-            write_lease_s=WRITE_LEASE_S,
-        )
-        return self.source.receive(D, grant, self.now)
+        return self.source.receive(D, grant(name, (20, 21), generation, self.now), self.now)
 
     def renewed(self, sent_s: float, *over: str, sender: InstanceId = D) -> list[Any]:
         answer = Renewed(sent_s=sent_s, write_lease_s=WRITE_LEASE_S, over=tuple(key(name) for name in over))
