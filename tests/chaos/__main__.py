@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from common.flags import add_flags, read_config
-from tests.chaos.faults import KINDS, Kind
+from tests.chaos.faults import KINDS, Kind, Plan
 from tests.chaos.fleet import Shape
 from tests.chaos.report import LATENCY_HEADER, Outcome, latency_line, summary
-from tests.chaos.run import Plan, run
+from tests.chaos.run import run
 
 SETTINGS = ((0.5, 3.0), (0.25, 1.5), (0.1, 0.5))
 """--heartbeat-s and --dead-after-s of each line of the table."""

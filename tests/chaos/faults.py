@@ -1,6 +1,6 @@
 """Faults: who is struck how and when, and that nobody is struck before the former victim of that role is whole again.
 
-Owns the rotation and its pace. Does not know requests.
+Owns the plan of a run, the rotation and its pace. Does not know requests.
 
     role 0   strike ─── down ─── back ─ whole ─ strike ───                  one instance of a role at a time,
     role 1          strike ─── down ─── back ─ whole ─ strike ───           the roles in turn
@@ -9,14 +9,14 @@ Owns the rotation and its pace. Does not know requests.
 import asyncio
 import itertools
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
 
 from common.ids import Role
 from tests.chaos.cluster import Cluster
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import Fleet, Shape
 
 Kind = Literal["kill", "stop", "term"]
 SIGNALS: dict[Kind, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
@@ -29,6 +29,23 @@ END_S = 60.0
 """A struck process has ended within this."""
 WHOLE_S = 90.0
 """An instance that runs again is live and linked within this; the machine may be busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """requests: different ones; they are sent again and again until the faults are through. at_once: open at the same time.
+    away_s: how long an instance that has ended stays away. is_compared: whether a run without faults goes first, and answers are
+    held against it."""
+
+    shape: Shape = field(default_factory=Shape)
+    requests: int = 500
+    faults: int = 50
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    kinds: tuple[Kind, ...] = KINDS
+    seed: int = 1
+    at_once: int = 12
+    away_s: float = 0.0
+    is_compared: bool = True
 
 
 @dataclass(slots=True)
@@ -59,25 +76,13 @@ class _Role:
 
 
 class Faults:
-    """Strikes the instances of `roles` by rotation. away_s: how long one that has ended stays away before it is started again.
-    on_whole is called with every fault when its victim is whole again."""
+    """Strikes the instances of the plan's roles by rotation. on_whole is called with each fault when its victim is whole again."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        cluster: Cluster,
-        roles: Sequence[Role],
-        kinds: Sequence[Kind],
-        seed: int,
-        away_s: float,
-        on_whole: Callable[[Fault], object],
-    ) -> None:
-        self._fleet = fleet
-        self._cluster = cluster
-        self._away_s = away_s
-        self._random = Random(f"faults {seed}")
+    def __init__(self, fleet: Fleet, cluster: Cluster, plan: Plan, on_whole: Callable[[Fault], object]) -> None:
+        self._fleet, self._cluster, self._plan = fleet, cluster, plan
+        self._random = Random(f"faults {plan.seed}")
         self._on_whole = on_whole
-        self._roles = [_Role(role, itertools.cycle(itertools.product(fleet.shape.names(role), kinds))) for role in roles]
+        self._roles = [_Role(role, itertools.cycle(itertools.product(plan.shape.names(role), plan.kinds))) for role in plan.roles]
         self.past: list[Fault] = []
 
     async def run(self, count: int) -> None:
@@ -134,6 +139,6 @@ class Faults:
                 self._fleet.problems.append(f"{fault.victim}, struck by {fault.kind}, ended with status {status}")
                 process.kill()
             fault.over_s = clock()
-            await asyncio.sleep(self._away_s)
+            await asyncio.sleep(self._plan.away_s)
             await self._fleet.start_instance(fault.victim)
         fault.back_s = clock()

@@ -6,19 +6,18 @@ Owns the order of it. Raises nothing that concerns the fleet: what goes wrong is
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from bench.local_fleet import FleetFailed
-from common.ids import Role
 from demo.evaluate import MODEL
 from tests.chaos.checks import Checks
 from tests.chaos.client import Answer, Client
 from tests.chaos.cluster import Cluster, NotInTime
-from tests.chaos.faults import KINDS, Fault, Faults, Kind
-from tests.chaos.fleet import Fleet, Shape
+from tests.chaos.faults import Fault, Faults, Plan
+from tests.chaos.fleet import Fleet
 from tests.chaos.oracle import Oracle
 from tests.chaos.report import Outcome
 from tests.chaos.workload import Request, Workload
@@ -26,23 +25,6 @@ from tests.chaos.workload import Request, Workload
 HOME_S = 60.0
 """After the last answer every page is home within this."""
 WHOLE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """requests: different ones; they are sent again and again until the faults are through. at_once: open at the same time.
-    away_s: how long an instance that has ended stays away. is_compared: whether a run without faults goes first, and answers are
-    held against it."""
-
-    shape: Shape = field(default_factory=Shape)
-    requests: int = 500
-    faults: int = 50
-    roles: tuple[Role, ...] = ("prefill", "decode")
-    kinds: tuple[Kind, ...] = KINDS
-    seed: int = 1
-    at_once: int = 12
-    away_s: float = 0.0
-    is_compared: bool = True
 
 
 async def run(plan: Plan, logs: Path, say: Callable[[str], object]) -> Outcome:
@@ -102,7 +84,7 @@ class _Run:
             words = f"{fault.at_s - began_s:6.1f} s  {fault.kind} {fault.victim}, whole after {fault.whole_s - fault.at_s:.1f} s"
             self.say(f"{words}; {len(outcome.answers)} answers, {sum(bool(a.errors) for a in outcome.answers)} with errors")
 
-        faults = Faults(self.fleet, cluster, plan.roles, plan.kinds, plan.seed, plan.away_s, on_whole)
+        faults = Faults(self.fleet, cluster, plan, on_whole)
         striking = asyncio.create_task(faults.run(plan.faults))
         try:
             await self._send(client, _until(requests, striking.done), outcome.answers)

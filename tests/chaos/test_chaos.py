@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.faults import Plan
 from tests.chaos.report import summary
-from tests.chaos.run import Plan, run
+from tests.chaos.run import run
 
 
 @pytest.mark.timeout(600)
