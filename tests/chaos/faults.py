@@ -76,7 +76,7 @@ class _Role:
 
 
 class Faults:
-    """Strikes the instances of the plan's roles by rotation. on_whole is called with each fault when its victim is whole again."""
+    """Strikes the instances of the plan's roles by rotation. on_whole: called with each fault when its victim is whole again."""
 
     def __init__(self, fleet: Fleet, cluster: Cluster, plan: Plan, on_whole: Callable[[Fault], object]) -> None:
         self._fleet, self._cluster, self._plan = fleet, cluster, plan
