@@ -34,7 +34,8 @@ def bytes_sent(root: Path = Path("/")) -> dict[Wire, int]:
         sent[Wire(TCP, name)] = int(words[8])
     for port in _ports(root):
         with suppress(OSError, ValueError):
-            sent[_wire_of(port)] = _WORD_BYTES * int((port / "counters/port_xmit_data").read_text())
+            words_sent = int((port / "counters/port_xmit_data").read_text())
+            sent[Wire(RDMA, f"{port.parent.parent.name}:{port.name}")] = _WORD_BYTES * words_sent
     return sent
 
 
@@ -67,10 +68,6 @@ def _devices(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 def _ports(root: Path) -> list[Path]:
     return sorted((root / "sys/class/infiniband").glob("*/ports/*"))
-
-
-def _wire_of(port: Path) -> Wire:
-    return Wire(RDMA, f"{port.parent.parent.name}:{port.name}")
 
 
 def _rdma_speed(port: Path) -> float | None:

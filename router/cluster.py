@@ -10,13 +10,13 @@ from typing import Any
 from msgspec.structs import asdict
 
 from router.core import RouterCore
-from router.detokenizer_watch import DetokenizerWatch
 from router.members import Member
 from router.requests import Phase
 
 
 def cluster_page(core: RouterCore) -> dict[str, Any]:
     """The page as builtins and messages, ready for JSON."""
+    last = core.detokenizer.last
     phases = Counter(record.phase for record in core.requests.records())
     return {
         "router": {
@@ -27,7 +27,7 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
             "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
             "unready": core.unready(),
         },
-        "detokenizer": _detokenizer(core.detokenizer),
+        "detokenizer": {"silent": core.detokenizer.silent} | ({} if last is None else asdict(last)),
         "instances": [_instance(member) for member in core.fleet.members()],
         "departed": [
             {
@@ -40,10 +40,6 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
         ],
         "refused": [{"id": name, "reason": refusal.reason} for name, refusal in core.fleet.refused.items()],
     }
-
-
-def _detokenizer(watch: DetokenizerWatch) -> dict[str, Any]:
-    return {"silent": watch.silent} | ({} if watch.last is None else asdict(watch.last))
 
 
 def _instance(member: Member) -> dict[str, Any]:

@@ -201,12 +201,11 @@ class RequestTable(Generic[R]):
 
     def answer(self, probe: Probe) -> Send:
         """What is known of these requests."""
-        standings = tuple(self._standing(key) for key in probe.keys)
+        found = ((key, self._open.get(key)) for key in probe.keys)
+        standings = tuple(
+            Standing(key, None if known is None or known.phase is Phase.ENDED else known.next_token) for key, known in found
+        )
         return Send(ROUTER, Probed(id=self._me.id, incarnation=self._me.incarnation, standings=standings))
-
-    def _standing(self, key: Key) -> Standing:
-        request = self._open.get(key)
-        return Standing(key, None if request is None or request.phase is Phase.ENDED else request.next_token)
 
     def counters(self) -> Counters:
         """What both roles count."""

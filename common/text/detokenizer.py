@@ -156,7 +156,8 @@ class Detokenizer:
                 self.dropped["never opened"] += 1
                 continue
             announced = answer.order.announced_ending
-            ending = announced if isinstance(announced, Failed) else Failed.of(_missing(answer) if answer.waits else _late())
+            late = DeadlinePassed("the answer was neither ended nor closed in the time that it was given")
+            ending = announced if isinstance(announced, Failed) else Failed.of(_missing(answer) if answer.waits else late)
             texts += self._break_off(key, answer, ending)
         return texts
 
@@ -243,7 +244,3 @@ class Detokenizer:
 
 def _missing(answer: _Answer) -> InstanceFailed:
     return InstanceFailed(f"tokens of the answer from number {answer.order.next} on did not arrive")
-
-
-def _late() -> DeadlinePassed:
-    return DeadlinePassed("the answer was neither ended nor closed in the time that it was given")
