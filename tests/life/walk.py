@@ -59,6 +59,8 @@ LIMITS = InstanceLimits(chunk_tokens=64, max_waiting=8, request_timeout_s=600.0,
 HANG_S = 120.0
 """The walk takes a few seconds; after this it is stuck."""
 ANSWER_TOKENS = 8
+PAUSE_S = 0.0005
+"""Between turns, when the engine and transfer threads get the interpreter: a thread that never waits starves the others."""
 IDLE_TURNS = 100
 _TURNS = (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick, Pushes.begin, transfer_thread._pace)
 THREADS_TURNS = {function.__code__ for function in _TURNS}
@@ -224,7 +226,7 @@ class Fleet:
             before, self._recorder.main_stage = self._recorder.main_stage, stage
             act()
             self._recorder.main_stage = before
-        await asyncio.sleep(0)
+        await asyncio.sleep(PAUSE_S)
 
     async def join(self) -> None:
         """Let time pass until both instances can serve; then it stands still."""
