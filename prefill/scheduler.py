@@ -66,7 +66,7 @@ from common.messages import (
 from common.pages.pool import PageLease, PagePool
 from kv_transfer.digests import Digest
 from kv_transfer.handoff_source import HandoffSource, SourceRead
-from prefill.links import Links
+from prefill.link_book import LinkBook
 from prefill.request import PrefillRequest
 
 PrefillMessage = Generate | Cancel | Probe | Grant | Decline | Renewed | Peers | Drain
@@ -84,7 +84,7 @@ class PrefillScheduler:
         self._rows = Rows(engine.max_rows)
         self._source = HandoffSource(me.incarnation, engine.layout, digest)
         self._requests = RequestTable(PrefillRequest, me, engine, limits)
-        self._links = Links()
+        self._links = LinkBook()
         self._computing: dict[int, PrefillRequest] = {}
         self._pages_quarantined = 0
 

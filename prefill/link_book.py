@@ -12,7 +12,7 @@ from common.messages import LinkInfo, Peers
 _log = logging.getLogger(__name__)
 
 
-class Links:
+class LinkBook:
     """known: the link to each peer. lost: peers whose link is down."""
 
     def __init__(self) -> None:
