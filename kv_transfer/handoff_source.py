@@ -218,7 +218,7 @@ class HandoffSource:
             if incarnations.get(peer.id) == peer.incarnation:
                 continue
             session.until_s = float("-inf")  # its link is closed, and a new link begins without a lease
-            session.is_dead = peer.id in incarnations
+            session.is_dead = session.is_dead or peer.id in incarnations
             if session.is_dead:
                 self._renewals.clear(peer)  # the new incarnation would mistake them for claims on itself
             for outgoing in list(session.open.values()):

@@ -292,3 +292,10 @@ def test_a_handoff_to_a_peer_that_left_is_drained_before_its_pages_come_home() -
     assert source.peers_gone([]) == []
     ended = source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
     assert ended == [WITHDRAW, LEFT]
+
+
+def test_nothing_is_kept_of_a_peer_that_came_back_as_another_and_then_left() -> None:
+    source = pushing(4)
+    assert source.peers_gone([(D, Incarnation("2"))]) == source.peers_gone([]) == []
+    source.transfer_ended(PushFailed(Ticket(1), "the link was closed", quiescent=True))
+    assert len(source) == 0 and source.next_deadline() is None and not source._sessions
