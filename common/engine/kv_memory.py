@@ -38,12 +38,6 @@ class KVMemory:
         """Keys and values of each layer, each [pages, kv_heads, page_size, head_dim], strided over the pool."""
         self.region = MemoryRegion(address=self.pool.data_ptr(), region_bytes=region_bytes, device=_region_device(device))
 
-    def write(self, layer: int, pages: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Put each token's KV in its page and slot. pages, slots: [tokens] int64. key, value: [tokens, kv_heads, head_dim]."""
-        keys, values = self.layers[layer]
-        keys[pages, :, slots] = key
-        values[pages, :, slots] = value
-
     def _view(self, layer: int, kind: int) -> Tensor:
         layout = self.layout
         layer_stride, kind_stride, head, token, dim = layout.strides

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from common.config import Dtype, EngineConfig, ModelConfig, parse_bytes
-from common.engine.attention import Attention, PagedAttention, Segment, StepTokens
+from common.engine.attention.native import load_kernel
+from common.engine.attention.paged import PagedAttention
+from common.engine.attention.port import Attention, Segment, StepTokens
 from common.engine.checkpoint import ModelShape, fingerprint, read_shape, read_weights
 from common.engine.executor import EngineDescription
+from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.kv_budget import KVBudget, auto_kv_bytes, kv_budget, workspace_bytes
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.layer_progress import LayerProgress
 from common.engine.models.decoder import Decoder
-from common.engine.native import load_kernel
 from common.engine.plan import Plan, RowStart, StepResult
 from common.engine.sampler import Sampler
+from common.engine.step import PagedStep
 from common.errors import ConfigError
 from common.ids import Int32Array
 from common.messages import ModelIdentity
@@ -49,6 +52,7 @@ class ModelRunner:
         given = parse_bytes(engine.kv_memory)
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
+        self._kernels = TorchKernels()
         self._model = self._load(shape, path, dtype, progress)
         budget = self._budget(shape, layout, engine, progress)
         progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
@@ -95,12 +99,8 @@ class ModelRunner:
         step = self._step_tokens(plan, positions, at_rows)
         self._attention.plan(step)
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self._memory.write(layer, step.pages, step.slots, key, value)
-            progress.written(layer + 1)
-            return self._attention.run(layer, query)
-
-        hidden = self._model.hidden(token_ids, positions, attend)
+        attention = PagedStep(self._memory, self._attention, self._kernels, step, progress.written)
+        hidden = self._model.hidden(token_ids, positions, attention)
         tokens = np.empty(0, dtype=np.int32)
         progress.wait()
         if len(rows):
@@ -117,7 +117,7 @@ class ModelRunner:
 
     def _load(self, shape: ModelShape, path: Path, dtype: torch.dtype, progress: Callable[[str], None]) -> Decoder:
         try:
-            return Decoder(shape, read_weights(path, dtype, str(self._device), progress))
+            return Decoder(shape, read_weights(path, dtype, str(self._device), progress), self._kernels)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"the weights in {path} do not fit in the memory of {self._device}: {error}") from error
 
@@ -194,11 +194,9 @@ class ModelRunner:
         page_size = self._memory.layout.page_size
         segments, begin = [], 0
         for chunk in plan.chunks:
-            tokens = len(chunk.token_ids)
-            context = chunk.start + tokens
-            pages = self._page_table[chunk.row, : self._memory.layout.pages_for(context)].long()
-            segments.append(Segment(begin, begin + tokens, chunk.start, context, pages))
-            begin += tokens
+            end = begin + len(chunk.token_ids)
+            segments.append(Segment(begin, end, chunk.start, chunk.start + end - begin, chunk.row))
+            begin = end
         grown = plan.rows.astype(np.int64)
         chunk_lengths = np.array([segment.context for segment in segments], dtype=np.int64)
         lengths = np.concatenate([chunk_lengths, self._host_length[plan.decode_rows] + 1])
@@ -206,12 +204,12 @@ class ModelRunner:
         self._host_length[grown] = lengths
         self._length[torch.as_tensor(grown, device=self._device)] = torch.as_tensor(lengths, device=self._device)
         decode = rows[begin:]
-        width = self._memory.layout.pages_for(int(self._host_length[plan.decode_rows].max(initial=1)))
         return StepTokens(
             pages=self._page_table[rows, positions // page_size].long(),
             slots=positions % page_size,
             chunks=segments,
-            decode_table=self._page_table[decode, :width],
+            table=self._page_table,
+            decode_rows=decode,
             decode_lengths=self._length[decode],
             host_lengths=self._host_length[plan.decode_rows],
         )

@@ -1,22 +1,22 @@
 """The decoder of Llama and Qwen3: embedding, layers of attention and SwiGLU, final norm and output head.
 
-Owns the weights and the arithmetic on them. Knows nothing of pages, rows or requests: attention is a callable that it is given.
+Owns the weights and the arithmetic on them. Implements `Model`; knows nothing of pages, rows or requests.
 The two architectures differ in the norm on queries and keys (Qwen3). Sources: Touvron et al. 2023, Qwen3 technical report 2025.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.attention.port import LayerAttention
 from common.engine.checkpoint import ModelShape, RopeScaling
+from common.engine.kernels.port import HeadNorm, Kernels, Rotation
+from common.engine.models.port import StepAttention
 from common.errors import ConfigError
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query [tokens, heads, dim], key and value [tokens, kv_heads, dim]) → [tokens, heads, dim]."""
 
 
 @dataclass(slots=True)
@@ -26,8 +26,7 @@ class Layer:
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
+    head_norm: HeadNorm | None
     output: Tensor
     output_bias: Tensor | None
     post_norm: Tensor
@@ -40,9 +39,13 @@ class Layer:
 class Decoder:
     """A loaded model."""
 
-    def __init__(self, shape: ModelShape, weights: Iterable[tuple[str, Tensor]]) -> None:
+    capturable = True
+
+    def __init__(self, shape: ModelShape, weights: Iterable[tuple[str, Tensor]], kernels: Kernels) -> None:
         """Raises ConfigError when a weight is missing or unknown."""
         self.shape = shape
+        self.attention = [LayerAttention(shape.head_dim**-0.5)] * shape.layers
+        self._kernels = kernels
         named = dict(weights)
         self._embedding = _take(named, "model.embed_tokens.weight")
         self._layers = [_layer(named, f"model.layers.{number}.", shape) for number in range(shape.layers)]
@@ -58,46 +61,28 @@ class Decoder:
             )
         self._frequencies = _frequencies(shape).to(self._embedding.device)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """token_ids, positions: [tokens] int64. Returns [tokens, hidden], not yet normed."""
-        cos, sin = self._rotary(positions)
-        x = F.embedding(token_ids, self._embedding)
-        for number, layer in enumerate(self._layers):
-            x = x + self._attention(number, layer, self._rms_norm(x, layer.input_norm), cos, sin, attend)
-            gate, up = F.linear(self._rms_norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
+        """token_ids, positions: [tokens] int64. Returns [tokens, hidden], normed."""
+        rotation, kernels, eps = self._rotation(positions), self._kernels, self.shape.norm_eps
+        residual = F.embedding(token_ids, self._embedding)
+        x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
+        following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
+            heads = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.shape.head_dim)
+            out = attention.rotate_and_attend(number, heads, rotation, layer.head_norm)
+            x = F.linear(out.reshape(len(x), -1), layer.output, layer.output_bias)
+            x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = F.linear(kernels.silu_and_mul(F.linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+            x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32."""
-        return F.linear(self._rms_norm(hidden, self._norm), self._head).float()
+        return F.linear(hidden, self._head).float()
 
-    def _attention(self, number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        shape = self.shape
-        heads = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, shape.head_dim)
-        query, key, value = torch.split(heads, [shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = self._rms_norm(query, layer.query_norm), self._rms_norm(key, layer.key_norm)
-        out = attend(number, _rotate(query, cos, sin), _rotate(key, cos, sin), value)
-        return F.linear(out.reshape(len(x), -1), layer.output, layer.output_bias)
-
-    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Zhang and Sennrich 2019; the mean in float32 as the checkpoints were trained with."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.norm_eps)
-        return weight * normed.to(x.dtype)
-
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position's angles: [tokens, 1, head_dim]."""
+    def _rotation(self, positions: Tensor) -> Rotation:
         angles = positions[:, None].float() * self._frequencies[None, :]
-        both = torch.cat([angles, angles], dim=-1)[:, None, :]
-        return both.cos().to(self._embedding.dtype), both.sin().to(self._embedding.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate by position (RoPE, Su et al. 2021, eq. 34), halves paired as in the checkpoints. x: [tokens, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+        return Rotation(angles.cos(), angles.sin())
 
 
 def _frequencies(shape: ModelShape) -> Tensor:
@@ -130,8 +115,13 @@ def _layer(named: dict[str, Tensor], prefix: str, shape: ModelShape) -> Layer:
         input_norm=_take(named, prefix + "input_layernorm.weight"),
         qkv=merged(tuple(part + ".weight" for part in qkv)),
         qkv_bias=bias(shape.attention_bias, *qkv),
-        query_norm=_take(named, attention + "q_norm.weight") if shape.qk_norm else None,
-        key_norm=_take(named, attention + "k_norm.weight") if shape.qk_norm else None,
+        head_norm=HeadNorm(
+            query=_take(named, attention + "q_norm.weight"),
+            key=_take(named, attention + "k_norm.weight"),
+            eps=shape.norm_eps,
+        )
+        if shape.qk_norm
+        else None,
         output=_take(named, attention + "o_proj.weight"),
         output_bias=bias(shape.attention_bias, f"{attention}o_proj"),
         post_norm=_take(named, prefix + "post_attention_layernorm.weight"),

@@ -1,4 +1,4 @@
-"""Attention over KV pages: the port that a backend implements, and the backend for torch and the C kernel.
+"""Attention over KV pages in torch, and in C for decode rows on CPU: the backend of CPU, and the fallback on CUDA.
 
 Owns the use of the page tables. Knows rows and pages as tensors. Does not know models, sampling or requests.
 
@@ -13,30 +13,18 @@ A chunk that begins a prompt is the exception: it needs no mask, and `enable_gqa
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.attention.native import PagedAttentionKernel
+from common.engine.attention.port import Segment, StepTokens
 from common.engine.kv_memory import KVMemory
-from common.engine.native import PagedAttentionKernel
-from common.ids import Int64Array
 
 GATHER_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Most bytes of keys and values that decode attention without a kernel gathers at once, by device; one row may take more. On CPU
 they should stay in the cache; on CUDA each call costs a launch, so the limit is the room for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens [begin, end) of the step are one chunk of a row, at positions [start, context). pages: [pages] int64."""
-
-    begin: int
-    end: int
-    start: int
-    context: int
-    pages: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +43,6 @@ class _Part:
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """Where the tokens of a step lie: the chunks first, then one token for each decode row. All a backend needs to plan the step.
-
-    pages, slots: [tokens] int64, where each token's KV is written. decode_table: [rows, pages] int32. decode_lengths: [rows]
-    int64, this token included. host_lengths: the same lengths on the host, so that nothing waits for the device.
-    """
-
-    pages: Tensor
-    slots: Tensor
-    chunks: Sequence[Segment]
-    decode_table: Tensor
-    decode_lengths: Tensor
-    host_lengths: Int64Array
-
-
-class Attention(Protocol):
-    """A backend: plans once per step, then runs for every layer of that step. One step at a time."""
-
-    def plan(self, step: StepTokens) -> None:
-        """Compute what all layers of the step share. It replaces the former plan."""
-
-    def run(self, layer: int, query: Tensor) -> Tensor:
-        """query: [tokens, heads, dim]; the layer's keys and values are in their pages already. Returns the shape of query."""
-
-
 class PagedAttention:
     """The backend of CPU and CUDA: torch, and for decode rows the C kernel where there is one. Implements `Attention`."""
 
@@ -91,10 +53,15 @@ class PagedAttention:
         self._scale = memory.layout.head_dim**-0.5
         self._heads = torch.arange(memory.layout.kv_heads, device=memory.pool.device)[:, None]
         self._masks: list[Tensor | None] = []
+        self._pages: list[Tensor] = []
         self._parts: list[_Part] = []
 
     def plan(self, step: StepTokens) -> None:
         self._step = step
+        layout = self._memory.layout
+        self._pages = [step.table[chunk.row, : layout.pages_for(chunk.context)].long() for chunk in step.chunks]
+        width = layout.pages_for(int(step.host_lengths.max(initial=1)))
+        self._decode_table = step.table[step.decode_rows, :width]
         self._masks = [_causal_mask(chunk, self._group, self._memory) for chunk in step.chunks]
         if self._kernel is None:
             self._parts = self._divided(step)
@@ -103,8 +70,8 @@ class PagedAttention:
         keys, values = self._memory.layers[layer]
         step = self._step
         parts = [
-            self._chunk(query[chunk.begin : chunk.end], keys, values, chunk, mask)
-            for chunk, mask in zip(step.chunks, self._masks, strict=True)
+            self._chunk(query[chunk.begin : chunk.end], keys, values, chunk, pages, mask)
+            for chunk, pages, mask in zip(step.chunks, self._pages, self._masks, strict=True)
         ]
         decode_begin = step.chunks[-1].end if step.chunks else 0
         if len(query) > decode_begin:
@@ -112,14 +79,17 @@ class PagedAttention:
             if self._kernel is None:
                 parts += self._decode(rows, keys, values)
             else:
-                parts.append(self._kernel(rows, keys, values, step.decode_table, step.decode_lengths, self._scale))
+                parts.append(self._kernel(rows, keys, values, self._decode_table, step.decode_lengths, self._scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, segment: Segment, mask: Tensor | None) -> Tensor:
-        """Causal attention of query [tokens, heads, dim] over the first `context` slots of the segment's pages."""
+    def for_graph(self, rows: int) -> None:
+        """None: what is gathered depends on the rows' lengths."""
+
+    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, segment: Segment, pages: Tensor, mask: Tensor | None) -> Tensor:
+        """Causal attention of query [tokens, heads, dim] over the first `context` slots of pages [pages]."""
         tokens, heads, dim = query.shape
         context = segment.context if mask is None else mask.shape[-1]
-        key, value = (self._gathered(view, segment.pages)[None, :, :context] for view in (keys, values))
+        key, value = (self._gathered(view, pages)[None, :, :context] for view in (keys, values))
         if segment.start == 0:
             whole = query.transpose(0, 1)[None]
             out = F.scaled_dot_product_attention(whole, key, value, is_causal=True, scale=self._scale, enable_gqa=True)
@@ -155,7 +125,7 @@ class PagedAttention:
         for begin, end in _runs(host_lengths.tolist(), most):
             longest, shortest = int(host_lengths[begin:end].max()), int(host_lengths[begin:end].min())
             width = layout.pages_for(longest)
-            table = step.decode_table[begin:end, :width].long()
+            table = self._decode_table[begin:end, :width].long()
             if longest == shortest:
                 parts.append(_Part(begin, end, longest, table, None, None))
                 continue
@@ -192,6 +162,7 @@ def _causal_mask(segment: Segment, group: int, memory: KVMemory) -> Tensor | Non
         return None
     device = memory.pool.device
     positions = torch.arange(segment.start, segment.context, device=device)
-    hidden = torch.arange(len(segment.pages) * memory.layout.page_size, device=device)[None, :] > positions[:, None]
+    slots = memory.layout.pages_for(segment.context) * memory.layout.page_size
+    hidden = torch.arange(slots, device=device)[None, :] > positions[:, None]
     mask = torch.zeros(hidden.shape, dtype=memory.pool.dtype, device=device).masked_fill_(hidden, -torch.inf)
     return mask.repeat(group, 1)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.engine.attention.native import PagedAttentionKernel, load_kernel
 from common.engine.kv_memory import KVMemory
-from common.engine.native import PagedAttentionKernel, load_kernel
 from common.pages.layout import KVLayout
 from tests.common.engine.reference import gathered, softmax_attention
 

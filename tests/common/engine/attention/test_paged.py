@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine import attention
-from common.engine.attention import PagedAttention, Segment, StepTokens
+from common.engine.attention import paged
+from common.engine.attention.paged import PagedAttention
+from common.engine.attention.port import Segment, StepTokens
+from common.engine.kernels.port import PagePlaces
+from common.engine.kernels.torch_kernels import write
 from common.engine.kv_memory import KVMemory
 from common.pages.layout import KVLayout
 from tests.common.engine.reference import gathered, softmax_attention
@@ -24,7 +27,7 @@ SLOT_BYTES = 2 * KV_HEADS * DIM * 4
 
 
 def gather_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(attention, "GATHER_BYTES", {"cpu": tokens * SLOT_BYTES})
+    monkeypatch.setattr(paged, "GATHER_BYTES", {"cpu": tokens * SLOT_BYTES})
 
 
 class Step:
@@ -41,23 +44,21 @@ class Step:
         segments: list[Segment] = []
         for row, (start, tokens) in enumerate(chunks):
             begin = segments[-1].end if segments else 0
-            segments.append(
-                Segment(begin, begin + tokens, start, start + tokens, self.table[row, : layout.pages_for(start + tokens)])
-            )
+            segments.append(Segment(begin, begin + tokens, start, start + tokens, row))
             self._fill(row, start, generator)
         for row, length in enumerate(lengths, len(chunks)):
             self.places.append((row, length - 1))
             self._fill(row, length - 1, generator)
-        decode_table = torch.zeros(len(lengths), WIDTH, dtype=torch.int32)
-        for number, length in enumerate(lengths):
-            pages = layout.pages_for(length)
-            decode_table[number, :pages] = self.table[len(chunks) + number, :pages]  # beyond it: page 0, which is all NaN
+        table = self.table.to(torch.int32)
+        for row, length in enumerate([*(start + tokens for start, tokens in chunks), *lengths]):
+            table[row, layout.pages_for(length) :] = 0  # page 0 is all NaN
         at = torch.tensor(self.places)
         self.tokens = StepTokens(
             pages=self.table[at[:, 0], at[:, 1] // PAGE_SIZE],
             slots=at[:, 1] % PAGE_SIZE,
             chunks=segments,
-            decode_table=decode_table,
+            table=table,
+            decode_rows=torch.arange(len(chunks), rows),
             decode_lengths=torch.tensor(lengths),
             host_lengths=np.array(lengths, dtype=np.int64),
         )
@@ -73,7 +74,7 @@ class Step:
                     view[self.table[row, at // PAGE_SIZE], :, at % PAGE_SIZE] = torch.randn(KV_HEADS, DIM, generator=generator)
 
     def run(self, layer: int) -> Tensor:
-        self.memory.write(layer, self.tokens.pages, self.tokens.slots, self.key, self.value)
+        write(PagePlaces(*self.memory.layers[layer], self.tokens.pages, self.tokens.slots), self.key, self.value)
         return self.attention.run(layer, self.query)
 
     def expected(self, layer: int) -> np.ndarray:

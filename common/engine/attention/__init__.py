@@ -1,0 +1,1 @@
+"""Attention over KV pages: the port and its backends."""

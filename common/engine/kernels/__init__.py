@@ -1,0 +1,1 @@
+"""The small operations of a decoder that are worth a fused kernel: the port and its implementations."""
