@@ -1,6 +1,7 @@
 """The port of attention over KV pages: plan once per step, run once per layer.
 
-Owns the vocabulary between the step and a backend, and no implementation: `paged` is the one of torch and of CPU. Knows rows and pages as tensors; does not know models, sampling or requests.
+Owns the vocabulary between the step and a backend, and no implementation: `paged` is the one of torch and of CPU. Knows rows and
+pages as tensors; does not know models, sampling or requests.
 """
 
 from collections.abc import Sequence
