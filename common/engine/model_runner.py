@@ -96,10 +96,12 @@ class ModelRunner:
         self._grow(plan.grown_rows, plan.grown_pages)
         rows = torch.as_tensor(plan.sampled_rows.astype(np.int64), device=self._device)
         token_ids, positions, at_rows, last = self._inputs(plan)
-        step = self._step_tokens(plan, positions, at_rows)
+        page_size = self._memory.layout.page_size
+        pages, slots = self._page_table[at_rows, positions // page_size].long(), positions % page_size
+        step = self._step_tokens(plan, at_rows)
         self._attention.plan(step)
 
-        attention = PagedStep(self._memory, self._attention, self._kernels, step, progress.written)
+        attention = PagedStep(self._memory, self._attention, self._kernels, pages, slots, progress.written)
         hidden = self._model.hidden(token_ids, positions, attention)
         tokens = np.empty(0, dtype=np.int32)
         progress.wait()
@@ -189,8 +191,8 @@ class ModelRunner:
         sampling = np.concatenate([last, np.arange(len(ids), len(token_ids))])
         return token_ids, positions, rows, torch.as_tensor(sampling, device=device)
 
-    def _step_tokens(self, plan: Plan, positions: Tensor, rows: Tensor) -> StepTokens:
-        """Where the step's KV goes and what each token attends to. The rows grow by the step's tokens."""
+    def _step_tokens(self, plan: Plan, rows: Tensor) -> StepTokens:
+        """What each token attends to. The rows grow by the step's tokens."""
         page_size = self._memory.layout.page_size
         segments, begin = [], 0
         for chunk in plan.chunks:
@@ -205,8 +207,6 @@ class ModelRunner:
         self._length[torch.as_tensor(grown, device=self._device)] = torch.as_tensor(lengths, device=self._device)
         decode = rows[begin:]
         return StepTokens(
-            pages=self._page_table[rows, positions // page_size].long(),
-            slots=positions % page_size,
             chunks=segments,
             table=self._page_table,
             decode_rows=decode,

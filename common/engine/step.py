@@ -7,23 +7,32 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from common.engine.attention.port import Attention, StepTokens
+from common.engine.attention.port import Attention
 from common.engine.kernels.port import HeadNorm, Kernels, PagePlaces, Rotation
 from common.engine.kernels.torch_kernels import write
 from common.engine.kv_memory import KVMemory
 
 
 class PagedStep:
-    """Implements `StepAttention`. The attention is planned for the step. written: called with the number of layers that are
-    written."""
+    """Implements `StepAttention`. attention: planned for the step. pages, slots: [tokens] int64, where each token's KV is written.
+
+    written: called with the number of layers that are written.
+    """
 
     def __init__(
-        self, memory: KVMemory, attention: Attention, kernels: Kernels, step: StepTokens, written: Callable[[int], None]
+        self,
+        memory: KVMemory,
+        attention: Attention,
+        kernels: Kernels,
+        pages: Tensor,
+        slots: Tensor,
+        written: Callable[[int], None],
     ) -> None:
         self._memory = memory
         self._attention = attention
         self._kernels = kernels
-        self._step = step
+        self._pages = pages
+        self._slots = slots
         self._written = written
 
     def rotate_and_attend(self, layer: int, heads: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
@@ -38,4 +47,4 @@ class PagedStep:
 
     def _places(self, layer: int) -> PagePlaces:
         keys, values = self._memory.layers[layer]
-        return PagePlaces(keys, values, self._step.pages, self._step.slots)
+        return PagePlaces(keys, values, self._pages, self._slots)

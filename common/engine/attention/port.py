@@ -39,15 +39,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Where the tokens of a step lie: the chunks first, then one token for each decode row. All a backend needs to plan the step.
+    """The tokens of a step: the chunks first, then one token for each decode row. All a backend needs to plan the step.
 
-    pages, slots: [tokens] int64, where each token's KV is written. table: [all rows, pages of a context] int32, the page ids of
-    every row of the batch. decode_rows: [rows] int64. decode_lengths: [rows] int64, this step's token included. host_lengths: the
-    same lengths on the host, so that nothing waits for the device.
+    table: [all rows, pages of a context] int32, the page ids of every row of the batch. decode_rows: [rows] int64.
+    decode_lengths: [rows] int64, this step's token included. host_lengths: the same lengths on the host, so that nothing waits
+    for the device.
     """
 
-    pages: Tensor
-    slots: Tensor
     chunks: Sequence[Segment]
     table: Tensor
     decode_rows: Tensor
@@ -67,5 +65,6 @@ class Attention(Protocol):
     def for_graph(self, rows: int) -> "Attention | None":
         """A backend for decode steps of exactly `rows` rows, whose `run` may be captured in a CUDA graph: whatever it is planned
         for later, it reads the same tensors and starts the same kernels. `plan` is called outside of the graph, before each
-        replay. None: this backend cannot be captured.
+        replay, always with the same tensors `table` and `decode_rows`; `decode_lengths` is empty then. Rows that only fill the
+        batch are the null row, whose length is 1. None: this backend cannot be captured.
         """

@@ -53,9 +53,8 @@ class Step:
         for row, length in enumerate([*(start + tokens for start, tokens in chunks), *lengths]):
             table[row, layout.pages_for(length) :] = 0  # page 0 is all NaN
         at = torch.tensor(self.places)
+        self.pages, self.slots = self.table[at[:, 0], at[:, 1] // PAGE_SIZE], at[:, 1] % PAGE_SIZE
         self.tokens = StepTokens(
-            pages=self.table[at[:, 0], at[:, 1] // PAGE_SIZE],
-            slots=at[:, 1] % PAGE_SIZE,
             chunks=segments,
             table=table,
             decode_rows=torch.arange(len(chunks), rows),
@@ -74,7 +73,7 @@ class Step:
                     view[self.table[row, at // PAGE_SIZE], :, at % PAGE_SIZE] = torch.randn(KV_HEADS, DIM, generator=generator)
 
     def run(self, layer: int) -> Tensor:
-        write(PagePlaces(*self.memory.layers[layer], self.tokens.pages, self.tokens.slots), self.key, self.value)
+        write(PagePlaces(*self.memory.layers[layer], self.pages, self.slots), self.key, self.value)
         return self.attention.run(layer, self.query)
 
     def expected(self, layer: int) -> np.ndarray:
