@@ -14,7 +14,7 @@ from common.engine.kv_memory import KVMemory
 
 
 class PagedStep:
-    """Implements `StepAttention`. attention: planned for the step. pages, slots: [tokens] int64, where each token's KV is written.
+    """Implements `StepAttention`. attention: planned for the step. pages, slots: [tokens] int64, where its tokens' KV is written.
 
     written: called with the number of layers that are written.
     """
