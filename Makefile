@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := pyproject.toml constraints.txt
+HAS_FLASHINFER := $(VENV)/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flashinfer") is None)'
+SOURCES := pyproject.toml constraints.txt flashinfer-without-cuda.txt
 
 .PHONY: serve test clean
 
@@ -23,7 +24,7 @@ $(VENV)/bin/python:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python -m venv failed: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 
-# The environment with the development tools can serve as well.
+# The environment with the development tools can serve as well. A FlashInfer that is there (the extra, for a GPU) stays.
 $(VENV)/.stamp: $(SOURCES) | $(VENV)/bin/python
 	@echo "installing dependencies"
 	@$(INSTALL) -e .
@@ -32,4 +33,5 @@ $(VENV)/.stamp: $(SOURCES) | $(VENV)/bin/python
 $(VENV)/.stamp-dev: $(SOURCES) | $(VENV)/bin/python
 	@echo "installing dependencies and development tools"
 	@$(INSTALL) -e ".[dev]"
+	@$(HAS_FLASHINFER) || $(INSTALL) --no-deps -r flashinfer-without-cuda.txt
 	@touch $@ $(VENV)/.stamp
