@@ -17,7 +17,7 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import Attention, Segment, StepTokens
 from common.engine.checkpoint import ModelShape, fingerprint, read_shape, read_weights
 from common.engine.executor import EngineDescription
-from common.engine.kernels.torch_kernels import TorchKernels
+from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import KVBudget, auto_kv_bytes, kv_budget, workspace_bytes
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.layer_progress import LayerProgress
@@ -52,7 +52,7 @@ class ModelRunner:
         given = parse_bytes(engine.kv_memory)
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
-        self._kernels = TorchKernels()
+        self._kernels = make_kernels(self._device)
         self._model = self._load(shape, path, dtype, progress)
         budget = self._budget(shape, layout, engine, progress)
         progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")

@@ -1,15 +1,13 @@
 """The sampler: logits to tokens. The noise at a position is a function of (seed, position, token) alone.
 
-Owns the filters and the noise. Knows rows as tensors. The noise is a hash and not the state of a generator, so an answer depends
-neither on its batch and device nor on where it was resumed.
+Owns the filters. Knows rows as tensors. The noise is in `kernels/noise`.
 """
 
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5
-"""At a temperature below this, any difference between two logits is far larger than the noise."""
-_MASK = 0xFFFFFFFF
+from common.engine.kernels.noise import GREEDY_BELOW, gumbel, token_noise
+
 _ONE = 2.0**40
 """The most likely token's share in whole numbers: sums over 2**20 tokens stay below 2**63."""
 
@@ -18,7 +16,7 @@ class Sampler:
     """Samples from a vocabulary on a device. Holds the part of the noise that is the same in every step."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._token_noise = _mix(torch.arange(vocab_size, device=device))
+        self._token_noise = token_noise(vocab_size, device)
 
     def __call__(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
@@ -38,7 +36,7 @@ class Sampler:
         filtering = torch.nonzero((top_k > 0) | (top_p < 1) | (min_p > 0)).flatten()
         if len(filtering):
             scaled[filtering] = _filtered(scaled[filtering], top_k[filtering], top_p[filtering], min_p[filtering])
-        noisy = scaled + _gumbel(seed[rows], position[rows], self._token_noise)
+        noisy = scaled + gumbel(seed[rows], position[rows], self._token_noise)
         greedy[rows] = noisy.argmax(dim=-1)
         return greedy
 
@@ -65,20 +63,3 @@ def _filtered(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     above, equal = logits > least, logits == least
     room = count - above.sum(dim=-1, keepdim=True)
     return logits.masked_fill(~(above | (equal & (equal.cumsum(dim=-1) <= room))), -torch.inf)
-
-
-def _gumbel(seed: Tensor, position: Tensor, token_noise: Tensor) -> Tensor:
-    """Gumbel noise by (seed, position, token): the largest logit plus noise is a sample. [rows, vocab] float32."""
-    key = _mix(_mix(seed & _MASK) ^ _mix((seed >> 32) & _MASK) * 3 & _MASK)
-    key = _mix(key ^ _mix(position & _MASK))
-    bits = _mix(token_noise[None, :] ^ key[:, None])
-    uniform = (bits.double() + 0.5) / 2.0**32
-    return -torch.log(-torch.log(uniform)).float()
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A 32-bit mixing function in int64 (lowbias32, https://nullprogram.com/blog/2018/07/31/)."""
-    x = (x + 0x9E3779B9) & _MASK
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)

@@ -1,4 +1,5 @@
-"""The port of a decoder's small operations: norms, activation, and rotary embedding together with the write to the pages.
+"""The port of the engine's small operations: norms, activation, rotary embedding together with the write to the pages, sampling
+without filters, and the lists of pages that attention reads.
 
 Owns no implementation: `torch_kernels` is the plain one and the reference. Knows tensors only.
 """
@@ -44,8 +45,8 @@ class PagePlaces:
 
 
 class Kernels(Protocol):
-    """Every method returns new tensors of its input's dtype, and norms in float32 inside, as checkpoints
-    are trained."""
+    """Every method returns new tensors, of its input's dtype where nothing else is said. Norms are in float32 inside, as
+    checkpoints are trained. No method waits for the device, and what a call starts there depends on shapes alone."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Zhang and Sennrich 2019. x: [tokens, hidden]; weight: [hidden]. Returns the shape of x."""
@@ -61,4 +62,19 @@ class Kernels(Protocol):
 
         heads: [tokens, heads + 2 * kv_heads, head_dim], queries first, then keys, then values. Returns the queries,
         [tokens, heads, head_dim].
+        """
+
+    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        """One token per row: the largest of (logits - the row's maximum) / temperature + `noise.gumbel`; the largest logit if the
+        temperature is below `noise.GREEDY_BELOW`. Of equal ones the first.
+
+        logits: [rows, vocab] float32; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64.
+        Returns [rows] int64. A row with NaN gets some token of the vocabulary.
+        """
+
+    def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
+        """The pages of some rows, one row after the other: out[indptr[i] : indptr[i + 1]] = the first of table[rows[i]].
+
+        table: [all rows, width] int32. rows: [n] int64. indptr: [n + 1] int32, rising from 0; no difference is above width.
+        out: [at least indptr[n]] int32, contiguous; what lies beyond stays as it is.
         """

@@ -1,4 +1,4 @@
-"""The decoder's small operations in plain torch: what runs on CPU, and the reference for every other implementation.
+"""The engine's small operations in plain torch: what runs on CPU, and the reference for every other implementation.
 
 Owns their arithmetic. Knows tensors only.
 """
@@ -7,11 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.kernels.noise import GREEDY_BELOW, gumbel, token_noise
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
+
+FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class TorchKernels:
-    """Implements `Kernels`."""
+    """Implements `Kernels`. Holds the part of the noise that is the same in every step."""
+
+    def __init__(self) -> None:
+        self._token_noise: Tensor | None = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -34,11 +40,35 @@ class TorchKernels:
         write(places, _rotated(key, rotation), value)
         return _rotated(query, rotation)
 
+    def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+        if self._token_noise is None or len(self._token_noise) != logits.shape[1]:
+            self._token_noise = token_noise(logits.shape[1], logits.device)
+        first = logits.argmax(dim=-1)
+        greedy = temperature < GREEDY_BELOW
+        scaled = (logits - logits.gather(1, first[:, None])) / torch.where(greedy, 1.0, temperature)[:, None]
+        noisy = scaled + gumbel(seed, position, self._token_noise)
+        return torch.where(greedy, first, noisy.argmax(dim=-1))
+
+    def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
+        if len(rows) == 0:
+            return
+        at = torch.arange(len(out), dtype=indptr.dtype, device=out.device)
+        entry = torch.searchsorted(indptr[1:], at, right=True)
+        within = entry < len(rows)
+        entry = entry.clamp(max=len(rows) - 1)
+        column = (at - indptr[entry]).clamp(max=table.shape[1] - 1)
+        out.copy_(torch.where(within, table[rows[entry], column], out))
+
 
 def write(places: PagePlaces, key: Tensor, value: Tensor) -> None:
     """Put each token's KV in its page and slot, in the pages' dtype. key, value: [tokens, kv_heads, head_dim]."""
-    places.keys[places.pages, :, places.slots] = key.to(places.keys.dtype)
-    places.values[places.pages, :, places.slots] = value.to(places.values.dtype)
+    places.keys[places.pages, :, places.slots] = _in_dtype(key, places.keys.dtype)
+    places.values[places.pages, :, places.slots] = _in_dtype(value, places.values.dtype)
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8 saturates: torch's own conversion makes NaN of what is too large, in some versions."""
+    return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
 def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
