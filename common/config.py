@@ -57,7 +57,12 @@ class EngineConfig:
     device: str = option("auto", "where to compute: auto, cpu, cuda or cuda:N; auto: CUDA if there is a GPU")
     page_size: int = option(16, "tokens per KV page")
     kv_memory: str = option(
-        "auto", "memory for KV pages, such as 512MiB or 40GiB; auto: a share of the memory; set it when instances share a GPU"
+        "auto",
+        "memory for KV pages: an amount such as 40GiB, or a share of the device's whole memory such as 40%; auto: what is left "
+        "beside the model",
+    )
+    sharers: int = option(
+        1, "instances on this device: --kv-memory auto takes this part of its memory (launch local sets it for the GPUs)"
     )
     context_tokens: int = option(
         0, "most tokens of prompt and answer together; 0: the model's own limit, capped to what the KV memory holds"
@@ -76,7 +81,8 @@ class EngineConfig:
         _require(self.layer_groups >= 0, "layer-groups", "0 or more", self.layer_groups)
         _require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
         _require(self.threads >= 0, "threads", "0 or more", self.threads)
-        parse_bytes(self.kv_memory, "kv-memory")
+        _require(1 <= self.sharers <= 64, "sharers", "between 1 and 64", self.sharers)
+        parse_memory(self.kv_memory, "kv-memory", total_bytes=2**40)
         _require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
         _require_choices(self)
 
@@ -155,6 +161,7 @@ class LogConfig:
         _require_choices(self)
 
 
+_SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -173,3 +180,14 @@ def parse_bytes(text: str, flag: str = "") -> int | None:
         where = f"--{flag}: " if flag else ""
         raise ConfigError(f"{where}{text!r} is not an amount of memory: write a number with B, KiB, MiB or GiB, or auto")
     return int(number * scale)
+
+
+def parse_memory(text: str, flag: str, total_bytes: int) -> int | None:
+    """As `parse_bytes`, and "40%" is that share of a memory of `total_bytes`. Raises ConfigError, which names the flag."""
+    share = _SHARE.fullmatch(text)
+    if share is None:
+        return parse_bytes(text, flag)
+    percent = float(share[1])
+    if not 0 < percent <= 100:
+        raise ConfigError(f"--{flag}: {text!r} is not a share of memory: write a number above 0 and up to 100 with %")
+    return int(total_bytes * percent / 100)

@@ -21,7 +21,7 @@ import msgspec
 
 from common.addresses import LOOPBACK, port_of, reachable
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
-from common.cores import core_count, divide_cores
+from common.cores import core_count, divide_cores, place_on_gpus
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
 from common.processes.child import Exited, Reported, stop_children
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlan:
-    """What to start. Raises ConfigError when the counts cannot make a fleet."""
+    """What to start. gpus: of this host. Raises ConfigError when the counts cannot make a fleet."""
 
     prefill: int
     decode: int
@@ -58,6 +58,7 @@ class LocalPlan:
     model: ModelConfig
     engine: EngineConfig
     log: LogConfig
+    gpus: int = 0
 
     def __post_init__(self) -> None:
         if self.prefill < 0:
@@ -73,11 +74,15 @@ class LocalPlan:
         instances = [Part(name, role, drains=True) for role in ROLES for name in self.names(role)]
         return [Part(ROUTER, ROUTER, drains=False), *instances]
 
-    def engine_of_each(self) -> EngineConfig:
-        """The engine's config of each instance: they share the cores."""
-        if self.engine.threads:
-            return self.engine
-        return replace(self.engine, threads=divide_cores(core_count(), self.prefill + self.decode))
+    def engines(self) -> dict[str, EngineConfig]:
+        """The engine's config of each instance, by name: they share the cores and the GPUs."""
+        names = [name for role in ROLES for name in self.names(role)]
+        threads = self.engine.threads or divide_cores(core_count(), len(names))
+        places = place_on_gpus(self.engine.device, len(names), self.gpus)
+        return {
+            name: replace(self.engine, threads=threads, device=device, sharers=max(sharers, self.engine.sharers))
+            for name, (device, sharers) in zip(names, places, strict=True)
+        }
 
 
 class FleetFailed(TandemError):
@@ -132,10 +137,11 @@ class LocalFleet:
         same_ports = replace(plan.router, port=port_of(addresses["http"]), control_port=port_of(addresses["control"]))
         self._commands[ROUTER] = self._router_command(same_ports)
         control = reachable(addresses["control"], LOOPBACK)
+        engines = plan.engines()
         for role in ROLES:
             for name in plan.names(role):
                 config = replace(plan.instance, router=control, name=name)
-                self._commands[name] = self._command(role, to_flags(config, plan.model, plan.engine_of_each(), plan.log))
+                self._commands[name] = self._command(role, to_flags(config, plan.model, engines[name], plan.log))
                 self._spawn(name)
         prefill, decode = plan.names("prefill"), plan.names("decode")
         self._wait_until_ready([*prefill, *decode], deadline)

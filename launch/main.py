@@ -112,16 +112,19 @@ def _add(commands: Any, name: str, explanation: str, command: Command, life: str
 
 
 def _local(flags: argparse.Namespace) -> int:
+    from launch.gpus import count_gpus
     from launch.local import LocalPlan, run
 
+    engine = read_config(EngineConfig, flags)
     plan = LocalPlan(
         prefill=flags.prefill,
         decode=flags.decode,
         router=read_config(RouterConfig, flags),
         instance=read_config(InstanceConfig, flags, host=LOOPBACK),
         model=read_config(ModelConfig, flags),
-        engine=read_config(EngineConfig, flags),
+        engine=engine,
         log=read_config(LogConfig, flags),
+        gpus=count_gpus() if engine.device == "auto" else 0,
     )
     return run(plan)
 

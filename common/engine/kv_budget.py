@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from common.config import parse_memory
 from common.engine.checkpoint import ModelShape
 from common.errors import ConfigError
 from common.pages.layout import ITEM_BYTES, KVLayout
@@ -15,6 +16,8 @@ from common.pages.layout import ITEM_BYTES, KVLayout
 _CPU_SHARE, _CPU_MOST, _CPU_FREE_SHARE = 0.125, 2**30, 0.5
 _CUDA_SHARE = 0.9
 """Share of what is free on the device after the workspace; the rest is for libraries and fragmentation."""
+_CONTEXT_BYTES = 2**29
+"""What CUDA itself takes per process: its context and the code of the kernels."""
 _GATHER_BYTES = 2**30
 """Attention's buffers in one step: four times what it gathers at once."""
 _SAMPLER_BYTES = 80
@@ -53,23 +56,42 @@ def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: 
     return KVBudget(pages, 2 ** (held.bit_length() - 1))
 
 
-def auto_kv_bytes(device: torch.device, workspace_bytes: int) -> int:
+def given_kv_bytes(kv_memory: str, device: torch.device) -> int | None:
+    """Bytes of `--kv-memory`; a share is one of the device's whole memory. None for auto. Raises ConfigError."""
+    if not kv_memory.endswith("%"):
+        return parse_memory(kv_memory, "kv-memory", total_bytes=0)
+    total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _host_bytes("MemTotal")
+    return parse_memory(kv_memory, "kv-memory", total_bytes)
+
+
+def auto_kv_bytes(device: torch.device, workspace_bytes: int, sharers: int = 1) -> int:
     """What `--kv-memory auto` stands for. On CUDA, call it after the weights are loaded. Raises ConfigError.
 
-    On CPU it is a share of the host's memory, not of what is free now: equal hosts get equal pools, unless memory is short.
+    sharers: instances on the device. On CUDA each has an equal part of the whole memory for its weights, workspace and pages:
+    they start side by side, so what is free now would depend on who asks first. On CPU it is a share of the host's memory, not of
+    what is free now: equal hosts get equal pools, unless memory is short.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else what loading left in torch's cache counts as used
-        free_bytes, _ = torch.cuda.mem_get_info(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        if sharers > 1:
+            used_bytes = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
+            free_bytes = min(free_bytes, total_bytes // sharers - used_bytes)
         if free_bytes <= workspace_bytes:
+            part = f" in its part for one of {sharers} instances" if sharers > 1 else ""
             raise ConfigError(
-                f"{device} has {free_bytes} bytes free after loading the weights, but a step may need {workspace_bytes}: lower "
-                f"--chunk-tokens or --max-running, or give --kv-memory"
+                f"{device} has {max(0, free_bytes)} bytes free{part} after loading the weights, but a step may need "
+                f"{workspace_bytes}: lower --chunk-tokens or --max-running, or give --kv-memory"
             )
         return int((free_bytes - workspace_bytes) * _CUDA_SHARE)
+    total_bytes, free_bytes = _host_bytes("MemTotal"), _host_bytes("MemAvailable")
+    return int(min(_CPU_MOST, total_bytes * _CPU_SHARE, free_bytes * _CPU_FREE_SHARE) / sharers)
+
+
+def _host_bytes(name: str) -> int:
+    """A line of /proc/meminfo."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total_bytes, free_bytes = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return int(min(_CPU_MOST, total_bytes * _CPU_SHARE, free_bytes * _CPU_FREE_SHARE))
+    return int(lines[name].split()[0]) * 1024
 
 
 def workspace_bytes(shape: ModelShape, layout: KVLayout, chunk_tokens: int, max_running: int, context_tokens: int) -> int:

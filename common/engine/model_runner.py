@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import Dtype, EngineConfig, ModelConfig, parse_bytes
+from common.config import Dtype, EngineConfig, ModelConfig
 from common.engine.attention.native import load_kernel
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import Attention, Segment, StepTokens
 from common.engine.checkpoint import ModelShape, fingerprint, read_shape, read_weights
 from common.engine.executor import EngineDescription
 from common.engine.kernels.choice import make_kernels
-from common.engine.kv_budget import KVBudget, auto_kv_bytes, kv_budget, workspace_bytes
+from common.engine.kv_budget import KVBudget, auto_kv_bytes, given_kv_bytes, kv_budget, workspace_bytes
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.layer_progress import LayerProgress
 from common.engine.models.decoder import Decoder
@@ -49,7 +49,7 @@ class ModelRunner:
             page_size=engine.page_size,
             dtype=kv_dtype,
         )
-        given = parse_bytes(engine.kv_memory)
+        given = given_kv_bytes(engine.kv_memory, self._device)
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
         self._kernels = make_kernels(self._device)
@@ -125,11 +125,11 @@ class ModelRunner:
 
     def _budget(self, shape: ModelShape, layout: KVLayout, engine: EngineConfig, progress: Callable[[str], None]) -> KVBudget:
         """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""
-        kv_bytes = parse_bytes(engine.kv_memory)
+        kv_bytes = given_kv_bytes(engine.kv_memory, self._device)
         own, asked = shape.context_tokens, engine.context_tokens
         if kv_bytes is None:
             workspace = workspace_bytes(shape, layout, engine.chunk_tokens, engine.max_running, asked or own)
-            kv_bytes = auto_kv_bytes(self._device, workspace)
+            kv_bytes = auto_kv_bytes(self._device, workspace, engine.sharers)
         budget = kv_budget(layout, kv_bytes, own, asked)
         if budget.context_tokens < (asked or own):
             progress(

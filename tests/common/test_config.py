@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, parse_bytes
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, parse_bytes, parse_memory
 from common.errors import ConfigError
 
 SLICES = (ModelConfig, EngineConfig, InstanceConfig, RouterConfig, LogConfig)
@@ -44,6 +44,11 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (EngineConfig, "layer_groups", -1),
         (EngineConfig, "threads", -1),
         (EngineConfig, "kv_memory", "much"),
+        (EngineConfig, "kv_memory", "0%"),
+        (EngineConfig, "kv_memory", "101%"),
+        (EngineConfig, "kv_memory", "40 percent"),
+        (EngineConfig, "kv_memory", "%"),
+        (EngineConfig, "sharers", 0),
         (InstanceConfig, "tp", 2),
         (InstanceConfig, "rank", "0-7"),
         (InstanceConfig, "inbox_port", 65536),
@@ -80,6 +85,7 @@ def test_a_value_out_of_range_is_refused_with_its_flag(slice_type: Any, field: s
         (EngineConfig, "device", "cuda:7"),
         (EngineConfig, "page_size", 1024),
         (EngineConfig, "kv_memory", "1.5GiB"),
+        (EngineConfig, "kv_memory", "100%"),
         (InstanceConfig, "rank", "0-0"),
         (InstanceConfig, "inbox_port", 65535),
         (InstanceConfig, "drain_timeout_s", 0.0),
@@ -132,3 +138,10 @@ def test_a_malformed_amount_of_memory_is_refused(text: str) -> None:
         parse_bytes(text)
     with pytest.raises(ConfigError, match=r"^--kv-memory: "):
         parse_bytes(text, "kv-memory")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("auto", None), ("40%", 400), ("12.5 %", 125), ("100%", 1000), ("512", 512), ("1KiB", 1024)]
+)
+def test_memory_is_an_amount_or_a_share_of_the_whole(text: str, expected: int | None) -> None:
+    assert parse_memory(text, "kv-memory", total_bytes=1000) == expected

@@ -1,16 +1,54 @@
-"""The cores of a host are divided, and what libraries read at import is set before."""
+"""The cores and GPUs of a host are divided, and what libraries read at import is set before."""
 
 import os
 
 import pytest
 
-from common.cores import core_count, divide_cores
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.cores import core_count, divide_cores, place_on_gpus
 from launch import environment
+from launch.gpus import count_gpus
+from launch.local import LocalPlan
 
 
 @pytest.mark.parametrize(("cores", "instances", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3), (4, 1, 4), (4, 0, 4)])
 def test_cores_are_divided_and_every_instance_has_one(cores: int, instances: int, threads: int) -> None:
     assert divide_cores(cores, instances) == threads
+
+
+@pytest.mark.parametrize(
+    ("device", "instances", "gpus", "places"),
+    [
+        ("auto", 2, 0, [("auto", 1), ("auto", 1)]),
+        ("auto", 2, 1, [("cuda:0", 2), ("cuda:0", 2)]),
+        ("auto", 2, 8, [("cuda:0", 1), ("cuda:1", 1)]),
+        ("auto", 3, 2, [("cuda:0", 2), ("cuda:1", 1), ("cuda:0", 2)]),
+        ("cuda:1", 2, 0, [("cuda:1", 2), ("cuda:1", 2)]),
+        ("cpu", 2, 8, [("cpu", 1), ("cpu", 1)]),
+    ],
+)
+def test_instances_take_the_gpus_in_turn(device: str, instances: int, gpus: int, places: list[tuple[str, int]]) -> None:
+    assert place_on_gpus(device, instances, gpus) == places
+
+
+def test_a_local_fleet_shares_cores_and_gpus_by_name() -> None:
+    def engines(gpus: int, engine: EngineConfig) -> dict[str, tuple[str, int, int]]:
+        plan = LocalPlan(
+            prefill=1, decode=2, router=RouterConfig(), instance=InstanceConfig(), model=ModelConfig(), engine=engine,
+            log=LogConfig(), gpus=gpus,
+        )  # fmt: skip
+        return {name: (made.device, made.sharers, made.threads) for name, made in plan.engines().items()}
+
+    threads = divide_cores(core_count(), 3)
+    assert engines(2, EngineConfig()) == {
+        "prefill-0": ("cuda:0", 2, threads), "decode-0": ("cuda:1", 1, threads), "decode-1": ("cuda:0", 2, threads)
+    }  # fmt: skip
+    assert engines(0, EngineConfig(threads=5)) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), ("auto", 1, 5))
+    assert engines(0, EngineConfig(device="cuda", sharers=4))["decode-1"] == ("cuda", 4, threads)
+
+
+def test_a_host_without_the_driver_has_no_gpus() -> None:
+    assert count_gpus(driver=()) == 0
 
 
 def test_thread_pools_get_what_the_process_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

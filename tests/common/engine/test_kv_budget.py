@@ -1,5 +1,6 @@
 """How much memory is KV, and how long a context it holds."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from common.engine import kv_budget as module
 from common.engine.checkpoint import ModelShape
-from common.engine.kv_budget import KVBudget, auto_kv_bytes, kv_budget, workspace_bytes
+from common.engine.kv_budget import KVBudget, auto_kv_bytes, given_kv_bytes, kv_budget, workspace_bytes
 from common.engine.kv_memory import KVMemory
 from common.errors import ConfigError
 from common.pages.layout import KVLayout
@@ -63,6 +64,31 @@ def test_on_cuda_too_little_memory_is_refused_with_what_to_do(monkeypatch: pytes
     cuda_with(monkeypatch, free_bytes=GIB)
     with pytest.raises(ConfigError, match="lower --chunk-tokens or --max-running"):
         auto_kv_bytes(torch.device("cuda", 0), workspace_bytes=GIB)
+
+
+def test_instances_that_share_a_gpu_have_equal_parts_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 GiB for two: each has 40 for its weights, its workspace and its pages, and for CUDA itself."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+    parts = []
+    for free_bytes in (62 * GIB, 45 * GIB):
+        cuda_with(monkeypatch, free_bytes)
+        parts.append(auto_kv_bytes(torch.device("cuda", 0), 4 * GIB, sharers=2))
+    first, second = parts
+    assert first == second
+    assert 2 * (first + 16 * GIB + 4 * GIB) < 80 * GIB
+    cuda_with(monkeypatch, free_bytes=8 * GIB)
+    assert auto_kv_bytes(torch.device("cuda", 0), 4 * GIB, sharers=2) < 4 * GIB, "no more than there is"
+    with pytest.raises(ConfigError, match="one of 5 instances"):
+        auto_kv_bytes(torch.device("cuda", 0), GIB, sharers=5)
+
+
+def test_a_share_is_one_of_the_devices_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_with(monkeypatch, free_bytes=GIB)
+    assert given_kv_bytes("40%", torch.device("cuda", 0)) == 32 * GIB
+    assert given_kv_bytes("512MiB", torch.device("cuda", 0)) == GIB // 2
+    assert given_kv_bytes("auto", torch.device("cuda", 0)) is None
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert given_kv_bytes("10%", torch.device("cpu")) == pytest.approx(whole / 10, rel=0.01)
 
 
 def test_on_cpu_the_share_is_of_the_hosts_memory_unless_it_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
