@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.config import parse_memory
-from common.engine.checkpoint import ModelShape
+from common.engine.models.shape import ModelShape
 from common.errors import ConfigError
 from common.pages.layout import ITEM_BYTES, KVLayout
 

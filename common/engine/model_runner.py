@@ -15,13 +15,16 @@ from common.config import Dtype, EngineConfig, ModelConfig
 from common.engine.attention.native import load_kernel
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import Attention, Segment, StepTokens
-from common.engine.checkpoint import ModelShape, fingerprint, read_shape, read_weights
+from common.engine.checkpoint import fingerprint, read_weights
 from common.engine.executor import EngineDescription
 from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import KVBudget, auto_kv_bytes, given_kv_bytes, kv_budget, workspace_bytes
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.layer_progress import LayerProgress
 from common.engine.models.decoder import Decoder
+from common.engine.models.port import Model
+from common.engine.models.shape import ModelShape, read_shape
+from common.engine.models.weights import WeightSlots
 from common.engine.plan import Plan, RowStart, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step import PagedStep
@@ -53,7 +56,7 @@ class ModelRunner:
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
         self._kernels = make_kernels(self._device)
-        self._model = self._load(shape, path, dtype, progress)
+        self._model = self._load(shape, path, engine.context_tokens, dtype, progress)
         budget = self._budget(shape, layout, engine, progress)
         progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
         self._memory = KVMemory(layout, budget.total_pages, self._device)
@@ -117,9 +120,14 @@ class ModelRunner:
 
     # --- loading -----------------------------------------------------------------------------------------------------------
 
-    def _load(self, shape: ModelShape, path: Path, dtype: torch.dtype, progress: Callable[[str], None]) -> Decoder:
+    def _load(
+        self, shape: ModelShape, path: Path, asked_context: int, dtype: torch.dtype, progress: Callable[[str], None]
+    ) -> Model:
         try:
-            return Decoder(shape, read_weights(path, dtype, str(self._device), progress), self._kernels)
+            slots = WeightSlots(dtype, self._device)
+            model = Decoder(shape, slots, self._kernels, asked_context or shape.context_tokens)
+            slots.fill(read_weights(path, progress))
+            return model
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"the weights in {path} do not fit in the memory of {self._device}: {error}") from error
 

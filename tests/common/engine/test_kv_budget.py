@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from common.engine import kv_budget as module
-from common.engine.checkpoint import ModelShape
 from common.engine.kv_budget import KVBudget, auto_kv_bytes, given_kv_bytes, kv_budget, workspace_bytes
 from common.engine.kv_memory import KVMemory
+from common.engine.models.rotary import Rope
+from common.engine.models.shape import ModelShape
 from common.errors import ConfigError
 from common.pages.layout import KVLayout
 
@@ -17,8 +18,8 @@ GIB = 2**30
 QWEN3_0_6B = KVLayout(layers=28, kv_heads=8, head_dim=128, page_size=16, dtype="float32")
 SHAPE_8B = ModelShape(
     architecture="LlamaForCausalLM", vocab_size=128_256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8,
-    head_dim=128, context_tokens=131_072, norm_eps=1e-5, rope_base=5e5, rope_scaling=None, attention_bias=False, mlp_bias=False,
-    tied=False, eos_token_ids=(2,),
+    head_dim=128, context_tokens=131_072, norm_eps=1e-5, rope=Rope("default", 5e5, 131_072, 131_072), windows=(None,) * 32,
+    qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False, tied=False, eos_token_ids=(2,),
 )  # fmt: skip
 LAYOUT_8B = KVLayout(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
 

@@ -1,0 +1,159 @@
+"""The shape of a model: what its config says of sizes, attention windows and rotary embedding, checked.
+
+Owns the reading of config.json, with the defaults that transformers' config classes have. Does not know how a model computes or
+what is in the weight files. What is missing, invalid or not supported is refused by name.
+
+transformers' own config classes are not used: importing one takes 2 s of CPU at each start of an instance.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from common.engine.models.config_values import ConfigValues
+from common.engine.models.end_of_sequence import read_eos
+from common.engine.models.rotary import Rope, context_of, read_rope
+from common.errors import ConfigError
+from common.model_path import read_json
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """A mixture of experts. layers: those that have experts. experts: in each of them. chosen: for each token. intermediate: the
+    width of one expert. normalised: whether the weights of the chosen experts are scaled to a sum of 1."""
+
+    layers: tuple[int, ...]
+    experts: int
+    chosen: int
+    intermediate: int
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Every value of a config that the computation depends on.
+
+    context_tokens: the longest sequence that the model is for. windows: for each layer, the most tokens that a token sees, itself
+    included; None: all.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context_tokens: int
+    norm_eps: float
+    rope: Rope
+    windows: tuple[int | None, ...]
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied: bool
+    eos_token_ids: tuple[int, ...]
+    experts: ExpertShape | None = None
+
+
+_ALL = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+_QWEN = {
+    **_ALL, "max_position_embeddings": 32768, "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096,
+    "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {**_ALL, "attention_bias": False, "mlp_bias": False},
+    "MistralForCausalLM": {**_ALL, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": _QWEN,
+    "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128, "attention_bias": False},
+}
+"""What transformers' config class of an architecture has for keys that a config may lack. Biases and windows are read only where
+they are listed here: where they are not, transformers' model does not use them either. Sizes of weights are not listed, because
+transformers' own are those of one particular model: a config without them is refused."""
+
+
+def read_architecture(path: Path) -> str:
+    """The class that a checkpoint's config names first. Raises ConfigError."""
+    named = read_json(path / CONFIG).get("architectures")
+    if not (isinstance(named, list) and named and isinstance(named[0], str)):
+        raise ConfigError(f"{path / CONFIG}: architectures must name the model's class; it is {named!r}")
+    return named[0]
+
+
+def read_shape(path: Path) -> ModelShape:
+    """The shape of the checkpoint in a folder. Raises ConfigError."""
+    architecture, written = read_architecture(path), read_json(path / CONFIG)
+    if architecture not in DEFAULTS:
+        raise ConfigError(f"{path / CONFIG}: {unsupported(architecture, DEFAULTS)}")
+    _refuse_what_is_not_supported(written, path)
+    listed = DEFAULTS[architecture]
+    config = ConfigValues({**listed, **written}, path / CONFIG)
+    hidden, heads, layers = config.whole("hidden_size"), config.whole("num_attention_heads"), config.whole("num_hidden_layers")
+    head_dim = config.whole("head_dim", null=hidden // heads)
+    rope = read_rope(config, head_dim)
+    attention_bias = "attention_bias" in listed and config.flag("attention_bias")
+    return ModelShape(
+        architecture=architecture,
+        vocab_size=config.whole("vocab_size"),
+        hidden=hidden,
+        intermediate=config.whole("intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=config.whole("num_key_value_heads", null=heads),
+        head_dim=head_dim,
+        context_tokens=context_of(rope),
+        norm_eps=config.number("rms_norm_eps"),
+        rope=rope,
+        windows=_read_windows(config, listed, layers),
+        qk_norm=architecture.startswith("Qwen3"),
+        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+        output_bias=attention_bias,
+        mlp_bias="mlp_bias" in listed and config.flag("mlp_bias"),
+        tied=config.flag("tie_word_embeddings"),
+        eos_token_ids=read_eos(path, written),
+    )
+
+
+def unsupported(architecture: str, supported: Iterable[str]) -> str:
+    """Why an architecture is refused, with the supported one whose name is nearest."""
+    nearest = get_close_matches(architecture, list(supported), n=1)
+    return f"architecture {architecture} is not supported; " + (
+        f"the nearest that is supported is {nearest[0]}" if nearest else f"supported are {', '.join(supported)}"
+    )
+
+
+def _refuse_what_is_not_supported(written: Mapping[str, Any], path: Path) -> None:
+    quantised = written.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"{path / CONFIG}: quantization_config ({method}) is not supported: give the checkpoint before quantisation"
+        )
+    if written.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{path / CONFIG}: hidden_act {written['hidden_act']} is not supported; supported is silu")
+
+
+def _read_windows(config: ConfigValues, listed: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Llama has none, Mistral one for all layers; Qwen has one in the layers that `layer_types` or `max_window_layers` name."""
+    on = "sliding_window" in listed and config.values["sliding_window"] is not None
+    on = on and ("use_sliding_window" not in listed or config.flag("use_sliding_window"))
+    window = config.whole("sliding_window") if on else None
+    if "layer_types" not in listed:
+        return (window,) * layers
+    kinds = config.values["layer_types"]
+    if kinds is None:
+        first = config.whole("max_window_layers", null=0)
+        return tuple(window if layer >= first else None for layer in range(layers))
+    known = {"full_attention": None} | ({} if window is None else {"sliding_attention": window})
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) and kind in known for kind in kinds):
+        raise ConfigError(
+            f"{config.file}: layer_types must be {layers} times one of {', '.join(known)}; it is {kinds!r}"
+            + ("" if window else " (sliding_attention needs use_sliding_window and sliding_window)")
+        )
+    return tuple(known[kind] for kind in kinds)

@@ -1,0 +1,114 @@
+"""What a config says of a model, and what is said of a config that lacks something."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from common.engine.models.shape import read_shape
+from common.errors import ConfigError
+from tests.common.text.tiny import write_checkpoint
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+
+
+def write(folder: Path, name: str, content: object) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+
+
+def config(architecture: str = "LlamaForCausalLM", **changes: object) -> dict[str, Any]:
+    return {"architectures": [architecture], **SIZES, **changes}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "made"), [("LlamaForCausalLM", LlamaConfig(**SIZES)), ("Qwen3ForCausalLM", Qwen3Config(**SIZES))]
+)
+def test_missing_values_default_to_those_of_transformers(tmp_path: Path, architecture: str, made: Any) -> None:
+    write(tmp_path, "config.json", config(architecture))
+    shape = read_shape(tmp_path)
+    assert shape.context_tokens == made.max_position_embeddings
+    assert shape.norm_eps == made.rms_norm_eps
+    assert shape.head_dim == made.head_dim
+    assert shape.kv_heads == made.num_key_value_heads
+    assert shape.rope.base == made.rope_parameters["rope_theta"]
+    assert shape.tied == made.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        *(({name: size for name, size in config().items() if name != key}, f"{key} is missing") for key in SIZES),
+        (config(hidden_size="64"), "hidden_size must be a positive number; it is '64'"),
+        (config(num_hidden_layers=0), "num_hidden_layers must be a positive number"),
+        (config(vocab_size=10.5), "vocab_size must be a whole number"),
+        (config(rms_norm_eps=True), "rms_norm_eps must be a positive number"),
+        (config(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor is missing"),
+        (config(eos_token_id="</s>"), "eos_token_id must be a token id"),
+        ([], "must hold a JSON object"),
+    ],
+)
+def test_a_config_that_lacks_something_or_is_invalid_is_refused_with_the_reason(
+    tmp_path: Path, written: object, reason: str
+) -> None:
+    write(tmp_path, "config.json", written)
+    with pytest.raises(ConfigError, match=reason):
+        read_shape(tmp_path)
+
+
+ADDED = {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0}}}
+
+
+class TestEndOfSequence:
+    """config.json says 2 here unless a generation config says otherwise."""
+
+    def shape_eos(self, folder: Path) -> tuple[int, ...]:
+        write(folder, "config.json", config(eos_token_id=2))
+        return read_shape(folder).eos_token_ids
+
+    def test_without_a_tokenizer_the_config_names_it(self, tmp_path: Path) -> None:
+        assert self.shape_eos(tmp_path) == (2,)
+
+    def test_the_generation_config_replaces_the_configs(self, tmp_path: Path) -> None:
+        write(tmp_path, "generation_config.json", {"eos_token_id": [7, 8]})
+        assert self.shape_eos(tmp_path) == (7, 8)
+        write(tmp_path, "generation_config.json", {})
+        assert self.shape_eos(tmp_path) == (2,)
+
+    @pytest.mark.parametrize(
+        ("named", "tokenizer", "expected"),
+        [
+            ("<|im_end|>", ADDED, (2, 9)),
+            ({"content": "<|im_end|>", "special": True}, ADDED, (2, 9)),
+            ("</s>", {"model": {"vocab": {"a": 0, "</s>": 1}}}, (2, 1)),
+            ("</s>", {"model": {"vocab": [["a", 0.0], ["</s>", 0.0]]}}, (2, 1)),
+            ("</s>", {"model": {"vocab": {"</s>": 2}}}, (2,)),
+            (None, {"model": {"vocab": {"a": 0}}}, (2,)),
+            ("absent", {"model": {"vocab": {"a": 0}}}, (2,)),
+        ],
+        ids=["added", "with properties", "a word of BPE", "a word of Unigram", "the config's too", "none", "not in the file"],
+    )
+    def test_the_tokenizers_own_is_added_unless_it_is_listed_or_there_is_none(
+        self, tmp_path: Path, named: object, tokenizer: object, expected: tuple[int, ...]
+    ) -> None:
+        write(tmp_path, "tokenizer_config.json", {"eos_token": named})
+        write(tmp_path, "tokenizer.json", tokenizer)
+        assert self.shape_eos(tmp_path) == expected
+
+    @pytest.mark.parametrize("tokenizer", [{}, {"model": {"vocab": 3}}, {"model": {"vocab": {}}, "added_tokens": [{}]}])
+    def test_a_tokenizer_in_another_format_is_refused(self, tmp_path: Path, tokenizer: object) -> None:
+        write(tmp_path, "tokenizer_config.json", {"eos_token": "</s>"})
+        write(tmp_path, "tokenizer.json", tokenizer)
+        with pytest.raises(ConfigError, match="tokenizers library's format"):
+            self.shape_eos(tmp_path)
+
+    def test_a_file_of_the_tokenizers_library_is_understood(self, tmp_path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        folder = write_checkpoint(tmp_path / "tiny")
+        (folder / "generation_config.json").unlink()
+        assert self.shape_eos(folder) == (2, AutoTokenizer.from_pretrained(folder).eos_token_id)
