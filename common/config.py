@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from common.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+KVDtypeName = Literal["auto", "fp8_e4m3"]
+AttentionName = Literal["auto", "torch", "flashinfer"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated"]
@@ -54,6 +56,12 @@ class EngineConfig:
     """Device, memory and batch of one instance."""
 
     dtype: Dtype = option("auto", "data type of weights and KV; auto: float32 on CPU, bfloat16 on CUDA")
+    kv_dtype: KVDtypeName = option(
+        "auto", "data type of KV pages; auto: that of the weights; fp8_e4m3: half the memory, less exact"
+    )
+    attention: AttentionName = option(
+        "auto", "implementation of attention; auto: FlashInfer on CUDA where it is installed and supports the model, else torch"
+    )
     device: str = option("auto", "where to compute: auto, cpu, cuda or cuda:N; auto: CUDA if there is a GPU")
     page_size: int = option(16, "tokens per KV page")
     kv_memory: str = option(

@@ -52,7 +52,13 @@ class KVMemory:
 
 
 def torch_dtype(name: KVDtype) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}[name]
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float8_e4m3fn": torch.float8_e4m3fn,
+        "uint8": torch.uint8,
+    }[name]
 
 
 def _region_device(device: torch.device) -> str:

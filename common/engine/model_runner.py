@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from common.config import Dtype, EngineConfig, ModelConfig
-from common.engine.attention.native import load_kernel
-from common.engine.attention.paged import PagedAttention
-from common.engine.attention.port import Attention, Segment, StepTokens
+from common.engine.attention.choice import AttentionNeeds, make_attention
+from common.engine.attention.port import Segment, StepTokens
 from common.engine.checkpoint import fingerprint, read_weights
 from common.engine.executor import EngineDescription
 from common.engine.kernels.choice import make_kernels
@@ -42,15 +41,15 @@ class ModelRunner:
         path = resolve_model_path(model.model)
         self._device = _device_of(engine.device)
         self._layer_groups = engine.layer_groups
-        kv_dtype = _dtype_of(engine.dtype, self._device)
-        dtype = torch_dtype(kv_dtype)
+        dtype_name = _dtype_of(engine.dtype, self._device)
+        dtype = torch_dtype(dtype_name)
         shape = read_shape(path)
         layout = KVLayout(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             page_size=engine.page_size,
-            dtype=kv_dtype,
+            dtype=dtype_name if engine.kv_dtype == "auto" else "float8_e4m3fn",
         )
         given = given_kv_bytes(engine.kv_memory, self._device)
         if given is not None:
@@ -60,17 +59,28 @@ class ModelRunner:
         budget = self._budget(shape, layout, engine, progress)
         progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
         self._memory = KVMemory(layout, budget.total_pages, self._device)
-        on_cpu_float32 = self._device.type == "cpu" and dtype == torch.float32
-        kernel = load_kernel(torch.get_num_threads()) if on_cpu_float32 else None
-        self._attention: Attention = PagedAttention(self._memory, shape.heads, kernel)
-        self._make_rows(engine.max_running, layout.pages_for(budget.context_tokens))
+        pages_per_row = layout.pages_for(budget.context_tokens)
+        self._attention = make_attention(
+            AttentionNeeds(
+                memory=self._memory,
+                query_heads=shape.heads,
+                layers=self._model.attention,
+                dtype=dtype,
+                max_rows=engine.max_running,
+                pages_per_row=pages_per_row,
+            ),
+            engine.attention,
+            self._kernels,
+            progress,
+        )
+        self._make_rows(engine.max_running, pages_per_row)
         self._sampler = Sampler(shape.vocab_size, self._device)
         self.description = EngineDescription(
             model=ModelIdentity(
                 name=model.served_name or model_name(model.model),
                 fingerprint=fingerprint(Path(path)),
                 architecture=shape.architecture,
-                dtype=kv_dtype,
+                dtype=dtype_name,
                 vocab_size=shape.vocab_size,
                 context_tokens=budget.context_tokens,
             ),

@@ -38,7 +38,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     """The model class that config.json names."""
     dtype: str
-    """Of weights and KV, for example "bfloat16"."""
+    """Of the weights, for example "bfloat16"; that of the KV is in the layout."""
     vocab_size: int
     """Rows of the embedding: every token id is below it."""
     context_tokens: int

@@ -16,8 +16,8 @@ import msgspec
 from common.errors import ConfigError
 
 PageOrder = Literal["layer", "head"]
-KVDtype = Literal["float32", "bfloat16", "float16", "uint8"]
-ITEM_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+KVDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8"]
+ITEM_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 LAYOUT_VERSION = 1
 
 

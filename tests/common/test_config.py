@@ -34,6 +34,8 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
     [
         (ModelConfig, "model", ""),
         (EngineConfig, "dtype", "float64"),
+        (EngineConfig, "kv_dtype", "fp8"),
+        (EngineConfig, "attention", "flash"),
         (EngineConfig, "device", "tpu"),
         (EngineConfig, "device", "cuda:"),
         (EngineConfig, "page_size", 0),

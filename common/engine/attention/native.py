@@ -33,15 +33,25 @@ class PagedAttentionKernel:
     def __init__(self, library: Path, threads: int) -> None:
         self._function = ctypes.CDLL(str(library)).paged_attention
         self._function.restype = ctypes.c_int
-        pointers, sizes, counts = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 5, [ctypes.c_int] * 4
+        pointers, sizes, counts = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 6, [ctypes.c_int] * 4
         self._function.argtypes = [*pointers, *sizes, *counts, ctypes.c_float, ctypes.c_void_p, ctypes.c_void_p]
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "attention") if threads > 1 else None
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
         """query: [rows, heads, dim] float32. keys, values: a layer's views [pages, kv_heads, page_size, dim] float32.
 
-        page_table: [rows, pages] int32. lengths: [rows] int64, this step's token included. Returns [rows, heads, dim].
+        page_table: [rows, pages] int32. lengths: [rows] int64, this step's token included. window: most tokens that a row sees;
+        None: all. Returns [rows, heads, dim].
         """
         query = query.contiguous()
         out = empty_like(query)
@@ -52,8 +62,8 @@ class PagedAttentionKernel:
             scores = empty(page_size, dtype=float32)
             status = self._function(
                 query.data_ptr(), keys.data_ptr(), values.data_ptr(), page_table.data_ptr(), lengths.data_ptr(), part[0], part[1],
-                page_table.stride(0), keys.stride(0), keys.stride(1), heads, kv_heads, page_size, dim, scale, scores.data_ptr(),
-                out.data_ptr(),
+                page_table.stride(0), keys.stride(0), keys.stride(1), window or 0, heads, kv_heads, page_size, dim, scale,
+                scores.data_ptr(), out.data_ptr(),
             )  # fmt: skip
             assert status == 0, "the kernel refuses these shapes"
 

@@ -9,6 +9,8 @@ memory nor as a view with a stride of 0, which CUDA's kernels have not always re
     decode    query [rows, kv_heads, group, dim]          keys [rows, kv_heads, context, dim]
 
 A chunk that begins a prompt is the exception: it needs no mask, and `enable_gqa` without a mask is in every fast kernel.
+
+A window hides what lies before it, so gathering begins at the first page that a token still sees.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention.native import PagedAttentionKernel
-from common.engine.attention.port import Segment, StepTokens
+from common.engine.attention.port import LayerAttention, Segment, StepTokens
 from common.engine.kv_memory import KVMemory
 
 GATHER_BYTES = {"cpu": 2**22, "cuda": 2**28}
@@ -28,10 +30,26 @@ they should stay in the cache; on CUDA each call costs a launch, so the limit is
 
 
 @dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk whose keys are gathered from `pages` [pages] int64, and of them the first `context` slots.
+
+    owned: how many of those slots hold the row's KV; the others are zeroed. mask: [group * tokens, context], added to the scores;
+    None: nothing is hidden but what `causal` hides, which is the tokens of a whole prompt from each other.
+    """
+
+    segment: Segment
+    pages: Tensor
+    context: int
+    owned: int
+    mask: Tensor | None
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
     """Decode rows [begin, end) that are gathered at once, over `context` slots. table: [rows, pages] int64.
 
-    If the rows differ in length, the shorter ones have slots that are not theirs. beyond: [rows, 1, context, 1] bool, those
+    Some rows may have slots that are not theirs, or that lie before their window. hidden: [rows, 1, context, 1] bool, those
     slots. mask: [rows, 1, 1, context], added to the scores.
     """
 
@@ -39,105 +57,175 @@ class _Part:
     end: int
     context: int
     table: Tensor
-    beyond: Tensor | None
+    hidden: Tensor | None
     mask: Tensor | None
 
 
-class PagedAttention:
-    """The backend of CPU and CUDA: torch, and for decode rows the C kernel where there is one. Implements `Attention`."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the layers share that attend alike. parts: None if the kernel computes the decode rows."""
 
-    def __init__(self, memory: KVMemory, query_heads: int, kernel: PagedAttentionKernel | None) -> None:
+    chunks: list[_Chunk]
+    parts: list[_Part] | None
+
+
+class PagedAttention:
+    """The backend of CPU and CUDA: torch, and for decode rows the C kernel where there is one. Implements `Attention`.
+
+    layers: how each layer attends. dtype: of queries; keys and values are converted to it when they are gathered.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        query_heads: int,
+        layers: Sequence[LayerAttention],
+        dtype: torch.dtype,
+        kernel: PagedAttentionKernel | None,
+    ) -> None:
         self._memory = memory
+        self._layers = tuple(layers)
+        self._dtype = dtype
         self._kernel = kernel
         self._group = query_heads // memory.layout.kv_heads
-        self._scale = memory.layout.head_dim**-0.5
         self._heads = torch.arange(memory.layout.kv_heads, device=memory.pool.device)[:, None]
-        self._masks: list[Tensor | None] = []
-        self._pages: list[Tensor] = []
-        self._parts: list[_Part] = []
+        self._plans: dict[LayerAttention, _Plan] = {}
 
     def plan(self, step: StepTokens) -> None:
         self._step = step
-        layout = self._memory.layout
-        self._pages = [step.table[chunk.row, : layout.pages_for(chunk.context)].long() for chunk in step.chunks]
-        width = layout.pages_for(int(step.host_lengths.max(initial=1)))
+        width = self._memory.layout.pages_for(int(step.host_lengths.max(initial=1)))
         self._decode_table = step.table[step.decode_rows, :width]
-        self._masks = [_causal_mask(chunk, self._group, self._memory) for chunk in step.chunks]
-        if self._kernel is None:
-            self._parts = self._divided(step)
+        self._plans = {how: self._planned(step, how) for how in dict.fromkeys(self._layers)}
 
     def run(self, layer: int, query: Tensor) -> Tensor:
+        how = self._layers[layer]
+        plan = self._plans[how]
         keys, values = self._memory.layers[layer]
-        step = self._step
-        parts = [
-            self._chunk(query[chunk.begin : chunk.end], keys, values, chunk, pages, mask)
-            for chunk, pages, mask in zip(step.chunks, self._pages, self._masks, strict=True)
-        ]
-        decode_begin = step.chunks[-1].end if step.chunks else 0
+        outs = [self._chunk(query[c.segment.begin : c.segment.end], keys, values, c, how) for c in plan.chunks]
+        decode_begin = plan.chunks[-1].segment.end if plan.chunks else 0
         if len(query) > decode_begin:
             rows = query[decode_begin:]
-            if self._kernel is None:
-                parts += self._decode(rows, keys, values)
+            if plan.parts is not None:
+                outs += self._decode(rows, keys, values, plan.parts, how)
             else:
-                parts.append(self._kernel(rows, keys, values, self._decode_table, step.decode_lengths, self._scale))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                assert self._kernel is not None
+                lengths = self._step.decode_lengths
+                outs.append(self._kernel(rows, keys, values, self._decode_table, lengths, how.scale, how.window))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def for_graph(self, rows: int) -> None:
         """None: what is gathered depends on the rows' lengths."""
 
-    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, segment: Segment, pages: Tensor, mask: Tensor | None) -> Tensor:
-        """Causal attention of query [tokens, heads, dim] over the first `context` slots of pages [pages]."""
-        tokens, heads, dim = query.shape
-        context = segment.context if mask is None else mask.shape[-1]
-        key, value = (self._gathered(view, pages)[None, :, :context] for view in (keys, values))
-        if segment.start == 0:
-            whole = query.transpose(0, 1)[None]
-            out = F.scaled_dot_product_attention(whole, key, value, is_causal=True, scale=self._scale, enable_gqa=True)
-            return out[0].transpose(0, 1)
-        key[:, :, segment.context :] = 0.0  # masked, but a NaN would pass through a mask
-        value[:, :, segment.context :] = 0.0
-        grouped = query.view(tokens, self._memory.layout.kv_heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
-        out = F.scaled_dot_product_attention(grouped[None], key, value, attn_mask=mask, scale=self._scale)
-        return out.view(len(grouped), -1, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
+    # --- planning ----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, query: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Attention of the decode rows without the kernel. query: [rows, heads, dim]. Returns it in parts of rows."""
-        grouped = query.view(len(query), self._memory.layout.kv_heads, -1, query.shape[-1])
-        outs = []
-        for part in self._parts:
-            key, value = (self._gathered(view, part.table)[..., : part.context, :] for view in (keys, values))
-            if part.beyond is not None:
-                key, value = key.masked_fill_(part.beyond, 0.0), value.masked_fill_(part.beyond, 0.0)
-            rows = grouped[part.begin : part.end]
-            out = F.scaled_dot_product_attention(rows, key, value, attn_mask=part.mask, scale=self._scale)
-            outs.append(out.reshape(-1, *query.shape[1:]))
-        return outs
+    def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
+        in_c = self._kernel is not None and how.softcap is None
+        return _Plan([self._chunk_plan(step, chunk, how) for chunk in step.chunks], None if in_c else self._parts(step, how))
 
-    def _divided(self, step: StepTokens) -> list[_Part]:
+    def _chunk_plan(self, step: StepTokens, segment: Segment, how: LayerAttention) -> _Chunk:
+        """A mask covers whole pages and not only the context, because kernels want aligned rows of a mask."""
+        layout, context = self._memory.layout, segment.context
+        first_seen = 0 if how.window is None else max(0, segment.start + 1 - how.window)
+        first_page = first_seen // layout.page_size
+        begin = first_page * layout.page_size
+        pages = step.table[segment.row, first_page : layout.pages_for(context)].long()
+        windowed = how.window is not None and context - begin > how.window
+        if segment.end - segment.begin == 1 and not windowed:
+            return _Chunk(segment, pages, context - begin, context - begin, None, causal=False)
+        if segment.start == 0 and not windowed and how.softcap is None:
+            return _Chunk(segment, pages, context, context, None, causal=True)
+        device = self._memory.pool.device
+        positions = torch.arange(segment.start, context, device=device)[:, None]
+        slots = torch.arange(begin, begin + len(pages) * layout.page_size, device=device)[None, :]
+        hidden = slots > positions
+        if how.window is not None:
+            hidden |= slots <= positions - how.window
+        mask = self._added(hidden).repeat(self._group, 1)
+        return _Chunk(segment, pages, mask.shape[1], context - begin, mask, causal=False)
+
+    def _parts(self, step: StepTokens, how: LayerAttention) -> list[_Part]:
         """The decode rows in parts that gather at most GATHER_BYTES per layer.
 
         Slots beyond a row's length hold what an earlier request left. Their scores are masked and their bytes are zeroed,
         because a NaN would pass through a mask.
         """
-        layout, device, host_lengths = self._memory.layout, self._memory.pool.device, step.host_lengths
-        most = GATHER_BYTES[device.type] // (2 * layout.kv_heads * layout.slot_bytes)
+        layout, device = self._memory.layout, self._memory.pool.device
+        lengths, host_lengths = step.decode_lengths, step.host_lengths
+        first_pages = None
+        if how.window is not None:  # from here on, lengths count from the first page that a row's window touches
+            first_pages = (lengths - how.window).clamp(min=0) // layout.page_size
+            lengths = lengths - first_pages * layout.page_size
+            host_lengths = host_lengths - (host_lengths - how.window).clip(min=0) // layout.page_size * layout.page_size
+        slot_bytes = layout.head_dim * self._dtype.itemsize
         parts = []
-        for begin, end in _runs(host_lengths.tolist(), most):
+        for begin, end in _runs(host_lengths.tolist(), GATHER_BYTES[device.type] // (2 * layout.kv_heads * slot_bytes)):
             longest, shortest = int(host_lengths[begin:end].max()), int(host_lengths[begin:end].min())
             width = layout.pages_for(longest)
-            table = self._decode_table[begin:end, :width].long()
-            if longest == shortest:
+            if first_pages is None:
+                table = self._decode_table[begin:end, :width].long()
+            else:
+                columns = first_pages[begin:end, None] + torch.arange(width, device=device)
+                table = self._decode_table[begin:end].gather(1, columns.clamp(max=self._decode_table.shape[1] - 1)).long()
+            if longest == shortest and (how.window is None or longest <= how.window):
                 parts.append(_Part(begin, end, longest, table, None, None))
                 continue
-            context = width * layout.page_size
-            beyond = torch.arange(context, device=device)[None, :] >= step.decode_lengths[begin:end, None]
-            mask = torch.zeros(beyond.shape, dtype=self._memory.pool.dtype, device=device).masked_fill_(beyond, -torch.inf)
-            parts.append(_Part(begin, end, context, table, beyond[:, None, :, None], mask[:, None, None, :]))
+            slots = torch.arange(width * layout.page_size, device=device)[None, :]
+            own = lengths[begin:end, None]
+            hidden = slots >= own
+            if how.window is not None:
+                hidden |= slots < own - how.window
+            parts.append(_Part(begin, end, slots.shape[1], table, hidden[:, None, :, None], self._added(hidden)[:, None, None]))
         return parts
+
+    def _added(self, hidden: Tensor) -> Tensor:
+        """What is added to scores so that what is hidden does not count."""
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+    # --- attending ---------------------------------------------------------------------------------------------------------
+
+    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: _Chunk, how: LayerAttention) -> Tensor:
+        """Attention of query [tokens, heads, dim] over the slots of the chunk's pages."""
+        tokens, heads, dim = query.shape
+        key, value = (self._gathered(view, chunk.pages)[None, :, : chunk.context] for view in (keys, values))
+        if chunk.causal:
+            whole = query.transpose(0, 1)[None]
+            out = F.scaled_dot_product_attention(whole, key, value, is_causal=True, scale=how.scale, enable_gqa=True)
+            return out[0].transpose(0, 1)
+        key[:, :, chunk.owned :] = 0.0  # masked, but a NaN would pass through a mask
+        value[:, :, chunk.owned :] = 0.0
+        grouped = query.view(tokens, self._memory.layout.kv_heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
+        out = _attention(grouped[None], key, value, chunk.mask, how)
+        return out.view(len(grouped), -1, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
+
+    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, parts: list[_Part], how: LayerAttention) -> list[Tensor]:
+        """Attention of the decode rows without the kernel. query: [rows, heads, dim]. Returns it in parts of rows."""
+        grouped = query.view(len(query), self._memory.layout.kv_heads, -1, query.shape[-1])
+        outs = []
+        for part in parts:
+            key, value = (self._gathered(view, part.table)[..., : part.context, :] for view in (keys, values))
+            if part.hidden is not None:
+                key, value = key.masked_fill_(part.hidden, 0.0), value.masked_fill_(part.hidden, 0.0)
+            out = _attention(grouped[part.begin : part.end], key, value, part.mask, how)
+            outs.append(out.reshape(-1, *query.shape[1:]))
+        return outs
 
     def _gathered(self, view: Tensor, pages: Tensor) -> Tensor:
         """One copy of view [all pages, kv_heads, page_size, dim] at pages [..., pages] → [..., kv_heads, context, dim]."""
-        return view[pages[..., None, :], self._heads].flatten(-3, -2)
+        at = (pages[..., None, :], self._heads)
+        if view.dtype == self._dtype:
+            return view[at].flatten(-3, -2)
+        return view.view(torch.uint8)[at].flatten(-3, -2).view(view.dtype).to(self._dtype)  # not every device indexes FP8
+
+
+def _attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, how: LayerAttention) -> Tensor:
+    """query: [..., queries, dim]; keys, values: [..., context, dim]; mask is added to the scores. Returns the shape of query."""
+    if how.softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=how.scale)
+    scores = (query @ keys.transpose(-1, -2)).float() * (how.scale / how.softcap)
+    scores = how.softcap * torch.tanh(scores)
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1).to(query.dtype) @ values
 
 
 def _runs(lengths: Sequence[int], most_tokens: int) -> Iterator[tuple[int, int]]:
@@ -150,19 +238,3 @@ def _runs(lengths: Sequence[int], most_tokens: int) -> Iterator[tuple[int, int]]
             begin, longest = row, length
     if begin < len(lengths):
         yield begin, len(lengths)
-
-
-def _causal_mask(segment: Segment, group: int, memory: KVMemory) -> Tensor | None:
-    """[group * tokens, slots of the segment's pages] in the pool's dtype, added to scores.
-
-    None when the chunk begins its prompt, because the kernels handle that case, and when it is one token, because nothing is
-    hidden from it. It covers whole pages and not only the context, because kernels want aligned rows of a mask.
-    """
-    if segment.start == 0 or segment.end - segment.begin == 1:
-        return None
-    device = memory.pool.device
-    positions = torch.arange(segment.start, segment.context, device=device)
-    slots = memory.layout.pages_for(segment.context) * memory.layout.page_size
-    hidden = torch.arange(slots, device=device)[None, :] > positions[:, None]
-    mask = torch.zeros(hidden.shape, dtype=memory.pool.dtype, device=device).masked_fill_(hidden, -torch.inf)
-    return mask.repeat(group, 1)

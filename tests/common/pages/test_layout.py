@@ -10,7 +10,13 @@ from common.errors import ConfigError
 from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout, PageOrder
 
 SMALL = st.integers(1, 5)
-NUMPY_TYPES: dict[KVDtype, str] = {"float32": "float32", "bfloat16": "uint16", "float16": "float16", "uint8": "uint8"}
+NUMPY_TYPES: dict[KVDtype, str] = {
+    "float32": "float32",
+    "bfloat16": "uint16",
+    "float16": "float16",
+    "float8_e4m3fn": "uint8",
+    "uint8": "uint8",
+}
 
 LAYOUTS = st.builds(
     KVLayout,

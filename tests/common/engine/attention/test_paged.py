@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.attention import paged
 from common.engine.attention.paged import PagedAttention
-from common.engine.attention.port import Segment, StepTokens
+from common.engine.attention.port import LayerAttention, Segment, StepTokens
 from common.engine.kernels.port import PagePlaces
 from common.engine.kernels.torch_kernels import write
 from common.engine.kv_memory import KVMemory
@@ -61,7 +61,7 @@ class Step:
             decode_lengths=torch.tensor(lengths),
             host_lengths=np.array(lengths, dtype=np.int64),
         )
-        self.attention = PagedAttention(self.memory, HEADS, kernel=None)
+        self.attention = PagedAttention(self.memory, HEADS, [LayerAttention(DIM**-0.5)] * LAYERS, torch.float32, kernel=None)
         self.attention.plan(self.tokens)
         self.query = torch.randn(len(at), HEADS, DIM, generator=generator)
         self.key, self.value = torch.randn(2, len(at), KV_HEADS, DIM, generator=generator).unbind()
