@@ -1,6 +1,9 @@
 """Which implementation of the kernels a device gets.
 
-Knows no models and no tensors."""
+Owns the choice. Imports Triton only for CUDA: torch brings it along there, and other machines may not have it.
+"""
+
+from importlib.util import find_spec
 
 import torch
 
@@ -9,4 +12,8 @@ from common.engine.kernels.torch_kernels import TorchKernels
 
 
 def make_kernels(device: torch.device) -> Kernels:
-    return TorchKernels()
+    if device.type != "cuda" or find_spec("triton") is None:
+        return TorchKernels()
+    from common.engine.kernels.triton_kernels import TritonKernels
+
+    return TritonKernels()
