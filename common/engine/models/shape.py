@@ -148,7 +148,9 @@ def _read_windows(config: ConfigValues, listed: Mapping[str, Any], layers: int) 
         return (window,) * layers
     kinds = config.values["layer_types"]
     if kinds is None:
-        first = config.whole("max_window_layers", null=0)
+        first = config.values["max_window_layers"]
+        if not isinstance(first, int):
+            raise ConfigError(f"{config.file}: max_window_layers must be a whole number; it is {first!r}")
         return tuple(window if layer >= first else None for layer in range(layers))
     known = {"full_attention": None} | ({} if window is None else {"sliding_attention": window})
     if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) and kind in known for kind in kinds):

@@ -39,7 +39,7 @@ class WeightSlots:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._slots: dict[str, Slot] = {}
+        self.slots: dict[str, Slot] = {}
         self._tied: dict[str, Tensor] = {}
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -66,7 +66,7 @@ class WeightSlots:
 
     def expect(self, name: str, place: Tensor) -> None:
         """The weight of this name goes to `place`, which may be a part of a larger tensor, and is converted to its dtype."""
-        self._slots[name] = Slot(tuple(place.shape), place.copy_)
+        self.slots[name] = Slot(tuple(place.shape), place.copy_)
 
     def tie(self, name: str, place: Tensor) -> None:
         """The checkpoint may have a weight of this name. If it does, the weight equals what goes to `place`."""
@@ -74,7 +74,7 @@ class WeightSlots:
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy each weight to its place. Raises ConfigError when one is missing, unknown or of another shape."""
-        missing = dict(self._slots)
+        missing = dict(self.slots)
         unknown: list[str] = []
         copies: dict[str, Tensor] = {}
         for name, tensor in weights:

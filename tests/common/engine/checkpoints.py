@@ -6,28 +6,44 @@ Owns their sizes. What they answer is peaked, so that rounding decides nothing.
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCAB = 500
+SIZES: dict[str, object] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+}  # fmt: skip
 
 
 def llama(**changes: object) -> PreTrainedModel:
-    fields: dict[str, object] = {
-        "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False,
-    }  # fmt: skip
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6}
     torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | sizes | changes))).eval()
 
 
 def qwen3(**changes: object) -> PreTrainedModel:
-    fields: dict[str, object] = {
-        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
     torch.manual_seed(2)
-    return Qwen3ForCausalLM(Qwen3Config(**(fields | changes))).eval()
+    return Qwen3ForCausalLM(Qwen3Config(**(SIZES | {"head_dim": 32, "tie_word_embeddings": True} | changes))).eval()
+
+
+def mistral(**changes: object) -> PreTrainedModel:
+    torch.manual_seed(3)
+    return MistralForCausalLM(MistralConfig(**(SIZES | {"sliding_window": 40} | changes))).eval()
+
+
+def qwen2(**changes: object) -> PreTrainedModel:
+    torch.manual_seed(4)
+    return Qwen2ForCausalLM(Qwen2Config(**(SIZES | changes))).eval()
 
 
 def saved(model: PreTrainedModel, path: Path) -> Path:

@@ -5,9 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config
+import torch
+import transformers
+from transformers import PreTrainedModel
 
-from common.engine.models.shape import read_shape
+from common.engine.kernels.torch_kernels import TorchKernels
+from common.engine.models.decoder import Decoder
+from common.engine.models.shape import DEFAULTS, read_shape
+from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError
 from tests.common.text.tiny import write_checkpoint
 
@@ -25,18 +30,55 @@ def config(architecture: str = "LlamaForCausalLM", **changes: object) -> dict[st
     return {"architectures": [architecture], **SIZES, **changes}
 
 
+def reference(written: dict[str, Any]) -> PreTrainedModel:
+    """transformers' own model of a config, without memory."""
+    architecture = getattr(transformers, written["architectures"][0])
+    with torch.device("meta"):
+        model: PreTrainedModel = architecture(architecture.config_class(**written))
+    return model
+
+
+@pytest.mark.parametrize("architecture", DEFAULTS)
 @pytest.mark.parametrize(
-    ("architecture", "made"), [("LlamaForCausalLM", LlamaConfig(**SIZES)), ("Qwen3ForCausalLM", Qwen3Config(**SIZES))]
+    "changes",
+    [
+        {},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 2, "rms_norm_eps": 0.1},
+        {"sliding_window": 7},
+        {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+        {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
+        {"sliding_window": None, "use_sliding_window": True},
+        {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+    ],
+    ids=["no optional values", "biases", "window", "from a layer on", "everywhere", "no window", "by layer"],
 )
-def test_missing_values_default_to_those_of_transformers(tmp_path: Path, architecture: str, made: Any) -> None:
-    write(tmp_path, "config.json", config(architecture))
-    shape = read_shape(tmp_path)
+@pytest.mark.filterwarnings("ignore")
+def test_optional_values_mean_what_they_mean_to_transformers(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
+    written = config(architecture, **changes)
+    model = reference(written)
+    write(tmp_path, "config.json", written)
+    shape, made = read_shape(tmp_path), model.config
     assert shape.context_tokens == made.max_position_embeddings
     assert shape.norm_eps == made.rms_norm_eps
-    assert shape.head_dim == made.head_dim
-    assert shape.kv_heads == made.num_key_value_heads
     assert shape.rope.base == made.rope_parameters["rope_theta"]
     assert shape.tied == made.tie_word_embeddings
+    windows = [window_of(model, layer) for layer in range(shape.layers)]
+    assert list(shape.windows) == windows
+    slots = WeightSlots(torch.float32, torch.device("meta"))
+    Decoder(shape, slots, TorchKernels(), 100)
+    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if shape.tied:
+        del expected["lm_head.weight"]
+    assert {name: slot.shape for name, slot in slots.slots.items()} == expected
+
+
+def window_of(model: PreTrainedModel, layer: int) -> int | None:
+    """How many tokens a token sees in this layer of transformers' model."""
+    if model.config.model_type == "llama":
+        return None
+    attention: Any = model.model.layers[layer].self_attn
+    window: int | None = model.config.sliding_window if model.config.model_type == "mistral" else attention.sliding_window
+    return window
 
 
 @pytest.mark.parametrize(
@@ -49,6 +91,18 @@ def test_missing_values_default_to_those_of_transformers(tmp_path: Path, archite
         (config(rms_norm_eps=True), "rms_norm_eps must be a positive number"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor is missing"),
         (config(eos_token_id="</s>"), "eos_token_id must be a token id"),
+        (config(mlp_bias="yes"), "mlp_bias must be true or false; it is 'yes'"),
+        (config(hidden_act="gelu"), "hidden_act gelu is not supported"),
+        (config(quantization_config={"quant_method": "awq"}), r"quantization_config \(awq\) is not supported"),
+        (config("MistralForCausalLM", sliding_window=-1), "sliding_window must be a positive number"),
+        (config("Qwen3ForCausalLM", layer_types=["full_attention"]), "layer_types must be 2 times one of full_attention; it is"),
+        (config("Qwen3ForCausalLM", layer_types=["sliding_attention"] * 2), "needs use_sliding_window and sliding_window"),
+        (
+            config("Qwen2MoeForCausalLM"),
+            "Qwen2MoeForCausalLM is not supported; the nearest that is supported is Qwen2ForCausalLM",
+        ),
+        (config("T5Model"), "T5Model is not supported; supported are LlamaForCausalLM, "),
+        (config(architectures=None), "architectures must name the model's class"),
         ([], "must hold a JSON object"),
     ],
 )
