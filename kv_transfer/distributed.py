@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import Future, wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated
@@ -24,13 +24,15 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
+from kv_transfer.cuda import card_of, use_device
 from kv_transfer.process_pair import SLICE_BYTES, SLICE_RUNS, Landing, Pair, bytes_of, is_closed_by_peer, reason_of, stream_of
 from kv_transfer.pushes import Pushes, SliceFailed
 from kv_transfer.transport import TransportEvent
 
 SILENCE_S = 10.0
 """A peer that does not answer a slice for this long is lost."""
-CONNECT_S = 3.0
+CONNECT_S, CONNECT_NCCL_S = 3.0, 8.0
+"""NCCL first looks for network cards. No longer than a write may outlive its lease: the thread of transfers waits meanwhile."""
 ACCEPT_S = 5e-3
 """How often the store is checked for joiners."""
 CLOSE_S = 2.0
@@ -44,10 +46,11 @@ NOTHING = np.empty((0, 3), dtype=np.int64)
 
 
 class _Wire(msgspec.Struct, frozen=True):
-    """The descriptor: where the agent's store is."""
+    """The descriptor: where the agent's store is. card: the UUID of the GPU with its pool; empty on CPU."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    card: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +64,10 @@ class _Job:
 class _Sender:
     """Implements `kv_transfer.pushes.Link`: a pair and the thread that sends. ready: the pair is made, or TransferError."""
 
-    def __init__(self, source: MemoryRegion, pool: PoolDescriptor, host: str, silence_s: float) -> None:
+    def __init__(self, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire, host: str, silence_s: float) -> None:
         self.detail = "torch.distributed " + ("Gloo" if pool.device == "cpu" else "NCCL")
         self.ready: Future[None] = Future()
-        self._source, self._pool, self._host, self._silence_s = source, pool, host, silence_s
-        self._wire = msgspec.msgpack.decode(pool.wire, type=_Wire)
+        self._source, self._pool, self._wire, self._host, self._silence_s = source, pool, wire, host, silence_s
         self._pair: Pair | None = None
         self._failure = ""
         self._closed = False
@@ -85,13 +87,14 @@ class _Sender:
     # --- on the thread -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._pair = self._join()
-        except (*ERRORS, TransferError) as error:
-            self.ready.set_exception(TransferError(reason_of(error)))
-            return
-        self.ready.set_result(None)
-        with stream_of(self._source.device):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(stream_of(self._source.device))
+                self._pair = self._join()
+            except (*ERRORS, TransferError) as error:
+                self.ready.set_exception(TransferError(reason_of(error)))
+                return
+            self.ready.set_result(None)
             while (job := self._next()) is not None:
                 failed = self._send(job.runs)
                 if failed is None:
@@ -104,13 +107,14 @@ class _Sender:
         """Meet the receiver at its store. Raises ERRORS and TransferError."""
         host, port = self._wire.host, self._wire.port
         socket.create_connection((host, port), CONNECT_S).close()  # fails at once if the store is gone; TCPStore would retry
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False)
+        device, connect_s = self._source.device, connect_s_of(self._source.device)
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False)
         agent = store.get(AGENT).decode()
         if agent != self._pool.agent:
             raise TransferError(f"the descriptor belongs to {agent}")
         name = uuid.uuid4().hex
         store.queue_push(JOINERS, name)
-        return Pair(store, name, 1, self._host, self._source.device, CONNECT_S, self._silence_s)
+        return Pair(store, name, 1, self._host, device, connect_s, self._silence_s)
 
     def _next(self) -> _Job | None:
         """What to send next. An empty job, as a sign of life, if there is nothing to send. None when the link is closed."""
@@ -147,6 +151,7 @@ class TorchTransport:
         self._landing: Landing | None = None
         self._store: TCPStore | None = None
         self._port = 0
+        self._card = ""
         self._accept_at = 0.0
         self._threads: list[threading.Thread] = []
         self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
@@ -154,6 +159,9 @@ class TorchTransport:
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
         if region.device != "cpu" and not is_nccl_available():
             raise TransferError(f"torch.distributed has no NCCL in this build of torch, and the pool is on {region.device}")
+        if region.device != "cpu":
+            use_device(region.device)
+            self._card = card_of(region.device)
         try:
             family = socket.getaddrinfo(self._host, 0)[0][0]
             listener = socket.create_server((self._host, 0), family=family)  # by itself a store would listen on every address
@@ -172,7 +180,7 @@ class TorchTransport:
             raise TransferError(f"torch.distributed could not start on {self._host}: {reason_of(error)}") from error
         self._region = region
         self._pushes.register(region)
-        return self._name, msgspec.msgpack.encode(_Wire(self._host, self._port))
+        return self._name, msgspec.msgpack.encode(_Wire(self._host, self._port, self._card))
 
     def connect(self, pool: PoolDescriptor) -> str:
         return self._pushes.connect(pool, lambda: self._link(pool))
@@ -203,11 +211,17 @@ class TorchTransport:
         if pool.device.partition(":")[0] != self._region.device.partition(":")[0]:
             raise TransferError(f"{what}: its pool is on {pool.device} and ours on {self._region.device}")
         try:
-            sender = _Sender(self._region, pool, self._host, self._silence_s)
+            wire = msgspec.msgpack.decode(pool.wire, type=_Wire)
         except msgspec.DecodeError as error:
             raise TransferError(f"{what}: {error}") from error
+        if wire.card and wire.card == self._card:
+            raise TransferError(
+                f"{what}: its pool ({pool.device}) and ours ({self._region.device}) are on the same GPU, {wire.card}, and NCCL "
+                f"takes one process per GPU: use --transport nixl, or give each instance a GPU of its own with --device cuda:N"
+            )
+        sender = _Sender(self._region, pool, wire, self._host, self._silence_s)
         self._threads.append(sender.thread)
-        until = time.monotonic() + CONNECT_S
+        until = time.monotonic() + connect_s_of(self._region.device)
         while not wait([sender.ready], ACCEPT_S).done and time.monotonic() < until:
             self._accept()
         try:
@@ -239,12 +253,20 @@ class TorchTransport:
         """On a thread of its own: receive from one sender until the pair ends. The sender reports why it ended."""
         assert self._region is not None and self._landing is not None, "register comes before poll"
         try:
+            device, connect_s = self._region.device, connect_s_of(self._region.device)
             store = TCPStore(
-                self._host, self._port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False
+                self._host, self._port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False
             )
-            pair = Pair(store, name, 0, self._host, self._region.device, CONNECT_S, self._silence_s)
-            with closing(pair), stream_of(self._region.device):
+            with (
+                stream_of(device),
+                closing(Pair(store, name, 0, self._host, device, connect_s, self._silence_s)) as pair,
+            ):
                 while pair.take_slice(self._landing):
                     pass
         except ERRORS:
             return
+
+
+def connect_s_of(device: str) -> float:
+    """The longest that making a pair may take."""
+    return CONNECT_S if device == "cpu" else CONNECT_NCCL_S

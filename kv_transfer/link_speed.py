@@ -35,7 +35,6 @@ class LinkProbe:
         self._page = plan_runs(source, target, PageSlice(ours.layout), PageSlice(theirs.layout))
         self._page_bytes = int(self._page[:, 2].sum())
         self._on_devices = ours.device != "cpu" and theirs.device != "cpu"
-        self._on_host = ours.device == theirs.device == "cpu"
         self._wanted_bytes = FIRST_BYTES
         self._probes = self._counted_bytes = 0
         self._sent: Mapping[Wire, int] = {}
@@ -70,14 +69,14 @@ class LinkProbe:
         """The name of the carrier, for people."""
         if wire is not None:
             return str(wire)
-        return "NVLink or PCIe" if self._on_devices else "memory"
+        return "GPU memory, NVLink or PCIe" if self._on_devices else "memory"
 
     def host_bytes_per_s(self, wire: Wire | None) -> float | None:
         """What this host should reach: the speed of a memory copy to a process on this host, the speed of the fastest wire to
-        another host. None: unknown."""
+        another host. Links between GPUs are faster, unless their bytes go through sockets. None: unknown."""
         if wire is not None and wire.name != LOOPBACK_DEVICE:
             return fastest_bytes_per_s()
-        return memory_bytes_per_s() if self._on_host else None
+        return memory_bytes_per_s()
 
 
 def slowness(bytes_per_s: float | None, host_bytes_per_s: float | None, carrier: str) -> str:

@@ -8,6 +8,7 @@ Owns the engine, and threads for each link. Knows no pages. Measured behaviour t
 - Every failure is the same -1. A timeout does not end a write: what was under way to a stopped receiver lands when it goes on.
   Only the death of the peer proves an end: the port that it holds while it lives then refuses a connection.
 - The engine chooses TCP or RDMA by the devices that it finds, whatever protocol it is told.
+- Where a pool lies need not be said: the engine asks CUDA for the device of each range ("*", its default for `location`).
 - A process that exits during a call is aborted, so its exit waits for the threads, up to MC_TRANSFER_TIMEOUT seconds. A silent
   peer goes unnoticed for as long. Only the environment can set it.
 
@@ -16,12 +17,14 @@ Mooncake: https://github.com/kvcache-ai/Mooncake, transfer engine of 0.3.13.
 
 import ctypes
 import importlib
+import importlib.metadata
 import json
 import os
 import socket
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -30,6 +33,7 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
+from kv_transfer.cuda import check_can_be_mapped, use_device
 from kv_transfer.pushes import Pushes, SliceFailed
 from kv_transfer.transport import TransportEvent
 
@@ -42,6 +46,7 @@ SILENCE_S = 8
 CONNECT_S = 2.0
 DYING_S = 0.5
 NAME_BYTES = 64
+WHEEL_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
 WHEELS = (
     "Install mooncake-transfer-engine-cuda13, mooncake-transfer-engine (CUDA 12) or mooncake-transfer-engine-non-cuda, "
     "and the system's libibverbs1, librdmacm1, libnuma1 and libcurl4"
@@ -119,6 +124,10 @@ class MooncakeTransport:
         self._detail = f"Mooncake {_protocol(self._engine.get_local_topology())}"
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
+        if region.device != "cpu":
+            _check_wheel(region.device)
+            use_device(region.device)
+            check_can_be_mapped(region)  # nor can network cards register memory of expandable segments
         beacon = ctypes.addressof(self._beacon)
         self._accepted("register the pool", self._engine.register_memory(region.address, region.region_bytes))
         self._accepted("register its name", self._engine.register_memory(beacon, len(self._beacon)))
@@ -167,6 +176,13 @@ def _make_engine() -> Any:
         return importlib.import_module("mooncake.engine").TransferEngine()
     except ImportError as error:
         raise TransferError(f"Mooncake cannot be loaded: {error}. {WHEELS}") from error
+
+
+def _check_wheel(device: str) -> None:
+    """Raises TransferError for the wheel that takes a GPU's address for one of the CPU, which crashes."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version(WHEEL_WITHOUT_CUDA)
+        raise TransferError(f"the pool is on {device}, and {WHEEL_WITHOUT_CUDA} knows no GPUs. {WHEELS}")
 
 
 def _protocol(topology: str) -> str:

@@ -9,10 +9,20 @@ its progress thread, which would spin on a core. Measured behaviour that shapes 
 - A peer is removed only when nothing is in flight to it. Otherwise its handles fail while their bytes flow on.
 - Removing a live peer leaves a socket open on both sides, so a closed link is kept for a while and used again.
 
+Read in UCX and NIXL, and not measured, about CUDA memory:
+
+- Between processes of one host UCX copies with cuda_ipc, also on one card: each run is a `cuMemcpyDtoDAsync` on a stream of UCX's
+  own, which waits for no other stream. `transfer` returns before the copies have run, and the receiver has no part in them.
+- cuda_ipc needs both processes in one PID namespace (containers: share it) and memory of cudaMalloc (`kv_transfer/cuda.py`).
+  Otherwise UCX falls back to TCP without a word. The measurement of a new link finds that (`kv_transfer/link_speed.py`).
+- A mapping keeps the memory of a dead receiver alive, so writes to it may succeed. The TCP connection tells of the death.
+- A copy that fails breaks the CUDA context of this process, and UCX never reports its end. The engine fails too, and the process.
+
 NIXL: https://github.com/ai-dynamo/nixl, API of 1.5.
 """
 
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +36,7 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
+from kv_transfer.cuda import check_can_be_mapped, has_drained, index_of, use_device
 from kv_transfer.pushes import Pushes, SliceFailed
 from kv_transfer.transport import TransportEvent
 
@@ -37,10 +48,10 @@ SILENCE_S = 10
 KEPT_S = 120.0
 """A closed link is kept for this long so that it can be used again. Longer than the pause before a lost link is tried again."""
 ENGINE_CONFIG = "TCP_USER_TIMEOUT={silence_s}s,TLS=^posix,MAX_RMA_RAILS=1"
-"""The timeout makes UCX report a silent peer. On one host bytes go straight from memory to memory, but connections are made over
-TCP: over shared memory, UCX 1.23 crashes in a receiver that was stopped while a sender connected and was killed. One rail: UCX
-corrupts its heap when one of two TCP rails times out and the other lives on. Set UCX_MAX_RMA_RAILS=2 in the
-environment where bandwidth needs it."""
+"""The timeout makes UCX report a silent peer. All transports but posix are admitted: also cuda_ipc, cuda_copy, cma and RDMA.
+On one host bytes go straight from memory to memory, but connections are made over TCP: over shared memory, UCX 1.23 crashes in a
+receiver that was stopped while a sender connected and was killed. One rail: UCX corrupts its heap when one of two TCP rails times
+out and the other lives on. Set UCX_MAX_RMA_RAILS=2 in the environment where bandwidth needs it."""
 
 
 class _NixlLink:
@@ -93,15 +104,16 @@ class _NixlLink:
     def _has_ended(self, handle: Any, ended: Future[None], state_of: Callable[[Any], str]) -> bool:
         """Post or check one handle, and release it when it has ended.
 
-        Only a dead endpoint proves that no more of a failed slice is sent. What a stopped receiver has in its socket still lands
-        when it goes on: measured, 0.1 MB at its first polls.
+        Only a dead endpoint proves that no more of a failed slice is sent, and on CUDA the end of the copies that it had begun.
+        What a stopped receiver has in its socket still lands when it goes on: measured, 0.1 MB at its first polls.
         """
         try:
             state = state_of(handle)
         except self._errors as error:
             is_dead = type(error).__name__ in ("nixlRemoteDisconnectError", "nixlBackendError")
             self.is_dead = self.is_dead or is_dead
-            ended.set_exception(SliceFailed(_reason_of(error), quiescent=is_dead, loses_link=is_dead))
+            quiescent = is_dead and (self._source.device == "cpu" or has_drained(self._source.device))
+            ended.set_exception(SliceFailed(_reason_of(error), quiescent, loses_link=is_dead))
         else:
             if state == "PROC":
                 return False
@@ -125,9 +137,10 @@ class NixlTransport:
             raise TransferError(f"NIXL cannot be loaded: {error}. Install nixl>=1.5.1 (Linux)") from error
         self._name = f"nixl-{uuid.uuid4().hex}"
         self._errors = _errors_of(vars(_bindings).values())
-        with self._translated("start"):
-            self._agent = nixl_agent(self._name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-            self._agent.create_backend("UCX", {"engine_config": ENGINE_CONFIG.format(silence_s=silence_s)})
+        self._agent_class: Any = nixl_agent
+        self._agent_config: Any = nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._engine_config = ENGINE_CONFIG.format(silence_s=silence_s)
+        self._agent: Any = None
         self._region: MemoryRegion | None = None
         self._registered: Any = None
         self._links: dict[str, _NixlLink] = {}
@@ -135,8 +148,18 @@ class NixlTransport:
         self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, SLICES_IN_FLIGHT)
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
+        """Also makes the agent: UCX must find the pool's device current on this thread."""
         memory, device = _memory_of(region.device)
-        with self._translated("register the pool"):
+        what = f"register the pool on {region.device}"
+        if memory == "VRAM":
+            use_device(region.device)
+            check_can_be_mapped(region)
+            if "UCX_TLS" in os.environ:
+                what += f" (UCX_TLS is {os.environ['UCX_TLS']}: it must admit cuda_copy and cuda_ipc)"
+        with self._translated("start"):
+            self._agent = self._agent_class(self._name, self._agent_config)
+            self._agent.create_backend("UCX", {"engine_config": self._engine_config})
+        with self._translated(what):
             self._registered = self._agent.register_memory([(region.address, region.region_bytes, device, "")], memory)
             self._region = region
             self._pushes.register(region)
@@ -225,10 +248,9 @@ def _errors_of(names: Iterable[object]) -> tuple[type[Exception], ...]:
 
 
 def _memory_of(device: str) -> tuple[str, int]:
-    """NIXL's memory type and device number of "cpu" or "cuda:N"."""
-    if device.startswith("cuda"):
-        return "VRAM", int(device.partition(":")[2] or 0)
-    return "DRAM", 0
+    """NIXL's memory type and device number of "cpu" or "cuda:N": the number that the card has in the process that registered it,
+    for NIXL finds the registration by it."""
+    return ("DRAM", 0) if device == "cpu" else ("VRAM", index_of(device))
 
 
 def _descriptors(addresses: Int64Array, lengths: Int64Array, device: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":

@@ -15,6 +15,15 @@ Measured behaviour that shapes this file:
 - A wait cannot be cancelled, and a wait that times out ends the group. So silence ends the pair, and an idle sender sends an
   empty header now and then.
 - A group is closed by dropping the last reference; its `abort` and `shutdown` leave the peer waiting.
+
+On CUDA the bytes go over NCCL, and header and answer over Gloo. Read in torch 2.11 and not measured:
+
+- Everything that a pair does on its device, also its allocations, happens on the stream of its thread (`stream_of`). Torch makes
+  such a stream so that it waits for no other, also not for the default one. It need not: the engine has reported the pages as
+  written (`kv_transfer/cuda.py`). NCCL's own stream waits for it before it sends, and is waited for on the host after that.
+- A slice is answered when the stream that scattered it has come to its end, so its bytes are in the pool by then.
+- NCCL takes one process per card (`TorchTransport` refuses more).
+- A receiver that dies leaves NCCL waiting. The connection of the headers tells of the death.
 """
 
 import ctypes
@@ -36,6 +45,8 @@ from common.pages.layout import MemoryRegion
 SLICE_BYTES = 8 * 2**20
 SLICE_RUNS = 1024
 NCCL_POLL_S = 50e-6
+GONE_S = 0.5
+"""How long the connection of a peer that has died may take to break."""
 _PLACE_IN_SOURCE = re.compile(r"^\[\S+\] ")
 _CLOSED_BY_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 
@@ -95,15 +106,22 @@ class _Gloo:
 
 
 class _Nccl:
-    """A process group for tensors on a CUDA device. Watches for silence itself: NCCL's watchdog would end the process."""
+    """A process group for tensors on a CUDA device. Watches for silence itself: NCCL's watchdog would end the process.
 
-    def __init__(self, store: Store, rank: int) -> None:
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    The first message makes the communicator, which blocks for as long as the peer lets it. So one byte goes when the pair is
+    made: no push waits for it, and whoever waits for the pair does so for a bounded time.
+    """
+
+    def __init__(self, store: Store, rank: int, device: str, connect_s: float) -> None:
+        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+            os.environ.setdefault(name, "0")
         nccl: Any = torch.distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(days=1)
         self._group: Any = nccl(store, rank, 2, options)
         self._peer = 1 - rank
+        meet = self.receive if rank == 0 else self.send
+        meet(torch.zeros(1, dtype=torch.uint8, device=device), time.monotonic() + connect_s)
 
     def send(self, tensor: Tensor, until: float) -> None:
         self._finish(self._group.send([tensor], self._peer, 0), until)
@@ -112,10 +130,13 @@ class _Nccl:
         self._finish(self._group.recv([tensor], self._peer, 0), until)
 
     def close(self) -> None:
-        self._group.abort()
+        """May be called again."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
     def _finish(self, work: Any, until: float) -> None:
-        """Wait for the device's copy. NCCL's own `wait` orders streams and does not wait."""
+        """Wait for the device's copy. NCCL's own `wait` orders streams, raises what has failed, and does not wait."""
         while not work.is_completed():
             if time.monotonic() > until:
                 raise RuntimeError("Timed out waiting for NCCL")
@@ -131,7 +152,7 @@ class Pair:
         self._control = _Gloo(PrefixStore(f"{name}/control", store), rank, host, connect_s)
         self._data: _Gloo | _Nccl = self._control
         if device != "cpu":
-            self._data = _Nccl(PrefixStore(f"{name}/data", store), rank)
+            self._data = _Nccl(PrefixStore(f"{name}/data", store), rank, device, connect_s)
         self._silence_s = silence_s
         self._header = torch.zeros(1 + 2 * SLICE_RUNS, dtype=torch.int64)
         self._answer = torch.zeros(1, dtype=torch.int64)
@@ -146,7 +167,7 @@ class Pair:
         staged = self._staging[: int(runs[:, 2].sum())]
         if len(staged):
             torch.cat([pool[offset : offset + run_bytes] for offset, _, run_bytes in runs.tolist()], out=staged)
-            self._data.send(staged, until)
+            self._send(staged, until)
         self._control.receive(self._answer, until)
 
     def take_slice(self, landing: Landing) -> bool:
@@ -167,6 +188,16 @@ class Pair:
         """May be called after an error. No other method may run at the same time or afterwards."""
         self._data.close()
         self._control.close()
+
+    def _send(self, staged: Tensor, until: float) -> None:
+        """When this fails, raises what the connection of the headers says, if that broke too: then the peer is gone."""
+        try:
+            self._data.send(staged, until)
+        except RuntimeError:
+            if self._data is not self._control:
+                self._data.close()
+                self._control.receive(self._answer, time.monotonic() + GONE_S)
+            raise
 
     def _rows(self, runs: int) -> Int64Array:
         """The header's rows of (target offset, bytes)."""
@@ -201,7 +232,7 @@ def bytes_of(region: MemoryRegion) -> Tensor:
 
 
 def stream_of(device: str) -> AbstractContextManager[object]:
-    """A CUDA stream for the work of one thread; does nothing on the CPU."""
+    """A CUDA stream, and its device, for the work of one thread; does nothing on the CPU. Raises RuntimeError."""
     cuda: Any = torch.cuda
     return nullcontext() if device == "cpu" else cuda.stream(cuda.Stream(device))
 

@@ -32,10 +32,10 @@ def region_of(pool: Bytes, device: str = "cpu") -> MemoryRegion:
     return MemoryRegion(address=int(pool.ctypes.data), region_bytes=pool.nbytes, device=device)
 
 
-def pool_descriptor(agent: str, address: int, pool_bytes: int, wire: bytes) -> PoolDescriptor:
+def pool_descriptor(agent: str, address: int, pool_bytes: int, wire: bytes, device: str = "cpu") -> PoolDescriptor:
     """A pool of bytes. No transport looks at the backend."""
     pages = pool_bytes // LAYOUT.page_bytes
-    return PoolDescriptor(backend="any", agent=agent, address=address, total_pages=pages, device="cpu", layout=LAYOUT, wire=wire)
+    return PoolDescriptor(backend="any", agent=agent, address=address, total_pages=pages, device=device, layout=LAYOUT, wire=wire)
 
 
 class LocalAgent(Generic[T]):

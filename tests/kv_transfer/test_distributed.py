@@ -104,6 +104,15 @@ def test_a_pool_of_another_kind_of_device_is_refused(source: Agent, target: Agen
         source.transport.connect(msgspec.structs.replace(target.pool, device="cuda:0"))
 
 
+def test_a_pool_on_our_own_card_is_refused_at_once_whatever_number_it_has_there(source: Agent, target: Agent) -> None:
+    """NCCL would wait in vain. The fix is named."""
+    source.transport._card = "GPU-1"
+    elsewhere = msgspec.structs.replace(target.pool, wire=target.wire_with(card="GPU-1"))
+    with pytest.raises(TransferError, match=r"on the same GPU, GPU-1, .* use --transport nixl, or .* --device cuda:N"):
+        source.transport.connect(elsewhere)
+    assert threads_of_links() == []
+
+
 def test_a_device_for_which_this_torch_has_no_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.distributed.is_nccl_available", lambda: False)
     with pytest.raises(TransferError, match="no NCCL"):

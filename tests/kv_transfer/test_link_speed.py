@@ -143,8 +143,8 @@ def test_the_speed_of_the_host_depends_on_where_the_peer_is(monkeypatch: pytest.
     on_host, on_devices = LinkProbe(pool, pool), LinkProbe(gpu, gpu)
     assert on_host.host_bytes_per_s(None) == on_host.host_bytes_per_s(Wire(TCP, LOOPBACK_DEVICE)) == 1e10
     assert on_host.host_bytes_per_s(Wire(TCP, "eth0")) == on_devices.host_bytes_per_s(Wire(RDMA, "mlx5_0:1")) == 5e10
-    assert on_devices.host_bytes_per_s(None) is None, "how fast its links to other devices are is not known here"
-    assert (on_host.carrier(None), on_devices.carrier(None)) == ("memory", "NVLink or PCIe")
+    assert on_devices.host_bytes_per_s(Wire(TCP, LOOPBACK_DEVICE)) == 1e10, "GPUs of one host that use sockets are found out"
+    assert (on_host.carrier(None), on_devices.carrier(None)) == ("memory", "GPU memory, NVLink or PCIe")
     assert on_host.carrier(Wire(TCP, "eth0")) == "TCP over eth0"
 
 

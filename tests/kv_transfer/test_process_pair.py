@@ -110,6 +110,31 @@ def test_a_receiver_that_says_nothing_is_given_up_and_nothing_is_proven(two: Two
     assert reason_of(silent.value).startswith("Timed out waiting ")
 
 
+class Nccl:
+    """In place of NCCL, whose messages to a receiver that died do not end. closed: how often it was."""
+
+    closed = 0
+
+    def send(self, tensor: torch.Tensor, until: float) -> None:
+        raise RuntimeError("Timed out waiting for NCCL")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_when_nccl_hangs_the_other_connection_tells_whether_the_receiver_is_gone(two: Two, is_gone: bool) -> None:
+    two.sender._data = nccl = Nccl()  # type: ignore[assignment]
+    sent = two.send((0, 0, 100))
+    two.receiver._control.receive(two.receiver._header, time.monotonic() + SILENCE_S)
+    if is_gone:
+        two.receiver.close()
+    with pytest.raises(RuntimeError) as failed:
+        sent.result()
+    assert is_closed_by_peer(failed.value) == is_gone
+    assert nccl.closed, "nothing more is sent"
+
+
 def test_a_sender_that_is_gone_ends_the_wait_of_the_receiver_at_once(two: Two) -> None:
     taken = two.take()
     two.sender.close()
