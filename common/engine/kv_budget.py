@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from common.config import parse_memory
-from common.engine.models.shape import ModelShape
+from common.engine.models.port import ServedShape
 from common.errors import ConfigError
 from common.pages.layout import ITEM_BYTES, KVLayout
 
@@ -94,7 +94,7 @@ def _host_bytes(name: str) -> int:
     return int(lines[name].split()[0]) * 1024
 
 
-def workspace_bytes(shape: ModelShape, layout: KVLayout, chunk_tokens: int, max_running: int, context_tokens: int) -> int:
+def workspace_bytes(shape: ServedShape, layout: KVLayout, chunk_tokens: int, max_running: int, context_tokens: int) -> int:
     """Most bytes that a step needs in addition to weights and pages: a full chunk and all decode rows, and every row samples.
 
     Activations of one layer (layers reuse them), attention's mask and gathered pages, logits and the sampler.

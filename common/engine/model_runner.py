@@ -14,16 +14,14 @@ from torch import Tensor
 from common.config import Dtype, EngineConfig, ModelConfig
 from common.engine.attention.choice import AttentionNeeds, make_attention
 from common.engine.attention.port import Segment, StepTokens
-from common.engine.checkpoint import fingerprint, read_weights
+from common.engine.checkpoint import fingerprint
 from common.engine.executor import EngineDescription
 from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import KVBudget, auto_kv_bytes, given_kv_bytes, kv_budget, workspace_bytes
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.layer_progress import LayerProgress
-from common.engine.models.decoder import Decoder
-from common.engine.models.port import Model
-from common.engine.models.shape import ModelShape, read_shape
-from common.engine.models.weights import WeightSlots
+from common.engine.models.port import ServedShape
+from common.engine.models.registry import Loading, load_model, read_served_shape
 from common.engine.plan import Plan, RowStart, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step import PagedStep
@@ -43,7 +41,7 @@ class ModelRunner:
         self._layer_groups = engine.layer_groups
         dtype_name = _dtype_of(engine.dtype, self._device)
         dtype = torch_dtype(dtype_name)
-        shape = read_shape(path)
+        shape = read_served_shape(path)
         layout = KVLayout(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
@@ -55,7 +53,8 @@ class ModelRunner:
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
         self._kernels = make_kernels(self._device)
-        self._model = self._load(shape, path, engine.context_tokens, dtype, progress)
+        loading = Loading(dtype, self._device, engine.context_tokens or shape.context_tokens)
+        self._model = load_model(path, shape, loading, self._kernels, progress)
         budget = self._budget(shape, layout, engine, progress)
         progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
         self._memory = KVMemory(layout, budget.total_pages, self._device)
@@ -128,20 +127,9 @@ class ModelRunner:
         """As `Executor.digest_pages`; from any thread."""
         return self._memory.digest_pages(pages)
 
-    # --- loading -----------------------------------------------------------------------------------------------------------
+    # --- making ------------------------------------------------------------------------------------------------------------
 
-    def _load(
-        self, shape: ModelShape, path: Path, asked_context: int, dtype: torch.dtype, progress: Callable[[str], None]
-    ) -> Model:
-        try:
-            slots = WeightSlots(dtype, self._device)
-            model = Decoder(shape, slots, self._kernels, asked_context or shape.context_tokens)
-            slots.fill(read_weights(path, progress))
-            return model
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(f"the weights in {path} do not fit in the memory of {self._device}: {error}") from error
-
-    def _budget(self, shape: ModelShape, layout: KVLayout, engine: EngineConfig, progress: Callable[[str], None]) -> KVBudget:
+    def _budget(self, shape: ServedShape, layout: KVLayout, engine: EngineConfig, progress: Callable[[str], None]) -> KVBudget:
         """Pages and context. Call it after the weights are loaded: only then is it known what memory is left."""
         kv_bytes = given_kv_bytes(engine.kv_memory, self._device)
         own, asked = shape.context_tokens, engine.context_tokens

@@ -1,0 +1,57 @@
+"""Which implementation serves a checkpoint: a decoder of Tandem's own, or transformers' implementation of any other model.
+
+Owns the choice and the loading. Knows no pages, rows or plans. transformers' models are imported only for a checkpoint that needs
+them: the import takes seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.engine.checkpoint import read_weights
+from common.engine.kernels.port import Kernels
+from common.engine.models.decoder import Decoder
+from common.engine.models.port import Model, ServedShape
+from common.engine.models.shape import DEFAULTS, ModelShape, read_architecture, read_shape
+from common.engine.models.weights import WeightSlots
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How an instance loads its model. context_tokens: the longest sequence that it was asked for."""
+
+    dtype: torch.dtype
+    device: torch.device
+    context_tokens: int
+
+
+def read_served_shape(path: Path) -> ServedShape:
+    """The shape of the checkpoint in a folder, before its weights are read. Raises ConfigError if nothing can serve it."""
+    architecture = read_architecture(path)
+    if architecture in DEFAULTS:
+        return read_shape(path)
+    from common.engine.models.transformers_shape import read_transformers_shape
+
+    return read_transformers_shape(path, architecture)
+
+
+def load_model(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
+    """The model of the checkpoint in a folder. shape: as `read_served_shape` gave it. Raises ConfigError."""
+    try:
+        return _loaded(path, shape, loading, kernels, progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"the weights in {path} do not fit in the memory of {loading.device}: {error}") from error
+
+
+def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
+    if not isinstance(shape, ModelShape):
+        from common.engine.models.transformers_model import load_transformers_model
+
+        return load_transformers_model(path, shape, loading.dtype, loading.device, progress)
+    slots = WeightSlots(loading.dtype, loading.device)
+    model = Decoder(shape, slots, kernels, loading.context_tokens)
+    slots.fill(read_weights(path, progress))
+    return model
