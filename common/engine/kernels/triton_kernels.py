@@ -99,7 +99,8 @@ class TritonKernels:
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         assert table.stride(1) == out.stride(0) == 1
         if len(rows):
-            source.page_indices[(len(rows),)](table, rows.contiguous(), indptr.contiguous(), out, table.stride(0), _PAGES)
+            grid = (len(rows), triton.cdiv(table.shape[1], _PAGES))
+            source.page_indices[grid](table, rows.contiguous(), indptr.contiguous(), out, table.stride(0), _PAGES)
 
 
 def _norm_blocks(hidden: int) -> tuple[int, int, int]:

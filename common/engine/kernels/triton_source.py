@@ -222,11 +222,11 @@ def _mix(x):
 
 @triton.jit
 def page_indices(table, rows, indptr, out, table_row, BLOCK: tl.constexpr):
-    """A program copies the pages of one row."""
-    entry = tl.program_id(0)
+    """A program copies up to BLOCK pages of a row. Programs beyond the row's last page have nothing to do."""
+    entry, part = tl.program_id(0), tl.program_id(1)
     begin = tl.load(indptr + entry)
     count = tl.load(indptr + entry + 1) - begin
-    table += tl.load(rows + entry).to(tl.int64) * table_row
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    if part * BLOCK < count:
+        at = part * BLOCK + tl.arange(0, BLOCK)
+        table += tl.load(rows + entry).to(tl.int64) * table_row
         tl.store(out + begin + at, tl.load(table + at, at < count, other=0), at < count)

@@ -1,0 +1,1 @@
+"""Tests that need a CUDA card: marked `gpu`, skipped where there is none. They time nothing."""
