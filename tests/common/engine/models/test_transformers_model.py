@@ -1,0 +1,130 @@
+"""Models that run through transformers: their answers are its own, and those whose attention is not ours are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.granite import modeling_granite
+
+from common.engine.attention.port import LayerAttention
+from common.engine.models.registry import read_served_shape
+from common.engine.models.transformers_model import TransformersModel, load_transformers_model
+from common.errors import ConfigError
+from tests.common.engine.checkpoints import VOCAB, saved
+from tests.common.engine.exact import answers, assert_exact, runner
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "tie_word_embeddings": False,
+    "pad_token_id": None, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+
+
+def model_of(name: str, **fields: object) -> PreTrainedModel:
+    """A small model with random weights. name: of its config class, without Config."""
+    config = getattr(transformers, f"{name}Config")(**(SIZES | fields))
+    torch.manual_seed(3)
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def gemma2() -> PreTrainedModel:
+    return model_of("Gemma2", head_dim=32, sliding_window=24, query_pre_attn_scalar=20, attn_logit_softcapping=3.0)
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "softcap, and windows in every other layer": gemma2,
+    "learned positions": lambda: model_of("GPT2", num_key_value_heads=4),
+    "heads rotated in part, attention beside the mlp": lambda: model_of("GPTNeoX", rotary_pct=0.25, num_key_value_heads=4),
+    "no rotation in some layers": lambda: model_of("SmolLM3", no_rope_layers=[1, 0, 1, 1]),
+    "multipliers": lambda: model_of("Granite", attention_multiplier=0.2, logits_scaling=3.0, residual_multiplier=0.5),
+    "one window, biases": lambda: model_of("Starcoder2", sliding_window=24),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, what: str) -> None:
+    model = MODELS[what]()
+    said: list[str] = []
+    made = runner(saved(model, tmp_path), said.append, page_size=8)
+    random = np.random.default_rng(4)
+    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, 23, 24, 120)]
+    assert_exact(model, answers(made, TransformersModel, prompts, 6, chunk_tokens=37))
+    assert any("through transformers' own implementation" in line and "slower" in line for line in said)
+
+
+def load(path: Path) -> TransformersModel:
+    return load_transformers_model(path, read_served_shape(path), torch.float32, torch.device("cpu"), lambda text: None)
+
+
+def test_how_layers_attend_is_read_off_the_model(tmp_path: Path) -> None:
+    in_window, everywhere = (LayerAttention(20**-0.5, window, 3.0) for window in (24, None))
+    assert load(saved(gemma2(), tmp_path)).attention == [in_window, everywhere] * 2
+
+
+def test_two_models_live_in_one_process(tmp_path: Path) -> None:
+    models = [MODELS["multipliers"](), gemma2()]
+    made = [runner(saved(model, tmp_path / str(number))) for number, model in enumerate(models)]
+    prompts = [np.arange(40, dtype=np.int32)]
+    for one, model in zip(made, models, strict=True):
+        assert_exact(model, answers(one, TransformersModel, prompts, 3, chunk_tokens=16))
+
+
+def test_a_context_ends_where_transformers_would_change_the_angles_of_keys_in_pages(tmp_path: Path) -> None:
+    scaled = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    model = model_of("Phi3", original_max_position_embeddings=64, rope_parameters=scaled)
+    assert read_served_shape(saved(model, tmp_path)).context_tokens == 64
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "attention sinks": (lambda: model_of("GptOss", head_dim=16, num_local_experts=4), "it has attention sinks"),
+    "other dimensions of values": (
+        lambda: model_of(
+            "DeepseekV3", num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+            v_head_dim=12, first_k_dense_replace=4,
+        ),
+        "keys are of 16 and its values of 12 dimensions",
+    ),
+    "ALiBi": (lambda: model_of("Bloom", n_head=4), "does not let others compute its attention"),
+    "a state beside KV": (
+        lambda: model_of("Lfm2", layer_types=["conv", "full_attention"] * 2), "layers of other kinds than attention .*: conv",
+    ),
+    "no causal mask": (lambda: model_of("Bert"), "neither causal nor a sliding window"),
+    "arguments not handed down": (lambda: model_of("Nemotron"), "does not hand arguments of its forward down"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_of_another_attention_is_refused_by_name_with_the_reason(tmp_path: Path, what: str) -> None:
+    model, reason = REFUSED[what]
+    made = model()
+    with pytest.raises(ConfigError, match=f"{type(made).__name__} is not supported; .*{reason}"):
+        load(saved(made, tmp_path))
+
+
+def test_a_model_whose_own_attention_differs_in_what_it_does_not_say_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(MODELS["multipliers"](), tmp_path)
+    original = modeling_granite.eager_attention_forward
+
+    def with_a_sink(*args: Any, **kwargs: Any) -> Any:
+        out, weights = original(*args, **kwargs)
+        return out * 0.9, weights
+
+    monkeypatch.setattr(modeling_granite, "eager_attention_forward", with_a_sink)
+    with pytest.raises(ConfigError, match=r"GraniteForCausalLM is not supported; .* the logits differ by"):
+        load(path)
+
+
+def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+    path = saved(MODELS["multipliers"](), tmp_path)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 5'))
+    with pytest.raises(ConfigError, match=r"lacks weights of GraniteForCausalLM: model\.layers\.4"):
+        load(path)
