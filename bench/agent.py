@@ -8,27 +8,19 @@ measures.
 import contextlib
 import sys
 import time
-import zlib
 from typing import assert_never
 
 import msgspec
 import numpy as np
 
-from bench.ends import Memory, make_end
+from bench.ends import make_end
 from bench.lines import AgentPlan, Answer, Command, Connect, Digest, Expect, Push, Report, Stop
 from bench.plan import Point
+from bench.pools import make_pool
 from common.errors import TransferError
 from common.ids import Int32Array
-from common.pages.host_memory import host_memory
 from common.processes.lines import Broken
 from common.processes.parent import Parent
-
-
-def touched_memory(pool_bytes: int, huge_pages: bool) -> Memory:
-    """Memory like that of an instance's pool on CPU, with every page already touched."""
-    memory = host_memory(pool_bytes, huge_pages)
-    memory[:] = 0
-    return memory
 
 
 def pages_of(point: Point, unit_bytes: int, pool_bytes: int, seed: int) -> list[tuple[Int32Array, Int32Array]]:
@@ -51,14 +43,14 @@ class Agent:
 
     def __init__(self, plan: AgentPlan) -> None:
         self._plan = plan
-        self._pool = touched_memory(plan.pool_bytes, plan.huge_pages)
-        self.end = make_end(plan, self._pool, lambda: touched_memory(plan.pool_bytes, plan.huge_pages))
+        self._pool = make_pool(plan.device, plan.pool_bytes, plan.huge_pages)
+        self.end = make_end(plan, self._pool, lambda: make_pool(plan.other_device, plan.pool_bytes, plan.huge_pages))
 
     def act(self, command: Command) -> Answer | None:
         """Returns the answer; None for Stop. Raises TransferError."""
         match command:
             case Connect():
-                self._pool.view(np.int64)[:] = np.arange(len(self._pool) // 8)  # no two words are alike
+                self._pool.fill()
                 self.end.connect(command.address)
                 return self.answer()
             case Push():
@@ -92,8 +84,8 @@ class Agent:
     def _digest(self, command: Digest) -> int:
         """Of the last push of a turn: no later push of that turn has overwritten its pages."""
         source, target = pages_of(command.point, self._plan.unit_bytes, self._plan.pool_bytes, command.seed)[-1]
-        memory, pages = (self.end.landing, target) if command.landed else (self._pool, source)
-        return zlib.crc32(memory.reshape(-1, self._plan.unit_bytes)[pages].tobytes())
+        pool, pages = (self.end.landing, target) if command.landed else (self._pool, source)
+        return pool.checksum(pages, self._plan.unit_bytes)
 
 
 def main(plan_text: str) -> None:

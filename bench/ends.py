@@ -1,4 +1,4 @@
-"""The two ends of each way to move bytes between processes: a KV transport, a transfer thread, a socket, memmove.
+"""The two ends of each way to move bytes: a KV transport, a transfer thread, a socket, memmove, a copy on a GPU.
 
 Owns what a push is on each way. Knows pools and runs. Does not know what is measured, or who asks.
 """
@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeAlias, assert_never
+from typing import TypeAlias, assert_never
 
 import numpy as np
 
 from bench.lines import Address, AgentPlan
+from bench.pools import DevicePool, HostPool, Pool
 from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
@@ -21,7 +22,7 @@ from common.instance.ports import Allow, Expect, LinkChanged, PushDone, PushFail
 from common.instance.ports import Connect as ConnectPeers
 from common.instance.ports import Push as PushPages
 from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor
-from common.pages.layout import KVLayout, MemoryRegion
+from common.pages.layout import KVLayout
 from kv_transfer.backends import make_transport
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transfer_loop import TransferLoop
@@ -34,17 +35,16 @@ WRITE_LEASE_S = 86_400.0
 TARGET = InstanceId("target")
 LIFE = Incarnation("1")
 PushOnce: TypeAlias = Callable[[], None]
-Memory: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 class End:
-    """One end of a way. address: how the other end reaches it. landing: the memory that pushes write into.
+    """One end of a way. address: how the other end reaches it. landing: the pool that pushes write into.
 
     Raises TransferError from any method for what cannot be done. An end that needs no turns and holds nothing inherits that.
     """
 
     address: Address
-    landing: Memory
+    landing: Pool
     layout: KVLayout
 
     def connect(self, address: Address) -> None:
@@ -69,8 +69,8 @@ class End:
         return plan_runs(source_pages, target_pages, PageSlice(self.layout), PageSlice(self.layout))
 
 
-def make_end(plan: AgentPlan, pool: Memory, spare: Callable[[], Memory]) -> End:
-    """spare: makes a second pool in this process."""
+def make_end(plan: AgentPlan, pool: Pool, spare: Callable[[], Pool]) -> End:
+    """spare: makes a second pool in this process, on the other device."""
     layout = layout_of(plan.unit_bytes)
     match plan.way.kind:
         case "transport":
@@ -78,9 +78,11 @@ def make_end(plan: AgentPlan, pool: Memory, spare: Callable[[], Memory]) -> End:
         case "thread":
             return ThreadEnd(_named(plan), plan.host, pool, layout)
         case "socket":
-            return SocketEnd(plan.host, pool, layout)
+            return SocketEnd(plan.host, _on_host(pool), layout)
         case "memmove":
-            return MemmoveEnd(pool, spare(), layout)
+            return MemmoveEnd(_on_host(pool), _on_host(spare()), layout)
+        case "copy":
+            return CopyEnd(_on_device(pool), _on_device(spare()), layout)
         case _:
             assert_never(plan.way.kind)
 
@@ -93,20 +95,20 @@ def layout_of(page_bytes: int) -> KVLayout:
 class TransportEnd(End):
     """The port alone: every call comes from this thread, which polls without a pause after a push."""
 
-    def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
+    def __init__(self, name: TransportName, host: str, pool: Pool, layout: KVLayout) -> None:
         self._transport = make_transport(name, host)
         self.layout = layout
         self._peer = ""
         self._tickets = 0
         self._expecting = False
         self._expect_s = BUSY_S if _is_distant(host) else EXPECT_S
-        region = _region_of(pool)
+        region = pool.region
         agent, wire = self._transport.register(region)
         descriptor = PoolDescriptor(
             backend=name,
             agent=agent,
             address=region.address,
-            total_pages=len(pool) // layout.page_bytes,
+            total_pages=region.region_bytes // layout.page_bytes,
             device=region.device,
             layout=layout,
             wire=wire,
@@ -158,13 +160,13 @@ class TransportEnd(End):
 class ThreadEnd(End):
     """A transfer thread with its pace, links and leases: what an instance uses."""
 
-    def __init__(self, name: TransportName, host: str, pool: Memory, layout: KVLayout) -> None:
+    def __init__(self, name: TransportName, host: str, pool: Pool, layout: KVLayout) -> None:
         self.layout = layout
         self._is_distant = _is_distant(host)
 
         def make_loop() -> TransferLoop:
-            total_pages = len(pool) // layout.page_bytes
-            return TransferLoop(make_transport(name, host), name, _region_of(pool), layout, total_pages, time.monotonic)
+            total_pages = pool.region.region_bytes // layout.page_bytes
+            return TransferLoop(make_transport(name, host), name, pool.region, layout, total_pages, time.monotonic)
 
         self._news = threading.Event()
         self._thread = TransferThread(make_loop, self._news.set)
@@ -210,8 +212,8 @@ class ThreadEnd(End):
 class SocketEnd(End):
     """One TCP connection. A push sends where its runs go, then their bytes; one byte comes back when all have arrived."""
 
-    def __init__(self, host: str, pool: Memory, layout: KVLayout) -> None:
-        self._pool, self.layout = pool.data, layout
+    def __init__(self, host: str, pool: HostPool, layout: KVLayout) -> None:
+        self._pool, self.layout = pool.bytes.data, layout
         try:
             self._listener = socket.create_server((host, 0))
         except OSError as error:
@@ -271,13 +273,14 @@ class SocketEnd(End):
 class MemmoveEnd(End):
     """Both pools in one process, and a loop that copies the runs with one core."""
 
-    def __init__(self, pool: Memory, landing: Memory, layout: KVLayout) -> None:
-        self._pool, self.layout = pool, layout
+    def __init__(self, pool: HostPool, landing: HostPool, layout: KVLayout) -> None:
+        self.layout = layout
         self.address = Address()
         self.landing = landing
+        self._addresses = pool.region.address, landing.region.address
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
-        from_address, to_address = self._pool.ctypes.data, self.landing.ctypes.data
+        from_address, to_address = self._addresses
         runs = self.runs(source_pages, target_pages).tolist()
         moves = [(to_address + there, from_address + here, length) for here, there, length in runs]
 
@@ -286,6 +289,43 @@ class MemmoveEnd(End):
                 ctypes.memmove(to, start, length)
 
         return push
+
+
+class CopyEnd(End):
+    """Both pools in one process, on GPUs: a copy of each run on one stream, and a wait for the stream."""
+
+    def __init__(self, pool: DevicePool, landing: DevicePool, layout: KVLayout) -> None:
+        self.layout = layout
+        self.address = Address()
+        self.landing = landing
+        self._from, self._to = pool.tensor, landing.tensor
+
+    def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
+        runs = self.runs(source_pages, target_pages).tolist()
+        copies = [(self._to[there : there + size], self._from[here : here + size]) for here, there, size in runs]
+
+        def push() -> None:
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+            self._wait()
+
+        return push
+
+    def _wait(self) -> None:
+        import torch
+
+        if self._from.is_cuda:
+            torch.cuda.current_stream(self._from.device).synchronize()
+
+
+def _on_host(pool: Pool) -> HostPool:
+    assert isinstance(pool, HostPool), "this way is for pools on the CPU"
+    return pool
+
+
+def _on_device(pool: Pool) -> DevicePool:
+    assert isinstance(pool, DevicePool), "this way is for pools on GPUs"
+    return pool
 
 
 def _named(plan: AgentPlan) -> TransportName:
@@ -301,10 +341,6 @@ def _pool_at(address: Address) -> PoolDescriptor:
 def _is_distant(host: str) -> bool:
     """Whether the other process is on another host, or stands for one that is."""
     return host != LOOPBACK
-
-
-def _region_of(pool: Memory) -> MemoryRegion:
-    return MemoryRegion(address=pool.ctypes.data, region_bytes=len(pool), device="cpu")
 
 
 def _instance_of(pool: PoolDescriptor) -> InstanceInfo:

@@ -6,6 +6,7 @@ Owns the questions to the system. Decides nothing.
 import importlib.metadata
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 
@@ -24,7 +25,8 @@ LIBRARIES = (
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """cores: those that this process may run on. load: the machine's over the last minute, when measuring began."""
+    """cores: those that this process may run on. load: the machine's over the last minute, when measuring began. gpus: the name
+    and the driver of each."""
 
     cpu: str
     cores: int
@@ -34,6 +36,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     libraries: dict[str, str]
     load: float
     date: str
+    gpus: tuple[str, ...] = ()
 
 
 def this_hardware() -> Hardware:
@@ -46,6 +49,7 @@ def this_hardware() -> Hardware:
         libraries={name: version for name in LIBRARIES if (version := _version_of(name))},
         load=os.getloadavg()[0],
         date=time.strftime("%Y-%m-%d"),
+        gpus=_gpus(),
     )
 
 
@@ -55,6 +59,16 @@ def _cpu_model() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def _gpus() -> tuple[str, ...]:
+    """As NVIDIA's tool names them, which makes no context on them. Empty where the tool is not."""
+    command = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(listed.splitlines())
 
 
 def _version_of(library: str) -> str:

@@ -11,13 +11,16 @@ from common.processes.lines import Broken, JsonLine
 
 
 class AgentPlan(JsonLine, frozen=True):
-    """One end of a way. host: the address to listen on. unit_bytes: size of a page of its pool."""
+    """One end of a way. host: the address to listen on. unit_bytes: size of a page of its pool. device: of its pool.
+    other_device: of the other end's."""
 
     way: Way
     host: str
     unit_bytes: int
     pool_bytes: int
     huge_pages: bool
+    device: str = "cpu"
+    other_device: str = "cpu"
 
 
 class Address(JsonLine, frozen=True):

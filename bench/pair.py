@@ -13,7 +13,7 @@ import msgspec
 
 from bench.figures import Sample
 from bench.lines import AgentPlan, Answer, Command, Connect, Digest, Expect, Push, Report, Stop
-from bench.plan import Point, TransferBench, Way
+from bench.plan import ALONE, Point, TransferBench, Way
 from common.errors import TransferError
 from common.processes.child import KILL_S, ChildEnded, Respondent
 from common.processes.lines import Broken
@@ -72,15 +72,25 @@ class Agent:
 
 
 class Pair(contextlib.AbstractContextManager["Pair"]):
-    """The processes of one way: the source pushes, the target is written to. With memmove one process is both."""
+    """The processes of one way: the source pushes, the target is written to. For the speed of the memory one is both."""
 
     def __init__(self, bench: TransferBench, way: Way, spots: Spots, environment: Mapping[str, str]) -> None:
         self.way = way
         self._pool_bytes = bench.pool_bytes
         unit_bytes, pool_bytes, huge_pages = bench.unit_bytes, bench.pool_bytes, bench.huge_pages == "on"
         self._agents = []
-        for spot in spots[:1] if way.kind == "memmove" else spots:
-            plan = AgentPlan(way=way, host=spot.host, unit_bytes=unit_bytes, pool_bytes=pool_bytes, huge_pages=huge_pages)
+        source, target = bench.devices
+        ends = list(zip(spots, ((source, target), (target, source)), strict=True))
+        for spot, (device, other) in ends[:1] if way.kind in ALONE else ends:
+            plan = AgentPlan(
+                way=way,
+                host=spot.host,
+                unit_bytes=unit_bytes,
+                pool_bytes=pool_bytes,
+                huge_pages=huge_pages,
+                device=device,
+                other_device=other,
+            )
             self._agents.append(Agent(plan, spot.prefix, environment))
         self._source, self._target = self._agents[0], self._agents[-1]
 

@@ -3,6 +3,7 @@
 Owns names, defaults and limits. Imports nothing heavy, measures nothing.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,9 +14,12 @@ from common.config import Switch, TransportName, option, parse_bytes
 from common.errors import ConfigError
 
 Arrangement = Literal["contiguous", "scattered"]
-Kind = Literal["transport", "thread", "socket", "memmove"]
+Kind = Literal["transport", "thread", "socket", "memmove", "copy"]
+ALONE: tuple[Kind, ...] = ("memmove", "copy")
+"""Kinds that need one process only."""
 ALL = "all"
 SMALLEST_PAGE_BYTES = 512
+_GPU = re.compile(r"cuda(:\d+)?")
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -38,7 +42,8 @@ class Way(msgspec.Struct, frozen=True):
     """How bytes get from one process to the other.
 
     transport: through the port alone, polled without a pause. thread: through a TransferThread, as an instance does it.
-    socket: one TCP connection. memmove: a loop in one process, which is the speed of the memory.
+    socket: one TCP connection. memmove: a loop in one process, which is the speed of the memory. copy: the same for GPUs, a copy
+    of each run on one stream.
     """
 
     kind: Kind
@@ -55,6 +60,8 @@ class Way(msgspec.Struct, frozen=True):
                 return "tcp socket"
             case "memmove":
                 return "memmove"
+            case "copy":
+                return "device copy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +73,7 @@ class TransferBench:
         "16KiB,64KiB,256KiB,1MiB,2MiB", "page sizes, with commas between them; each must be a multiple of the smallest"
     )
     pages: str = option("1,32,1024", "pages in one push, with commas between them; --memory sets the most")
+    device: str = option("cpu", "where the pools are: cpu, cuda, cuda:N, or cuda:N,cuda:M for source and target")
     memory: str = option("256MiB", "size of each pool; each pair of processes has two")
     huge_pages: Switch = option("on", "ask the system for huge pages for the pools, as instances do for theirs on CPU")
     seconds: float = option(0.2, "how long to measure each point in each round, in seconds")
@@ -86,12 +94,20 @@ class TransferBench:
             raise ConfigError(
                 f"--page-bytes must be multiples of 8 from {SMALLEST_PAGE_BYTES}, the smallest is {self.unit_bytes}"
             )
+        if not (self.devices == ("cpu", "cpu") or all(map(_GPU.fullmatch, self.devices))):
+            raise ConfigError(f"--device must be cpu, cuda, cuda:N or cuda:N,cuda:M, is {self.device!r}")
         if min(self.page_counts) < 1:
             raise ConfigError(f"--pages must be at least 1, is {self.pages}")
 
     @property
     def transports(self) -> tuple[TransportName, ...]:
         return tuple(name for name in get_args(TransportName) if self.transport in (ALL, name))
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """Of the source's pool and the target's."""
+        source, comma, target = self.device.partition(",")
+        return source, target if comma else source
 
     @property
     def page_sizes(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ Owns how they look, for a terminal or in Markdown. Does not know what was measur
 """
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,8 +57,9 @@ def say(text: str) -> None:
 def _machine(outcome: Outcome, settings: str) -> str:
     hardware = outcome.hardware
     libraries = ", ".join(f"{name} {version}" for name, version in hardware.libraries.items())
+    gpus = "".join(f"{count} × {gpu}, " for gpu, count in Counter(hardware.gpus).items())
     return (
-        f"{hardware.date}: {hardware.cores} cores of {hardware.cpu}, {hardware.memory_bytes / 2**30:.0f} GiB, "
+        f"{hardware.date}: {gpus}{hardware.cores} cores of {hardware.cpu}, {hardware.memory_bytes / 2**30:.0f} GiB, "
         f"Linux {hardware.kernel}, Python {hardware.python}, {libraries}; load {hardware.load:.1f} at the start, {settings}."
     )
 

@@ -19,12 +19,13 @@ from bench.plan import Point, TransferBench, Way
 from bench.tables import publish, say
 from common.addresses import LOOPBACK
 from common.config import TransportName
-from common.errors import TransferError
+from common.errors import ConfigError, TransferError
 
 T = TypeVar("T")
 SETTLE_S = 0.5
 """After this time, nothing that connecting started is still running."""
 ONE_HOST: Spots = (Spot((), LOOPBACK), Spot((), LOOPBACK))
+CPUS = ("cpu", "cpu")
 NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp"}
 """Two namespaces of one kernel can still write into each other's memory; two hosts cannot."""
 ONE_HOST_TRANSPORTS: tuple[TransportName, ...] = ("cma",)
@@ -32,7 +33,11 @@ ONE_HOST_TRANSPORTS: tuple[TransportName, ...] = ("cma",)
 
 
 def run(bench: TransferBench, command: str, namespaces: bool, markdown: bool) -> int:
-    """Measure, print the report and write the file. Returns the exit status: 0 also when a goal is not met."""
+    """Measure, print the report and write the file. Returns the exit status: 0 also when a goal is not met.
+
+    Raises ConfigError."""
+    if namespaces and bench.devices != CPUS:
+        raise ConfigError(f"--namespaces measures pools on the CPU only, and --device is {bench.device}")
     hardware = this_hardware()
     host = measure_host(bench)
     network = (
@@ -47,7 +52,8 @@ def run(bench: TransferBench, command: str, namespaces: bool, markdown: bool) ->
 def measure_host(bench: TransferBench) -> Place:
     """Every way on this host."""
     through = [Way(kind, name) for name in bench.transports for kind in ("transport", "thread")]
-    return _measure(bench, "host", [Way("memmove"), Way("socket"), *through], ONE_HOST, {})
+    yardsticks = [Way("memmove"), Way("socket")] if bench.devices == CPUS else [Way("copy")]
+    return _measure(bench, "host", [*yardsticks, *through], ONE_HOST, {})
 
 
 def measure_network(bench: TransferBench) -> Place:

@@ -54,6 +54,8 @@ def test_a_pool_is_a_whole_number_of_the_largest_pages() -> None:
         (TransferBench, {"pages": "1,two"}, "--pages"),
         (TransferBench, {"pages": "0"}, "--pages"),
         (TransferBench, {"memory": "much"}, "--memory"),
+        (TransferBench, {"device": "cpu,cuda"}, "--device"),
+        (TransferBench, {"device": "cuda:"}, "--device"),
         (TransferBench, {"seconds": 0.0}, "--seconds"),
         (TransferBench, {"repeat": 0}, "--repeat"),
         (TransferBench, {"idle_s": -1.0}, "--idle-s"),

@@ -8,33 +8,56 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.agent import touched_memory
 from bench.ends import layout_of, make_end
 from bench.figures import Sample
 from bench.lines import AgentPlan
 from bench.namespaces import two_namespaces
 from bench.pair import Pair, Spot
-from bench.plan import Point, TransferBench, Way
-from bench.transfer import ONE_HOST, measure_host
-from common.errors import TransferError
+from bench.plan import ALONE, Point, TransferBench, Way
+from bench.pools import DevicePool, HostPool, make_pool
+from bench.transfer import ONE_HOST, measure_host, run
+from common.errors import ConfigError, TransferError
 
 UNIT, POOL = 4096, 64 * 4096
 
 
-@pytest.mark.parametrize("kind", ["socket", "memmove"])
+@pytest.mark.parametrize("kind", ["socket", "memmove", "copy"])
 def test_a_push_lands_where_it_should_and_nowhere_else(kind: str) -> None:
     plan = AgentPlan(way=Way(kind), host="127.0.0.1", unit_bytes=UNIT, pool_bytes=POOL, huge_pages=False)  # type: ignore[arg-type]
-    pools = [touched_memory(POOL, huge_pages=False) for _ in range(2)]
-    pools[0][:] = np.random.default_rng(1).integers(1, 256, POOL, dtype=np.uint8)
+    pools = [DevicePool(POOL, "cpu") if kind == "copy" else HostPool(POOL, huge_pages=False) for _ in range(2)]
+    source_bytes, target_bytes = (pool.tensor.numpy() if isinstance(pool, DevicePool) else pool.bytes for pool in pools)
+    source_bytes[:] = np.random.default_rng(1).integers(1, 256, POOL, dtype=np.uint8)
     source = make_end(plan, pools[0], lambda: pools[1])
-    target = source if kind == "memmove" else make_end(plan, pools[1], lambda: pools[1])
+    target = source if kind in ALONE else make_end(plan, pools[1], lambda: pools[1])
     source.connect(target.address)
     source.prepare(np.array([3, 9, 10], np.int32), np.array([60, 0, 1], np.int32))()
-    landed, sent = (pool.reshape(-1, UNIT) for pool in (target.landing, pools[0]))
+    landed, sent = (pool.reshape(-1, UNIT) for pool in (target_bytes, source_bytes))
+    assert target.landing is pools[1]
     assert np.array_equal(landed[[60, 0, 1]], sent[[3, 9, 10]])
     assert not np.delete(landed, [60, 0, 1], axis=0).any()
     source.close()
     target.close()
+
+
+def test_pools_of_either_kind_hold_the_same_numbers_and_have_the_same_checksums() -> None:
+    host, device = HostPool(POOL, huge_pages=False), DevicePool(POOL, "cpu")
+    pages = np.array([7, 0, 9], np.int32)
+    empty = host.checksum(pages, UNIT)
+    for pool in (host, device):
+        assert pool.checksum(pages, UNIT) == empty
+        pool.fill()
+    assert host.checksum(pages, UNIT) == device.checksum(pages, UNIT) != empty
+    assert (host.region.region_bytes, host.region.device) == (device.region.region_bytes, device.region.device) == (POOL, "cpu")
+
+
+def test_a_card_that_is_not_there_is_named() -> None:
+    with pytest.raises(TransferError, match="no pool of 65536 bytes on cuda:99: "):
+        make_pool("cuda:99", 65536, huge_pages=False)
+
+
+def test_pools_on_a_card_are_not_measured_between_namespaces() -> None:
+    with pytest.raises(ConfigError, match="--namespaces measures pools on the CPU only, and --device is cuda"):
+        run(TransferBench(device="cuda"), "", namespaces=True, markdown=False)
 
 
 def test_a_layout_has_pages_of_any_even_size() -> None:
