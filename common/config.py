@@ -17,6 +17,7 @@ TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated"]
 Switch = Literal["off", "on"]
+Graphs = Literal["auto", "on", "off"]
 DEMO_MODEL = "demo"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -79,6 +80,12 @@ class EngineConfig:
     chunk_tokens: int = option(512, "most prompt tokens computed in one forward, over all requests")
     layer_groups: int = option(
         2, "push the last chunk of a prompt in this many groups of layers while it computes; 0: push it afterwards"
+    )
+    graphs: Graphs = option(
+        "auto", "replay decode steps as CUDA graphs; auto: on CUDA, where the model and the attention backend allow it"
+    )
+    graph_sizes: str = option(
+        "auto", "batch sizes of the graphs, such as 1,2,4,8; larger batches run without one; auto: a ladder up to --max-running"
     )
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
 

@@ -1,27 +1,24 @@
 """The KV budget: how many bytes to use for KV, how many pages that makes, and how long a context they hold.
 
-Owns the arithmetic, and what is left for activations. Knows the model's shape and how much memory is free. Allocates nothing.
+Owns the arithmetic. Knows how much memory is free. Allocates nothing.
 """
 
+import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from common.config import parse_memory
-from common.engine.models.port import ServedShape
 from common.errors import ConfigError
-from common.pages.layout import ITEM_BYTES, KVLayout
+from common.pages.layout import KVLayout
 
 _CPU_SHARE, _CPU_MOST, _CPU_FREE_SHARE = 0.125, 2**30, 0.5
-_CUDA_SHARE = 0.9
-"""Share of what is free on the device after the workspace; the rest is for libraries and fragmentation."""
+_CUDA_KEPT = 0.02
+"""Share of the device's memory that stays free: for fragmentation, and for what libraries allocate late."""
 _CONTEXT_BYTES = 2**29
 """What CUDA itself takes per process: its context and the code of the kernels."""
-_GATHER_BYTES = 2**30
-"""Attention's buffers in one step: four times what it gathers at once."""
-_SAMPLER_BYTES = 80
-"""Bytes that the sampler takes per row and token of the vocabulary: float32 logits, their order, and the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +61,70 @@ def given_kv_bytes(kv_memory: str, device: torch.device) -> int | None:
     return parse_memory(kv_memory, "kv-memory", total_bytes)
 
 
-def auto_kv_bytes(device: torch.device, workspace_bytes: int, sharers: int = 1) -> int:
-    """What `--kv-memory auto` stands for. On CUDA, call it after the weights are loaded. Raises ConfigError.
-
-    sharers: instances on the device. On CUDA each has an equal part of the whole memory for its weights, workspace and pages:
-    they start side by side, so what is free now would depend on who asks first. On CPU it is a share of the host's memory, not of
-    what is free now: equal hosts get equal pools, unless memory is short.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # else what loading left in torch's cache counts as used
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        if sharers > 1:
-            used_bytes = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
-            free_bytes = min(free_bytes, total_bytes // sharers - used_bytes)
-        if free_bytes <= workspace_bytes:
-            part = f" in its part for one of {sharers} instances" if sharers > 1 else ""
-            raise ConfigError(
-                f"{device} has {max(0, free_bytes)} bytes free{part} after loading the weights, but a step may need "
-                f"{workspace_bytes}: lower --chunk-tokens or --max-running, or give --kv-memory"
-            )
-        return int((free_bytes - workspace_bytes) * _CUDA_SHARE)
+def auto_host_kv_bytes(sharers: int = 1) -> int:
+    """What `--kv-memory auto` stands for on CPU: a share of the host's memory, not of what is free now. So equal hosts get equal
+    pools, unless memory is short. sharers: instances on this host that have equal parts of it."""
     total_bytes, free_bytes = _host_bytes("MemTotal"), _host_bytes("MemAvailable")
     return int(min(_CPU_MOST, total_bytes * _CPU_SHARE, free_bytes * _CPU_FREE_SHARE) / sharers)
+
+
+class KVMemoryMeter:
+    """What `--kv-memory auto` stands for on CUDA. Make it when the weights are loaded; then run the largest steps on a small
+    pool, and see what is left.
+
+    sharers: instances on the device. Each has an equal part of the whole memory for its weights, steps and pages. They start side
+    by side, so what is free now would depend on who asks first: then only torch's own memory is measured.
+    """
+
+    def __init__(self, device: torch.device, sharers: int) -> None:
+        self._device = device
+        self._sharers = sharers
+        _return_cache(device)
+        self._before_bytes = self._taken_bytes()
+
+    def used_bytes(self) -> int:
+        """What was allocated since the meter was made and is still held. torch keeps what steps gave back, so it is the most that
+        they held at a time."""
+        return self._taken_bytes() - self._before_bytes
+
+    def left_for_pages(self, workspace_bytes: int, progress: Callable[[str], None]) -> int:
+        """Bytes for pages, when steps take workspace_bytes besides them. Call it when nothing of the trial is referenced any
+        more. Raises ConfigError."""
+        gc.collect()
+        _return_cache(self._device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        part_bytes, taken_bytes = total_bytes // self._sharers, self._taken_bytes()
+        kept_bytes = int(part_bytes * _CUDA_KEPT)
+        kv_bytes = min(free_bytes, part_bytes - taken_bytes) - workspace_bytes - kept_bytes
+        part = "" if self._sharers == 1 else f" for each of {self._sharers} instances"
+        figures = (
+            f"{self._device} has {_gib(part_bytes)}{part}: weights and what else is there take {_gib(taken_bytes)}, steps and "
+            f"graphs {_gib(workspace_bytes)}, and {_gib(kept_bytes)} stay free"
+        )
+        if kv_bytes <= 0:
+            raise ConfigError(f"no memory is left for KV pages. {figures}: lower --chunk-tokens or --max-running")
+        progress(f"{figures}; {_gib(kv_bytes)} are left for KV pages")
+        return kv_bytes
+
+    def out_of_memory(self, error: torch.OutOfMemoryError) -> str:
+        """One line that says what did not fit."""
+        return (
+            f"the largest step does not fit in {self._device}, where weights and what else is there take "
+            f"{_gib(self._before_bytes)}: lower --chunk-tokens or --max-running ({str(error).splitlines()[0]})"
+        )
+
+    def _taken_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        if self._sharers > 1:
+            return torch.cuda.memory_reserved(self._device) + _CONTEXT_BYTES
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return total_bytes - free_bytes
+
+
+def _return_cache(device: torch.device) -> None:
+    """Give back what torch keeps for later, else it counts as used."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
 
 
 def _host_bytes(name: str) -> int:
@@ -94,16 +133,5 @@ def _host_bytes(name: str) -> int:
     return int(lines[name].split()[0]) * 1024
 
 
-def workspace_bytes(shape: ServedShape, layout: KVLayout, chunk_tokens: int, max_running: int, context_tokens: int) -> int:
-    """Most bytes that a step needs in addition to weights and pages: a full chunk and all decode rows, and every row samples.
-
-    Activations of one layer (layers reuse them), attention's mask and gathered pages, logits and the sampler.
-    """
-    item_bytes = ITEM_BYTES[layout.dtype]
-    tokens = chunk_tokens + max_running
-    merged_heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    activations = tokens * (item_bytes * 4 * (shape.intermediate + merged_heads + shape.hidden) + 8 * shape.hidden)
-    mask = 2 * item_bytes * chunk_tokens * (shape.heads // shape.kv_heads) * context_tokens
-    gathered = max(_GATHER_BYTES, 4 * shape.kv_heads * context_tokens * layout.slot_bytes)
-    sampled = max_running * shape.vocab_size * (item_bytes + _SAMPLER_BYTES)
-    return activations + mask + gathered + sampled
+def _gib(amount: int) -> str:
+    return f"{amount / 2**30:.2f} GiB"

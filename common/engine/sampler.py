@@ -1,56 +1,98 @@
-"""The sampler: logits to tokens. The noise at a position is a function of (seed, position, token) alone.
+"""The sampler: logits to tokens. The noise at a position is a function of (seed, position, token) alone (`kernels/noise.py`).
 
-Owns the filters. Knows rows as tensors. The noise is in `kernels/noise`.
+Owns the filters. Knows rows as tensors. Waits for nothing on the device: which rows are greedy and which filter is known on the
+host.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from common.engine.kernels.noise import GREEDY_BELOW, gumbel, token_noise
+from common.engine.kernels.port import Kernels
 
 _ONE = 2.0**40
 """The most likely token's share in whole numbers: sums over 2**20 tokens stay below 2**63."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How each of some rows samples. temperature, top_p, min_p: [rows] float32. top_k, seed, position: [rows] int64.
+
+    A temperature below `noise.GREEDY_BELOW`, as 0, is greedy; top_k 0 is all tokens. position: of the token that is sampled.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+
+    def of(self, which: Tensor) -> "RowSampling":
+        """Those of rows [which]."""
+        return RowSampling(
+            self.temperature[which],
+            self.top_k[which],
+            self.top_p[which],
+            self.min_p[which],
+            self.seed[which],
+            self.position[which],
+        )
+
+
 class Sampler:
-    """Samples from a vocabulary on a device. Holds the part of the noise that is the same in every step."""
+    """Samples one token per row, which depends on its own row alone."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._token_noise = token_noise(vocab_size, device)
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
 
-    def __call__(
-        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
-    ) -> Tensor:
-        """One token per row. logits: [rows, vocab] float32. temperature, top_p, min_p: [rows] float32.
+    def __call__(self, logits: Tensor, rows: RowSampling, noisy: Tensor, filtering: Tensor, filter_width: int) -> Tensor:
+        """logits: [rows, vocab] float32. Returns [rows] int64.
 
-        top_k, seed, position: [rows] int64. A temperature below GREEDY_BELOW, as 0, is greedy; top_k 0 is all tokens. position:
-        of the token that is sampled. Returns [rows] int64, each of which depends on its own row alone.
+        noisy: [noisy] int64, the rows that are not greedy. filtering: [filtering] int64, those of the noisy rows that have a
+        top-k, top-p or min-p. filter_width: the largest top-k of those if all of them have one, else 0.
         """
-        greedy = logits.argmax(dim=-1)
-        rows = torch.nonzero(temperature >= GREEDY_BELOW).flatten()
-        if len(rows) == 0:
-            return greedy
-        picked = logits[rows]
-        scaled = (picked - picked.gather(1, greedy[rows, None])) / temperature[rows, None]
-        top_k, top_p, min_p = top_k[rows], top_p[rows], min_p[rows]
-        filtering = torch.nonzero((top_k > 0) | (top_p < 1) | (min_p > 0)).flatten()
+        if len(noisy) == 0:
+            return logits.argmax(dim=-1)
+        if len(noisy) == len(logits):
+            return self._draw_filtered(logits, rows, filtering, filter_width)
+        tokens = logits.argmax(dim=-1)
+        tokens[noisy] = self._draw_filtered(logits[noisy], rows.of(noisy), filtering, filter_width)
+        return tokens
+
+    def draw(self, logits: Tensor, rows: RowSampling) -> Tensor:
+        """One token per row without filters, greedy or not, as the temperature says. The same operations whatever the rows are,
+        so it can be part of a CUDA graph. Shapes as in `__call__`."""
+        return self._kernels.sample(logits, rows.temperature, rows.seed, rows.position)
+
+    def redraw(self, tokens: Tensor, logits: Tensor, rows: RowSampling, filtering: Tensor, filter_width: int) -> None:
+        """Replace in tokens [rows] those of rows `filtering`, which were drawn without their filters. rows: of all tokens."""
+        some = rows.of(filtering)
+        tokens[filtering] = self.draw(_filtered_logits(logits[filtering], some, filter_width), some)
+
+    def _draw_filtered(self, logits: Tensor, rows: RowSampling, filtering: Tensor, filter_width: int) -> Tensor:
         if len(filtering):
-            scaled[filtering] = _filtered(scaled[filtering], top_k[filtering], top_p[filtering], min_p[filtering])
-        noisy = scaled + gumbel(seed[rows], position[rows], self._token_noise)
-        greedy[rows] = noisy.argmax(dim=-1)
-        return greedy
+            logits = logits.index_copy(0, filtering, _filtered_logits(logits[filtering], rows.of(filtering), filter_width))
+        return self.draw(logits, rows)
 
 
-def _filtered(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The logits with those of excluded tokens at minus infinity; in the order top-k, top-p, min-p. At least one token stays.
+def _filtered_logits(logits: Tensor, rows: RowSampling, filter_width: int) -> Tensor:
+    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / rows.temperature[:, None]
+    return logits.masked_fill(~_kept(scaled, rows.top_k, rows.top_p, rows.min_p, filter_width), -torch.inf)
 
-    logits: [rows, vocab], the largest of a row is 0. Each filter keeps a first part of the tokens, in the order of falling logits
-    and, where those are equal, of rising ids: so a row's filters come down to one number, how many tokens stay. Probabilities are
-    counted in whole numbers, whose sums do not depend on how many rows or columns are computed beside them.
+
+def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, filter_width: int) -> Tensor:
+    """Which tokens the filters leave, in the order top-k, top-p, min-p. At least one token stays. [rows, vocab] bool.
+
+    logits: [rows, vocab], the largest of a row is 0. filter_width: the largest top-k, or 0 if a row has none. Each filter keeps a
+    first part of the tokens, in the order of falling logits and, where those are equal, of rising ids: so a row's filters come
+    down to one number, how many tokens stay. Probabilities are counted in whole numbers, whose sums do not depend on how many
+    rows or columns are computed beside them.
     """
     vocab = logits.shape[1]
     limit = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)[:, None]
-    width = int(limit.max())
+    width = min(filter_width, vocab) or vocab
     ordered = logits.topk(width).values if width < vocab else logits.sort(descending=True).values
     probability = ordered.exp()  # relative to the most likely token's, as min-p wants it
     within = torch.arange(width, device=logits.device)[None, :] < limit
@@ -62,4 +104,4 @@ def _filtered(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     least = ordered.gather(1, count - 1)
     above, equal = logits > least, logits == least
     room = count - above.sum(dim=-1, keepdim=True)
-    return logits.masked_fill(~(above | (equal & (equal.cumsum(dim=-1) <= room))), -torch.inf)
+    return above | (equal & (equal.cumsum(dim=-1) <= room))

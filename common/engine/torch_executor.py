@@ -1,10 +1,12 @@
-"""The torch executor: the model runner on a thread of its own, so that launching a step never waits for one.
+"""The torch executor: the model runner on threads of its own, so that launching a step never waits for one.
 
-Owns the engine thread and the steps in flight. Knows no model. Implements `common.engine.executor.Executor` on CPU and CUDA.
+Owns the engine thread, the completion thread and the steps in flight. Knows no model. Implements
+`common.engine.executor.Executor` on CPU and CUDA.
 """
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +16,7 @@ import torch
 from common.config import EngineConfig, ModelConfig
 from common.engine.executor import ExecutorFailed
 from common.engine.model_runner import ModelRunner
+from common.engine.pending import PendingStep
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
 
@@ -38,20 +41,29 @@ class _Step:
 
 
 class TorchExecutor:
-    """Loads the model in its constructor. wake: called on the engine thread when a step completes or progresses."""
+    """Loads the model in its constructor. wake: called when a step completes or progresses, on a thread of the executor.
+
+    On CUDA the engine thread gives step after step to the device and waits for none; the completion thread waits for them, in the
+    same order. On CPU a step is complete when it has been launched.
+    """
 
     def __init__(
         self, model: ModelConfig, engine: EngineConfig, wake: Callable[[], None], progress: Callable[[str], None]
     ) -> None:
         if engine.threads:
             torch.set_num_threads(engine.threads)
-        self._threads = torch.get_num_threads()
+        self._cpu_threads = torch.get_num_threads()
         self._runner = ModelRunner(model, engine, progress)
         self.description = self._runner.description
         self._wake = wake
         self._steps: queue.Queue[_Step | None] = queue.Queue(STEPS_QUEUED)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._launched: queue.SimpleQueue[tuple[_Step, PendingStep] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._launch_steps, name="engine", daemon=True),
+            threading.Thread(target=self._complete_steps, name="completion", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def launch(self, plan: Plan) -> _Step:
         step = _Step(plan)
@@ -62,18 +74,38 @@ class TorchExecutor:
         return self._runner.digest_pages(pages)
 
     def close(self) -> None:
-        if self._thread.is_alive():
+        if self._threads[0].is_alive():
             self._steps.put(None)
-            self._thread.join(STOP_S)
+        until = time.monotonic() + STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._threads)
-        while (step := self._steps.get()) is not None:
-            try:
-                step.result = self._runner.run(step.plan, partial(self._advance, step))
-            except Exception as error:  # noqa: BLE001 - the thread's outermost door; the step's poll raises it
-                step.failure = error
-            self._wake()
+    def _launch_steps(self) -> None:
+        torch.set_num_threads(self._cpu_threads)
+        with self._runner.on_device():
+            while (step := self._steps.get()) is not None:
+                try:
+                    pending = self._runner.steps.launch(step.plan, partial(self._advance, step))
+                except Exception as error:  # noqa: BLE001 - the thread's outermost door; the step's poll raises it
+                    step.failure = error
+                    self._wake()
+                    continue
+                if pending.is_complete:
+                    self._complete(step, pending)
+                else:
+                    self._launched.put((step, pending))
+        self._launched.put(None)
+
+    def _complete_steps(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            self._complete(*launched)
+
+    def _complete(self, step: _Step, pending: PendingStep) -> None:
+        try:
+            step.result = pending.wait()
+        except Exception as error:  # noqa: BLE001 - as above: CUDA reports here what failed on the device
+            step.failure = error
+        self._wake()
 
     def _advance(self, step: _Step, layers: int) -> None:
         step.layers_done = layers

@@ -40,19 +40,19 @@ def main(which: str, router: str) -> int:
 
 
 def break_threads(which: str) -> None:
-    from common.engine.model_runner import ModelRunner
+    from common.engine.step_runner import StepRunner
     from kv_transfer.transfer_loop import TransferLoop
 
     stepped = threading.Event()
-    run, step = ModelRunner.run, TransferLoop.step
+    launch, step = StepRunner.launch, TransferLoop.step
 
-    def failing_run(self: ModelRunner, plan: Any, layers_done: Any) -> Any:
+    def failing_launch(self: StepRunner, plan: Any, report: Any) -> Any:
         stepped.set()
         if which == "engine":
             raise RuntimeError("the device fell off the bus")
         if which == "stuck":
             threading.Event().wait(FOREVER_S)
-        return run(self, plan, layers_done)
+        return launch(self, plan, report)
 
     def failing_step(self: TransferLoop) -> bool:
         if which in ("transfer", "stuck") and stepped.is_set():
@@ -60,7 +60,7 @@ def break_threads(which: str) -> None:
         return step(self)
 
     owners: tuple[tuple[type, str, Callable[..., Any]], ...] = (
-        (ModelRunner, "run", failing_run),
+        (StepRunner, "launch", failing_launch),
         (TransferLoop, "step", failing_step),
     )
     for owner, name, replacement in owners:

@@ -18,7 +18,8 @@ PICKLES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "she
 PICKLING_CALLS = frozenset({"send_pyobj", "recv_pyobj"})
 
 BLIND_EXCEPT_ALLOWED = {
-    ("common/engine/torch_executor.py", "_run"): "the outermost door of a thread: the next poll raises what it caught",
+    ("common/engine/torch_executor.py", "_launch_steps"): "the outermost door of a thread: the next poll raises what it caught",
+    ("common/engine/torch_executor.py", "_complete"): "the outermost door of a thread: the next poll raises what it caught",
     ("kv_transfer/transfer_thread.py", "_run"): "the outermost door of a thread: the next call of the port raises what it caught",
     ("launch/child.py", "_run"): "the outermost door of a process: whoever started it must learn why it ended",
 }

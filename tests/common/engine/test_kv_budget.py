@@ -7,21 +7,13 @@ import pytest
 import torch
 
 from common.engine import kv_budget as module
-from common.engine.kv_budget import KVBudget, auto_kv_bytes, given_kv_bytes, kv_budget, workspace_bytes
+from common.engine.kv_budget import KVBudget, KVMemoryMeter, auto_host_kv_bytes, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory
-from common.engine.models.rotary import Rope
-from common.engine.models.shape import ModelShape
 from common.errors import ConfigError
 from common.pages.layout import KVLayout
 
 GIB = 2**30
 QWEN3_0_6B = KVLayout(layers=28, kv_heads=8, head_dim=128, page_size=16, dtype="float32")
-SHAPE_8B = ModelShape(
-    architecture="LlamaForCausalLM", vocab_size=128_256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8,
-    head_dim=128, context_tokens=131_072, norm_eps=1e-5, rope=Rope("default", 5e5, 131_072, 131_072), windows=(None,) * 32,
-    qk_norm=False, qkv_bias=False, output_bias=False, mlp_bias=False, tied=False, eos_token_ids=(2,),
-)  # fmt: skip
-LAYOUT_8B = KVLayout(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
 
 
 def test_an_ordinary_model_starts_in_the_memory_of_a_laptop() -> None:
@@ -42,49 +34,62 @@ def test_the_pool_always_holds_one_context(own_context: int, kv_bytes: int) -> N
     assert budget.context_tokens == own_context or budget.context_tokens > budget.total_pages * 16 / 2
 
 
-def cuda_with(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> list[str]:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+class Card:
+    """The memory of a device, as torch tells of it. What torch caches counts as used until the cache is emptied."""
 
-    def asked(device: torch.device) -> tuple[int, int]:
-        calls.append("asked")
-        return free_bytes, 80 * GIB
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+        self.free_bytes, self.cached_bytes = free_bytes, 0
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes - self.cached_bytes, 80 * GIB))
 
-    monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
-    return calls
-
-
-def test_on_cuda_a_workspace_stays_free_and_what_torch_caches_is_given_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = cuda_with(monkeypatch, free_bytes=60 * GIB)
-    kv_bytes = auto_kv_bytes(torch.device("cuda", 0), workspace_bytes=10 * GIB)
-    assert calls == ["emptied", "asked"]
-    assert 40 * GIB < kv_bytes < 50 * GIB
+    def _empty_cache(self) -> None:
+        self.cached_bytes = 0
 
 
-def test_on_cuda_too_little_memory_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_with(monkeypatch, free_bytes=GIB)
-    with pytest.raises(ConfigError, match="lower --chunk-tokens or --max-running"):
-        auto_kv_bytes(torch.device("cuda", 0), workspace_bytes=GIB)
+def test_on_cuda_pages_get_what_weights_steps_and_a_reserve_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 GiB are free after the weights. The trial takes 10 of them, 2 of which are its pool, and gives back all but 1."""
+    card, said = Card(monkeypatch, 60 * GIB), list[str]()
+    card.cached_bytes = 3 * GIB
+    meter = KVMemoryMeter(torch.device("cuda", 0), sharers=1)
+    card.cached_bytes = 10 * GIB
+    workspace = meter.used_bytes() - 2 * GIB
+    card.free_bytes -= GIB
+    kept = 80 * GIB * 2 // 100
+    assert meter.left_for_pages(workspace, said.append) == 60 * GIB - GIB - 8 * GIB - kept
+    assert "take 21.00 GiB, steps and graphs 8.00 GiB" in said[0] and "49.40 GiB are left" in said[0]
 
 
 def test_instances_that_share_a_gpu_have_equal_parts_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 GiB for two: each has 40 for its weights, its workspace and its pages, and for CUDA itself."""
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+    """80 GiB for two: each has 40 for its weights, its steps and its pages, and for CUDA itself. No part is more than is free."""
     parts = []
-    for free_bytes in (62 * GIB, 45 * GIB):
-        cuda_with(monkeypatch, free_bytes)
-        parts.append(auto_kv_bytes(torch.device("cuda", 0), 4 * GIB, sharers=2))
-    first, second = parts
+    for free_bytes in (62 * GIB, 45 * GIB, 8 * GIB):
+        Card(monkeypatch, free_bytes)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+        meter = KVMemoryMeter(torch.device("cuda", 0), sharers=2)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * GIB)
+        assert meter.used_bytes() == 4 * GIB
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 16 * GIB)
+        parts.append(meter.left_for_pages(4 * GIB, lambda text: None))
+    first, second, short = parts
     assert first == second
-    assert 2 * (first + 16 * GIB + 4 * GIB) < 80 * GIB
-    cuda_with(monkeypatch, free_bytes=8 * GIB)
-    assert auto_kv_bytes(torch.device("cuda", 0), 4 * GIB, sharers=2) < 4 * GIB, "no more than there is"
-    with pytest.raises(ConfigError, match="one of 5 instances"):
-        auto_kv_bytes(torch.device("cuda", 0), GIB, sharers=5)
+    assert 19 * GIB - GIB // 2 < first < 40 * GIB - 16 * GIB - 4 * GIB - GIB // 2
+    assert 0 < short < 4 * GIB
+    with pytest.raises(ConfigError, match="for each of 5 instances"):
+        KVMemoryMeter(torch.device("cuda", 0), sharers=5).left_for_pages(GIB, lambda text: None)
+
+
+def test_on_cuda_too_little_memory_is_refused_with_the_figures_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, GIB)
+    meter = KVMemoryMeter(torch.device("cuda", 0), sharers=1)
+    with pytest.raises(ConfigError, match=r"cuda:0 has 80.00 GiB: .* 79.00 GiB, .* lower --chunk-tokens or --max-running"):
+        meter.left_for_pages(GIB // 2, lambda text: None)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore lines")
+    assert meter.out_of_memory(error).count("\n") == 0 and "9 GiB" in meter.out_of_memory(error)
 
 
 def test_a_share_is_one_of_the_devices_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_with(monkeypatch, free_bytes=GIB)
+    Card(monkeypatch, GIB)
     assert given_kv_bytes("40%", torch.device("cuda", 0)) == 32 * GIB
     assert given_kv_bytes("512MiB", torch.device("cuda", 0)) == GIB // 2
     assert given_kv_bytes("auto", torch.device("cuda", 0)) is None
@@ -107,17 +112,7 @@ def test_on_cpu_the_share_is_of_the_hosts_memory_unless_it_is_short(tmp_path: Pa
         (4 * GIB, 2 * GIB, GIB // 2),
         (4 * GIB, GIB // 2, GIB // 4),
     ):
-        assert auto_kv_bytes(torch.device("cpu"), 0) == expected
-
-
-def test_the_workspace_is_enough_for_a_step_of_a_large_model() -> None:
-    """Counted by hand for one chunk of 2,048 and 64 rows: gate_up and its product; logits twice, noise in doubles; the mask."""
-    workspace = workspace_bytes(SHAPE_8B, LAYOUT_8B, chunk_tokens=2048, max_running=64, context_tokens=131_072)
-    mlp = (2048 + 64) * 4 * 14336 * 2
-    sampling = 64 * 128_256 * (4 + 4 + 8 * 3)
-    mask = 2048 * 4 * 131_072 * 2
-    assert mlp + sampling + mask < workspace < 8 * GIB
-    assert workspace_bytes(SHAPE_8B, LAYOUT_8B, 512, 64, 131_072) < workspace
+        assert auto_host_kv_bytes() == expected
 
 
 def test_memory_that_cannot_be_allocated_is_refused_by_flag() -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.sampler import Sampler, _filtered
+from common.engine.kernels.noise import GREEDY_BELOW
+from common.engine.kernels.torch_kernels import TorchKernels
+from common.engine.sampler import RowSampling, Sampler, _kept
 
 VOCAB = 12
-CPU = torch.device("cpu")
 LOGITS = torch.tensor([[2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0]])
 DRAWS = 20_000
 Values: TypeAlias = float | Sequence[float]
@@ -29,7 +30,15 @@ def sampled(
     """A token for each row. A value is that of every row, or there is one for each; without seeds, a row's is its number."""
     rows = len(logits)
     given = (temperature, top_k, top_p, min_p, list(range(rows)) if seed is None else seed, position)
-    return Sampler(logits.shape[1], CPU)(logits, *(torch.tensor(value).expand(rows).contiguous() for value in given))
+    params = RowSampling(*(torch.tensor(value).expand(rows).contiguous() for value in given))
+    noisy = torch.nonzero(params.temperature >= GREEDY_BELOW).flatten()
+    some = params.of(noisy)
+    filtering = torch.nonzero((some.top_k > 0) | (some.top_p < 1) | (some.min_p > 0)).flatten()
+    return Sampler(TorchKernels())(logits, params, noisy, filtering, filter_width(some.of(filtering).top_k))
+
+
+def filter_width(top_k: Tensor) -> int:
+    return int(top_k.max()) if len(top_k) and bool((top_k > 0).all()) else 0
 
 
 def draw(temperature: float, seed: int = 3, **filters: float) -> Tensor:
@@ -104,13 +113,12 @@ def test_top_p_of_one_excludes_nothing_beside_other_filters() -> None:
     """Beside one likely token, the others' probabilities are lost when a running sum in float32 is rounded to 1."""
     logits = torch.full((1, 1000), -20.0)
     logits[0, 500] = 0.0
-    assert _kept(logits, top_k=0, top_p=1.0, min_p=1e-12).all()
-    assert _kept(logits, top_k=999, top_p=1.0, min_p=0.0).sum() == 999
+    assert kept(logits, top_k=0, top_p=1.0, min_p=1e-12).all()
+    assert kept(logits, top_k=999, top_p=1.0, min_p=0.0).sum() == 999
 
 
-def _kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    filtered = _filtered(logits, *(torch.tensor([value]) for value in (top_k, top_p, min_p)))
-    return filtered > -torch.inf
+def kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    return _kept(logits, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]), top_k)
 
 
 def test_the_filters_of_a_row_do_not_depend_on_those_of_its_batch() -> None:
@@ -121,19 +129,21 @@ def test_the_filters_of_a_row_do_not_depend_on_those_of_its_batch() -> None:
     top_k = torch.tensor([1, 2, 3, 20, 50, 899, 900, 5000, 0, 0, 0, 7, 0, 33, 8, 0])
     top_p = torch.tensor([1, 0.5, 0.9, 0.25, 1, 0.75, 1, 0.3, 0.9, 0.1, 1, 0.99, 0.999, 1, 0.5, 0.5])
     min_p = torch.tensor([0, 0, 0, 0, 0.1, 0, 0, 0.01, 0, 0, 0.2, 0.05, 0, 0, 0, 0])
-    together = _filtered(logits, top_k, top_p, min_p)
-    assert together.isfinite().any(dim=-1).all()
-    with_top_k = torch.nonzero((top_k > 0) & (top_k < 900)).flatten()
-    assert torch.equal(_filtered(*(part[with_top_k] for part in (logits, top_k, top_p, min_p))), together[with_top_k])
+    together = _kept(logits, top_k, top_p, min_p, 0)
+    assert together.any(dim=-1).all()
+    with_top_k = torch.nonzero(top_k > 0).flatten()
+    some = _kept(logits[with_top_k], top_k[with_top_k], top_p[with_top_k], min_p[with_top_k], 5000)
+    assert torch.equal(some, together[with_top_k])
     for row in range(len(logits)):
-        alone = _filtered(*(part[row : row + 1] for part in (logits, top_k, top_p, min_p)))
+        part = slice(row, row + 1)
+        alone = _kept(logits[part], top_k[part], top_p[part], min_p[part], int(top_k[row]))
         assert torch.equal(alone[0], together[row])
 
 
 def test_of_equal_logits_the_first_tokens_stay() -> None:
     logits = torch.tensor([[-1.0, 0.0, -1.0, 0.0, -1.0, -2.0]])
     for top_k, stay in ((1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3, 4, 5])):
-        assert torch.nonzero(_kept(logits, top_k, 1.0, 0.0)[0]).flatten().tolist() == stay
+        assert torch.nonzero(kept(logits, top_k, 1.0, 0.0)[0]).flatten().tolist() == stay
 
 
 def test_only_rows_that_ask_are_sorted_and_none_in_full_when_each_has_a_top_k(monkeypatch: pytest.MonkeyPatch) -> None:

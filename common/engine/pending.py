@@ -1,0 +1,42 @@
+"""A step whose work has been given to the device: what is still to come of it, and how to wait for that.
+
+Owns the events and the pinned memory through which tokens come back. Knows no threads: `wait` blocks whoever calls it.
+"""
+
+import torch
+from torch import Tensor
+
+from common.engine.layer_progress import LayerProgress
+from common.engine.plan import Plan, StepResult
+from common.ids import Int32Array
+
+
+class PendingStep:
+    """tokens: [sampled] int64 on the device, in the order of `Plan.sampled_rows`. Make it when all of the step's work has been
+    started: its event comes behind that. A thread that waits for the event sleeps, and keeps no core busy."""
+
+    def __init__(self, plan: Plan, tokens: Tensor, progress: LayerProgress) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._event: torch.cuda.Event | None = None
+        if tokens.device.type == "cpu":
+            self._tokens = tokens.int()
+        else:
+            self._tokens = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
+            self._tokens.copy_(tokens.int(), non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def is_complete(self) -> bool:
+        """Waiting takes no time. Always so on CPU."""
+        return self._event is None
+
+    def wait(self) -> StepResult:
+        """Report layers as the device writes them, and return the tokens once the whole step is done: its KV is in the pages,
+        also when it sampled nothing. Waits for this step alone, not for those behind it."""
+        self._progress.wait()
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: Int32Array = self._tokens.numpy()
+        return StepResult(self._plan, tokens)

@@ -1,0 +1,169 @@
+"""The rows of the batch: one entry for each running request, on the device, and what the host knows of them.
+
+Owns the page table, lengths, last tokens and sampling parameters. A plan changes only the rows that start or grow; everything
+else stays on the device. Knows plans; does not know models, attention or how a token is drawn.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.kernels.noise import GREEDY_BELOW
+from common.engine.plan import Plan, RowStart
+from common.engine.sampler import RowSampling
+from common.ids import Int64Array
+
+A = TypeVar("A", Int64Array, Tensor)
+
+
+class StepArrays(NamedTuple, Generic[A]):
+    """What the device must be told about a step: first as arrays of the host, then as tensors. All [n] int64.
+
+    started: the rows that start. started_state: for each of them length, last token, top-k and seed, then the bits of
+    temperature, top-p and min-p as float64: seven parts, one after the other. table_rows, table_columns, table_pages: the entries
+    of the page table that change. token_ids, positions, token_rows: of the tokens of the chunks. chunk_rows, chunk_ends: the rows
+    that the chunks belong to, and their lengths after the step. decode_rows: with null rows at the end if the batch is padded.
+    sampled_rows, sampled_at: the rows that sample, and where the step has their tokens. noisy: which of the sampled ones are not
+    greedy. filtering: which of the noisy ones have top-k, top-p or min-p.
+    """
+
+    started: A
+    started_state: A
+    table_rows: A
+    table_columns: A
+    table_pages: A
+    token_ids: A
+    positions: A
+    token_rows: A
+    chunk_rows: A
+    chunk_ends: A
+    decode_rows: A
+    sampled_rows: A
+    sampled_at: A
+    noisy: A
+    filtering: A
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """A step as the host knows it. decode_lengths: [decode rows] int64, this step's token included; 1 for null rows.
+
+    filter_width: how many of the likeliest tokens the filters must order, which is the largest top-k; 0: all.
+    """
+
+    arrays: StepArrays[Int64Array]
+    decode_lengths: Int64Array
+    filter_width: int
+
+
+class Rows:
+    """rows: how many requests are computed at once. pages: most pages of a row. spare_page: a page that holds no KV.
+
+    After the rows lies the null row, which fills a batch to the size of its CUDA graph. Its one page is the spare page and its
+    length stays 0, so what it computes is written where it does not count.
+    """
+
+    def __init__(self, rows: int, pages: int, page_size: int, spare_page: int, device: torch.device) -> None:
+        self.null = rows
+        self._page_size = page_size
+        self.table = torch.zeros(rows + 1, pages, dtype=torch.int32, device=device)
+        self.table[rows] = spare_page
+        self.length, self.last_token, self._top_k, self._seed = torch.zeros(
+            4, rows + 1, dtype=torch.int64, device=device
+        ).unbind()
+        self._temperature, self._top_p, self._min_p = torch.zeros(3, rows + 1, dtype=torch.float32, device=device).unbind()
+        self._leased, self._host_length, self._host_top_k = np.zeros((3, rows + 1), dtype=np.int64)
+        self._is_noisy, self._filters = np.zeros((2, rows + 1), dtype=bool)
+
+    # --- on the host -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, plan: Plan, decode_size: int) -> HostStep:
+        """Take the plan's rows in on the host, and make the arrays of the step. decode_size: pad the decode rows to so many."""
+        state = self._start(plan.starts)
+        columns = [np.arange(len(start.pages)) for start in plan.starts]
+        started = np.array([start.row for start in plan.starts], dtype=np.int64)
+        grown = plan.grown_rows.astype(np.int64)
+        held = self._leased[grown]
+        assert (held < self.table.shape[1]).all(), "a row would hold more pages than its context has"
+        self._leased[grown] += 1
+        lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
+        begins = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
+        chunk_rows = np.array([chunk.row for chunk in plan.chunks], dtype=np.int64)
+        ends = np.cumsum(lengths)
+        tokens = int(lengths.sum())
+        decode = np.full(max(decode_size, len(plan.decode_rows)), self.null)
+        decode[: len(plan.decode_rows)] = plan.decode_rows
+        self._advance(chunk_rows, begins + lengths, plan.decode_rows.astype(np.int64))
+        is_last = np.array([chunk.last for chunk in plan.chunks], dtype=bool)
+        sampled = plan.sampled_rows.astype(np.int64)
+        noisy = np.flatnonzero(self._is_noisy[sampled])
+        filtering = np.flatnonzero(self._filters[sampled[noisy]])
+        arrays = StepArrays(
+            started=started,
+            started_state=state,
+            table_rows=np.concatenate([np.repeat(started, [len(c) for c in columns]), grown]),
+            table_columns=np.concatenate([*columns, held]),
+            table_pages=np.concatenate([*(start.pages for start in plan.starts), plan.grown_pages]).astype(np.int64),
+            token_ids=np.concatenate([_NONE, *(chunk.token_ids for chunk in plan.chunks)]),
+            positions=np.arange(tokens) - np.repeat(ends - lengths - begins, lengths),
+            token_rows=np.repeat(chunk_rows, lengths),
+            chunk_rows=chunk_rows,
+            chunk_ends=begins + lengths,
+            decode_rows=decode,
+            sampled_rows=sampled,
+            sampled_at=np.concatenate([ends[is_last] - 1, np.arange(tokens, tokens + len(plan.decode_rows))]),
+            noisy=noisy,
+            filtering=filtering,
+        )
+        decode_lengths = np.maximum(self._host_length[decode], 1)
+        top_k = self._host_top_k[sampled[noisy][filtering]]
+        return HostStep(arrays, decode_lengths, int(top_k.max(initial=0)) if (top_k > 0).all() else 0)
+
+    def _start(self, starts: tuple[RowStart, ...]) -> Int64Array:
+        """Returns `StepArrays.started_state`."""
+        whole, share = np.zeros((4, len(starts)), dtype=np.int64), np.zeros((3, len(starts)), dtype=np.float64)
+        for at, start in enumerate(starts):
+            row, sampling = start.row, start.sampling
+            whole[:, at] = start.length, start.last_token or 0, sampling.top_k, sampling.seed
+            share[:, at] = sampling.temperature, sampling.top_p, sampling.min_p
+            self._leased[row], self._host_length[row], self._host_top_k[row] = len(start.pages), start.length, sampling.top_k
+            self._is_noisy[row] = np.float32(sampling.temperature) >= np.float32(GREEDY_BELOW)
+            self._filters[row] = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        return np.concatenate([whole.ravel(), share.view(np.int64).ravel()])
+
+    def _advance(self, chunk_rows: Int64Array, chunk_ends: Int64Array, decode_rows: Int64Array) -> None:
+        self._host_length[chunk_rows] = chunk_ends
+        self._host_length[decode_rows] += 1
+        for rows in (chunk_rows, decode_rows):
+            assert (self._host_length[rows] <= self._leased[rows] * self._page_size).all(), "a row would write beyond its pages"
+
+    # --- on the device -----------------------------------------------------------------------------------------------------
+
+    def apply(self, step: StepArrays[Tensor]) -> None:
+        """The rows that start, and the pages that rows get. Starts nothing on the device when there are none."""
+        if len(step.started):
+            rows = step.started
+            state = step.started_state.view(7, -1)
+            whole, share = state[:4], state[4:]
+            self.length[rows], self.last_token[rows], self._top_k[rows], self._seed[rows] = whole.unbind()
+            self._temperature[rows], self._top_p[rows], self._min_p[rows] = share.view(torch.float64).float().unbind()
+        if len(step.table_rows):
+            self.table.index_put_((step.table_rows, step.table_columns), step.table_pages.int())
+
+    def sampling(self, rows: Tensor) -> RowSampling:
+        """How these rows sample their next token. Its noise depends on its position in the sequence, not on where the row began.
+        Call it when the rows' lengths include the step's token. rows: [rows] int64."""
+        return RowSampling(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            seed=self._seed[rows],
+            position=self.length[rows],
+        )
+
+
+_NONE = np.empty(0, dtype=np.int64)

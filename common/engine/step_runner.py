@@ -1,0 +1,183 @@
+"""The step runner: gives one plan after the other to the device, over one pool of pages, and waits for none.
+
+Owns the rows, the order of a step's parts, and the graphs of the decode step. Knows the model, attention and the sampler by their
+ports. Does not know checkpoints, threads, requests or messages.
+
+    prepare (host) ─► one copy to the device ─► rows that start or grow ─┬─► eager: chunks and decode rows in one forward
+                                                                         └─► decode rows alone: the replay of a graph
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.attention.port import Attention, Segment, StepTokens
+from common.engine.graphs import GraphMaker, Replay, fitting
+from common.engine.kernels.port import Kernels
+from common.engine.kv_memory import KVMemory
+from common.engine.layer_progress import LayerProgress
+from common.engine.models.port import Model
+from common.engine.paged_step import PagedStep
+from common.engine.pending import PendingStep
+from common.engine.plan import Plan
+from common.engine.rows import HostStep, Rows, StepArrays
+from common.engine.sampler import Sampler
+from common.engine.staging import Staging
+from common.ids import Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGraph:
+    """The decode step of one batch size. attention: planned before each replay. logits: [size, vocab], of the last replay."""
+
+    attention: Attention
+    replay: Replay
+    logits: Tensor
+
+
+class StepRunner:
+    """layer_groups: in how many groups the layers of a last chunk are reported. pages_per_row: most pages of a row."""
+
+    def __init__(
+        self,
+        model: Model,
+        kernels: Kernels,
+        memory: KVMemory,
+        attention: Attention,
+        sampler: Sampler,
+        *,
+        max_rows: int,
+        pages_per_row: int,
+        layer_groups: int,
+    ) -> None:
+        self._model, self._kernels, self._memory = model, kernels, memory
+        self._attention, self._sampler = attention, sampler
+        self._layer_groups = layer_groups
+        self._device = memory.pool.device
+        page_size = memory.layout.page_size
+        self.rows = Rows(max_rows, pages_per_row, page_size, memory.total_pages, self._device)
+        self._staging = Staging(self._device)
+        self._graph_sizes: Sequence[int] = ()
+        self._graphs: dict[int, _DecodeGraph] = {}
+        self._graph_rows, self._graph_tokens = torch.full(
+            (2, max_rows), self.rows.null, dtype=torch.int64, device=self._device
+        ).unbind()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan, report: Callable[[int], None] | None = None) -> PendingStep:
+        """Start one forward: rows that start, rows that grow, then chunks and decode rows together.
+
+        report: called a few times during a last chunk, with the number of layers whose KV is in the pages: on CPU from here, on
+        CUDA from `PendingStep.wait`. None: not wanted.
+        """
+        wanted = report if any(chunk.last for chunk in plan.chunks) else None
+        progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted)
+        size = fitting(self._graph_sizes, len(plan.decode_rows)) if not plan.chunks else None
+        host = self.rows.prepare(plan, size or 0)
+        step = StepArrays(*self._staging.send(host.arrays))
+        self.rows.apply(step)
+        tokens = self._eager(plan, host, step, progress) if size is None else self._replayed(size, plan, host, step)
+        return PendingStep(plan, tokens, progress)
+
+    # --- eager -------------------------------------------------------------------------------------------------------------
+
+    def _eager(self, plan: Plan, host: HostStep, step: StepArrays[Tensor], progress: LayerProgress) -> Tensor:
+        """Returns the sampled tokens, [sampled] int64."""
+        rows = self.rows
+        decode_lengths = rows.length[step.decode_rows]
+        token_ids = torch.cat([step.token_ids, rows.last_token[step.decode_rows]])
+        positions = torch.cat([step.positions, decode_lengths])
+        token_rows = torch.cat([step.token_rows, step.decode_rows])
+        rows.length[step.chunk_rows] = step.chunk_ends
+        rows.length[step.decode_rows] = decode_lengths + 1
+        self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, decode_lengths + 1, host.decode_lengths))
+        hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written)
+        if len(step.sampled_at) == 0:
+            return step.sampled_at
+        logits = self._model.logits(hidden[step.sampled_at])
+        tokens = self._sampler(logits, rows.sampling(step.sampled_rows), step.noisy, step.filtering, host.filter_width)
+        rows.last_token[step.sampled_rows] = tokens
+        return tokens
+
+    def _hidden(
+        self, token_ids: Tensor, positions: Tensor, rows: Tensor, attention: Attention, written: Callable[[int], None]
+    ) -> Tensor:
+        page_size = self._memory.layout.page_size
+        pages, slots = self.rows.table[rows, positions // page_size].long(), positions % page_size
+        return self._model.hidden(token_ids, positions, PagedStep(self._memory, attention, self._kernels, pages, slots, written))
+
+    # --- graphs ------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, maker: GraphMaker, sizes: Sequence[int], progress: Callable[[str], None]) -> str | None:
+        """Capture decode steps of these batch sizes, ascending. Returns why that is not possible, or None.
+
+        The largest comes first, so that the others find the memory that they need in the graphs' pool.
+        """
+        if not self._model.capturable:
+            return "the model's implementation cannot be captured"
+        for number, size in enumerate(reversed(sizes)):
+            progress(f"capturing CUDA graphs: batch size {size} ({number + 1} of {len(sizes)})")
+            attention = self._attention.for_graph(size)
+            if attention is None:
+                return "the attention backend cannot be captured"
+            self._graphs[size] = self._captured(maker, size, attention)
+        self._graph_sizes = tuple(sizes)
+        return None
+
+    def _captured(self, maker: GraphMaker, size: int, attention: Attention) -> _DecodeGraph:
+        self._graph_rows.fill_(self.rows.null)
+        logits: list[Tensor] = []
+
+        def run() -> None:
+            logits[:] = [self._decode(size, attention)]
+
+        attention.plan(self._graph_step(size, np.ones(size, dtype=np.int64)))
+        replay = maker.capture(run)
+        return _DecodeGraph(attention, replay, logits[0])
+
+    def _graph_step(self, size: int, lengths: Int64Array) -> StepTokens:
+        rows = self._graph_rows[:size]
+        return StepTokens((), self.rows.table, rows, rows[:0], lengths)
+
+    def _decode(self, size: int, attention: Attention) -> Tensor:
+        """One decode step of `_graph_rows`, into `_graph_tokens`: what a graph holds. Returns the logits."""
+        rows, batch = self._graph_rows[:size], self.rows
+        positions = batch.length[rows]
+        hidden = self._hidden(batch.last_token[rows], positions, rows, attention, _unheard)
+        batch.length[rows] = (positions + 1).masked_fill(rows == batch.null, 0)
+        logits = self._model.logits(hidden)
+        tokens = self._sampler.draw(logits, batch.sampling(rows))
+        batch.last_token[rows] = tokens
+        self._graph_tokens[:size] = tokens
+        return logits
+
+    def _replayed(self, size: int, plan: Plan, host: HostStep, step: StepArrays[Tensor]) -> Tensor:
+        """As `_eager`, for a step of decode rows alone. Rows that filter are drawn once more behind the graph."""
+        graph = self._graphs[size]
+        self._graph_rows[:size].copy_(step.decode_rows)
+        graph.attention.plan(self._graph_step(size, host.decode_lengths))
+        graph.replay()
+        tokens = self._graph_tokens[: len(plan.decode_rows)]
+        if len(step.filtering):
+            at = step.noisy[step.filtering]
+            rows = step.sampled_rows
+            self._sampler.redraw(tokens, graph.logits[: len(tokens)], self.rows.sampling(rows), at, host.filter_width)
+            self.rows.last_token[rows] = tokens
+        return tokens
+
+
+def _segments(plan: Plan) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    for chunk in plan.chunks:
+        begin = segments[-1].end if segments else 0
+        end = begin + len(chunk.token_ids)
+        segments.append(Segment(begin, end, chunk.start, chunk.start + end - begin, chunk.row))
+    return tuple(segments)
+
+
+def _unheard(layers: int) -> None:
+    """Decode steps report no layers."""
