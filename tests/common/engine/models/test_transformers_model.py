@@ -29,7 +29,7 @@ def model_of(name: str, **fields: object) -> PreTrainedModel:
     """A small model with random weights. name: of its config class, without Config."""
     config = getattr(transformers, f"{name}Config")(**(SIZES | fields))
     torch.manual_seed(3)
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.eval()
 
 
