@@ -1,20 +1,29 @@
 """Which implementation of attention an instance gets, and why.
 
-Owns the choice. Knows what each backend supports; does not know models, rows or plans.
+Owns the choice and what each backend supports. Imports FlashInfer only where it is taken. Does not know models, rows or plans.
 """
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from common.config import AttentionName
+from common.engine.attention.flashinfer import FlashInfer, FlashInferAttention, FlashInferShape, decodes_on_tensor_cores
 from common.engine.attention.native import load_kernel
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import Attention, LayerAttention
 from common.engine.kernels.port import Kernels
 from common.engine.kv_memory import KVMemory
 from common.errors import ConfigError
+
+HEAD_DIMS = (64, 128, 256)
+"""That FlashInfer's kernels are written for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +39,110 @@ class AttentionNeeds:
     pages_per_row: int
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What FlashInfer needs of the host. capability: of the GPU, (major, minor); None on CPU. version: of FlashInfer; None if it
+    is not installed. can_compile: there is nvcc, or the package of compiled kernels."""
+
+    capability: tuple[int, int] | None
+    version: str | None
+    can_compile: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why FlashInfer cannot be used, and what to do for it to be."""
+
+    reason: str
+    fix: str
+
+
 def make_attention(needs: AttentionNeeds, asked: AttentionName, kernels: Kernels, progress: Callable[[str], None]) -> Attention:
-    """asked: the flag --attention. Says through `progress` what it took and why. Raises ConfigError."""
+    """asked: the flag --attention. Says through `progress` what it took and why. Raises ConfigError when FlashInfer is asked for
+    and cannot be used."""
+    device = needs.memory.pool.device
+    if asked == "torch":
+        progress("attention: torch, as --attention says")
+        return _torch(needs)
+    host = host_of(device)
+    refusal = flashinfer_refusal(needs, host)
+    if refusal is None:
+        return _flashinfer(needs, host, kernels, progress)
     if asked == "flashinfer":
-        raise ConfigError("--attention flashinfer is not built yet: use auto or torch")
-    on_cpu = needs.memory.pool.device.type == "cpu"
-    in_float32 = needs.dtype == needs.memory.pool.dtype == torch.float32
-    kernel = load_kernel(torch.get_num_threads()) if on_cpu and in_float32 else None
+        raise ConfigError(f"--attention flashinfer: {refusal.reason}: {refusal.fix}, or take --attention torch")
+    if device.type == "cuda":
+        progress(f"attention: torch, which is slow on CUDA, because {refusal.reason}; to use FlashInfer, {refusal.fix}")
+    else:
+        progress(f"attention: torch, because {refusal.reason}")
+    return _torch(needs)
+
+
+def host_of(device: torch.device) -> Host:
+    try:
+        installed = version("flashinfer-python")
+    except PackageNotFoundError:
+        installed = None
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") is not None or any((Path(home) / "bin" / "nvcc").exists() for home in homes if home)
+    return Host(
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        version=installed,
+        can_compile=nvcc or find_spec("flashinfer_jit_cache") is not None,
+    )
+
+
+def flashinfer_refusal(needs: AttentionNeeds, host: Host) -> Refusal | None:
+    """None if FlashInfer can be used."""
+    layout, dtype, kv_dtype = needs.memory.layout, needs.dtype, needs.memory.pool.dtype
+    dtypes = (torch.float16, torch.bfloat16)
+    if host.capability is None:
+        return Refusal("FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda")
+    if host.version is None:
+        return Refusal("FlashInfer is not installed", "install tandem-serve[flashinfer]")
+    if host.capability < (8, 0):
+        major, minor = host.capability
+        return Refusal(f"the GPU's compute capability is {major}.{minor} and FlashInfer needs 8.0", "take a newer GPU")
+    if not host.can_compile:
+        return Refusal("FlashInfer compiles its kernels and there is no nvcc", "install the CUDA toolkit or set CUDA_HOME")
+    if dtype not in dtypes:
+        return Refusal(f"FlashInfer has no kernels for {_name(dtype)}", "give --dtype bfloat16")
+    if kv_dtype not in (dtype, torch.float8_e4m3fn):
+        return Refusal(f"FlashInfer has no kernels for {_name(dtype)} over {_name(kv_dtype)} pages", "give --kv-dtype auto")
+    if layout.head_dim not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        return Refusal(f"the model's heads have {layout.head_dim} elements and FlashInfer has {dims}", "take another model")
+    return None
+
+
+def _torch(needs: AttentionNeeds) -> PagedAttention:
+    in_c = needs.memory.pool.device.type == "cpu" and needs.dtype == needs.memory.pool.dtype == torch.float32
+    kernel = load_kernel(torch.get_num_threads()) if in_c else None
     return PagedAttention(needs.memory, needs.query_heads, needs.layers, needs.dtype, kernel)
+
+
+def _flashinfer(needs: AttentionNeeds, host: Host, kernels: Kernels, progress: Callable[[str], None]) -> FlashInferAttention:
+    """FA3 is Hopper's. It does not read FP8 pages for queries in half precision."""
+    import flashinfer
+
+    same_dtype = needs.memory.pool.dtype == needs.dtype
+    shape = FlashInferShape(
+        query_heads=needs.query_heads,
+        layers=tuple(needs.layers),
+        dtype=needs.dtype,
+        max_rows=needs.max_rows,
+        pages_per_row=needs.pages_per_row,
+        prefill="fa3" if host.capability == (9, 0) and same_dtype else "fa2",
+    )
+    group = needs.query_heads // needs.memory.layout.kv_heads
+    decode = "tensor cores" if decodes_on_tensor_cores(group, needs.memory.pool.dtype) else "CUDA cores"
+    cache = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
+    progress(
+        f"attention: FlashInfer {host.version}, chunks by {shape.prefill}, decode on {decode}; its first start with a "
+        f"shape of heads compiles kernels into {cache}, which can take minutes"
+    )
+    library: FlashInfer = flashinfer
+    return FlashInferAttention(needs.memory, shape, kernels, library)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
