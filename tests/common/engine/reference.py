@@ -6,13 +6,19 @@ from torch import Tensor
 
 
 def softmax_attention(
-    query: NDArray[np.float64], keys: NDArray[np.float64], values: NDArray[np.float64], scale: float
+    query: NDArray[np.float64],
+    keys: NDArray[np.float64],
+    values: NDArray[np.float64],
+    scale: float,
+    softcap: float | None = None,
 ) -> NDArray[np.float64]:
     """One token. query: [heads, dim]; keys, values: [kv_heads, tokens, dim]."""
     group = query.shape[0] // keys.shape[0]
     out = np.empty_like(query)
     for head, q in enumerate(query):
         scores = keys[head // group] @ q * scale
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
         out[head] = weights @ values[head // group] / weights.sum()
     return out

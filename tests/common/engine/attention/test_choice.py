@@ -1,0 +1,62 @@
+"""Which attention an instance gets: what it says, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.engine.attention.choice import AttentionNeeds, Host, flashinfer_refusal, make_attention
+from common.engine.attention.paged import PagedAttention
+from common.engine.attention.port import LayerAttention
+from common.engine.kernels.torch_kernels import TorchKernels
+from common.errors import ConfigError
+from common.pages.layout import KVDtype
+from tests.common.engine.attention.steps import Shape
+
+H100 = Host(capability=(9, 0), version="0.6.4", can_compile=True)
+
+
+def needs(dtype: torch.dtype = torch.bfloat16, kv_dtype: KVDtype = "bfloat16", head_dim: int = 128) -> AttentionNeeds:
+    layers = (LayerAttention(0.1), LayerAttention(0.1, window=7, softcap=3.0))
+    return AttentionNeeds(Shape(4, 2, head_dim, 16, layers, dtype, kv_dtype).memory(2), 4, layers, dtype, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "supported",
+    [needs(), needs(head_dim=64), needs(torch.float16, "float16", 256), needs(kv_dtype="float8_e4m3fn")],
+)
+def test_flashinfer_takes_half_precision_over_the_same_or_fp8_pages(supported: AttentionNeeds) -> None:
+    assert flashinfer_refusal(supported, H100) is None
+
+
+@pytest.mark.parametrize(
+    ("refused", "host", "reason", "fix"),
+    [
+        (needs(), replace(H100, capability=None), "computes on CPU", "--device cuda"),
+        (needs(), replace(H100, version=None), "not installed", "flashinfer"),
+        (needs(), replace(H100, capability=(7, 5)), "7.5", "newer"),
+        (needs(), replace(H100, can_compile=False), "nvcc", "CUDA_HOME"),
+        (needs(torch.float32, "float32"), H100, "float32", "--dtype bfloat16"),
+        (needs(torch.float16, "bfloat16"), H100, "float16 over bfloat16", "--kv-dtype"),
+        (needs(head_dim=96), H100, "96", "model"),
+    ],
+)
+def test_what_flashinfer_does_not_support_is_named_with_the_fix(
+    refused: AttentionNeeds, host: Host, reason: str, fix: str
+) -> None:
+    refusal = flashinfer_refusal(refused, host)
+    assert refusal is not None
+    assert reason in refusal.reason and fix in refusal.fix
+
+
+@pytest.mark.parametrize(("asked", "said"), [("auto", "computes on CPU"), ("torch", "--attention")])
+def test_cpu_gets_torch_and_says_why(asked: str, said: str) -> None:
+    lines: list[str] = []
+    made = make_attention(needs(), "auto" if asked == "auto" else "torch", TorchKernels(), lines.append)
+    assert isinstance(made, PagedAttention)
+    assert len(lines) == 1 and said in lines[0]
+
+
+def test_flashinfer_on_cpu_is_refused_with_the_flag_the_reason_and_the_fix() -> None:
+    with pytest.raises(ConfigError, match=r"--attention flashinfer: .*computes on CPU.*--device cuda.*--attention torch"):
+        make_attention(needs(), "flashinfer", TorchKernels(), lambda line: None)
