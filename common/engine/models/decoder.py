@@ -52,15 +52,21 @@ class Layer:
 class Decoder:
     """A model whose weights are in `slots`, to be filled before it computes.
 
-    context_tokens: the longest sequence that the instance was asked for. make_mlp: None: SwiGLU in every layer.
+    context_tokens: the longest sequence that the instance was asked for. make_mlp: None: SwiGLU in every layer. capturable: that
+    its mlps are.
     """
 
-    capturable = True
-
     def __init__(
-        self, shape: ModelShape, slots: WeightSlots, kernels: Kernels, context_tokens: int, make_mlp: MlpMaker | None = None
+        self,
+        shape: ModelShape,
+        slots: WeightSlots,
+        kernels: Kernels,
+        context_tokens: int,
+        make_mlp: MlpMaker | None = None,
+        capturable: bool = True,
     ) -> None:
         self.shape = shape
+        self.capturable = capturable
         self.attention = [LayerAttention(shape.head_dim**-0.5, window) for window in shape.windows]
         self._kernels = kernels
         self._embedding = slots.tensor("model.embed_tokens.weight", shape.vocab_size, shape.hidden)

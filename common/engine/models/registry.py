@@ -6,6 +6,7 @@ them: the import takes seconds.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from common.engine.checkpoint import read_weights
 from common.engine.kernels.port import Kernels
 from common.engine.models.decoder import Decoder
+from common.engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
 from common.engine.models.port import Model, ServedShape
 from common.engine.models.shape import DEFAULTS, ModelShape, read_architecture, read_shape
 from common.engine.models.weights import WeightSlots
@@ -52,6 +54,20 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
 
         return load_transformers_model(path, shape, loading.dtype, loading.device, progress)
     slots = WeightSlots(loading.dtype, loading.device)
-    model = Decoder(shape, slots, kernels, loading.context_tokens)
-    slots.fill(read_weights(path, progress))
+    model = _decoder(shape, slots, loading, kernels, progress)
+    slots.fill(with_one_spelling(read_weights(path, progress)))
     return model
+
+
+def _decoder(
+    shape: ModelShape, slots: WeightSlots, loading: Loading, kernels: Kernels, progress: Callable[[str], None]
+) -> Decoder:
+    experts = shape.experts
+    if experts is None:
+        return Decoder(shape, slots, kernels, loading.context_tokens)
+    obstacle = why_not_grouped(shape, experts, loading.dtype, loading.device)
+    if obstacle is not None:
+        progress(f"experts compute one after the other, and decode steps cannot be CUDA graphs: {obstacle}")
+    products = grouped if obstacle is None else one_by_one
+    make_mlp = partial(mlp_of_layer, shape, experts, slots, kernels, products)
+    return Decoder(shape, slots, kernels, loading.context_tokens, make_mlp, capturable=obstacle is None)

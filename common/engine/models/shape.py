@@ -72,7 +72,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {**_ALL, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128, "attention_bias": False},
-}
+    "MixtralForCausalLM": {
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8,
+        "sliding_window": None,
+    },
+    "Qwen3MoeForCausalLM": {
+        **_ALL, "max_position_embeddings": 32768, "num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096,
+        "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
+    },
+}  # fmt: skip
 """What transformers' config class of an architecture has for keys that a config may lack. Biases and windows are read only where
 they are listed here: where they are not, transformers' model does not use them either. Sizes of weights are not listed, because
 transformers' own are those of one particular model: a config without them is refused."""
@@ -117,6 +125,7 @@ def read_shape(path: Path) -> ModelShape:
         mlp_bias="mlp_bias" in listed and config.flag("mlp_bias"),
         tied=config.flag("tie_word_embeddings"),
         eos_token_ids=read_eos(path, written),
+        experts=_read_experts(config, architecture, layers),
     )
 
 
@@ -137,6 +146,28 @@ def _refuse_what_is_not_supported(written: Mapping[str, Any], path: Path) -> Non
         )
     if written.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{path / CONFIG}: hidden_act {written['hidden_act']} is not supported; supported is silu")
+
+
+def _read_experts(config: ConfigValues, architecture: str, layers: int) -> ExpertShape | None:
+    """Mixtral has experts in every layer, as wide as intermediate_size; Qwen3-MoE in the layers that its config leaves."""
+    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        return None
+    newer = config.values.get("num_local_experts") is not None  # transformers 5 writes Mixtral's name for Qwen3-MoE too
+    experts, chosen = config.whole("num_local_experts" if newer else "num_experts"), config.whole("num_experts_per_tok")
+    if chosen > experts:
+        raise ConfigError(f"{config.file}: num_experts_per_tok is {chosen}, but there are {experts} experts")
+    if architecture == "MixtralForCausalLM":
+        return ExpertShape(tuple(range(layers)), experts, chosen, config.whole("intermediate_size"), normalised=True)
+    step, dense = config.whole("decoder_sparse_step"), config.values["mlp_only_layers"] or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ConfigError(f"{config.file}: mlp_only_layers must be a list of layers; it is {dense!r}")
+    return ExpertShape(
+        layers=tuple(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense),
+        experts=experts,
+        chosen=chosen,
+        intermediate=config.whole("moe_intermediate_size"),
+        normalised=config.flag("norm_topk_prob"),
+    )
 
 
 def _read_windows(config: ConfigValues, listed: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

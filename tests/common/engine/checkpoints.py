@@ -11,11 +11,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB = 500
@@ -44,6 +48,17 @@ def mistral(**changes: object) -> PreTrainedModel:
 def qwen2(**changes: object) -> PreTrainedModel:
     torch.manual_seed(4)
     return Qwen2ForCausalLM(Qwen2Config(**(SIZES | changes))).eval()
+
+
+def mixtral(**changes: object) -> PreTrainedModel:
+    torch.manual_seed(5)
+    return MixtralForCausalLM(MixtralConfig(**(SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2} | changes))).eval()
+
+
+def qwen3_moe(**changes: object) -> PreTrainedModel:
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 32}
+    torch.manual_seed(6)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(SIZES | experts | changes))).eval()
 
 
 def saved(model: PreTrainedModel, path: Path) -> Path:
