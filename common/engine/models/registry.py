@@ -54,14 +54,15 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
 
         return load_transformers_model(path, shape, loading.dtype, loading.device, progress)
     slots = WeightSlots(loading.dtype, loading.device)
-    model = _decoder(shape, slots, loading, kernels, progress)
+    model = make_decoder(shape, slots, loading, kernels, progress)
     slots.fill(with_one_spelling(read_weights(path, progress)))
     return model
 
 
-def _decoder(
+def make_decoder(
     shape: ModelShape, slots: WeightSlots, loading: Loading, kernels: Kernels, progress: Callable[[str], None]
 ) -> Decoder:
+    """A model of Tandem's own, whose weights are in `slots`."""
     experts = shape.experts
     if experts is None:
         return Decoder(shape, slots, kernels, loading.context_tokens)
