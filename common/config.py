@@ -10,7 +10,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from common.errors import ConfigError
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+Quantization = Literal["none", "fp8"]
 KVDtypeName = Literal["auto", "fp8_e4m3"]
 AttentionName = Literal["auto", "torch", "flashinfer"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
@@ -57,6 +59,12 @@ class EngineConfig:
     """Device, memory and batch of one instance."""
 
     dtype: Dtype = option("auto", "data type of weights and KV; auto: float32 on CPU, bfloat16 on CUDA")
+    load_format: LoadFormat = option(
+        "auto", "where weights come from; auto: safetensors files; dummy: random numbers, only config and tokenizer are needed"
+    )
+    quantization: Quantization = option(
+        "none", "fp8: quantise the weights of linear layers to FP8 while loading, and tokens in each step; needs bfloat16"
+    )
     kv_dtype: KVDtypeName = option(
         "auto", "data type of KV pages; auto: that of the weights; fp8_e4m3: half the memory, less exact"
     )

@@ -6,20 +6,18 @@ Owns the order of the start: weights, what memory is left, pages, CUDA graphs. K
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch
 
 from common.config import Dtype, EngineConfig, ModelConfig
 from common.engine.attention.choice import AttentionNeeds, make_attention
-from common.engine.checkpoint import fingerprint
 from common.engine.executor import EngineDescription
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import KVBudget, KVMemoryMeter, auto_host_kv_bytes, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.models.port import ServedShape
-from common.engine.models.registry import Loading, load_model, read_served_shape
+from common.engine.models.registry import Loading, load_model, model_fingerprint, read_served_shape
 from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner
@@ -37,7 +35,7 @@ class ModelRunner:
     """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and for want of memory."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, progress: Progress) -> None:
-        path = resolve_model_path(model.model)
+        path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
         self._engine = engine
         self._device = _device_of(engine.device)
         is_cuda = self._device.type == "cuda"
@@ -59,7 +57,8 @@ class ModelRunner:
         maker = self._graph_maker()
         with self.on_device():
             self._kernels = make_kernels(self._device)
-            loading = Loading(self._dtype, self._device, engine.context_tokens or shape.context_tokens)
+            asked_context = engine.context_tokens or shape.context_tokens
+            loading = Loading(self._dtype, self._device, asked_context, engine.load_format, engine.quantization)
             self._model = load_model(path, shape, loading, self._kernels, progress)
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
@@ -70,7 +69,7 @@ class ModelRunner:
         self.description = EngineDescription(
             model=ModelIdentity(
                 name=model.served_name or model_name(model.model),
-                fingerprint=fingerprint(Path(path)),
+                fingerprint=model_fingerprint(path, shape, loading),
                 architecture=shape.architecture,
                 dtype=dtype_name,
                 vocab_size=shape.vocab_size,

@@ -15,6 +15,7 @@ from tests.common.engine.kernels.contract import (
     check_activation,
     check_norms,
     check_page_indices,
+    check_quantised,
     check_rotation,
     check_samples,
 )
@@ -39,6 +40,7 @@ class TestTritonKernels(KernelsContract):
     def test_norms_and_activation_agree_at_real_shapes(self, dtype: torch.dtype, tokens: int, hidden: int, width: int) -> None:
         check_norms(self.subject(dtype), tokens, hidden)
         check_activation(self.subject(dtype), tokens, width)
+        check_quantised(self.subject(dtype), tokens, width)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(

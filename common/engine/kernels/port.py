@@ -57,6 +57,12 @@ class Kernels(Protocol):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """SwiGLU (Shazeer 2020). gate_up: [tokens, 2 * width], the gate first. Returns silu(gate) * up, [tokens, width]."""
 
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row in FP8 with a scale of its own, as large as it may be. x: [rows, width].
+
+        Returns [rows, width] float8_e4m3fn and [rows, 1] float32; their product is nearly x.
+        """
+
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values to their pages, in the pages' dtype.
 

@@ -11,6 +11,8 @@ from common.engine.kernels.noise import GREEDY_BELOW, gumbel, token_noise
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
 
 FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+SMALLEST_ROW = 1e-30
+"""A row whose largest number is below this is quantised as if it were this: nothing is divided by zero."""
 
 
 class TorchKernels:
@@ -31,6 +33,11 @@ class TorchKernels:
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / FP8_LARGEST)
+        return _in_dtype(wide / scale, torch.float8_e4m3fn), scale
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         kv_heads = places.keys.shape[1]

@@ -56,6 +56,16 @@ class TritonKernels:
             source.silu_and_mul[grid](gate_up, out, gate_up.stride(0), width, block, num_warps=_warps(block, 8))
         return out
 
+    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = _rows_of(x)
+        rows, width = x.shape
+        out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+        scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+        if rows:
+            block = triton.next_power_of_2(width)
+            source.quantise[(rows,)](x, out, scales, x.stride(0), width, block, num_warps=_warps(block, 16))
+        return out, scales
+
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
         keys, values = places.keys, places.values

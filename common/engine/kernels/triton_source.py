@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from common.engine.kernels.noise import GREEDY_BELOW
-from common.engine.kernels.torch_kernels import FP8_LARGEST
+from common.engine.kernels.torch_kernels import FP8_LARGEST, SMALLEST_ROW
 
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _FP8_LARGEST = tl.constexpr(FP8_LARGEST)
+_SMALLEST_ROW = tl.constexpr(SMALLEST_ROW)
 
 
 @triton.jit
@@ -71,6 +72,18 @@ def silu_and_mul(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.const
     gate = tl.load(gate_up + row * gate_up_row + column, inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * gate_up_row + WIDTH + column, inside, other=0.0).to(tl.float32)
     _write(out + row * WIDTH + column, _rounded(gate * tl.sigmoid(gate), out) * up, inside)
+
+
+@triton.jit
+def quantise(x, out, scales, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A program takes a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    wide = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 0), _SMALLEST_ROW) * (1.0 / _FP8_LARGEST)
+    tl.store(scales + row, scale)
+    _write(out + row * WIDTH + column, tl.div_rn(wide, tl.zeros_like(wide) + scale), inside)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.engine.attention.port import LayerAttention
 from common.engine.kernels.port import HeadNorm, Kernels
-from common.engine.models.linear import Linear
+from common.engine.models.linear import AnyLinear
 from common.engine.models.port import StepAttention
 from common.engine.models.rotary import Rotary
 from common.engine.models.shape import ModelShape
@@ -29,8 +29,8 @@ MlpMaker = Callable[[int], Mlp]
 class GatedMlp:
     """SwiGLU (Shazeer 2020). gate_up: both in one product, the gate first."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: AnyLinear
+    down: AnyLinear
     kernels: Kernels
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -42,9 +42,9 @@ class Layer:
     """qkv: queries, keys and values in one product."""
 
     input_norm: Tensor
-    qkv: Linear
+    qkv: AnyLinear
     head_norm: HeadNorm | None
-    output: Linear
+    output: AnyLinear
     post_norm: Tensor
     mlp: Mlp
 

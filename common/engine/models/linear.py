@@ -1,12 +1,21 @@
-"""Linear layers: a weight, perhaps a bias, and their product with the step's tokens.
+"""Linear layers: a weight, perhaps a bias, and their product with the step's tokens; in the model's dtype or in FP8.
 
-Owns the arithmetic of one layer. Does not know where weights come from or which layer it is.
+Owns the arithmetic of one layer, and what FP8 needs. Does not know where weights come from or which layer it is.
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from common.engine.kernels.port import Kernels
+from common.errors import ConfigError
+
+_FP8_MULTIPLE = 16
+_FP8_CAPABILITY = (8, 9)
+"""Compute capability of the first cards with FP8 products (Ada)."""
 
 
 @dataclass(slots=True)
@@ -19,3 +28,61 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] → [tokens, outputs]."""
         return F.linear(x, self.weight, self.bias)
+
+    def put(self, rows: slice, weight: Tensor) -> None:
+        """Set some outputs. weight: [rows, inputs], any float dtype, on any device."""
+        self.weight[rows].copy_(weight)
+
+
+@dataclass(slots=True)
+class Fp8Linear:
+    """FP8 weights with a scale for each output, and tokens that are quantised in every step, with a scale for each. bfloat16 in
+    and out. Source: Micikevicius et al. 2022, FP8 formats for deep learning.
+
+    weight: [outputs, inputs] float8_e4m3fn. scale: [1, outputs] float32. bias: [outputs] bfloat16, or None.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    kernels: Kernels
+
+    @classmethod
+    def empty(cls, outputs: int, inputs: int, bias: Tensor | None, device: torch.device, kernels: Kernels) -> "Fp8Linear":
+        """Raises ConfigError for a size that FP8 products do not have."""
+        if outputs % _FP8_MULTIPLE or inputs % _FP8_MULTIPLE:
+            raise ConfigError(
+                f"--quantization fp8 needs layers whose sizes are multiples of {_FP8_MULTIPLE}, but one of this model has "
+                f"{inputs} inputs and {outputs} outputs: use --quantization none"
+            )
+        weight = torch.empty((outputs, inputs), dtype=torch.float8_e4m3fn, device=device)
+        return cls(weight, torch.empty((1, outputs), dtype=torch.float32, device=device), bias, kernels)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] → [tokens, outputs]."""
+        values, scales = self.kernels.quantise(x)
+        return torch._scaled_mm(
+            values, self.weight.t(), scale_a=scales, scale_b=self.scale, bias=self.bias, out_dtype=torch.bfloat16
+        )
+
+    def put(self, rows: slice, weight: Tensor) -> None:
+        """Set some outputs. weight: [rows, inputs], any float dtype, on any device."""
+        values, scales = self.kernels.quantise(weight.to(self.weight.device))
+        self.weight[rows].copy_(values)
+        self.scale[0, rows].copy_(scales[:, 0])
+
+
+AnyLinear: TypeAlias = Linear | Fp8Linear
+
+
+def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError where FP8 products cannot be computed."""
+    if dtype != torch.bfloat16:
+        raise ConfigError(
+            f"--quantization fp8 computes in bfloat16, not in {str(dtype).removeprefix('torch.')}: give --dtype bfloat16"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(
+            f"--quantization fp8 needs a card with FP8 (Ada, Hopper or later); {device} is {name}: use --quantization none"
+        )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from common.engine.checkpoint import read_weights
+from common.config import LoadFormat, Quantization
+from common.engine.checkpoint import fingerprint, read_weights
 from common.engine.kernels.port import Kernels
 from common.engine.models.decoder import Decoder
 from common.engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
@@ -28,6 +29,8 @@ class Loading:
     dtype: torch.dtype
     device: torch.device
     context_tokens: int
+    load_format: LoadFormat = "auto"
+    quantization: Quantization = "none"
 
 
 def read_served_shape(path: Path) -> ServedShape:
@@ -40,29 +43,57 @@ def read_served_shape(path: Path) -> ServedShape:
     return read_transformers_shape(path, architecture)
 
 
+def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:
+    """Equal for instances that load the same checkpoint in the same way."""
+    ways = []
+    if loading.load_format == "dummy":
+        ways.append(f"random weights made on {loading.device.type}")
+    if loading.quantization != "none":
+        ways.append(f"weights in {loading.quantization}")
+    if isinstance(shape, ModelShape) and shape.rope.kind in ("dynamic", "longrope"):
+        ways.append(f"rotary embedding for {loading.context_tokens} tokens")
+    return fingerprint(path, weights=loading.load_format != "dummy", ways=ways)
+
+
 def load_model(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
     """The model of the checkpoint in a folder. shape: as `read_served_shape` gave it. Raises ConfigError."""
     try:
         return _loaded(path, shape, loading, kernels, progress)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the weights in {path} do not fit in the memory of {loading.device}: {error}") from error
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"the weights in {path} do not fit in the memory of {loading.device}: {reason}") from error
 
 
 def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
     if not isinstance(shape, ModelShape):
+        for flag, value, usual in (
+            ("load-format", loading.load_format, ("auto", "safetensors")),
+            ("quantization", loading.quantization, ("none",)),
+        ):
+            if value not in usual:
+                raise ConfigError(
+                    f"--{flag} {value} is not supported for {shape.architecture}, which runs through transformers: use {usual[0]}"
+                )
         from common.engine.models.transformers_model import load_transformers_model
 
         return load_transformers_model(path, shape, loading.dtype, loading.device, progress)
-    slots = WeightSlots(loading.dtype, loading.device)
-    model = make_decoder(shape, slots, loading, kernels, progress)
-    slots.fill(with_one_spelling(read_weights(path, progress)))
+    if shape.experts is not None and loading.quantization != "none":
+        raise ConfigError(
+            f"--quantization {loading.quantization} is not supported for {shape.architecture}, a mixture of experts: use none"
+        )
+    slots = WeightSlots(loading.dtype, loading.device, kernels, loading.quantization)
+    model = _decoder(shape, slots, loading, kernels, progress)
+    if loading.load_format == "dummy":
+        progress("making random weights")
+        slots.fill_random()
+    else:
+        slots.fill(with_one_spelling(read_weights(path, progress)))
     return model
 
 
-def make_decoder(
+def _decoder(
     shape: ModelShape, slots: WeightSlots, loading: Loading, kernels: Kernels, progress: Callable[[str], None]
 ) -> Decoder:
-    """A model of Tandem's own, whose weights are in `slots`."""
     experts = shape.experts
     if experts is None:
         return Decoder(shape, slots, kernels, loading.context_tokens)

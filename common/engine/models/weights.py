@@ -6,15 +6,21 @@ the tensor that is being copied is in memory twice. Does not know files or archi
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from common.engine.models.linear import Linear
+from common.config import Quantization
+from common.engine.kernels.port import Kernels
+from common.engine.models.linear import AnyLinear, Fp8Linear, Linear, check_fp8
 from common.errors import ConfigError
 
 _NAMED = 5
 """How many weights an error names."""
+_RANDOM_SPREAD = 0.02
+"""Standard deviation of random weights, as models are initialised before training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,15 @@ class Slot:
 
 
 class WeightSlots:
-    """Makes the tensors of a model, uninitialised, and fills them."""
+    """Makes the tensors of a model, uninitialised, and fills them. quantization: of linear layers. Raises ConfigError."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, kernels: Kernels, quantization: Quantization = "none") -> None:
+        if quantization == "fp8":
+            check_fp8(dtype, device)
         self._dtype = dtype
         self._device = device
+        self._kernels = kernels
+        self._quantization = quantization
         self.slots: dict[str, Slot] = {}
         self._tied: dict[str, Tensor] = {}
 
@@ -48,16 +58,21 @@ class WeightSlots:
         self.expect(name, made)
         return made
 
-    def linear(self, parts: Sequence[Part], inputs: int, bias: bool) -> Linear:
+    def linear(self, parts: Sequence[Part], inputs: int, bias: bool) -> AnyLinear:
         """One layer of several in the checkpoint, one below the other, so that they are one matrix product."""
         outputs = sum(part.outputs for part in parts)
-        made = Linear(self.empty(outputs, inputs), self.empty(outputs) if bias else None)
+        added = self.empty(outputs) if bias else None
+        made: AnyLinear
+        if self._quantization == "fp8":
+            made = Fp8Linear.empty(outputs, inputs, added, self._device, self._kernels)
+        else:
+            made = Linear(self.empty(outputs, inputs), added)
         begin = 0
         for part in parts:
             rows = slice(begin, begin + part.outputs)
-            self.expect(f"{part.name}.weight", made.weight[rows])
-            if made.bias is not None:
-                self.expect(f"{part.name}.bias", made.bias[rows])
+            self.slots[f"{part.name}.weight"] = Slot((part.outputs, inputs), partial(made.put, rows))
+            if added is not None:
+                self.expect(f"{part.name}.bias", added[rows])
             begin += part.outputs
         return made
 
@@ -71,6 +86,17 @@ class WeightSlots:
     def tie(self, name: str, place: Tensor) -> None:
         """The checkpoint may have a weight of this name. If it does, the weight equals what goes to `place`."""
         self._tied[name] = place
+
+    def fill_random(self, seed: int = 0) -> None:
+        """Random weights, for measuring. They depend on the seed, the shapes and the kind of device. Norms are ones."""
+        generator = torch.Generator(self._device)
+        for name, slot in self.slots.items():
+            weight = self.empty(*slot.shape)
+            if weight.ndim == 1 and name.endswith(".weight"):
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, _RANDOM_SPREAD, generator=generator.manual_seed(seed + crc32(name.encode())))
+            slot.put(weight)
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy each weight to its place. Raises ConfigError when one is missing, unknown or of another shape."""

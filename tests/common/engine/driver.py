@@ -32,14 +32,9 @@ class Driver:
         self._starts: list[RowStart] = []
 
     def answers(
-        self,
-        prompts: Sequence[Int32Array],
-        tokens: int,
-        sampling: SamplingParams | Sequence[SamplingParams],
-        chunk_tokens: int = 1000,
+        self, prompts: Sequence[Int32Array], tokens: int, sampling: SamplingParams, chunk_tokens: int = 1000
     ) -> list[list[int]]:
-        """So many tokens for each prompt. sampling: of all prompts, or of each."""
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        """So many tokens for each prompt."""
         answers: list[list[int]] = [[] for _ in prompts]
         done = [0] * len(prompts)
         step = 0
@@ -47,7 +42,7 @@ class Driver:
             chunks, decode = [], []
             for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 if done[row] == 0:
-                    self._start(row, len(prompt), tokens, params[row])
+                    self._start(row, len(prompt), tokens, sampling)
                 if done[row] < len(prompt):
                     part = prompt[done[row] : done[row] + chunk_tokens]
                     chunks.append(Chunk(row, done[row], part, last=done[row] + len(part) == len(prompt)))

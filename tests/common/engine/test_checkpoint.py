@@ -1,14 +1,75 @@
 """What is read of a checkpoint's weight files."""
 
+import hashlib
+import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.engine.checkpoint import read_weights
+from common.engine import checkpoint
+from common.engine.checkpoint import fingerprint, read_weights
+from common.errors import ConfigError
+from common.model_path import resolve_model_path
+
+
+def names(path: Path, lines: list[str] | None = None) -> list[str]:
+    return [name for name, _ in read_weights(path, ([] if lines is None else lines).append)]
+
+
+def write_shards(path: Path) -> None:
+    for number in range(2):
+        save_file({f"{number}.{part}": torch.ones(256) for part in "abc"}, path / f"model-{number}.safetensors")
+    places = {f"{number}.{part}": f"model-{number}.safetensors" for number in range(2) for part in "abc"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
 def test_saved_rotary_frequencies_are_no_weights(tmp_path: Path) -> None:
     tensors = {"model.norm.weight": torch.ones(4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert [name for name, _ in read_weights(tmp_path, lambda text: None)] == ["model.norm.weight"]
+    assert names(tmp_path) == ["model.norm.weight"]
+
+
+def test_the_bytes_of_all_shards_are_reported_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path)
+    lines: list[str] = []
+    assert sorted(names(tmp_path, lines)) == ["0.a", "0.b", "0.c", "1.a", "1.b", "1.c"]
+    assert lines == ["loading weights: 0.00 of 0.00 GB"]
+    monkeypatch.setattr(checkpoint, "_LEAST_REPORT_BYTES", 2048)
+    monkeypatch.setattr(checkpoint, "_MOST_REPORTS", 3)
+    lines.clear()
+    names(tmp_path, lines)
+    assert len(lines) == 3
+
+
+def test_a_shard_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    last = tmp_path / "model-1.safetensors"
+    last.write_bytes(last.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model-1.safetensors is not a safetensors file, or not a whole one"):
+        names(tmp_path)
+    last.unlink()
+    with pytest.raises(ConfigError, match=r"lacks model-1.safetensors"):
+        names(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(ConfigError, match="weight_map must say which file holds each weight"):
+        names(tmp_path)
+
+
+def test_fingerprints_tell_checkpoints_and_ways_to_load_them_apart(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    made = [fingerprint(tmp_path), fingerprint(tmp_path, ways=["fp8"]), fingerprint(tmp_path, weights=False)]
+    (tmp_path / "config.json").write_text("{ }")
+    made += [fingerprint(tmp_path), fingerprint(tmp_path, weights=False)]
+    assert len(set(made)) == len(made)
+
+
+def test_a_fingerprint_is_the_same_in_every_release() -> None:
+    """Its definition: of the config, and of each file its name, size, header and last 4096 bytes. The demo model has one file."""
+    path = resolve_model_path("demo")
+    weights = (path / "model.safetensors").read_bytes()
+    header = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
+    parts = [(path / "config.json").read_bytes(), f"model.safetensors {len(weights)} ".encode(), header, weights[-4096:]]
+    assert fingerprint(path) == hashlib.sha256(b"".join(parts)).hexdigest()[:32]

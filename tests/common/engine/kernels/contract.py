@@ -60,6 +60,19 @@ def check_activation(subject: Subject, tokens: int, width: int) -> None:
     assert_rounded(subject, subject.kernels.silu_and_mul(gate_up), gate * torch.sigmoid(gate) * up)
 
 
+def check_quantised(subject: Subject, rows: int, width: int) -> None:
+    """Bit by bit: a row's largest number becomes FP8's largest, and the others the nearest of FP8's numbers."""
+    x = subject.draw(rows, width) * torch.logspace(-30, 4, rows, device=subject.device)[:, None]
+    x[0] = 0
+    x = x.to(subject.dtype)
+    values, scales = subject.kernels.quantise(x)
+    assert values.dtype == FP8 and scales.dtype == torch.float32
+    wide = x.float().cpu().numpy()
+    expected = np.maximum(np.abs(wide).max(axis=1, keepdims=True), np.float32(1e-30)) * np.float32(1 / 448)
+    np.testing.assert_array_equal(scales.cpu().numpy(), expected)
+    np.testing.assert_array_equal(values.float().cpu().numpy(), exact_fp8(wide / expected))
+
+
 def check_rotation(
     subject: Subject, tokens: int, sizes: HeadSizes, *, norm: bool, page_dtype: torch.dtype, order: PageOrder = "layer"
 ) -> None:
@@ -147,6 +160,14 @@ def check_page_indices(subject: Subject, counts: list[int], width: int, spare: i
     assert torch.equal(on_device.cpu(), expected)
 
 
+def exact_fp8(x: np.ndarray) -> np.ndarray:
+    """The nearest numbers of four binary digits, at most 448, and multiples of 2^-9 below 2^-6; of two the even one."""
+    exponent = np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 2.0**-6)))
+    step = 2.0 ** (exponent - 3)
+    rounded: np.ndarray = np.clip(np.round(x / step) * step, -448, 448)
+    return rounded
+
+
 def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
     wide = x.double()
     return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
@@ -232,6 +253,11 @@ class KernelsContract:
     def test_the_activation_agrees_with_float64(self, dtype: torch.dtype, tokens: int, width: int) -> None:
         check_activation(self.subject(dtype), tokens, width)
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 1100)])
+    def test_rows_are_quantised_to_the_nearest_numbers(self, dtype: torch.dtype, rows: int, width: int) -> None:
+        check_quantised(self.subject(dtype), rows, width)
+
     @pytest.mark.parametrize("norm", [False, True])
     @pytest.mark.parametrize(
         ("dtype", "page_dtype"),
@@ -265,6 +291,7 @@ class KernelsContract:
         assert kernels.rms_norm(empty, weight, EPS).shape == (0, 16)
         assert kernels.add_rms_norm(empty, empty, weight, EPS)[1].shape == (0, 16)
         assert kernels.silu_and_mul(empty).shape == (0, 8)
+        assert [part.shape for part in kernels.quantise(empty)] == [(0, 16), (0, 1)]
         rotation, places = Rotation(empty[:, :8], empty[:, :8]), PagePlaces(pages, pages, none, none)
         assert kernels.rotate_and_write(empty.view(0, 1, 16).expand(0, 5, 16), rotation, None, places).shape == (0, 3, 16)
         assert kernels.sample(empty, weight[:0], none, none).shape == (0,)

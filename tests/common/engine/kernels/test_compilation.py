@@ -60,7 +60,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Compi
     from common.engine.kernels import triton_source
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = ["rms_norm", "add_rms_norm", "silu_and_mul", "rotate_and_write"]
+    names = ["rms_norm", "add_rms_norm", "silu_and_mul", "quantise", "rotate_and_write"]
     names += ["slice_maxima", "slice_samples", "best_of_slices", "page_indices"]
     kernels = {name: Compiling(getattr(triton_source, name)) for name in names}
     for name, kernel in kernels.items():
@@ -76,6 +76,7 @@ def test_every_kernel_compiles_for_a_hopper_and_moves_16_bytes_at_a_time(compile
     kernels.rms_norm(x, weight, 1e-6)
     kernels.add_rms_norm(x, x, weight, 1e-6)
     kernels.silu_and_mul(x)
+    kernels.quantise(x)
     tokens = torch.zeros(2, dtype=torch.int64)
     heads, angles = torch.empty(2, 48, 128, dtype=BF16), torch.empty(2, 64)
     for norm, page_dtype in ((HeadNorm(weight[:128], weight[:128], 1e-6), BF16), (None, torch.float8_e4m3fn)):

@@ -14,15 +14,21 @@ from tests.common.engine.exact import answers, assert_exact, runner
 CONTEXT = 2048
 TOKENS = 8
 LONG = {"max_position_embeddings": CONTEXT}
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama(**LONG),
     "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **LONG),
     "mistral, no window": lambda: mistral(sliding_window=None, head_dim=32, **LONG),
+    "mistral, window": lambda: mistral(**LONG),
     "qwen2": lambda: qwen2(**LONG),
-    "qwen2, tied": lambda: qwen2(tie_word_embeddings=True, **LONG),
+    "qwen2, tied, windows above a layer": lambda: qwen2(
+        tie_word_embeddings=True, use_sliding_window=True, sliding_window=50, max_window_layers=1, **LONG
+    ),
     "qwen3, tied": lambda: qwen3(**LONG),
-    "qwen3, untied, biases": lambda: qwen3(tie_word_embeddings=False, attention_bias=True, **LONG),
+    "qwen3, untied, windows by layer, biases": lambda: qwen3(
+        tie_word_embeddings=False, use_sliding_window=True, sliding_window=33, layer_types=MIXED, attention_bias=True, **LONG
+    ),
 }
 
 
