@@ -12,6 +12,7 @@ from common.ids import Key, Life
 from common.instance.emit import emit_ending
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, Send
+from common.instance.prompts import PromptProgress
 from common.instance.request import Phase, Request
 from common.instance.requests import RequestTable
 from common.instance.rows import Rows
@@ -37,7 +38,8 @@ class DecodeRequest(Request):
 
 
 class DecodeRequests:
-    """by_row: the request in each row. starts: rows that begin with the next plan."""
+    """by_row: the request in each row. computing: rows whose prompt has tokens to launch here, in the order of admission. starts:
+    rows that begin with the next plan."""
 
     def __init__(self, me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits) -> None:
         self._page_size = engine.layout.page_size
@@ -47,6 +49,7 @@ class DecodeRequests:
         self.batch = Batch(engine.max_rows, engine.eos_token_ids)
         self.target = HandoffTarget(me.incarnation)
         self.by_row: dict[int, DecodeRequest] = {}
+        self.computing: dict[int, PromptProgress] = {}
         self.starts: list[RowStart] = []
 
     def start(self, request: DecodeRequest, sampled: int, length: int = 0, last_token: int | None = None) -> None:
@@ -74,6 +77,7 @@ class DecodeRequests:
             actions.append(emit_ending(request.key, request.next_token, ending))
         if request.row is not None:
             self.batch.leave(request.row)
+            self.computing.pop(request.row, None)
         self.release(request, now)
         return actions
 

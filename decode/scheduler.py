@@ -42,7 +42,6 @@ from common.instance.request import Phase
 from common.messages import (
     Cancel,
     Drain,
-    Ending,
     Failed,
     Finished,
     Generate,
@@ -155,20 +154,17 @@ class DecodeScheduler:
         sampled, tokens = sampled[live], result.tokens[live]
         stopped, at_limit = batch.record(sampled, tokens)
         self._table.tokens += len(sampled)
-        deltas: list[TokenDelta] = []
-        for row, token, is_stop, is_full in zip(
-            sampled.tolist(), tokens.tolist(), stopped.tolist(), at_limit.tolist(), strict=True
-        ):
-            request = requests.by_row[row]
-            ending: Ending | None = None
-            if is_stop:
-                ending = Finished(reason="stop", matched=token)
-            elif is_full:
-                ending = Finished(reason="length")
-            deltas.append(TokenDelta(request.key, request.next_token, (token,), ending))
+        answered = [requests.by_row[row] for row in sampled.tolist()]
+        deltas = [
+            TokenDelta(request.key, request.next_token, (token,))
+            for request, token in zip(answered, tokens.tolist(), strict=True)
+        ]
+        for request in answered:
             request.next_token += 1
-            if ending is not None:
-                requests.end(request, None, now)
+        for at in np.flatnonzero(stopped | at_limit).tolist():
+            ending = Finished(reason="stop", matched=int(tokens[at])) if stopped[at] else Finished(reason="length")
+            deltas[at] = msgspec.structs.replace(deltas[at], ending=ending)
+            requests.end(answered[at], None, now)
         return [*emit_tokens(deltas)]
 
     # --- planning --------------------------------------------------------------------------------------------------------
@@ -183,14 +179,15 @@ class DecodeScheduler:
                 actions += self._reservations.grant(request, request.peer, now)
             else:
                 request.phase, request.progress = Phase.COMPUTING, PromptProgress(request.row, request.prompt)
+                requests.computing[request.row] = request.progress
                 requests.start(request, sampled=0)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
         decode_rows = self._batch.next_rows()
-        prompts = (r.progress for r in requests.by_row.values() if r.progress is not None and r.phase is Phase.COMPUTING)
-        chunks = next_chunks(prompts, self._chunk_tokens)
+        chunks = next_chunks(requests.computing.values(), self._chunk_tokens)
         for chunk in chunks:
             if chunk.last:
+                del requests.computing[chunk.row]
                 requests.by_row[chunk.row].phase = Phase.DECODING
                 self._batch.prompt_planned(chunk.row)
         if not chunks and not len(decode_rows):

@@ -31,7 +31,8 @@ class LayerProgress:
         if not self._on_stream:
             self._report(layers)
             return
-        event = torch.cuda.current_stream().record_event()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
         self._events.append((layers, event))
 
     def wait(self) -> None:

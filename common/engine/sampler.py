@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.engine.kernels.port import Kernels
 
+ROWS_AT_ONCE = 32
 _ONE = 2.0**40
 """The most likely token's share in whole numbers: sums over 2**20 tokens stay below 2**63."""
 
@@ -78,8 +79,15 @@ class Sampler:
 
 
 def _filtered_logits(logits: Tensor, rows: RowSampling, filter_width: int) -> Tensor:
-    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / rows.temperature[:, None]
-    return logits.masked_fill(~_kept(scaled, rows.top_k, rows.top_p, rows.min_p, filter_width), -torch.inf)
+    """The logits with those of excluded tokens at minus infinity. Some rows at a time: filters take 40 times a row's memory."""
+    filtered = torch.empty_like(logits)
+    for begin in range(0, len(logits), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        some = logits[part]
+        scaled = (some - some.max(dim=-1, keepdim=True).values) / rows.temperature[part, None]
+        kept = _kept(scaled, rows.top_k[part], rows.top_p[part], rows.min_p[part], filter_width)
+        filtered[part] = some.masked_fill(~kept, -torch.inf)
+    return filtered
 
 
 def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, filter_width: int) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 
 from common.config import EngineConfig, ModelConfig
 from common.engine.executor import Executor, ExecutorFailed, StepHandle
+from common.engine.pending import PendingStep
 from common.engine.plan import Chunk, Plan, RowStart, StepResult
 from common.engine.timed import StepCost, Timeline
 from common.engine.torch_executor import TorchExecutor
@@ -87,12 +88,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(llama(), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(params=["toy", "toy with time", "torch on cpu"])
-def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
+@pytest.fixture(params=["toy", "toy with time", "torch on cpu", "torch, steps that are waited for"])
+def engine(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """On a device, steps are complete when the completion thread has waited for them."""
+    if request.param == "torch, steps that are waited for":
+        monkeypatch.setattr(PendingStep, "is_complete", False)
     makers: dict[str, Callable[[], Engine]] = {
         "toy": toy,
         "toy with time": toy_with_time,
         "torch on cpu": lambda: torch_on_cpu(model),
+        "torch, steps that are waited for": lambda: torch_on_cpu(model),
     }
     made = makers[request.param]()
     yield made

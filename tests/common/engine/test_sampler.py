@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine import sampler
 from common.engine.kernels.noise import GREEDY_BELOW
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.sampler import RowSampling, Sampler, _kept
@@ -107,6 +108,13 @@ def test_a_sampled_token_does_not_depend_on_the_filters_of_its_neighbours() -> N
                 row.expand(3, -1), top_k=[top_k, 0, 3], top_p=[top_p, 0.5, 1.0], min_p=[0.0, 0.0, 0.1], seed=[seed, 9, 8]
             )
             assert beside[0] == alone[0]
+
+
+def test_rows_that_filter_are_filtered_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(11, 60, generator=torch.Generator().manual_seed(8))
+    together = sampled(logits, top_k=9, top_p=0.8)
+    monkeypatch.setattr(sampler, "ROWS_AT_ONCE", 4)
+    assert torch.equal(sampled(logits, top_k=9, top_p=0.8), together)
 
 
 def test_top_p_of_one_excludes_nothing_beside_other_filters() -> None:
