@@ -1,6 +1,7 @@
 """The KV memory: one page-major tensor, and strided views of it per layer.
 
-Owns the bytes of the pool. After its pages lies one spare page that belongs to nobody: links are measured by writing there. Does
+Owns the bytes of the pool. After its pages lies one spare page that belongs to nobody: links are
+measured by writing there, and rows that only fill a batch write there. Does
 not know how many pages there should be (`kv_budget.py`) or which are free (`common/pages/pool.py`).
 """
 
@@ -35,14 +36,14 @@ class KVMemory:
         self.pool = memory.view(torch_dtype(layout.dtype)).view(pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
         """[pages, elements of a page]"""
         self.layers = [(self._view(layer, 0), self._view(layer, 1)) for layer in range(layout.layers)]
-        """Keys and values of each layer, each [pages, kv_heads, page_size, head_dim], strided over the pool."""
+        """Keys and values of each layer, each [pages + SPARE_PAGES, kv_heads, page_size, head_dim], strided over the pool."""
         self.region = MemoryRegion(address=self.pool.data_ptr(), region_bytes=region_bytes, device=_region_device(device))
 
     def _view(self, layer: int, kind: int) -> Tensor:
         layout = self.layout
         layer_stride, kind_stride, head, token, dim = layout.strides
         offset = layer * layer_stride + kind * kind_stride
-        size = (self.total_pages, layout.kv_heads, layout.page_size, layout.head_dim)
+        size = (self.total_pages + SPARE_PAGES, layout.kv_heads, layout.page_size, layout.head_dim)
         return self.pool.as_strided(size, (self.pool.stride(0), head, token, dim), offset)
 
     def digest_pages(self, pages: Int32Array) -> bytes:

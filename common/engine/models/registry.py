@@ -82,7 +82,7 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
             f"--quantization {loading.quantization} is not supported for {shape.architecture}, a mixture of experts: use none"
         )
     slots = WeightSlots(loading.dtype, loading.device, kernels, loading.quantization)
-    model = _decoder(shape, slots, loading, kernels, progress)
+    model = make_decoder(shape, slots, loading, kernels, progress)
     if loading.load_format == "dummy":
         progress("making random weights")
         slots.fill_random()
@@ -91,9 +91,10 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
     return model
 
 
-def _decoder(
+def make_decoder(
     shape: ModelShape, slots: WeightSlots, loading: Loading, kernels: Kernels, progress: Callable[[str], None]
 ) -> Decoder:
+    """A model of Tandem's own, whose weights are in `slots`."""
     experts = shape.experts
     if experts is None:
         return Decoder(shape, slots, kernels, loading.context_tokens)

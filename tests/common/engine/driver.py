@@ -32,9 +32,14 @@ class Driver:
         self._starts: list[RowStart] = []
 
     def answers(
-        self, prompts: Sequence[Int32Array], tokens: int, sampling: SamplingParams, chunk_tokens: int = 1000
+        self,
+        prompts: Sequence[Int32Array],
+        tokens: int,
+        sampling: SamplingParams | Sequence[SamplingParams],
+        chunk_tokens: int = 1000,
     ) -> list[list[int]]:
-        """So many tokens for each prompt."""
+        """So many tokens for each prompt. sampling: of all prompts, or of each."""
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         answers: list[list[int]] = [[] for _ in prompts]
         done = [0] * len(prompts)
         step = 0
@@ -42,7 +47,7 @@ class Driver:
             chunks, decode = [], []
             for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 if done[row] == 0:
-                    self._start(row, len(prompt), tokens, sampling)
+                    self._start(row, len(prompt), tokens, params[row])
                 if done[row] < len(prompt):
                     part = prompt[done[row] : done[row] + chunk_tokens]
                     chunks.append(Chunk(row, done[row], part, last=done[row] + len(part) == len(prompt)))

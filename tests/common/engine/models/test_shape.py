@@ -10,7 +10,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from common.engine.kernels.torch_kernels import TorchKernels
-from common.engine.models.decoder import Decoder
+from common.engine.models.moe import with_one_spelling
+from common.engine.models.registry import Loading, make_decoder
 from common.engine.models.shape import DEFAULTS, read_shape
 from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError
@@ -20,6 +21,11 @@ SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "Qwen3MoeForCausalLM": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
 
 def write(folder: Path, name: str, content: object) -> None:
     folder.mkdir(exist_ok=True)
@@ -27,7 +33,7 @@ def write(folder: Path, name: str, content: object) -> None:
 
 
 def config(architecture: str = "LlamaForCausalLM", **changes: object) -> dict[str, Any]:
-    return {"architectures": [architecture], **SIZES, **changes}
+    return {"architectures": [architecture], **SIZES, **EXPERTS.get(architecture, {}), **changes}
 
 
 def reference(written: dict[str, Any]) -> PreTrainedModel:
@@ -64,9 +70,10 @@ def test_optional_values_mean_what_they_mean_to_transformers(tmp_path: Path, arc
     assert shape.tied == made.tie_word_embeddings
     windows = [window_of(model, layer) for layer in range(shape.layers)]
     assert list(shape.windows) == windows
-    slots = WeightSlots(torch.float32, torch.device("meta"), TorchKernels())
-    Decoder(shape, slots, TorchKernels(), 100)
-    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    meta, kernels = torch.device("meta"), TorchKernels()
+    slots = WeightSlots(torch.float32, meta, kernels)
+    make_decoder(shape, slots, Loading(torch.float32, meta, 100), kernels, lambda text: None)
+    expected = {name: tuple(weight.shape) for name, weight in with_one_spelling(model.state_dict().items())}
     if shape.tied:
         del expected["lm_head.weight"]
     assert {name: slot.shape for name, slot in slots.slots.items()} == expected
@@ -77,7 +84,8 @@ def window_of(model: PreTrainedModel, layer: int) -> int | None:
     if model.config.model_type == "llama":
         return None
     attention: Any = model.model.layers[layer].self_attn
-    window: int | None = model.config.sliding_window if model.config.model_type == "mistral" else attention.sliding_window
+    of_all = model.config.model_type in ("mistral", "mixtral")
+    window: int | None = model.config.sliding_window if of_all else attention.sliding_window
     return window
 
 
@@ -99,8 +107,10 @@ def window_of(model: PreTrainedModel, layer: int) -> int | None:
         (config("Qwen3ForCausalLM", layer_types=["sliding_attention"] * 2), "needs use_sliding_window and sliding_window"),
         (
             config("Qwen2MoeForCausalLM"),
-            "Qwen2MoeForCausalLM is not supported; the nearest that is supported is Qwen2ForCausalLM",
+            "Qwen2MoeForCausalLM is not supported; the nearest that is supported is Qwen3MoeForCausalLM",
         ),
+        (config("MixtralForCausalLM", num_local_experts=1), "num_experts_per_tok is 2, but there are 1 experts"),
+        (config("Qwen3MoeForCausalLM", mlp_only_layers=[True, "1"]), "mlp_only_layers must be a list of layers"),
         (config("T5Model"), "T5Model is not supported; supported are LlamaForCausalLM, "),
         (config(architectures=None), "architectures must name the model's class"),
         ([], "must hold a JSON object"),

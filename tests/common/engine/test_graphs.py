@@ -1,0 +1,153 @@
+"""The decode step as a graph: recorded once for each batch size, it gives the tokens of the eager step for every later batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.engine.executor import EngineDescription
+from common.engine.graphs import fitting, ladder
+from common.engine.kernels.torch_kernels import TorchKernels
+from common.engine.kv_memory import KVMemory
+from common.engine.models.registry import Loading, load_model, read_served_shape
+from common.engine.plan import Plan, StepResult
+from common.engine.sampler import Sampler
+from common.engine.step_runner import StepRunner
+from common.errors import ConfigError
+from common.messages import ModelIdentity
+from common.pages.layout import KVLayout
+from common.sampling_params import SamplingParams
+from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
+from tests.common.engine.driver import Driver
+from tests.common.engine.graph_recorder import NotCapturable, RecordedGraphs
+from tests.common.engine.padded_attention import CapturablePaged
+
+CPU = torch.device("cpu")
+ROWS, PAGES, CONTEXT, TOKENS = 8, 200, 96, 14
+EVERY_KIND = [
+    SamplingParams(max_new_tokens=99, temperature=0.0),
+    SamplingParams(max_new_tokens=99, temperature=0.9, seed=5),
+    SamplingParams(max_new_tokens=99, temperature=1.1, top_k=7, seed=6),
+    SamplingParams(max_new_tokens=99, temperature=0.8, top_p=0.9, min_p=0.02, seed=7),
+]
+
+
+class Engine:
+    """A step runner over a small model, with or without graphs. replays: how often each batch size was replayed."""
+
+    def __init__(self, path: Path, sizes: tuple[int, ...] = ()) -> None:
+        shape = read_served_shape(path)
+        kernels = TorchKernels()
+        model = load_model(path, shape, Loading(torch.float32, CPU, CONTEXT), kernels, lambda text: None)
+        layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype="float32")
+        self.memory = KVMemory(layout, PAGES, CPU)
+        attention = CapturablePaged(self.memory, shape.heads, model.attention, torch.float32, None)
+        self.steps = StepRunner(
+            model, kernels, self.memory, attention, Sampler(kernels), max_rows=ROWS, pages_per_row=CONTEXT // 8, layer_groups=0
+        )
+        self.replays: dict[int, int] = {}
+        self._size = 0
+        if sizes:
+            assert self.steps.capture(self, sizes, self._told) is None
+        identity = ModelIdentity(
+            name="", fingerprint="", architecture="", dtype="float32", vocab_size=VOCAB, context_tokens=CONTEXT
+        )
+        self.description = EngineDescription(identity, layout, PAGES, ROWS, self.memory.region, (), "cpu")
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        size, replay = self._size, RecordedGraphs().capture(run)
+
+        def counted() -> None:
+            self.replays[size] = self.replays.get(size, 0) + 1
+            replay()
+
+        return counted
+
+    def _told(self, text: str) -> None:
+        self._size = int(text.split("batch size ")[1].split()[0])
+
+    def run(self, plan: Plan) -> StepResult:
+        return self.steps.launch(plan).wait()
+
+    def answers(self, prompts: list[np.ndarray], sampling: list[SamplingParams]) -> list[list[int]]:
+        return Driver(self.run, self.description, growing=True).answers(prompts, TOKENS, sampling, chunk_tokens=20)
+
+
+def prompts(count: int) -> list[np.ndarray]:
+    random = np.random.default_rng(count)
+    return [random.integers(3, VOCAB, 1 + 9 * row).astype(np.int32) for row in range(count)]
+
+
+@pytest.mark.parametrize("make", [lambda: llama(attention_bias=True), qwen3], ids=["llama", "qwen3"])
+def test_a_decode_step_recorded_once_gives_the_tokens_of_the_eager_one_for_any_later_batch(
+    tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
+    path = saved(make(), tmp_path)
+    eager, graphed = Engine(path), Engine(path, (1, 2, 4, 6))
+    for count in (1, 2, 3, 5, 6, 8):
+        sampling = [EVERY_KIND[(row + count) % len(EVERY_KIND)] for row in range(count)]
+        answers = graphed.answers(prompts(count), sampling)
+        assert answers == eager.answers(prompts(count), sampling)
+        assert len({token for answer in answers for token in answer}) > 5
+    assert set(graphed.replays) == {1, 2, 4, 6}, "three rows run as four, and eight run without a graph"
+
+
+def test_rows_that_fill_a_batch_write_to_the_spare_page_alone(tmp_path: Path) -> None:
+    engine = Engine(saved(qwen3(), tmp_path), (8,))
+    pool = engine.memory.pool
+    pool.fill_(7.0)
+    engine.answers(prompts(3), EVERY_KIND[:3])
+    touched = torch.nonzero((pool != 7.0).any(dim=1)).flatten().tolist()
+    leased = np.random.default_rng(5).permutation(PAGES)[:20].tolist()
+    assert PAGES in touched and set(touched) <= {PAGES, *leased}
+    assert engine.steps.rows.length[ROWS] == 0
+
+
+def test_a_model_that_cannot_be_captured_says_so_and_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(saved(qwen3(), tmp_path))
+    monkeypatch.setattr(CapturablePaged, "for_graph", lambda self, rows: None)
+    assert engine.steps.capture(RecordedGraphs(), (4,), lambda text: None) == "the attention backend cannot be captured"
+    assert len(engine.answers(prompts(2), EVERY_KIND[:2])[0]) == TOKENS
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: bool(x.any()),
+        lambda x: torch.nonzero(x),
+        lambda x: x[x > 0],
+        lambda x: torch.tensor([1]),
+        lambda x: x.repeat_interleave(x.long()),
+    ],
+    ids=["item", "tolist", "numpy", "bool", "nonzero", "mask", "host data", "repeat_interleave"],
+)
+def test_the_recorder_refuses_what_a_capture_refuses(run: Callable[[Tensor], object]) -> None:
+    def body() -> None:
+        run(values)
+
+    values = torch.ones(3)
+    with pytest.raises(NotCapturable):
+        RecordedGraphs().capture(body)
+
+
+def test_the_ladder_of_batch_sizes_ends_at_the_most_rows() -> None:
+    assert ladder("auto", 64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert ladder("auto", 3) == (1, 2, 3)
+    assert ladder("auto", 1) == (1,)
+    assert ladder("8,2,2", 64) == (2, 8)
+    for size in range(1, 300):
+        padded = fitting(ladder("auto", 300), size)
+        assert padded is not None and size <= padded <= max(size * 1.6, size + 7)
+    assert fitting((1, 2), 3) is None
+    for asked in ("0", "", "a", "1,,2", "-1"):
+        with pytest.raises(ConfigError, match="--graph-sizes must be"):
+            ladder(asked, 64)
+    with pytest.raises(ConfigError, match="--max-running 4"):
+        ladder("8", 4)
