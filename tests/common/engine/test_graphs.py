@@ -1,6 +1,6 @@
 """The decode step as a graph: recorded once for each batch size, it gives the tokens of the eager step for every later batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from common.engine.attention.flashinfer import FlashInferAttention, FlashInferShape
+from common.engine.attention.port import Attention, LayerAttention
 from common.engine.executor import EngineDescription
 from common.engine.graphs import fitting, ladder
 from common.engine.kernels.torch_kernels import TorchKernels
@@ -21,7 +23,8 @@ from common.errors import ConfigError
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout
 from common.sampling_params import SamplingParams
-from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
+from tests.common.engine.attention.flashinfer_double import FlashInferDouble
+from tests.common.engine.checkpoints import VOCAB, llama, mistral, qwen3, saved
 from tests.common.engine.driver import Driver
 from tests.common.engine.graph_recorder import NotCapturable, RecordedGraphs
 from tests.common.engine.padded_attention import CapturablePaged
@@ -36,16 +39,28 @@ EVERY_KIND = [
 ]
 
 
+Attend = Callable[[KVMemory, int, Sequence[LayerAttention]], Attention]
+
+
+def torch_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:
+    return CapturablePaged(memory, heads, layers, torch.float32, None)
+
+
+def flashinfer_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:
+    shape = FlashInferShape(heads, tuple(layers), torch.float32, ROWS, CONTEXT // 8, prefill="fa2")
+    return FlashInferAttention(memory, shape, TorchKernels(), FlashInferDouble((torch.float32,)))
+
+
 class Engine:
     """A step runner over a small model, with or without graphs. replays: how often each batch size was replayed."""
 
-    def __init__(self, path: Path, sizes: tuple[int, ...] = ()) -> None:
+    def __init__(self, path: Path, sizes: tuple[int, ...] = (), attend: Attend = torch_attention) -> None:
         shape = read_served_shape(path)
         kernels = TorchKernels()
         model = load_model(path, shape, Loading(torch.float32, CPU, CONTEXT), kernels, lambda text: None)
         layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype="float32")
         self.memory = KVMemory(layout, PAGES, CPU)
-        attention = CapturablePaged(self.memory, shape.heads, model.attention, torch.float32, None)
+        attention = attend(self.memory, shape.heads, model.attention)
         self.steps = StepRunner(
             model, kernels, self.memory, attention, Sampler(kernels), max_rows=ROWS, pages_per_row=CONTEXT // 8, layer_groups=0
         )
@@ -94,6 +109,14 @@ def test_a_decode_step_recorded_once_gives_the_tokens_of_the_eager_one_for_any_l
         assert answers == eager.answers(prompts(count), sampling)
         assert len({token for answer in answers for token in answer}) > 5
     assert set(graphed.replays) == {1, 2, 4, 6}, "three rows run as four, and eight run without a graph"
+
+
+def test_flashinfer_in_a_graph_gives_the_tokens_of_torch_without_one(tmp_path: Path) -> None:
+    """Three rows run as four; their prompts and answers grow beyond the window."""
+    path = saved(mistral(head_dim=64, sliding_window=11, num_hidden_layers=2), tmp_path)
+    eager, graphed = Engine(path), Engine(path, (4,), flashinfer_attention)
+    assert graphed.answers(prompts(3), EVERY_KIND[:3]) == eager.answers(prompts(3), EVERY_KIND[:3])
+    assert graphed.replays[4] > 5
 
 
 def test_rows_that_fill_a_batch_write_to_the_spare_page_alone(tmp_path: Path) -> None:

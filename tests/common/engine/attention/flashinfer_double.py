@@ -35,10 +35,11 @@ def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FlashInferDouble:
-    """Stands in for the module `flashinfer`."""
+    """Stands in for the module `flashinfer`. dtypes: of queries. The real one lacks float32, in which tests compare tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> None:
         self.calls: list[Call] = []
+        self._dtypes = dtypes
 
     def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **kwargs: Any) -> "_Wrapper":
         return self._made(BatchPrefillWithPagedKVCacheWrapper, args, kwargs)
@@ -52,7 +53,7 @@ class FlashInferDouble:
 
     def _made(self, kind: "Callable[..., _Wrapper]", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Wrapper":
         self.calls.append(Call(kind.__name__, "__init__", args, kwargs))
-        return kind(self.calls, *args, **kwargs)
+        return kind(self.calls, self._dtypes, *args, **kwargs)
 
 
 class _Wrapper:
@@ -62,10 +63,10 @@ class _Wrapper:
     last_page_len: Tensor
     indices: Tensor
 
-    def __init__(self, calls: list[Call], workspace: Tensor, kv_layout: str) -> None:
+    def __init__(self, calls: list[Call], dtypes: tuple[torch.dtype, ...], workspace: Tensor, kv_layout: str) -> None:
         assert workspace.dtype == torch.uint8 and workspace.ndim == 1 and not workspace.any(), "the workspace begins zeroed"
         assert kv_layout == "HND"
-        self.calls, self.device, self.planned = calls, workspace.device, False
+        self.calls, self.query_dtypes, self.device, self.planned = calls, dtypes, workspace.device, False
         self.is_graph, self.causal = False, False
 
     def _lists(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> None:
@@ -89,7 +90,7 @@ class _Wrapper:
         self.planned = True
 
     def _dtypes(self, query: torch.dtype | str | None, kv: torch.dtype | None) -> None:
-        assert query in (torch.float16, torch.bfloat16), "there are no kernels for others"
+        assert query in self.query_dtypes, "there are no kernels for others"
         assert kv in (query, torch.float8_e4m3fn)
         self.dtypes = (query, kv)
 
@@ -119,13 +120,13 @@ class _Wrapper:
         at = torch.arange(len(query), device=device)
         query_row = torch.searchsorted(queries[1:].contiguous(), at, right=True)
         own = lengths[query_row] - (queries[query_row + 1] - at)  # a row's queries are its last tokens
-        sees = is_kv & (owner.repeat_interleave(page_size) == query_row[:, None])
+        sees = is_kv & (owner[:, None].expand(-1, page_size).flatten() == query_row[:, None])
         if self.causal:
             sees &= position.flatten() <= own[:, None]
         if self.window_left >= 0:
             sees &= position.flatten() >= own[:, None] - self.window_left
         key, value = (
-            torch.where(is_kv[:, None, None], self._gathered(view), 0.0).repeat_interleave(heads // kv_heads, dim=1)
+            torch.where(is_kv[:, None, None], self._gathered(view), 0.0)[:, torch.arange(heads) // (heads // kv_heads)]
             for view in (keys, values)
         )
         scores = torch.einsum("qhd,khd->hqk", query.double(), key) * self.scale
@@ -145,9 +146,15 @@ class _Wrapper:
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     def __init__(
-        self, calls: list[Call], float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto"
+        self,
+        calls: list[Call],
+        dtypes: tuple[torch.dtype, ...],
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        *,
+        backend: str = "auto",
     ) -> None:
-        super().__init__(calls, float_workspace_buffer, kv_layout)
+        super().__init__(calls, dtypes, float_workspace_buffer, kv_layout)
         assert backend in ("fa2", "fa3"), "what auto takes changes from version to version"
 
     @recorded
@@ -187,6 +194,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def __init__(
         self,
         calls: list[Call],
+        dtypes: tuple[torch.dtype, ...],
         float_workspace_buffer: Tensor,
         kv_layout: str = "NHD",
         *,
@@ -197,7 +205,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__(calls, float_workspace_buffer, kv_layout)
+        super().__init__(calls, dtypes, float_workspace_buffer, kv_layout)
         self.use_tensor_cores, self.is_graph = use_tensor_cores, use_cuda_graph
         assert backend == "fa2", "what auto takes changes from version to version"
         if use_cuda_graph:
