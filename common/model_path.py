@@ -16,6 +16,8 @@ from common.errors import ConfigError
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _TEXT_FILES = ("*.json", "*.jinja")
 _WEIGHT_FILES = ("*.safetensors",)
+_OTHER_FORMATS = ("consolidated*", "original/*")
+"""The same weights once more, under the names of their makers (Mistral, Llama)."""
 
 
 def resolve_model_path(model: str, weights: bool = True) -> Path:
@@ -69,7 +71,7 @@ def _download(model: str, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(patterns)))
+        return Path(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(_OTHER_FORMATS)))
     except (OSError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

@@ -48,7 +48,8 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_name_goes_to_hugging_face_and_its_refusal_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[tuple[str, list[str]]] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert "consolidated*" in ignore_patterns
         asked.append((name, allow_patterns))
         if name == "owner/secret":
             raise OSError("401: not for you\nand more")

@@ -104,6 +104,13 @@ def read_shape(path: Path) -> ModelShape:
     config = ConfigValues({**listed, **written}, path / CONFIG)
     hidden, heads, layers = config.whole("hidden_size"), config.whole("num_attention_heads"), config.whole("num_hidden_layers")
     head_dim = config.whole("head_dim", null=hidden // heads)
+    kv_heads = config.whole("num_key_value_heads", null=heads)
+    for holds, rule in (
+        (heads % kv_heads == 0, f"num_attention_heads, {heads}, must be a multiple of num_key_value_heads, {kv_heads}"),
+        (head_dim % 2 == 0, f"head_dim must be even; it is {head_dim}"),
+    ):
+        if not holds:
+            raise ConfigError(f"{config.file}: {rule}")
     rope = read_rope(config, head_dim)
     attention_bias = "attention_bias" in listed and config.flag("attention_bias")
     return ModelShape(
@@ -113,7 +120,7 @@ def read_shape(path: Path) -> ModelShape:
         intermediate=config.whole("intermediate_size"),
         layers=layers,
         heads=heads,
-        kv_heads=config.whole("num_key_value_heads", null=heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         context_tokens=context_of(rope),
         norm_eps=config.number("rms_norm_eps"),

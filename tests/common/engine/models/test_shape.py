@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from tests.common.text.tiny import write_checkpoint
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 32,
 }  # fmt: skip
 
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -99,6 +99,8 @@ def window_of(model: PreTrainedModel, layer: int) -> int | None:
         (config(rms_norm_eps=True), "rms_norm_eps must be a positive number"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor is missing"),
         (config(eos_token_id="</s>"), "eos_token_id must be a token id"),
+        (config(num_key_value_heads=3), "num_attention_heads, 32, must be a multiple of num_key_value_heads, 3"),
+        (config(head_dim=5), "head_dim must be even; it is 5"),
         (config(mlp_bias="yes"), "mlp_bias must be true or false; it is 'yes'"),
         (config(hidden_act="gelu"), "hidden_act gelu is not supported"),
         (config(quantization_config={"quant_method": "awq"}), r"quantization_config \(awq\) is not supported"),

@@ -1,5 +1,8 @@
 """Where weights go as they are read, and what is said of a checkpoint that does not have what its config asks for."""
 
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,6 +38,21 @@ def test_parts_of_a_layer_are_merged_in_any_order_and_converted() -> None:
     assert torch.equal(linear.weight, torch.cat([given["a.weight"], given["b.weight"]]).bfloat16())
     assert linear.bias is not None
     assert torch.equal(linear.bias, torch.cat([given["a.bias"], given["b.bias"]]).bfloat16())
+
+
+def test_a_tensor_that_was_read_is_let_go_before_the_next() -> None:
+    slots, _, _ = slots_of()
+    held: list[weakref.ref[Tensor]] = []
+
+    def reading() -> Iterator[tuple[str, Tensor]]:
+        for name in list(checkpoint()):
+            held.append(weakref.ref(tensor := checkpoint()[name]))
+            yield name, tensor
+            del tensor
+            assert sum(reference() is not None for reference in held) <= 1
+
+    slots.fill(reading())
+    assert len(held) == 5
 
 
 def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named() -> None:
