@@ -16,8 +16,9 @@ from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import KVBudget, KVMemoryMeter, auto_host_kv_bytes, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory, torch_dtype
+from common.engine.models.loading import Loading
 from common.engine.models.port import ServedShape
-from common.engine.models.registry import Loading, load_model, model_fingerprint, read_served_shape
+from common.engine.models.registry import load_model, model_fingerprint, read_served_shape
 from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner

@@ -5,32 +5,20 @@ them: the import takes seconds.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from common.config import LoadFormat, Quantization
 from common.engine.checkpoint import fingerprint, read_weights
 from common.engine.kernels.port import Kernels
 from common.engine.models.decoder import Decoder
+from common.engine.models.loading import Loading
 from common.engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
 from common.engine.models.port import Model, ServedShape
 from common.engine.models.shape import DEFAULTS, ModelShape, read_architecture, read_shape
 from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How an instance loads its model. context_tokens: the longest sequence that it was asked for."""
-
-    dtype: torch.dtype
-    device: torch.device
-    context_tokens: int
-    load_format: LoadFormat = "auto"
-    quantization: Quantization = "none"
 
 
 def read_served_shape(path: Path) -> ServedShape:
@@ -65,22 +53,15 @@ def load_model(path: Path, shape: ServedShape, loading: Loading, kernels: Kernel
 
 
 def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
+    if loading.quantization != "none" and (not isinstance(shape, ModelShape) or shape.experts is not None):
+        raise ConfigError(
+            f"--quantization {loading.quantization} is not supported for {shape.architecture}, only for Tandem's own decoders "
+            f"without experts: use none"
+        )
     if not isinstance(shape, ModelShape):
-        for flag, value, usual in (
-            ("load-format", loading.load_format, ("auto", "safetensors")),
-            ("quantization", loading.quantization, ("none",)),
-        ):
-            if value not in usual:
-                raise ConfigError(
-                    f"--{flag} {value} is not supported for {shape.architecture}, which runs through transformers: use {usual[0]}"
-                )
         from common.engine.models.transformers_model import load_transformers_model
 
-        return load_transformers_model(path, shape, loading.dtype, loading.device, progress)
-    if shape.experts is not None and loading.quantization != "none":
-        raise ConfigError(
-            f"--quantization {loading.quantization} is not supported for {shape.architecture}, a mixture of experts: use none"
-        )
+        return load_transformers_model(path, shape, loading, progress)
     slots = WeightSlots(loading.dtype, loading.device, kernels, loading.quantization)
     model = make_decoder(shape, slots, loading, kernels, progress)
     if loading.load_format == "dummy":

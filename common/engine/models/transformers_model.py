@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from common.engine.attention.port import LayerAttention
+from common.engine.models.loading import Loading
 from common.engine.models.port import ServedShape, StepAttention
 from common.engine.models.transformers_check import (
     PROMPT_TOKENS,
@@ -95,7 +96,7 @@ class TransformersModel:
 
 
 def load_transformers_model(
-    path: Path, shape: ServedShape, dtype: torch.dtype, device: torch.device, progress: Callable[[str], None]
+    path: Path, shape: ServedShape, loading: Loading, progress: Callable[[str], None]
 ) -> TransformersModel:
     """The weights pass through host memory, once. Raises ConfigError."""
     progress(
@@ -103,19 +104,27 @@ def load_transformers_model(
         f"architectures that Tandem has itself, and its decode steps are not captured in CUDA graphs"
     )
     with _translated(shape.architecture, "while loading"):
-        causal = _loaded(path, shape, dtype).to(device)
+        causal = _random(path, loading) if loading.load_format == "dummy" else _loaded(path, shape, loading)
     progress(f"comparing the attention of {shape.architecture} with Tandem's on {PROMPT_TOKENS} tokens")
     return TransformersModel(causal.eval().requires_grad_(False), shape)
 
 
-def _loaded(path: Path, shape: ServedShape, dtype: torch.dtype) -> PreTrainedModel:
+def _loaded(path: Path, shape: ServedShape, loading: Loading) -> PreTrainedModel:
     causal, found = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        path, dtype=loading.dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
     lacking = sorted(found["missing_keys"])
     if lacking:
         raise ConfigError(f"{path} lacks weights of {shape.architecture}: {', '.join(lacking[:5])}")
-    return causal
+    return causal.to(loading.device)
+
+
+def _random(path: Path, loading: Loading) -> PreTrainedModel:
+    """Random weights, as transformers initialises the model before training, the same in each process."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.random.fork_rng([loading.device] if loading.device.type == "cuda" else []), loading.device:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=loading.dtype, trust_remote_code=False)
 
 
 class _Layers:

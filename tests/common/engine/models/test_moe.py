@@ -17,6 +17,7 @@ from common.engine.models.shape import read_shape
 from common.errors import ConfigError
 from tests.common.engine.checkpoints import VOCAB, mixtral, qwen3_moe, saved
 from tests.common.engine.exact import answers, assert_exact, runner
+from tests.common.engine.graph_recorder import NotCapturable, RecordedGraphs
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "mixtral": lambda: mixtral(max_position_embeddings=2048),
@@ -86,6 +87,24 @@ def test_experts_that_nobody_chose_add_nothing(products: Products) -> None:
         others = [expert for expert in range(5) if expert not in chosen]
         weights[others] = torch.nan
     assert ours(x).isfinite().all()
+
+
+@torch.inference_mode()
+def test_a_mixture_of_grouped_products_can_be_a_graph_and_one_by_one_cannot() -> None:
+    _, ours = block_and_ours(mixtral(), grouped)
+    x, out = torch.randn(6, 64), torch.empty(6, 64)
+
+    def run() -> None:
+        out.copy_(ours(x))
+
+    replay = RecordedGraphs().capture(run)
+    for _ in range(3):
+        x.normal_()  # other tokens choose other experts
+        replay()
+        assert torch.equal(out, ours(x))
+    ours.products = one_by_one
+    with pytest.raises(NotCapturable):
+        RecordedGraphs().capture(run)
 
 
 def test_grouped_products_are_used_where_their_kernel_reads_nothing_on_the_host(

@@ -10,8 +10,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from common.engine.kernels.torch_kernels import TorchKernels
+from common.engine.models.loading import Loading
 from common.engine.models.moe import with_one_spelling
-from common.engine.models.registry import Loading, make_decoder
+from common.engine.models.registry import make_decoder
 from common.engine.models.shape import DEFAULTS, read_shape
 from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError

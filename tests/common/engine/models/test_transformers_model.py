@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers.models.granite import modeling_granite
 
 from common.engine.attention.port import LayerAttention
+from common.engine.models.loading import Loading
 from common.engine.models.registry import read_served_shape
 from common.engine.models.transformers_model import TransformersModel, load_transformers_model
 from common.errors import ConfigError
-from tests.common.engine.checkpoints import VOCAB, saved
+from tests.common.engine.checkpoints import VOCAB, mixtral, saved
 from tests.common.engine.exact import answers, assert_exact, runner
 
 SIZES: dict[str, Any] = {
@@ -59,7 +60,8 @@ def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, what: str) -
 
 
 def load(path: Path) -> TransformersModel:
-    return load_transformers_model(path, read_served_shape(path), torch.float32, torch.device("cpu"), lambda text: None)
+    loading = Loading(torch.float32, torch.device("cpu"), 256)
+    return load_transformers_model(path, read_served_shape(path), loading, lambda text: None)
 
 
 def test_how_layers_attend_is_read_off_the_model(tmp_path: Path) -> None:
@@ -128,3 +130,21 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 5'))
     with pytest.raises(ConfigError, match=r"lacks weights of GraniteForCausalLM: model\.layers\.4"):
         load(path)
+
+
+def test_random_weights_need_no_weight_files_and_are_the_same_in_each_process(tmp_path: Path) -> None:
+    path = saved(gemma2(), tmp_path)
+    (path / "model.safetensors").unlink()
+    prompts, before = [np.arange(30, dtype=np.int32)], torch.get_rng_state()
+    one, other = (
+        answers(runner(path, load_format="dummy", dtype="bfloat16"), TransformersModel, prompts, 3, chunk_tokens=16)[0]
+        for _ in range(2)
+    )
+    assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_weights_in_fp8_are_refused_by_name(tmp_path: Path) -> None:
+    for number, model in enumerate((gemma2(), mixtral())):
+        with pytest.raises(ConfigError, match=f"--quantization fp8 is not supported for {type(model).__name__}"):
+            runner(saved(model, tmp_path / str(number)), quantization="fp8", dtype="bfloat16")

@@ -1,0 +1,21 @@
+"""How an instance loads its model.
+
+Owns the vocabulary between the registry and what it loads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from common.config import LoadFormat, Quantization
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How an instance loads its model. context_tokens: the longest sequence that it was asked for."""
+
+    dtype: torch.dtype
+    device: torch.device
+    context_tokens: int
+    load_format: LoadFormat = "auto"
+    quantization: Quantization = "none"
