@@ -104,44 +104,8 @@ class _Wrapper:
         assert keys.shape == values.shape == (len(keys), kv_heads, page_size, dim)
         assert keys.stride() == values.stride() and keys.stride(-1) == 1
         assert out is not None and out.shape == query.shape and out.dtype == query.dtype and out.is_contiguous()
-        out.copy_(self._attended(query, keys, values, queries))
-        return out
-
-    def _attended(self, query: Tensor, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-        """From the definition in float64, over every slot of every listed page at once; each query sees those of its row."""
-        heads, kv_heads, _, page_size = self.shape
-        rows, entries, device = len(self.last_page_len), len(self.indices), query.device
-        entry = torch.arange(entries, device=device)
-        owner = torch.searchsorted(self.indptr[1:].contiguous(), entry, right=True)
-        row = owner.clamp(max=rows - 1)
-        lengths = (self.indptr[1:] - self.indptr[:-1] - 1) * page_size + self.last_page_len
-        position = ((entry - self.indptr[row]) * page_size)[:, None] + torch.arange(page_size, device=device)
-        is_kv = ((owner < rows)[:, None] & (position < lengths[row][:, None])).flatten()
-        at = torch.arange(len(query), device=device)
-        query_row = torch.searchsorted(queries[1:].contiguous(), at, right=True)
-        own = lengths[query_row] - (queries[query_row + 1] - at)  # a row's queries are its last tokens
-        sees = is_kv & (owner[:, None].expand(-1, page_size).flatten() == query_row[:, None])
-        if self.causal:
-            sees &= position.flatten() <= own[:, None]
-        if self.window_left >= 0:
-            sees &= position.flatten() >= own[:, None] - self.window_left
-        key, value = (
-            torch.where(is_kv[:, None, None], self._gathered(view), 0.0)[:, torch.arange(heads) // (heads // kv_heads)]
-            for view in (keys, values)
-        )
-        scores = torch.einsum("qhd,khd->hqk", query.double(), key) * self.scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-        is_nan = value.isnan().flatten(1).any(1)  # a row that reads one spoils itself only
-        out = torch.einsum("hqk,khd->qhd", weights, value.masked_fill(is_nan[:, None, None], 0.0))
-        return out.masked_fill_((sees & is_nan).any(1)[:, None, None], torch.nan)
-
-    def _gathered(self, view: Tensor) -> Tensor:
-        """[slots of all listed pages, kv_heads, dim] float64."""
-        picked = view.view(torch.uint8) if view.itemsize == 1 else view
-        picked = picked[self.indices.long()].transpose(1, 2).flatten(0, 1)
-        return picked.view(view.dtype).double()
+        lists = (queries, self.indptr, self.indices, self.last_page_len)
+        return out.copy_(attended(query, keys, values, *lists, self.causal, self.window_left, self.softcap, self.scale))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -279,3 +243,54 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def run(self, q: Tensor, paged_kv_cache: Views, *, out: Tensor | None = None) -> Tensor:
         assert len(q) == len(self.last_page_len)
         return self._run(q, paged_kv_cache, out, self.queries)
+
+
+def attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    causal: bool,
+    window_left: int,
+    softcap: float | None,
+    scale: float,
+) -> Tensor:
+    """From the definition in float64, over every slot of every listed page at once; each query sees those of its row.
+
+    query: [tokens, heads, dim]. keys, values: [pages, kv_heads, page_size, dim]. queries: [rows + 1], where each row's queries
+    begin. indptr: [rows + 1], indices, last_page_len: [rows], the lists of pages. Returns the shape of query in float64.
+    """
+    heads, kv_heads, page_size = query.shape[1], keys.shape[1], keys.shape[2]
+    rows, device = len(last_page_len), query.device
+    entry = torch.arange(len(indices), device=device)
+    owner = torch.searchsorted(indptr[1:].contiguous(), entry, right=True)
+    row = owner.clamp(max=rows - 1)
+    lengths = (indptr[1:] - indptr[:-1] - 1) * page_size + last_page_len
+    position = ((entry - indptr[row]) * page_size)[:, None] + torch.arange(page_size, device=device)
+    is_kv = ((owner < rows)[:, None] & (position < lengths[row][:, None])).flatten()
+    at = torch.arange(len(query), device=device)
+    query_row = torch.searchsorted(queries[1:].contiguous(), at, right=True)
+    own = lengths[query_row] - (queries[query_row + 1] - at)  # a row's queries are its last tokens
+    sees = is_kv & (owner[:, None].expand(-1, page_size).flatten() == query_row[:, None])
+    if causal:
+        sees &= position.flatten() <= own[:, None]
+    if window_left >= 0:
+        sees &= position.flatten() >= own[:, None] - window_left
+    head = torch.arange(heads, device=device) // (heads // kv_heads)
+    key, value = (torch.where(is_kv[:, None, None], _slots(view, indices), 0.0)[:, head] for view in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    is_nan = value.isnan().flatten(1).any(1)  # a row that reads one spoils itself only
+    out = torch.einsum("hqk,khd->qhd", weights, value.masked_fill(is_nan[:, None, None], 0.0))
+    return out.masked_fill_((sees & is_nan).any(1)[:, None, None], torch.nan)
+
+
+def _slots(view: Tensor, indices: Tensor) -> Tensor:
+    """[slots of all listed pages, kv_heads, dim] float64."""
+    picked = view.view(torch.uint8) if view.itemsize == 1 else view
+    return picked[indices.long()].transpose(1, 2).flatten(0, 1).view(view.dtype).double()
