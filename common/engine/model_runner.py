@@ -22,7 +22,7 @@ from common.engine.models.registry import load_model, model_fingerprint, read_se
 from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner
-from common.engine.warm_up import pages_to_warm_up, warm_up
+from common.engine.warm_up import WARM_UP_PAGES, warm_up
 from common.errors import ConfigError
 from common.ids import Int32Array
 from common.messages import ModelIdentity
@@ -122,11 +122,9 @@ class ModelRunner:
         """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises ConfigError."""
         progress("measuring the memory of the largest step")
         meter = KVMemoryMeter(self._device, self._engine.sharers)
-        pages = pages_to_warm_up(layout, self._engine.chunk_tokens)
-        context = min(shape.context_tokens, pages * layout.page_size)
         try:
-            memory = KVMemory(layout, pages, self._device)
-            trial = self._warm_steps(memory, shape, context, progress)
+            memory = KVMemory(layout, WARM_UP_PAGES, self._device)
+            trial = self._warm_steps(memory, shape, self._engine.context_tokens or shape.context_tokens, progress)
             if maker is not None:
                 self._capture(trial, maker, self._graph_sizes[-1:], progress)
             workspace = meter.used_bytes() - memory.region.region_bytes
@@ -163,7 +161,7 @@ class ModelRunner:
             layer_groups=engine.layer_groups,
         )
         if self._device.type == "cuda":
-            warm_up(steps, memory, engine.chunk_tokens, engine.max_running, context_tokens)
+            warm_up(steps, memory.layout.page_size, engine.chunk_tokens, engine.max_running, context_tokens)
         return steps
 
     def _capture(self, steps: StepRunner, maker: GraphMaker, sizes: Sequence[int], progress: Progress) -> None:
