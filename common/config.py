@@ -84,8 +84,8 @@ class EngineConfig:
     context_tokens: int = option(
         0, "most tokens of prompt and answer together; 0: the model's own limit, capped to what the KV memory holds"
     )
-    max_running: int = option(64, "most requests computed at once (rows of the batch)")
-    chunk_tokens: int = option(512, "most prompt tokens computed in one forward, over all requests")
+    max_running: int = option(0, "most requests computed at once (rows of the batch); 0: 64 on CPU, 256 on CUDA")
+    chunk_tokens: int = option(0, "most prompt tokens computed in one forward, over all requests; 0: 512 on CPU, 8192 on CUDA")
     layer_groups: int = option(
         2, "push the last chunk of a prompt in this many groups of layers while it computes; 0: push it afterwards"
     )
@@ -99,8 +99,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
-        _require(1 <= self.max_running <= 4096, "max-running", "between 1 and 4096", self.max_running)
-        _require(self.chunk_tokens >= 1, "chunk-tokens", "at least 1", self.chunk_tokens)
+        _require(0 <= self.max_running <= 4096, "max-running", "between 1 and 4096, or 0", self.max_running)
+        _require(self.chunk_tokens >= 0, "chunk-tokens", "at least 1, or 0", self.chunk_tokens)
         _require(self.layer_groups >= 0, "layer-groups", "0 or more", self.layer_groups)
         _require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
         _require(self.threads >= 0, "threads", "0 or more", self.threads)

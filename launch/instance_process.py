@@ -21,6 +21,7 @@ from typing import Any
 
 from common.addresses import bind_address, host_for_peers, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
+from common.engine.device import with_device_defaults
 from common.engine.executor import EngineDescription, Executor
 from common.engine.torch_executor import TorchExecutor
 from common.ids import ROUTER, Incarnation, InstanceId, Role
@@ -57,6 +58,7 @@ def serve(
         try:
             mailbox: Mailbox[Any] = Mailbox(name, inbox, f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}")
             stack.callback(mailbox.close)
+            engine = with_device_defaults(engine)
             executor = TorchExecutor(model, engine, mailbox.wake, process.progress)
             stack.callback(executor.close)
             process.progress("registering memory for transfers")

@@ -152,12 +152,13 @@ def _bench_transfer(flags: argparse.Namespace) -> int:
 def _bench_overlap(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.overlap import run
+    from common.engine.device import with_device_defaults
 
     bench, engine = read_config(overlap_plan.OverlapBench, flags), read_config(EngineConfig, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench, engine)
     if flags.quick:
         bench, engine = with_defaults(bench, overlap_plan.QUICK), with_defaults(engine, overlap_plan.QUICK_ENGINE)
-    return run(bench, engine, command, flags.markdown)
+    return run(bench, with_device_defaults(engine), command, flags.markdown)
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:

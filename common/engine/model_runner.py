@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from common.config import Dtype, EngineConfig, ModelConfig
+from common.config import EngineConfig, ModelConfig
 from common.engine.attention.choice import AttentionNeeds, make_attention
+from common.engine.device import device_of, dtype_of, with_device_defaults
 from common.engine.executor import EngineDescription
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.kernels.choice import make_kernels
@@ -27,7 +28,7 @@ from common.errors import ConfigError
 from common.ids import Int32Array
 from common.messages import ModelIdentity
 from common.model_path import model_name, resolve_model_path
-from common.pages.layout import KVDtype, KVLayout
+from common.pages.layout import KVLayout
 
 Progress = Callable[[str], None]
 
@@ -37,11 +38,11 @@ class ModelRunner:
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, progress: Progress) -> None:
         path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
-        self._engine = engine
-        self._device = _device_of(engine.device)
+        self._engine = engine = with_device_defaults(engine)
+        self._device = device_of(engine.device)
         is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
-        dtype_name = _dtype_of(engine.dtype, self._device)
+        dtype_name = dtype_of(engine.dtype, self._device)
         self._dtype = torch_dtype(dtype_name)
         shape = read_served_shape(path)
         layout = KVLayout(
@@ -176,24 +177,3 @@ class ModelRunner:
         if self._engine.graphs == "on" and self._device.type != "cuda":
             raise ConfigError(f"--graphs on needs a CUDA device, and the device is {self._device}: give --graphs auto or off")
         return CudaGraphs() if self._device.type == "cuda" and self._engine.graphs != "off" else None
-
-
-def _device_of(name: str) -> torch.device:
-    """Raises ConfigError when the device is not there."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name}: this host has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _dtype_of(name: Dtype, device: torch.device) -> KVDtype:
-    if name == "auto":
-        return "bfloat16" if device.type == "cuda" else "float32"
-    return name

@@ -19,7 +19,7 @@ WARM_UP_PAGES = 1
 
 def warm_up(steps: StepRunner, page_size: int, chunk_tokens: int, max_rows: int, context_tokens: int) -> None:
     """A chunk that begins a prompt; the last chunk of the longest context beside as many decode rows as there can be, one of
-    which is as long; and decode rows alone. All rows have their KV in page 0 again and again: a pool of WARM_UP_PAGES is enough."""
+    which is as long; and decode rows alone. All rows have their KV in page 0, again and again: WARM_UP_PAGES are enough."""
     tokens = min(chunk_tokens, context_tokens)
     prompt, longest = np.zeros(tokens, dtype=np.int32), np.zeros(-(-context_tokens // page_size), dtype=np.int32)
     decoding = [

@@ -158,7 +158,7 @@ def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(model_runner, "auto_host_kv_bytes", measured)
     made = runner(saved(llama(), tmp_path), lines.append, kv_memory="auto")
-    assert [line.split(":")[0].split(" ")[0] for line in lines] == ["loading", "measured", "making"]
+    assert [line.split(":")[0].split(" ")[0] for line in lines][:3] == ["loading", "measured", "making"]
     assert made.description.total_pages == 2**20 // made.description.layout.page_bytes
 
 

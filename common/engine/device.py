@@ -1,0 +1,47 @@
+"""The device of an instance, and what is decided by it where a flag leaves it open.
+
+Owns those defaults. Knows no models and no memory.
+"""
+
+import dataclasses
+
+import torch
+
+from common.config import Dtype, EngineConfig
+from common.errors import ConfigError
+from common.pages.layout import KVDtype
+
+CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+"""A GPU needs thousands of tokens in a forward to be busy; on a CPU, shorter chunks overlap better with pushes."""
+MAX_RUNNING = {"cpu": 64, "cuda": 256}
+
+
+def device_of(name: str) -> torch.device:
+    """Raises ConfigError when the device is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name!r} is not supported: use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: this host has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def dtype_of(name: Dtype, device: torch.device) -> KVDtype:
+    if name == "auto":
+        return "bfloat16" if device.type == "cuda" else "float32"
+    return name
+
+
+def with_device_defaults(engine: EngineConfig) -> EngineConfig:
+    """The config with numbers where it says 0 for what the device suggests. Raises ConfigError."""
+    kind = device_of(engine.device).type
+    return dataclasses.replace(
+        engine,
+        chunk_tokens=engine.chunk_tokens or CHUNK_TOKENS[kind],
+        max_running=engine.max_running or MAX_RUNNING[kind],
+    )

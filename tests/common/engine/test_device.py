@@ -1,0 +1,29 @@
+"""The device of an instance, and the defaults that depend on it."""
+
+import pytest
+import torch
+
+from common.config import EngineConfig
+from common.engine.device import device_of, dtype_of, with_device_defaults
+from common.errors import ConfigError
+
+
+def test_what_a_flag_leaves_open_is_decided_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = with_device_defaults(EngineConfig(device="cpu"))
+    assert (on_cpu.chunk_tokens, on_cpu.max_running) == (512, 64)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_cuda = with_device_defaults(EngineConfig())
+    assert (on_cuda.chunk_tokens, on_cuda.max_running) == (8192, 256)
+    given = EngineConfig(chunk_tokens=7, max_running=3)
+    assert with_device_defaults(given) == given
+    assert dtype_of("auto", torch.device("cuda", 0)) == "bfloat16"
+    assert dtype_of("auto", torch.device("cpu")) == "float32"
+
+
+def test_a_device_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of("cuda") == torch.device("cuda", 0) and device_of("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="--device cuda:2: this host has 2 CUDA devices"):
+        device_of("cuda:2")
+    with pytest.raises(ConfigError, match="--device 'xpu'"):
+        device_of("xpu")
