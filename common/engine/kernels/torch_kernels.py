@@ -37,15 +37,18 @@ class TorchKernels:
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / FP8_LARGEST)
-        return _in_dtype(wide / scale, torch.float8_e4m3fn), scale
+        return _fp8(wide / scale), scale
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         kv_heads = places.keys.shape[1]
-        query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        query_heads = heads.shape[1] - 2 * kv_heads
+        turning, value = heads.tensor_split([query_heads + kv_heads], dim=1)  # queries and keys together: half the operations
         if norm is not None:
-            query, key = self.rms_norm(query, norm.query, norm.eps), self.rms_norm(key, norm.key, norm.eps)
-        write(places, _rotated(key, rotation), value)
-        return _rotated(query, rotation)
+            weight = torch.cat([norm.query.expand(query_heads, -1), norm.key.expand(kv_heads, -1)])
+            turning = self.rms_norm(turning, weight, norm.eps)
+        query, key = _rotated(turning, rotation).tensor_split([query_heads], dim=1)
+        write(places, key, value)
+        return query
 
     def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
         if self._token_noise is None or len(self._token_noise) != logits.shape[1]:
@@ -68,14 +71,16 @@ class TorchKernels:
 
 
 def write(places: PagePlaces, key: Tensor, value: Tensor) -> None:
-    """Put each token's KV in its page and slot, in the pages' dtype. key, value: [tokens, kv_heads, head_dim]."""
-    places.keys[places.pages, :, places.slots] = _in_dtype(key, places.keys.dtype)
-    places.values[places.pages, :, places.slots] = _in_dtype(value, places.values.dtype)
+    """Put each token's KV in its page and slot, in the pages' dtype. key, value: [tokens, kv_heads, head_dim]. FP8 saturates."""
+    for pages, x in ((places.keys, key), (places.values, value)):
+        if pages.dtype == torch.float8_e4m3fn:  # as bytes, because not every version of torch can index FP8
+            pages, x = pages.view(torch.uint8), _fp8(x).view(torch.uint8)
+        pages[places.pages, :, places.slots] = x.to(pages.dtype)
 
 
-def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP8 saturates: torch's own conversion makes NaN of what is too large, in some versions."""
-    return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+def _fp8(x: Tensor) -> Tensor:
+    """x in FP8, saturated: the conversion of some versions of torch makes NaN of what is too large."""
+    return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
 
 
 def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
@@ -83,4 +88,5 @@ def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
     half = rotation.cos.shape[-1]
     cos, sin = rotation.cos.to(x.dtype)[:, None], rotation.sin.to(x.dtype)[:, None]
     first, second, rest = x.tensor_split([half, 2 * half], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat([*turned, rest], dim=-1)
