@@ -29,7 +29,8 @@ from kv_transfer.backends import make_transport
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport, TransportEvent
-from tests.kv_transfer.local_agent import LAYOUT, Bytes, LocalAgent, random_bytes, region_of
+from tests.kv_transfer.local_agent import LAYOUT, LocalAgent, random_bytes
+from tests.kv_transfer.pools import make_pool
 
 POLL_S = 1e-3
 START_S = 60.0
@@ -40,11 +41,13 @@ ANY_KEY = Key(RequestId("any"), 0)
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """is_threaded: whether a transfer thread drives the transport, as in an instance. host: the address on which peers reach this
-    process. silence_s: after which the transport calls a peer lost. seed: of a member's bytes. An agent's are all 0."""
+    process. device: of its pool. silence_s: after which the transport calls a peer lost. seed: of a member's bytes; an agent's
+    are all 0."""
 
     transport: TransportName
     is_threaded: bool = False
     host: str = LOOPBACK
+    device: str = "cpu"
     silence_s: int
     total_pages: int
     page_bytes: int = LAYOUT.page_bytes
@@ -95,7 +98,8 @@ class PortEnd(LocalAgent[Transport]):
     wake = None
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(transport_of(plan), plan.total_pages * plan.page_bytes)
+        pool_bytes = plan.total_pages * plan.page_bytes
+        super().__init__(transport_of(plan), pool_bytes, memory=make_pool(pool_bytes, plan.device))
 
     def connect(self, pool: PoolDescriptor) -> None:
         """pool: as JSON. Raises TransferError."""
@@ -106,7 +110,7 @@ class PortEnd(LocalAgent[Transport]):
 
     def dump(self, path: str) -> None:
         """Write the pool into a file."""
-        self.bytes.tofile(path)
+        self.memory().tofile(path)
 
     def turn(self) -> tuple[list[TransportEvent], float]:
         """What has happened, and how long to wait before the next call."""
@@ -118,28 +122,31 @@ class ThreadEnd:
 
     def __init__(self, plan: Plan) -> None:
         layout = KVLayout(layers=1, kv_heads=1, head_dim=plan.page_bytes // 2, page_size=1, dtype="uint8")
-        pool: Bytes = random_bytes(plan.seed, plan.total_pages * plan.page_bytes)
-        self._pages = pool.reshape(plan.total_pages, plan.page_bytes)
+        self._page_bytes = plan.page_bytes
+        self._memory = make_pool(plan.total_pages * plan.page_bytes, plan.device)
+        self._memory.write(random_bytes(plan.seed, plan.total_pages * plan.page_bytes))
+        region = self._memory.region
 
         def make_loop() -> TransferLoop:
-            return TransferLoop(transport_of(plan), plan.transport, region_of(pool), layout, plan.total_pages, time.monotonic)
+            return TransferLoop(transport_of(plan), plan.transport, region, layout, plan.total_pages, time.monotonic)
 
         self.wake = os.eventfd(0)
         self._thread = TransferThread(make_loop, lambda: os.eventfd_write(self.wake, 1))
         self.pool = self._thread.start(START_S)
 
     def wipe(self, pages: list[int], value: int) -> None:
-        self._pages[pages] = value
+        for start, end in self._ranges(pages):
+            self._memory.wipe(value, start, end)
 
     def dump(self, path: str) -> None:
         """Write the pool into a file."""
-        self._pages.tofile(path)
+        self._memory.read().tofile(path)
 
     def digest(self, pages: list[int]) -> int:
         """The CRC-32 of these pages, one after the other."""
         digest = 0
-        for page in pages:  # one by one: copies of many megabytes would count as memory for long
-            digest = zlib.crc32(self._pages[page].data, digest)
+        for start, end in self._ranges(pages):  # one by one: copies of many megabytes would count as memory for long
+            digest = zlib.crc32(self._memory.read(start, end).data, digest)
         return digest
 
     def connect(self, peers: list[Any]) -> None:
@@ -153,6 +160,9 @@ class ThreadEnd:
         source, target = (np.array(pages, dtype=np.int32) for pages in (source_pages, target_pages))
         self._thread.submit(Allow(InstanceId(peer), Incarnation(incarnation), time.monotonic() + lease_s))
         self._thread.submit(Push(Ticket(ticket), InstanceId(peer), Incarnation(incarnation), source, target))
+
+    def _ranges(self, pages: list[int]) -> list[tuple[int, int]]:
+        return [(page * self._page_bytes, (page + 1) * self._page_bytes) for page in pages]
 
     def settle(self) -> None:
         """Settled follows."""
@@ -196,7 +206,8 @@ def transport_of(plan: Plan) -> Transport:
         case "nixl":
             from kv_transfer.nixl import NixlTransport
 
-            sys.modules["torch"] = None  # type: ignore[assignment]  # NIXL would import it to ask for CUDA, which takes seconds
+            if plan.device == "cpu":
+                sys.modules["torch"] = None  # type: ignore[assignment]  # NIXL would import it to ask for CUDA, which takes seconds
             return NixlTransport(plan.silence_s)
         case "torch":
             from kv_transfer.distributed import TorchTransport

@@ -25,7 +25,8 @@ from common.processes.child import Respondent
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
 from tests.kv_transfer.agent_process import Answer, Call, Event, Happened, Plan, Report, Started, event_in
-from tests.kv_transfer.local_agent import LAYOUT, WAIT_S, Bytes, LocalAgent
+from tests.kv_transfer.local_agent import LAYOUT, WAIT_S, LocalAgent
+from tests.kv_transfer.pools import Bytes
 
 END_S = 30.0
 """Longest wait for an agent to end."""
@@ -53,11 +54,12 @@ class MemoryBackend:
 
 @dataclass(frozen=True)
 class Kind:
-    """A transport and how it is to work. silence_s: after which it calls a peer lost."""
+    """A transport and how it is to work. silence_s: after which it calls a peer lost. devices: of the agents' pools, in turn."""
 
     transport: TransportName
     silence_s: int = 10
     environment: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ("cpu",)
 
 
 def nixl_kind(tcp_only: bool, silence_s: int = 10) -> Kind:
@@ -169,7 +171,12 @@ class ProcessAgent(PoolProcess):
     """An agent in a process of its own."""
 
     def __init__(self, folder: Path, number: int, pool_bytes: int, kind: Kind) -> None:
-        plan = Plan(transport=kind.transport, silence_s=kind.silence_s, total_pages=pool_bytes // LAYOUT.page_bytes)
+        plan = Plan(
+            transport=kind.transport,
+            device=kind.devices[number % len(kind.devices)],
+            silence_s=kind.silence_s,
+            total_pages=pool_bytes // LAYOUT.page_bytes,
+        )
         super().__init__(f"agent-{number}", plan, kind, folder)
         self._news: list[TransportEvent] = []
 
@@ -218,13 +225,13 @@ class ProcessBackend:
 
     def __init__(self, folder: Path, kind: Kind) -> None:
         self._folder = folder
-        self._kind = kind
+        self.kind = kind
         self._agents: list[ProcessAgent] = []
 
     def start(self, *pool_bytes: int) -> list[ProcessAgent]:
         agents = []
         for each in pool_bytes:  # their processes start side by side
-            agents.append(ProcessAgent(self._folder, len(self._agents), each, self._kind))
+            agents.append(ProcessAgent(self._folder, len(self._agents), each, self.kind))
             self._agents.append(agents[-1])
         for agent in agents:
             agent.started()

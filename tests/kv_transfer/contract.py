@@ -19,7 +19,8 @@ from common.pages.layout import KVLayout
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transport import RunsDone, RunsFailed
 from tests.kv_transfer.agents import Agent, Backend, done, outcomes
-from tests.kv_transfer.local_agent import WAIT_S, Bytes, random_bytes
+from tests.kv_transfer.local_agent import WAIT_S, random_bytes
+from tests.kv_transfer.pools import Bytes
 
 MIB = 2**20
 POOL_BYTES = 20 * MIB + 12346

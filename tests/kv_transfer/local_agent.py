@@ -4,7 +4,7 @@ Owns the pool, and the wait for what the transport reports. Knows no backend.
 """
 
 import time
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,13 +13,13 @@ from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.transport import AgentLost, Transport, TransportEvent
+from tests.kv_transfer.pools import Bytes, HostPool, Pool
 
 WAIT_S = 60.0
 """Longest wait for an answer or an event: an agent that is silent for longer hangs."""
 PERIOD_BYTES = 2**20 + 7
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=1, dtype="uint8")
 """A transport knows bytes only, but descriptors must have a layout: this one has pages of two bytes, the smallest."""
-Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 T = TypeVar("T", bound=Transport)
 
 
@@ -39,26 +39,30 @@ def pool_descriptor(agent: str, address: int, pool_bytes: int, wire: bytes, devi
 
 
 class LocalAgent(Generic[T]):
-    def __init__(self, transport: T, pool_bytes: int, device: str = "cpu") -> None:
+    """bytes: its pool, where that is on the host."""
+
+    def __init__(self, transport: T, pool_bytes: int, device: str = "cpu", memory: Pool | None = None) -> None:
+        """device: what the region of a new pool on the host says. memory: the pool, if there is one already."""
         self.pool_bytes = pool_bytes
-        self.bytes: Bytes = np.zeros(pool_bytes, dtype=np.uint8)
+        self.held: Pool = memory or HostPool(pool_bytes, device)
+        self.bytes: Bytes = self.held.bytes if isinstance(self.held, HostPool) else np.empty(0, dtype=np.uint8)
         self.transport = transport
-        region = region_of(self.bytes, device)
+        region = self.held.region
         agent, wire = transport.register(region)
-        self.pool = pool_descriptor(agent, region.address, pool_bytes, wire)
+        self.pool = pool_descriptor(agent, region.address, pool_bytes, wire, region.device)
         self.everything: Int64Array = np.array([(0, 0, pool_bytes)], dtype=np.int64)
 
     def fill(self, seed: int) -> None:
         """Fill the pool with `random_bytes(seed, pool_bytes)`."""
-        self.bytes[:] = random_bytes(seed, self.pool_bytes)
+        self.held.write(random_bytes(seed, self.pool_bytes))
 
     def wipe(self, value: int, start: int = 0, end: int | None = None) -> None:
         """Set every byte of the pool, or of a part of it."""
-        self.bytes[start:end] = value
+        self.held.wipe(value, start, end)
 
     def memory(self) -> Bytes:
         """A copy of the pool."""
-        return self.bytes.copy()
+        return self.held.read()
 
     def connect(self, pool: PoolDescriptor) -> None:
         """Raises TransferError."""

@@ -16,7 +16,8 @@ from common.messages import InstanceInfo, LinkInfo, LinkState
 from tests.builders import instance
 from tests.kv_transfer.agent_process import Event, Plan
 from tests.kv_transfer.agents import Kind, PoolProcess
-from tests.kv_transfer.local_agent import WAIT_S, Bytes
+from tests.kv_transfer.local_agent import WAIT_S
+from tests.kv_transfer.pools import Bytes
 
 LEASE_S = 120.0
 Ended: TypeAlias = PushDone | PushFailed

@@ -17,8 +17,9 @@ from common.instance.ports import PushDone, PushFailed
 from kv_transfer.links import RETRY_S
 from tests.kv_transfer.agents import Kind, mooncake_kind, nixl_kind
 from tests.kv_transfer.hosts import Cable, Held, TwoHosts, await_true, is_within, processes_in
-from tests.kv_transfer.local_agent import Bytes, random_bytes
+from tests.kv_transfer.local_agent import random_bytes
 from tests.kv_transfer.members import Ended
+from tests.kv_transfer.pools import Bytes
 from tests.kv_transfer.test_transports import needs
 
 PAGE_BYTES = 64 * 1024

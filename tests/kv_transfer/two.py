@@ -16,7 +16,8 @@ from common.pages.layout import KVLayout
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import TransferLoop
 from tests.builders import LAYOUT, instance
-from tests.kv_transfer.local_agent import Bytes, region_of
+from tests.kv_transfer.local_agent import region_of
+from tests.kv_transfer.pools import Bytes
 
 PEER = InstanceId("d")
 LIFE = Incarnation("1")
