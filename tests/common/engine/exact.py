@@ -65,7 +65,7 @@ def answers(made: ModelRunner, model: type[Model], prompts: Sequence[Int32Array]
             calls.clear()
             result = made.run(plan)
             for row, logits in zip(plan.sampled_rows.tolist(), calls[-1] if calls else (), strict=True):
-                given[row].logits.append(logits.clone())
+                given[row].logits.append(logits.cpu().clone())
             return result
 
         for answer, sampled in zip(
