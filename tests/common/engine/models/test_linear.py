@@ -10,6 +10,7 @@ from torch import Tensor
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.models.linear import Fp8Linear, check_fp8
 from common.errors import ConfigError
+from tests.common.engine.graph_recorder import RecordedGraphs
 from tests.common.engine.kernels.contract import exact_fp8
 
 CPU = torch.device("cpu")
@@ -54,6 +55,20 @@ def test_a_product_is_that_of_its_definition_and_near_the_exact_one(with_bias: b
     exact = exact_x @ exact_weight.T + added
     assert ((defined - exact).abs() <= bound).all()
     assert ((defined - exact).abs() > 0.01 * bound).any(), "the bound is no wider than it must be by far"
+
+
+def test_an_fp8_product_in_a_graph_follows_its_input() -> None:
+    made = layer(torch.randn(48, 64), bias=torch.ones(48, dtype=torch.bfloat16))
+    x, out = torch.randn(5, 64).bfloat16(), torch.empty(5, 48, dtype=torch.bfloat16)
+
+    def run() -> None:
+        out.copy_(made(x))
+
+    replay = RecordedGraphs().capture(run)
+    for _ in range(2):
+        x.normal_()
+        replay()
+        assert torch.equal(out, made(x))
 
 
 def test_fp8_is_refused_where_it_cannot_be_computed() -> None:
