@@ -100,10 +100,9 @@ class Step:
 
     def _expected(self, layer: int) -> NDArray[np.float64]:
         how = self.shape.layers[layer]
-        out = []
+        out, views = [], [view.float() for view in self.memory.layers[layer]]
         for number, (row, position) in enumerate(self.places):
             first = 0 if how.window is None else max(0, position + 1 - how.window)
-            views = [view.float() for view in self.memory.layers[layer]]
             keys, values = (gathered(view, self.table[row], position + 1)[:, first:] for view in views)
             out.append(softmax_attention(self.query[number].double().numpy(), keys, values, how.scale, how.softcap))
         return np.array(out)
