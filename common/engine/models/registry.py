@@ -80,7 +80,7 @@ def make_decoder(
     if experts is None:
         return Decoder(shape, slots, kernels, loading.context_tokens)
     obstacle = why_not_grouped(shape, experts, loading.dtype, loading.device)
-    if obstacle is not None:
+    if obstacle is not None and loading.device.type == "cuda":
         progress(f"experts compute one after the other, and decode steps cannot be CUDA graphs: {obstacle}")
     products = grouped if obstacle is None else one_by_one
     make_mlp = partial(mlp_of_layer, shape, experts, slots, kernels, products)

@@ -62,7 +62,7 @@ class Description:
         if key.shape[2] != query.shape[2]:
             raise Different("it attends to something other than its own tokens (cross attention)")
         if mask is None or mask.dtype != torch.int64 or not bool((mask == mask.flatten()[0]).all()):
-            raise Different("it makes a mask of its own")
+            raise Different("it makes its mask itself")
         window, scale = int(mask.flatten()[0]), asked.get("scaling")
         self.asked.append(
             Asked(

@@ -172,14 +172,14 @@ def _hand_over(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     tandem_calls: Calls | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' interface. tandem_calls: the argument of the forward, handed down by the model."""
     if tandem_calls is None:
         raise Different("it does not hand arguments of its forward down to its attention layers")
-    return tandem_calls.attend(query, key, value, mask, asked), None
+    return tandem_calls.attend(query, key, value, attention_mask, asked), None
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Models that run through transformers: their answers are its own, and those whose attention is not ours are refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
         lambda: model_of("Lfm2", layer_types=["conv", "full_attention"] * 2), "layers of other kinds than attention .*: conv",
     ),
     "no causal mask": (lambda: model_of("Bert"), "neither causal nor a sliding window"),
+    "a mask of its own": (lambda: model_of("Doge"), "it makes its mask itself"),
     "arguments not handed down": (lambda: model_of("Nemotron"), "does not hand arguments of its forward down"),
 }  # fmt: skip
 
@@ -109,19 +111,56 @@ def test_a_model_of_another_attention_is_refused_by_name_with_the_reason(tmp_pat
         load(saved(made, tmp_path))
 
 
-def test_a_model_whose_own_attention_differs_in_what_it_does_not_say_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(MODELS["multipliers"](), tmp_path)
-    original = modeling_granite.eager_attention_forward
+def hidden_sink(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention that leaves some of its weight to nothing, and says so to nobody."""
 
-    def with_a_sink(*args: Any, **kwargs: Any) -> Any:
+    def attention(*args: Any, **kwargs: Any) -> Any:
         out, weights = original(*args, **kwargs)
         return out * 0.9, weights
 
-    monkeypatch.setattr(modeling_granite, "eager_attention_forward", with_a_sink)
+    return attention
+
+
+def token_shift(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An mlp that also looks at the token before: a state that is not in the KV pages."""
+
+    def mlp(module: torch.nn.Module, x: torch.Tensor) -> Any:
+        return original(module, x + 0.2 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+    return mlp
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change"),
+    [(modeling_granite, "eager_attention_forward", hidden_sink), (modeling_granite.GraniteMLP, "forward", token_shift)],
+)
+def test_a_model_that_differs_in_what_it_does_not_say_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any]
+) -> None:
+    path = saved(MODELS["multipliers"](), tmp_path)
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
     with pytest.raises(ConfigError, match=r"GraniteForCausalLM is not supported; .* the logits differ by"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ({"architectures": ["NewForCausalLM"], "model_type": "new"}, "transformers does not know it"),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "has no causal language model for its config"),
+        ({"architectures": ["GraniteForTokens"], "model_type": "granite"}, "takes it for GraniteForCausalLM"),
+        (
+            {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "quantization_config": {"quant_method": "awq"}},
+            "quantization_config is not supported",
+        ),
+    ],
+)
+def test_a_checkpoint_that_transformers_cannot_serve_is_refused_before_its_weights_are_read(
+    tmp_path: Path, written: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match=rf"{written['architectures'][0]} is not supported; .*{reason}"):
+        read_served_shape(tmp_path)
 
 
 def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
