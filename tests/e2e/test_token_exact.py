@@ -11,10 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from demo import corpus
 from demo.evaluate import MODEL
@@ -131,14 +143,36 @@ def with_tokenizer(tmp_path: Path) -> Iterator[Path]:
     yield path
 
 
-@pytest.mark.parametrize(("config", "seed", "page_size", "chunk_tokens"), [(LLAMA, 3, 4, 33), (QWEN3, 4, 32, 256)])
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "tie_word_embeddings": False, "initializer_range": 0.2,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 16}
+OTHERS: list[PretrainedConfig] = [
+    MistralConfig(**COMMON, **SMALL, sliding_window=100),
+    Qwen2Config(**COMMON, **SMALL),
+    MixtralConfig(**COMMON, **SMALL, **EXPERTS, num_local_experts=4),
+    Qwen3MoeConfig(**COMMON, **SMALL, **EXPERTS, num_experts=6, moe_intermediate_size=48, norm_topk_prob=True),
+    Gemma2Config(**COMMON, **SMALL, head_dim=32, sliding_window=100, query_pre_attn_scalar=20),
+]
+"""Their numbers are proven in tests/common/engine/models; here it is seen that whole fleets serve them."""
+
+
+@pytest.mark.parametrize(
+    ("config", "seed", "page_size", "chunk_tokens"),
+    [
+        (LLAMA, 3, 4, 33),
+        (QWEN3, 4, 32, 256),
+        *(pytest.param(config, 5, 16, 512, marks=pytest.mark.soak, id=f"{config.model_type}") for config in OTHERS),
+    ],
+)
 def test_random_weights_through_the_ring_equal_transformers(
     tmp_path: Path, with_tokenizer: Path, config: PretrainedConfig, seed: int, page_size: int, chunk_tokens: int
 ) -> None:
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(with_tokenizer)
     random = Random(page_size)
-    lengths = [1, 2, page_size, page_size + 1, 1800] + [random.randrange(1, 700) for _ in range(27)]
+    lengths = [1, 2, page_size, page_size + 1, 2000] + [random.randrange(1, 700) for _ in range(27)]
     prompts = [[random.randrange(3, 2048) for _ in range(length)] for length in lengths]
     cases = reference(with_tokenizer, prompts, max_tokens=20)
     flags = ("--model", str(with_tokenizer), "--page-size", str(page_size), "--chunk-tokens", str(chunk_tokens))
