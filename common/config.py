@@ -125,7 +125,9 @@ class InstanceConfig:
     rank: str = option("0", "which of those ranks this host starts (only 0 for now)")
     max_waiting: int = option(1024, "most requests that wait in this instance; more are refused")
     request_timeout_s: float = option(600.0, "seconds that a request may take in this instance")
-    startup_timeout_s: float = option(300.0, "seconds that loading and joining the fleet may take")
+    startup_timeout_s: float = option(
+        1200.0, "seconds that loading, compiling kernels at a first start, and joining the fleet may take"
+    )
     drain_timeout_s: float = option(
         30.0, "seconds after which a draining instance lets other instances resume what still runs, and exits"
     )
