@@ -274,7 +274,7 @@ class KernelsContract:
         check_rotation(self.subject(), 3, sizes, norm=norm, page_dtype=torch.float32, order="head")
 
     def test_a_token_is_sampled_as_the_definition_of_the_noise_says(self) -> None:
-        for seed, (rows, vocab) in enumerate([(40, 50), (9, 2048), (6, 5000)]):
+        for seed, (rows, vocab) in enumerate([(16, 50), (4, 2048), (6, 5000)]):
             check_samples(self.subject(), rows, vocab, seed)
 
     def test_broken_logits_give_a_token_of_the_vocabulary(self) -> None:
