@@ -55,6 +55,7 @@ class EngineBench:
     contexts: str = option("512,2048,8192", "decode steps: tokens that each row has")
     prompt_tokens: int = option(8192, "prefill: tokens of the prompt")
     prompt_chunks: str = option("512,2048,8192", "prefill: tokens of a chunk; no chunk is longer than the prompt")
+    offline_models: str = option("Qwen3-0.6B", "offline: shapes, as --models")
     sequences: int = option(256, "offline: how many sequences")
     sequence_tokens: str = option("100,1024", "offline: fewest and most tokens of a prompt, and of an answer")
     rounds: int = option(20, "decode steps timed for each batch and context; fewer repeats elsewhere")
@@ -63,11 +64,10 @@ class EngineBench:
     json: str = option("", "write every figure to this file")
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.shapes if name not in SHAPES]
-        if unknown:
-            raise ConfigError(f"--models must be of {', '.join(SHAPES)}, is {self.models!r}")
-        strange = [name for name in _parts(self.only) if name not in SECTIONS]
-        if strange:
+        for flag, names in (("models", self.shapes), ("offline-models", self.offline_shapes)):
+            if not names or not set(names) <= SHAPES.keys():
+                raise ConfigError(f"--{flag} must be of {', '.join(SHAPES)}, is {', '.join(names)!r}")
+        if not set(_parts(self.only)) <= set(SECTIONS):
             raise ConfigError(f"--only must be of {', '.join(SECTIONS)}, is {self.only!r}")
         for flag, numbers in (
             ("batches", self.batch_sizes),
@@ -76,18 +76,23 @@ class EngineBench:
             ("sequence-tokens", self.sequence_range),
             ("prompt-tokens", (self.prompt_tokens,)),
             ("sequences", (self.sequences,)),
-            ("rounds", (self.rounds,)),
         ):
             if min(numbers) < 1:
                 raise ConfigError(f"--{flag} must be at least 1, is {min(numbers)}")
         if len(self.sequence_range) != 2:
             raise ConfigError(f"--sequence-tokens must be two numbers with a comma between them, is {self.sequence_tokens!r}")
+        if self.rounds < 2:
+            raise ConfigError(f"--rounds must be at least 2, is {self.rounds}")
         if self.budget_s <= 0:
             raise ConfigError(f"--budget-s must be above 0, is {self.budget_s}")
 
     @property
     def shapes(self) -> tuple[str, ...]:
         return _parts(self.models)
+
+    @property
+    def offline_shapes(self) -> tuple[str, ...]:
+        return _parts(self.offline_models)
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -115,7 +120,7 @@ class EngineBench:
 
 QUICK: dict[str, Any] = {
     "models": "tiny", "batches": "1,4", "contexts": "32,96", "prompt_tokens": 96, "prompt_chunks": "32,96", "sequences": 6,
-    "sequence_tokens": "5,24", "rounds": 3,
+    "sequence_tokens": "5,24", "rounds": 3, "offline_models": "tiny",
 }  # fmt: skip
 QUICK_ENGINE: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "page_size": 8, "kv_memory": "4MiB"}
 """What `--quick` measures."""
@@ -277,7 +282,7 @@ def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_qui
         case "steps":
             yield from (_steps(bench, engine, is_quick, name) for name in bench.shapes)
         case "offline":
-            yield from (task for name in bench.shapes for task in _offline(bench, engine, is_quick, has_graphs, name))
+            yield from (task for name in bench.offline_shapes for task in _offline(bench, engine, is_quick, has_graphs, name))
         case "ring":
             yield CheckRing(engine=engine, is_quick=is_quick, dtype="float32")
             yield CheckRing(engine=engine, is_quick=is_quick, dtype="bfloat16")

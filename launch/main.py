@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench import overlap_plan
+from bench import engine_plan, overlap_plan
 from bench import plan as transfer_plan
 from common.addresses import LOOPBACK
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
@@ -86,7 +86,11 @@ def _add_bench(commands: Any) -> None:
         _bench_overlap,
     )
     add_flags(overlap, overlap_plan.OverlapBench, EngineConfig)
-    for parser, switches in ((transfer, TRANSFER_SWITCHES), (overlap, BENCH_SWITCHES)):
+    engine = _add(
+        benches, "engine", "build, check and time the engine on one device: decode steps, prefill, memory, pushes", _bench_engine
+    )
+    add_flags(engine, engine_plan.EngineBench, EngineConfig)
+    for parser, switches in ((transfer, TRANSFER_SWITCHES), (overlap, BENCH_SWITCHES), (engine, BENCH_SWITCHES)):
         for flag, explanation in switches.items():
             parser.add_argument(flag, action="store_true", help=explanation)
 
@@ -159,6 +163,17 @@ def _bench_overlap(flags: argparse.Namespace) -> int:
     if flags.quick:
         bench, engine = with_defaults(bench, overlap_plan.QUICK), with_defaults(engine, overlap_plan.QUICK_ENGINE)
     return run(bench, with_device_defaults(engine), command, flags.markdown)
+
+
+def _bench_engine(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from bench.engine import run
+
+    bench, engine = read_config(engine_plan.EngineBench, flags), read_config(EngineConfig, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench, engine)
+    if flags.quick:
+        bench, engine = with_defaults(bench, engine_plan.QUICK), with_defaults(engine, engine_plan.QUICK_ENGINE)
+    return run(bench, with_defaults(engine, engine_plan.ENGINE), flags.quick, command, flags.markdown)
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:

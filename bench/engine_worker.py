@@ -1,0 +1,91 @@
+"""A process of `launch bench engine`: does one task after the other and reports each figure as soon as it has it.
+
+Owns which function does which task. Run as `python -m bench.engine_worker`. Ends when a task fails, with the reason as the last
+line that it prints, or when its parent is gone. Imports what is heavy only for a task that needs it.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, assert_never
+
+import msgspec
+
+from bench.engine_figures import Done, Figure, WorkerReport
+from bench.engine_plan import (
+    AnyTask,
+    Build,
+    CheckAnswers,
+    CheckOperations,
+    CheckRing,
+    MeasureCeilings,
+    MeasureExposed,
+    MeasureHost,
+    MeasureOffline,
+    MeasurePush,
+    MeasureSteps,
+)
+from common.errors import TandemError
+from common.processes.lines import Progress
+from common.processes.parent import Parent
+
+Say: TypeAlias = Callable[[str], None]
+
+
+def figures_of(task: AnyTask, say: Say) -> Iterator[Figure]:
+    """Do the task. say: called with what it is doing."""
+    match task:
+        case CheckRing() | MeasurePush() | MeasureExposed():
+            from bench import engine_fleets
+
+            return engine_fleets.figures_of(task, say)
+        case CheckOperations():
+            from bench import engine_operations
+
+            return engine_operations.check(task)
+        case CheckAnswers():
+            from bench import engine_answers
+
+            return engine_answers.check(task, say)
+        case MeasureHost():
+            from bench import engine_host
+
+            return engine_host.measure(task)
+        case MeasureOffline():
+            from bench import engine_offline
+
+            return engine_offline.measure(task, say)
+        case MeasureCeilings():
+            from bench import engine_ceilings
+
+            return engine_ceilings.measure(task)
+        case Build():
+            from bench import engine_steps
+
+            return engine_steps.build(task, say)
+        case MeasureSteps():
+            from bench import engine_steps
+
+            return engine_steps.measure(task, say)
+        case _:
+            assert_never(task)
+
+
+def main() -> None:
+    parent: Parent[AnyTask, WorkerReport] = Parent(msgspec.json.Decoder[AnyTask](AnyTask))
+
+    def say(text: str) -> None:
+        parent.report(Progress(text=text))
+
+    def act(task: AnyTask) -> WorkerReport:
+        for figure in figures_of(task, say):
+            parent.report(figure)
+        return Done()
+
+    try:
+        parent.obey(act)
+    except TandemError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()
