@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.engine_batch import Batch
-from bench.engine_device import device_named
 from bench.engine_figures import Agreement, Check
 from bench.engine_plan import CheckAnswers
 from common.config import EngineConfig, ModelConfig
+from common.engine.device import device_of
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Chunk
 from common.errors import ConfigError
@@ -65,7 +65,7 @@ def check(task: CheckAnswers, say: Say) -> Iterator[Check | Agreement]:
 
     *eager, filled, again = answers(engine, (*FULL, FILLED, FULL[0]))
     yield agreement("eager steps give the same tokens twice", again, eager[0], must_be_equal=True)
-    if device_named(engine.device).type == "cuda":
+    if device_of(engine.device).type == "cuda":
         *full, part = answers(replace(engine, graphs="on"), (*FULL, FILLED))
         for case, ours, theirs in zip(FULL, full, eager, strict=True):
             rule = f"graphs: {case.name} tokens are those of eager steps, {ROWS} rows in a graph of {ROWS}"

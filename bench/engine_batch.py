@@ -72,7 +72,7 @@ class OfflinePlanner:
         self._batch = Batch(engine)
         self._engine, self._chunk_tokens = engine, chunk_tokens
         random = np.random.default_rng(11)
-        self._prompts = [random.integers(0, engine.model.vocab_size, count).astype(np.int32) for count in prompts]
+        self.prompts = [random.integers(0, engine.model.vocab_size, count).astype(np.int32) for count in prompts]
         self._answers = answers.tolist()
         self._next = 0
         self._computing: dict[int, tuple[int, int]] = {}
@@ -92,7 +92,7 @@ class OfflinePlanner:
         plan = batch.plan(starts, chunks)
         self._owed[plan.grown_rows] -= 1
         for row, sequence in ready:  # they decode from the next step on: the last chunk samples the first token
-            batch.length[row], batch.left[row] = len(self._prompts[sequence]), self._answers[sequence] - 1
+            batch.length[row], batch.left[row] = len(self.prompts[sequence]), self._answers[sequence] - 1
             if batch.left[row] == 0:
                 batch.end(row)
         return plan
@@ -105,9 +105,9 @@ class OfflinePlanner:
     def _admit(self, running: NDArray[np.bool_]) -> list[RowStart]:
         layout, starts = self._engine.layout, []
         for row in np.flatnonzero(~running).tolist():
-            if self._next == len(self._prompts):
+            if self._next == len(self.prompts):
                 break
-            tokens = len(self._prompts[self._next])
+            tokens = len(self.prompts[self._next])
             whole = layout.pages_for(tokens + self._answers[self._next] - 1)
             if whole > self._batch.free_pages - int(self._owed.sum()):
                 break
@@ -123,7 +123,7 @@ class OfflinePlanner:
         for row, (sequence, planned) in list(self._computing.items()):
             if room == 0:
                 break
-            prompt = self._prompts[sequence]
+            prompt = self.prompts[sequence]
             part = prompt[planned : planned + room]
             room -= len(part)
             last = planned + len(part) == len(prompt)

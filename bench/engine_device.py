@@ -18,20 +18,6 @@ _CYCLES_PER_S = 2e9
 """More than a card's clock makes, so that a pause is never shorter than asked for."""
 
 
-def device_named(name: str) -> torch.device:
-    """name: as `--device`."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def wait(device: torch.device) -> None:
-    """Until everything that was started on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def free_bytes(device: torch.device) -> int | None:
     """None on CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

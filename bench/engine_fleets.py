@@ -24,6 +24,7 @@ from bench.engine_figures import Agreement, Check, Exposed, Figure, Pushed
 from bench.engine_plan import CheckRing, MeasureExposed, MeasurePush, Task
 from bench.local_fleet import FleetFailed, connected, local_fleet
 from common.config import EngineConfig
+from common.engine.device import device_of
 from common.errors import TandemError
 from common.flags import to_flags
 
@@ -141,6 +142,7 @@ def _pushed(task: MeasurePush, say: Say) -> Iterator[Pushed]:
 def _exposed(task: MeasureExposed, say: Say) -> Iterator[Exposed]:
     """Of a model like Qwen3-0.6B, with the demo model's vocabulary, so that five instances find room on a card."""
     engine = replace(_on_device(task), kv_memory="3GiB", max_running=8, graph_sizes="1", context_tokens=0)
+    engine = replace(engine, chunk_tokens=engine.chunk_tokens or 2048)
     shape = ["--layers=28", "--hidden=1024", "--kv-heads=8", "--head-dim=128", "--chunks=1,2,8", "--repeat=5"]
     quick = replace(engine, kv_memory="16MiB", chunk_tokens=64, page_size=16)
     flags = ["--quick", "--chunks=1", *to_flags(quick)] if task.is_quick else [*shape, *to_flags(engine)]
@@ -173,9 +175,4 @@ def _bench(name: str, first: Sequence[str], more: Sequence[str], say: Say) -> di
 
 def _on_device(task: Task) -> EngineConfig:
     """The engine with its device by name, so that all instances are on the same one."""
-    engine = task.engine
-    if engine.device == "auto":
-        from bench.engine_device import device_named
-
-        return replace(engine, device=str(device_named("auto")))
-    return replace(engine, device="cuda:0") if engine.device == "cuda" else engine
+    return replace(task.engine, device=str(device_of(task.engine.device)))

@@ -14,6 +14,7 @@ from bench.engine_batch import OfflinePlanner
 from bench.engine_figures import Offline
 from bench.engine_models import lengths_of, shape_folder
 from bench.engine_plan import MeasureOffline
+from common.engine.device import with_device_defaults
 from common.engine.executor import Executor, StepHandle
 from common.engine.torch_executor import TorchExecutor
 
@@ -24,7 +25,7 @@ def measure(task: MeasureOffline, say: Callable[[str], None]) -> Iterator[Offlin
     prompts, answers = lengths_of(task.sequences, task.fewest, task.most, seed=1)
     ready = threading.Event()
     with shape_folder(task.model) as model:
-        engine = replace(task.engine, load_format="dummy")
+        engine = with_device_defaults(replace(task.engine, load_format="dummy"))
         with closing(TorchExecutor(model, engine, ready.set, say)) as executor:
             for in_flight in task.steps_in_flight:
                 say(f"{task.sequences} sequences, {in_flight} steps in flight")

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.engine_device import device_named
 from bench.engine_figures import Check
 from bench.engine_plan import CheckOperations
 from common.config import AttentionName
 from common.engine.attention.choice import AttentionNeeds, make_attention
 from common.engine.attention.port import LayerAttention, Segment, StepTokens
+from common.engine.device import device_of
 from common.engine.kernels.choice import make_kernels
 from common.engine.kernels.port import HeadNorm, Kernels, PagePlaces, Rotation
 from common.engine.kernels.torch_kernels import TorchKernels
@@ -35,7 +35,7 @@ Operation = Callable[[Kernels], Tensor]
 
 
 def check(task: CheckOperations) -> Iterator[Check]:
-    device = device_named(task.engine.device)
+    device = device_of(task.engine.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     chosen = make_kernels(device)
     for name, operation in _operations(device, dtype).items():

@@ -15,7 +15,8 @@ Section = Literal["ceilings", "host", "build", "checks", "steps", "offline", "ri
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1e6,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128,
+    "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1e6,
     "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "eos_token_id": 2}
@@ -25,7 +26,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "Llama-3-8B": _COMMON | {
-        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "rope_theta": 5e5,
         "max_position_embeddings": 8192, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
     },
@@ -124,8 +126,6 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 QUICK_ENGINE: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "page_size": 8, "kv_memory": "4MiB"}
 """What `--quick` measures."""
-ENGINE: dict[str, Any] = {"max_running": 256, "chunk_tokens": 2048}
-"""Flags of the engine that are not given get these values: the batch that is measured, and a chunk for a large card."""
 
 
 class Task(JsonLine, frozen=True, kw_only=True):

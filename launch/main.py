@@ -173,7 +173,7 @@ def _bench_engine(flags: argparse.Namespace) -> int:
     command = _bench_command(flags, BENCH_SWITCHES, bench, engine)
     if flags.quick:
         bench, engine = with_defaults(bench, engine_plan.QUICK), with_defaults(engine, engine_plan.QUICK_ENGINE)
-    return run(bench, with_defaults(engine, engine_plan.ENGINE), flags.quick, command, flags.markdown)
+    return run(bench, engine, flags.quick, command, flags.markdown)
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:
