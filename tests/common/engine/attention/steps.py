@@ -32,7 +32,7 @@ class Shape:
     order: PageOrder = "layer"
     width: int = 8
 
-    def memory(self, pages: int) -> KVMemory:
+    def memory(self, pages: int, device: str = "cpu") -> KVMemory:
         layout = KVLayout(
             layers=len(self.layers),
             kv_heads=self.kv_heads,
@@ -41,11 +41,12 @@ class Shape:
             dtype=self.kv_dtype,
             order=self.order,
         )
-        return KVMemory(layout, pages, torch.device("cpu"))
+        return KVMemory(layout, pages, torch.device(device))
 
 
 class Step:
     """chunks: (start, tokens) of each. lengths: of the decode rows, the step's token included. padding: null rows behind them.
+    memory: where the step lies, and on which device; None: a pool of its own, on CPU.
 
     Each row has pages of its own. Every slot that is not theirs holds NaN, and so does page 0, which stands in the page table
     behind the pages of a row. The null row has one page, the last.
@@ -67,7 +68,8 @@ class Step:
         self.memory = memory or shape.memory(own + 2)
         self.memory.pool.view(torch.uint8).fill_(0xFF if shape.kv_dtype != "float8_e4m3fn" else 0x7F)  # NaN
         pages = 1 + torch.randperm(own, generator=generator).view(self.count, shape.width)
-        self.table = torch.cat([pages, torch.full((1, shape.width), self.memory.total_pages - 1)]).int()
+        device = self.memory.pool.device
+        self.table = torch.cat([pages, torch.full((1, shape.width), self.memory.total_pages - 1)]).int().to(device)
         contexts = [*(start + tokens for start, tokens in chunks), *lengths]
         for row, context in enumerate(contexts):
             self.table[row, self.memory.layout.pages_for(context) :] = 0
@@ -77,32 +79,33 @@ class Step:
         self.tokens = StepTokens(
             chunks=[Segment(ends[row], ends[row + 1], start, start + tokens, row) for row, (start, tokens) in enumerate(chunks)],
             table=self.table,
-            decode_rows=torch.tensor([*range(len(chunks), self.count), *[self.count] * padding], dtype=torch.int64),
-            decode_lengths=torch.tensor([*lengths, *[1] * padding], dtype=torch.int64),
+            decode_rows=torch.tensor([*range(len(chunks), self.count), *[self.count] * padding], dtype=torch.int64).to(device),
+            decode_lengths=torch.tensor([*lengths, *[1] * padding], dtype=torch.int64).to(device),
             host_lengths=np.array([*lengths, *[1] * padding], dtype=np.int64),
         )
         every = [(row, at) for row, context in enumerate(contexts) for at in range(context)]
         for layer in range(len(shape.layers)):
             key, value = torch.randn(2, len(every), shape.kv_heads, shape.dim, generator=generator)
-            write(self._at(layer, every), key, value)
+            write(self._at(layer, every), key.to(device), value.to(device))
         self.query = 3 * torch.randn(len(self.places) + padding, shape.heads, shape.dim, generator=generator)
-        self.query = self.query.to(shape.dtype)
+        self.query = self.query.to(device, shape.dtype)
 
     def _at(self, layer: int, places: list[tuple[int, int]]) -> PagePlaces:
-        rows, at = torch.tensor(places).unbind(1)
+        rows, at = torch.tensor(places, device=self.table.device).unbind(1)
         pages = self.table[rows, at // self.shape.page_size].long()
         return PagePlaces(*self.memory.layers[layer], pages, at % self.shape.page_size)
 
     def error(self, layer: int, got: Tensor) -> float:
         """The largest difference from the definition. got: [tokens and padding, heads, dim]. Null rows do not count."""
         assert got.shape == self.query.shape and got.dtype == self.query.dtype
-        return float(np.abs(got[: len(self.places)].double().numpy() - self._expected(layer)).max())
+        return float(np.abs(got[: len(self.places)].double().cpu().numpy() - self._expected(layer)).max())
 
     def _expected(self, layer: int) -> NDArray[np.float64]:
         how = self.shape.layers[layer]
-        out, views = [], [view.float() for view in self.memory.layers[layer]]
+        out, table, queries = [], self.table.cpu(), self.query.double().cpu().numpy()
+        views = [view.float().cpu() for view in self.memory.layers[layer]]
         for number, (row, position) in enumerate(self.places):
             first = 0 if how.window is None else max(0, position + 1 - how.window)
-            keys, values = (gathered(view, self.table[row], position + 1)[:, first:] for view in views)
-            out.append(softmax_attention(self.query[number].double().numpy(), keys, values, how.scale, how.softcap))
+            keys, values = (gathered(view, table[row], position + 1)[:, first:] for view in views)
+            out.append(softmax_attention(queries[number], keys, values, how.scale, how.softcap))
         return np.array(out)
