@@ -39,7 +39,7 @@ MAX_SENDER_BYTES = 255
 SEND_LIMIT = 10_000
 """Most messages that wait for one peer; more are lost and counted."""
 RECEIVE_LIMIT = 4_096
-"""Most messages that one `receive` returns; the rest stays for the next."""
+"""Most frames that one `receive` reads; the rest stays for the next."""
 
 _LINGER_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
@@ -210,10 +210,13 @@ class Mailbox(Generic[M]):
 
     # --- receiving -----------------------------------------------------------------------------------------------------
 
-    def receive(self) -> list[tuple[InstanceId, M]]:
-        """Returns what has arrived, in order, each message with its sender; reads at most RECEIVE_LIMIT frames."""
+    def receive(self, most: int = RECEIVE_LIMIT) -> list[tuple[InstanceId, M]]:
+        """Returns what has arrived, in order, each message with its sender: at most `most` messages, from at most RECEIVE_LIMIT
+        frames."""
         mail: list[tuple[InstanceId, M]] = []
         for _ in range(RECEIVE_LIMIT):
+            if len(mail) >= most:
+                break
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:

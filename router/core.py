@@ -55,11 +55,13 @@ class RouterCore:
         self.detokenizer = DetokenizerWatch(self._config.dead_after_s)
         return self.fleet.detokenizer_moved(address) + self.requests.detokenizer_moved(now)
 
-    def tick(self, now: float) -> list[Send]:
-        """Act on every deadline that has passed."""
-        self.detokenizer.tick(now)
-        sends = self._apply(self.fleet.tick(now), now)
-        return sends + self.requests.tick(now, text_flows=not self.detokenizer.silent)
+    def tick(self, now: float, *, caught_up: bool = True) -> list[Send]:
+        """Act on every deadline that has passed. caught_up: False while mail waits to be read: then silence says nothing."""
+        sends: list[Send] = []
+        if caught_up:
+            self.detokenizer.tick(now)
+            sends = self._apply(self.fleet.tick(now), now)
+        return sends + self.requests.tick(now, text_flows=caught_up and not self.detokenizer.silent)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None when nothing is due."""

@@ -1,5 +1,8 @@
 """The gateway: the core, its mail and its clock, joined in one event loop.
 
+A turn of the loop takes in mail for TURN_S at most, so that everything else on the loop gets its share. While mail is left,
+nobody is taken for silent.
+
 Owns the delivery of what the core decides, and the one timer. Decides nothing. Everything here runs on the loop's thread and
 nothing blocks.
 """
@@ -11,6 +14,12 @@ from common.ids import DETOKENIZER, InstanceId
 from common.instance.ports import Mail, Send
 from common.messages import RouterInbox
 from router.core import RouterCore
+
+TURN_S, TURN_MESSAGES = 0.02, 1_024
+"""How long one turn takes in mail, and how many messages at most."""
+BACKLOG_S = 30.0
+"""A router that has not caught up with its mail for this long takes silence for what it is: what is left to read cannot be from
+those that it waits for, because mail is read from all of them in turn."""
 
 
 class Gateway:
@@ -24,6 +33,8 @@ class Gateway:
         self._routes: dict[InstanceId, str] = {}
         self._routes_version = 0
         self._closed = False
+        self._behind_since_s: float | None = None
+        """Since when mail has been left unread at the end of each turn; None: everything that had arrived was read."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
 
@@ -34,10 +45,19 @@ class Gateway:
             self.deliver(self.core.detokenizer_moved(address, self.clock()))
 
     def pump(self) -> None:
-        """Take in everything that has arrived."""
-        now = self.clock()
-        for _, message in self.mail.receive():
-            self.deliver(self.core.receive(message, now))
+        """Take in what has arrived, within the limits of a turn. Each message counts as heard when it is read: it may have waited
+        long. The mail's owner calls again while mail is left."""
+        began_s = self.clock()
+        for _ in range(TURN_MESSAGES):
+            mail = self.mail.receive(1)
+            if not mail:
+                self._behind_since_s = None
+                return
+            self.deliver(self.core.receive(mail[0][1], self.clock()))
+            if self.clock() - began_s >= TURN_S:
+                break
+        if self._behind_since_s is None:
+            self._behind_since_s = began_s
 
     def connection_broken(self, instance: InstanceId) -> None:
         """The instance closed the connection to its inbox."""
@@ -84,4 +104,6 @@ class Gateway:
         """Read the mail first: an instance that wrote in time is not silent, however long this loop was held up."""
         self._timer = None
         self.pump()
-        self.deliver(self.core.tick(self.clock()))
+        now = self.clock()
+        caught_up = self._behind_since_s is None or now - self._behind_since_s > BACKLOG_S
+        self.deliver(self.core.tick(now, caught_up=caught_up))

@@ -132,9 +132,9 @@ class Mail(Protocol[M]):
 
     def send(self, to: InstanceId, message: AnyMessage) -> None: ...
 
-    def receive(self) -> list[tuple[InstanceId, M]]:
-        """All messages that have arrived, each with its sender. Frames that are not a message of this inbox are dropped and
-        counted."""
+    def receive(self, most: int = ...) -> list[tuple[InstanceId, M]]:
+        """The messages that have arrived, at most `most`, each with its sender; none when everything has been read. Frames that
+        are not a message of this inbox are dropped and counted."""
 
     def route(self, to: InstanceId, address: str | None) -> None:
         """Learn the address of a correspondent, or forget it (None)."""

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from common.ids import InstanceId, Key, RequestId
 from common.messages import AnyMessage, DetokenizerInbox, ForgetAnswer
-from common.wire import Mailbox
+from common.wire import RECEIVE_LIMIT, Mailbox
 
 LOOPBACK = "tcp://127.0.0.1:0"
 WAIT_S = 60.0
@@ -35,8 +35,8 @@ class FakeMail(Generic[Inbox]):
         self.sent.append((to, message))
         self.asked.append(f"send {type(message).__name__} to {to}")
 
-    def receive(self) -> list[tuple[InstanceId, Inbox]]:
-        arrived, self.arriving = self.arriving, []
+    def receive(self, most: int = RECEIVE_LIMIT) -> list[tuple[InstanceId, Inbox]]:
+        arrived, self.arriving = self.arriving[:most], self.arriving[most:]
         return arrived
 
     def route(self, to: InstanceId, address: str | None) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from common import messages as m
 from common.ids import InstanceId, Key
 from common.messages import AnyMessage
+from common.wire import RECEIVE_LIMIT
 from tests.life.clock import NEVER, Clock
 
 M = TypeVar("M")
@@ -80,10 +81,10 @@ class Mailbox:
     def next_deadline(self) -> float:
         return self.letters[0][0] if self.letters else NEVER
 
-    def take(self, now: float) -> list[Letter]:
-        """What has arrived, in the order of arrival."""
-        taken = []
-        while self.letters and self.letters[0][0] <= now:
+    def take(self, now: float, most: int) -> list[Letter]:
+        """What has arrived, in the order of arrival, but at most so many letters."""
+        taken: list[Letter] = []
+        while len(taken) < most and self.letters and self.letters[0][0] <= now:
             taken.append(heapq.heappop(self.letters)[2])
         return taken
 
@@ -145,8 +146,10 @@ class Post(Generic[M]):
         else:
             self._network.post(self._me, to, address, message)
 
-    def receive(self) -> list[tuple[InstanceId, M]]:
-        return [(letter.sender, self._decoder.decode(letter.body)) for letter in self._mailbox.take(self._network.clock.now)]
+    def receive(self, most: int = RECEIVE_LIMIT) -> list[tuple[InstanceId, M]]:
+        return [
+            (letter.sender, self._decoder.decode(letter.body)) for letter in self._mailbox.take(self._network.clock.now, most)
+        ]
 
     def route(self, to: InstanceId, address: str | None) -> None:
         if address is None:

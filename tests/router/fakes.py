@@ -140,14 +140,14 @@ class EchoFleet(FakeMail[RouterInbox]):
         if len(self._arrived) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
 
-    def receive(self) -> list[tuple[InstanceId, RouterInbox]]:
-        return [(InstanceId("someone"), self._arrived[0])] if self._turning else []
+    def receive(self, most: int = 1) -> list[tuple[InstanceId, RouterInbox]]:
+        turning, self._turning = self._turning, False
+        return [(InstanceId("someone"), self._arrived[0])] if turning else []
 
     def _turn(self) -> None:
         assert self.gateway is not None
         self._turning = True
         self.gateway.pump()
-        self._turning = False
         self._arrived.popleft()
         if self._arrived:
             asyncio.get_running_loop().call_soon(self._turn)

@@ -1,16 +1,18 @@
 """The gateway: routes are learnt before anything is sent along them, and deadlines pass without traffic."""
 
 import asyncio
-from typing import Self
+from collections.abc import Callable
+from typing import Self, TypeAlias
 
 import msgspec
 import pytest
 
 from common.config import RouterConfig
 from common.ids import DETOKENIZER, Incarnation
+from common.instance.ports import Send
 from common.messages import Goodbye, Register, RouterInbox
 from router.core import RouterCore
-from router.gateway import Gateway
+from router.gateway import BACKLOG_S, TURN_MESSAGES, TURN_S, Gateway
 from router.outbox import Outbox
 from tests.builders import HandClock, instance
 from tests.common.mailboxes import FakeMail
@@ -45,6 +47,26 @@ class Rig:
 
     async def __aexit__(self, *_: object) -> None:
         self.gateway.close()
+
+
+SlowCore: TypeAlias = Callable[[Rig, float], None]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCore:
+    """Makes the core take so long for each message, on the rig's clock."""
+
+    def make_slow(rig: Rig, cost_s: float) -> None:
+        core = rig.gateway.core
+        receive = core.receive
+
+        def slowly(message: RouterInbox, now: float) -> list[Send]:
+            rig.clock.now_s += cost_s
+            return receive(message, now)
+
+        monkeypatch.setattr(core, "receive", slowly)
+
+    return make_slow
 
 
 JOIN, LEAVE = Register(instance=D0), Goodbye(id=D0.id, incarnation=D0.incarnation)
@@ -103,6 +125,43 @@ async def test_a_router_that_was_held_up_reads_its_mail_before_it_calls_anybody_
         rig.clock.now_s = 5.0
         await until(lambda: not rig.mail.arriving)
         assert rig.members() == ["d0"]
+
+
+async def test_who_wrote_in_time_is_not_silent_although_reading_it_all_takes_longer_than_silence_may(slow: SlowCore) -> None:
+    members = [instance(f"d{number}", "decode") for number in range(20)]
+    async with Rig(**IMPATIENT) as rig:
+        rig.hear(*(Register(instance=member) for member in members))
+        slow(rig, 0.00001)
+        rig.clock.now_s = 0.0029
+        rig.mail.arriving = [(member.id, beat(member)) for _ in range(150) for member in members]
+        await until(lambda: not rig.mail.arriving)
+        await asyncio.sleep(0.005)
+        assert rig.clock.now_s > 10 * IMPATIENT["dead_after_s"]
+        assert len(rig.members()) == 20
+
+
+@pytest.mark.parametrize(("cost_s", "taken"), [(TURN_S / 10, 10), (0.0, TURN_MESSAGES)], ids=["in time", "in messages"])
+async def test_one_turn_takes_in_a_bounded_amount_of_mail(slow: SlowCore, cost_s: float, taken: int) -> None:
+    async with Rig() as rig:
+        rig.hear(JOIN)
+        slow(rig, cost_s)
+        rig.hear(*[beat(D0)] * 3_000)
+        assert abs(3_000 - len(rig.mail.arriving) - taken) <= 1
+
+
+async def test_a_dead_instance_is_lost_in_the_end_although_mail_always_waits(
+    slow: SlowCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Rig(**IMPATIENT) as rig:
+        rig.hear(JOIN, Register(instance=instance("d1", "decode")))
+        slow(rig, 0.0025)  # less than dead_after_s, so whoever is read all the time is heard in time
+        monkeypatch.setattr(rig.mail, "receive", lambda most: [(D0.id, beat(D0))] * most)
+        while rig.clock.now_s < BACKLOG_S / 2:
+            await asyncio.sleep(0)
+        before = rig.members()
+        while rig.clock.now_s < BACKLOG_S + 1.0:
+            await asyncio.sleep(0)
+        assert (before, rig.members()) == (["d0", "d1"], ["d0"])
 
 
 async def test_a_deadline_passes_without_traffic() -> None:
