@@ -16,6 +16,9 @@ from router.fleet import Change, Fleet
 from router.policy import unready
 from router.request_book import Observer, RequestBook
 
+LATE_S = 0.1
+"""A tick that comes this long after its deadline shows that the loop was busy or the process stopped."""
+
 
 class RouterCore:
     """Everything that the router decides. vocab_size: of its tokenizer; instances must have the same. None: any."""
@@ -56,8 +59,16 @@ class RouterCore:
         return self.fleet.detokenizer_moved(address) + self.requests.detokenizer_moved(now)
 
     def tick(self, now: float, *, caught_up: bool = True) -> list[Send]:
-        """Act on every deadline that has passed. caught_up: False while mail waits to be read: then silence says nothing."""
+        """Act on every deadline that has passed. caught_up: False while mail waits to be read: then silence says nothing.
+
+        A tick that comes late shows that this process was held up. It must not count its own absence as the silence of others:
+        what they sent meanwhile may not have reached the inbox yet. So they get time to be heard.
+        """
         sends: list[Send] = []
+        if _is_late(self.fleet.next_deadline(), now):
+            self.fleet.excuse(now)
+        if _is_late(self.detokenizer.silent_at_s, now):
+            self.detokenizer.excuse(now)
         if caught_up:
             self.detokenizer.tick(now)
             sends = self._apply(self.fleet.tick(now), now)
@@ -87,3 +98,7 @@ class RouterCore:
         if change.more_can_serve:
             sends += self.requests.retry_parked(now)
         return sends
+
+
+def _is_late(due_s: float | None, now: float) -> bool:
+    return due_s is not None and now - due_s > LATE_S

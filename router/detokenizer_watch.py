@@ -28,6 +28,11 @@ class DetokenizerWatch:
         self.last, self.silent_at_s = heartbeat, now + self.dead_after_s
         return was_silent
 
+    def excuse(self, now: float) -> None:
+        """This router was held up: a detokenizer whose time is over gets as long as it takes to be heard."""
+        if self.silent_at_s is not None and now >= self.silent_at_s:
+            self.silent_at_s = now + LEAST_S
+
     def tick(self, now: float) -> None:
         if self.silent_at_s is not None and now >= self.silent_at_s:
             self.silent, self.silent_at_s = True, None

@@ -31,7 +31,8 @@ REMEMBERED = 32
 REPLACED_REMEMBERED = 1024
 """How many replaced incarnations it remembers: more, because one may sleep while a whole fleet restarts."""
 BEATS_AFTER_BREAK = 2
-"""A member whose connection broke is dead after this many heartbeats of silence."""
+"""A member whose connection broke is dead after this many heartbeats of silence; so is one that is due when this router was held
+up itself."""
 NAME_SHOWN, REASON_SHOWN = 64, 500
 """How many characters are kept of what a stranger says: it may be of any length."""
 
@@ -180,6 +181,11 @@ class Fleet:
     def connection_broken(self, instance: InstanceId, now: float) -> None:
         """A hint that the member's process has ended. A live one sends a heartbeat before two of them are due."""
         self._silence.hasten(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
+
+    def excuse(self, now: float) -> None:
+        """This router was held up: those whose time is over get as long as it takes them to be heard."""
+        for instance in self._silence.expired(now):
+            self._silence.set(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
 
     def detokenizer_moved(self, address: str) -> list[Send]:
         """Tell every member where tokens go from now on."""

@@ -140,7 +140,7 @@ class InstanceWorker(Generic[M]):
                 self._transfers.submit(action)
 
     def _report(self, now: float) -> None:
-        """Tell the router how this instance is. A router that no longer answers has lost its requests."""
+        """Tell the router how this instance is. A router that has not answered for minutes has lost its requests."""
         if self._membership.router_lost():
             self._act(self._scheduler.handle(RouterLost(), now))
         report = self._scheduler.report()

@@ -114,13 +114,13 @@ class Welcome(Message, frozen=True):
     """router → instance: you are a member. It answers every Register and every Heartbeat, so it is the router's own heartbeat."""
 
     router: Incarnation
-    """The router's life: after a change the instance ends what the former router had sent."""
+    """The router's life: after a change the instance ends what the former router had sent. Until then it serves on."""
     detokenizer: str
     """ZeroMQ address to send TokenBatch to."""
     heartbeat_s: float
     """Send a Heartbeat this often."""
     dead_after_s: float = 3.0
-    """A router that has left heartbeats unanswered for this long is dead."""
+    """An instance whose heartbeats are left unanswered for this long registers again."""
 
 
 class Refused(Message, frozen=True):

@@ -125,6 +125,11 @@ class Fleet:
         self.instances[name].stop_until(self.clock.now + seconds)
         self.run_for(seconds)
 
+    def stop_router(self, seconds: float) -> None:
+        """The router's process is stopped for so long, or its loop is busy; what is sent to it waits."""
+        self.router_process.stop_until(self.clock.now + seconds)
+        self.run_for(seconds)
+
     # --- time --------------------------------------------------------------------------------------------------------------
 
     def run_for(self, seconds: float) -> None:

@@ -57,6 +57,10 @@ class RouterProcess:
     def cancel(self, names: Sequence[RequestId]) -> None:
         self._deliver(self.core.requests.cancel(names, self._clock.now))
 
+    def stop_until(self, until_s: float) -> None:
+        """Do nothing before then."""
+        self._loop.stop_until(until_s)
+
     def drain(self, instance: InstanceId) -> None:
         """As POST /cluster/{instance}/drain does."""
         self._deliver(self.core.fleet.drain(instance))

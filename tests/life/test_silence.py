@@ -1,5 +1,6 @@
 """Instances that fall silent and links that are cut, and come back: requests go on elsewhere, and everything is as before."""
 
+from common.engine.timed import StepCost
 from common.messages import Finished
 from kv_transfer.memory import MemoryNetwork
 from kv_transfer.write_lease import WRITE_LEASE_S
@@ -7,6 +8,7 @@ from tests.life.client import Client
 from tests.life.expected import undisturbed
 from tests.life.fabric import PAGE_BYTES
 from tests.life.fleet import Fleet, World
+from tests.life.instance import Size
 
 PROMPT = [100 + n for n in range(19)]
 
@@ -65,6 +67,22 @@ def test_a_prefill_instance_that_pauses_during_a_handoff_is_not_waited_for() -> 
     assert_answered(client)
     let_go(fleet)
     assert_whole(fleet)
+
+
+def test_a_router_that_was_stopped_for_ten_seconds_finds_everybody_and_no_token_is_computed_anew() -> None:
+    size = Size(pages=256, rows=16, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
+    fleet = Fleet(prefill=2, decode=2, size=size)
+    clients = [fleet.submit(f"r{number}", PROMPT, 100) for number in range(4)]
+    fleet.run_for(1.0)
+    fleet.stop_router(10.0)
+    clients.append(fleet.submit("late", PROMPT, 5))
+    fleet.turn_until(lambda: all(client.ended for client in clients))
+    assert [client.endings for client in clients] == [[Finished(reason="length")]] * 5
+    assert fleet.observer.resumes == []
+    computed = sum(life.scheduler.report().counters.prompt_tokens_computed for life in fleet.lives)
+    assert computed == 5 * len(PROMPT)
+    assert clients[0].token_ids == undisturbed(PROMPT, 100)
+    fleet.turn_until(fleet.is_home)
 
 
 def test_a_link_that_is_cut_is_made_again() -> None:

@@ -211,7 +211,7 @@ def test_when_the_detokenizer_is_heard_again_every_open_attempt_is_probed_at_onc
     bench.core.tick(2.0)
     bench.probed(D0, 4, 2.0, name="a")
     bench.beat(2.0)
-    bench.core.tick(3.5)
+    bench.core.tick(3.0)
     bench.beat(4.0)
     assert probes(bench.core.receive(BEAT, 4.5)) == {"d0": (key("a"), key("b"))}
     assert bench.core.unhealthy() == []
@@ -241,7 +241,22 @@ def test_the_detokenizer_has_three_seconds_however_soon_instances_are_taken_for_
 def test_a_new_detokenizer_does_not_count_as_silent_before_it_is_heard() -> None:
     bench = Bench(D0)
     bench.core.receive(BEAT, 0.0)
-    bench.core.tick(4.0)
+    bench.core.tick(3.0)
     assert bench.core.unhealthy() != []
     bench.core.detokenizer_moved("tcp://detokenizer:2", 5.0)
     assert bench.core.unhealthy() == []
+
+
+# --- a router that was held up itself ----------------------------------------------------------------------------------------
+
+
+def test_a_router_that_was_held_up_does_not_count_its_own_absence_as_the_silence_of_others() -> None:
+    bench = Bench(P0, D0).serving()
+    bench.core.receive(BEAT, 0.0)
+    assert generates(bench.core.tick(13.0)) == []
+    assert [member.info.id for member in bench.core.fleet.members()] == ["p0", "d0"] and bench.core.unhealthy() == []
+    bench.report(D0, 13.5)
+    bench.core.tick(14.0)
+    assert [member.info.id for member in bench.core.fleet.members()] == ["d0"], "who is not heard then is dead"
+    bench.core.tick(16.0)
+    assert bench.core.unhealthy() != []

@@ -1,11 +1,13 @@
 """Membership: registering until welcome, heartbeats both ways, and routers that die or are followed by others."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from common.errors import PeerRefused
 from common.ids import ROUTER, Incarnation
-from common.instance.membership import HEARTBEATS_PER_REGISTER, REGISTER_EVERY_S, Membership
+from common.instance.membership import ABANDON_AFTER_S, HEARTBEATS_PER_REGISTER, REGISTER_EVERY_S, Membership
 from common.instance.ports import Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Welcome
 from tests.builders import instance
@@ -33,13 +35,13 @@ class Member:
         self.now = self.membership.next_deadline
         return self.beat()
 
-    def beats_until_lost(self) -> int:
-        beats = 0
-        while not self.membership.router_lost():
+    def silent_until(self, done: Callable[[], bool]) -> float:
+        """How long the router leaves everything unanswered until the condition holds."""
+        began_s = self.now
+        while not done():
             self.next()
-            beats += 1
-            assert beats < 100
-        return beats
+            assert self.now - began_s < 2 * ABANDON_AFTER_S
+        return self.now - began_s
 
 
 @pytest.fixture
@@ -74,7 +76,10 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 
 
 def test_every_so_many_heartbeats_it_registers_again_so_that_a_router_that_forgot_it_learns_of_it(member: Member) -> None:
-    sent = [member.next() for _ in range(2 * HEARTBEATS_PER_REGISTER)]
+    sent: list[list[str]] = []
+    for _ in range(2 * HEARTBEATS_PER_REGISTER):
+        sent.append(member.next())
+        member.membership.receive(WELCOME)
     assert [number for number, names in enumerate(sent, 1) if names == ["Heartbeat", "Register"]] == [
         HEARTBEATS_PER_REGISTER,
         2 * HEARTBEATS_PER_REGISTER,
@@ -91,13 +96,26 @@ def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
 # --- a router that falls silent --------------------------------------------------------------------------------------------
 
 
-def test_a_router_that_leaves_heartbeats_unanswered_is_lost_and_registered_with_again_for_ever(member: Member) -> None:
-    beats = member.beats_until_lost()
-    silent_s = (beats - 1) * WELCOME.heartbeat_s
+def test_a_router_that_leaves_heartbeats_unanswered_is_registered_with_again_and_its_requests_are_served(member: Member) -> None:
+    silent_s = member.silent_until(lambda: not member.membership.joined)
     assert WELCOME.dead_after_s < silent_s <= WELCOME.dead_after_s + 2 * WELCOME.heartbeat_s
-    assert not member.membership.joined and not member.membership.router_lost(), "it is told once"
+    assert [member.next() for _ in range(20)] == [["Register"]] * 20
+    assert not member.membership.router_lost()
+    assert not member.membership.receive(WELCOME), "the same router still waits for its answers"
+    assert member.membership.joined and member.next() == ["Heartbeat"]
+
+
+def test_only_a_silence_that_a_failure_alone_explains_ends_the_requests_of_a_router(member: Member) -> None:
+    silent_s = member.silent_until(member.membership.router_lost)
+    assert ABANDON_AFTER_S < silent_s <= ABANDON_AFTER_S + 2 * WELCOME.heartbeat_s
+    assert not member.membership.router_lost(), "it is told once"
     member.now += 1000.0
     assert member.beat() == ["Register"], "the deadline of the start is over"
+
+
+def test_a_silent_router_that_is_followed_by_another_has_lost_its_requests(member: Member) -> None:
+    member.silent_until(lambda: not member.membership.joined)
+    assert member.membership.receive(SUCCESSOR)
 
 
 @pytest.mark.parametrize(("answers", "beats"), [(100, 1), (10, 6)], ids=["each heartbeat", "now and then"])
@@ -105,15 +123,15 @@ def test_a_router_that_answers_is_never_lost(member: Member, answers: int, beats
     for _ in range(answers):
         for _ in range(beats):
             member.next()
-            assert not member.membership.router_lost()
+            assert member.membership.joined
         assert not member.membership.receive(WELCOME)
 
 
 def test_a_process_that_was_stopped_has_sent_nothing_that_could_be_answered(member: Member) -> None:
     member.next()
     member.now += 1000.0
-    assert not member.membership.router_lost()
     assert member.beat() == ["Heartbeat"] and not member.membership.router_lost()
+    assert member.membership.joined
 
 
 def test_hurried_heartbeats_do_not_count_as_silence(member: Member) -> None:
@@ -122,13 +140,13 @@ def test_hurried_heartbeats_do_not_count_as_silence(member: Member) -> None:
         member.now += 0.001
         member.membership.hurry(member.now)
         assert member.next() in (["Heartbeat"], ["Heartbeat", "Register"])
-        assert not member.membership.router_lost()
+        assert member.membership.joined
 
 
 def test_a_router_that_was_lost_is_joined_again_without_a_second_farewell(member: Member) -> None:
-    member.beats_until_lost()
+    member.silent_until(member.membership.router_lost)
     assert not member.membership.receive(WELCOME), "what it had sent has been ended already"
-    assert member.membership.joined and member.beats_until_lost() > 1
+    assert member.membership.joined and member.silent_until(lambda: not member.membership.joined) > WELCOME.dead_after_s
 
 
 # --- a router that is followed by another ----------------------------------------------------------------------------------
