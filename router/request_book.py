@@ -222,8 +222,10 @@ class RequestBook:
         return self._resume_all(self._attempts(), Setback(ResumeReason.DETOKENIZER, moved), now)
 
     def retry_parked(self, now: float) -> list[Send]:
-        """More members can serve than before: try every request that waits for one."""
-        return [send for request_id in list(self._parked) for send in self._try_again(self._records[request_id], now)]
+        """More members can serve than before: try every request that waits for one. One that pauses after fruitless attempts goes
+        on pausing, or a fleet that grows would use up its attempts in a moment."""
+        waiting = [request_id for request_id in self._parked if (Alarm.RETRY, request_id) not in self._alarms]
+        return [send for request_id in waiting for send in self._try_again(self._records[request_id], now)]
 
     def _attempts(self) -> Iterable[tuple[Record, Attempt]]:
         return ((record, record.attempt) for record in self._records.values() if record.attempt is not None)

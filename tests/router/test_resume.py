@@ -252,6 +252,15 @@ def test_after_two_fruitless_attempts_there_is_time_for_the_fleets_state_to_arri
         assert len(generates(bench.core.tick(ends_s))) == 1
 
 
+def test_a_pause_after_fruitless_attempts_is_a_pause_whoever_joins_meanwhile() -> None:
+    bench = Bench(D0, config=RouterConfig(heartbeat_s=0.5)).serving()
+    for attempt in range(2):
+        bench.text(0, "", Failed.of(Overloaded("d0 has 1024 requests waiting already")), attempt=attempt, now=1.0)
+    for number in range(10):
+        assert generates(bench.join(instance(f"d{number + 1}", "decode"), 1.0 + 0.05 * number)) == []
+    assert len(generates(bench.core.tick(2.0))) == 1, "two heartbeats later"
+
+
 def test_a_preempted_attempt_is_not_fruitless_but_the_number_of_attempts_is_bounded() -> None:
     bench = Bench(P0, D0, config=RouterConfig(max_attempts=9)).serving()
     for attempt in range(9):
