@@ -10,7 +10,8 @@ from common.ids import InstanceId, Key, Life
 from common.instance.emit import emit_ending
 from common.instance.ports import Action, Expect, Settle
 from common.instance.request import Phase
-from common.messages import Failed, Handoff, InstanceInfo, Peers, Renew, Reserve
+from common.messages import Failed, Handoff, InstanceInfo, Peers, Renew, Reserve, Withdraw
+from common.messages.handoffs import fits
 from decode.landing import find_objection
 from decode.requests import DecodeRequest, DecodeRequests
 from kv_transfer.digests import Digest
@@ -88,15 +89,16 @@ class Reservations:
         self._requests.start(request, sampled=1, length=len(request.prompt), last_token=handoff.first_token)
         return []
 
-    def withdraw(self, sender: InstanceId, key: Key, now: float) -> list[Action]:
+    def withdraw(self, sender: InstanceId, message: Withdraw, now: float) -> list[Action]:
         """The writer gives up, and tells the client why if the client is to know."""
-        request = self._requests.table.get(key)
-        if request is not None and request.phase is Phase.WAITING and request.peer is not None and request.peer.id == sender:
-            return self._requests.end(request, None, now)
-        reservation = self._target.withdraw(sender, key)
+        request = self._requests.table.get(message.key)
+        if request is not None and request.phase is Phase.WAITING and request.peer is not None:
+            is_its = request.peer.id == sender and fits(message.incarnation, request.peer.incarnation)
+            return self._requests.end(request, None, now) if is_its else []
+        reservation = self._target.withdraw(sender, message)
         if reservation is None:
             return []
-        self._requests.table[key].untold = None
+        self._requests.table[message.key].untold = None
         return self._close(reservation, None, now)
 
     def renew(self, sender: InstanceId, message: Renew, now: float) -> list[Action]:

@@ -103,7 +103,7 @@ class DecodeScheduler:
             case Handoff():
                 return self._reservations.land(sender, message, now)
             case Withdraw():
-                return self._reservations.withdraw(sender, message.key, now)
+                return self._reservations.withdraw(sender, message, now)
             case Cancel():
                 request = self._table.cancel(message.key, now)
                 return [] if request is None else self._requests.end(request, None, now)

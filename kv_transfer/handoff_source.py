@@ -27,6 +27,7 @@ from common.errors import InstanceFailed, Unavailable
 from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
 from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
+from common.messages.handoffs import fits
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
 from kv_transfer.traffic import Traffic, traffic_of
@@ -173,9 +174,9 @@ class HandoffSource:
     # --- what decode instances and transfers say ---------------------------------------------------------------------------
 
     def receive(self, sender: InstanceId, message: Grant | Decline | Renewed, now: float) -> list[Action]:
-        """A decode instance spoke. A message is dropped and counted when it is late, comes from an instance that we did not ask,
-        or answers a time that has not come yet (it then answers a former process of our name, on that one's clock)."""
-        if not isinstance(message, Decline) and message.sent_s > now:
+        """A decode instance spoke. A message is dropped and counted when it is late, comes from an instance or a life that we did
+        not ask, or answers a former process of our name: it names that one, or a time that has not come yet on our clock."""
+        if not isinstance(message, Decline) and (message.sent_s > now or not fits(message.writer, self._incarnation)):
             self.stale += 1
             return []
         match message:
@@ -186,7 +187,12 @@ class HandoffSource:
                 if outgoing is None or outgoing.peer.id != sender or outgoing.stage == "stuck":
                     self.stale += 1
                     return []
-                return self._granted(outgoing, message) if isinstance(message, Grant) else self._declined(outgoing, message)
+                if isinstance(message, Decline):
+                    return self._declined(outgoing, message)
+                if not fits(message.incarnation, outgoing.peer.incarnation):
+                    self.stale += 1
+                    return []
+                return self._granted(outgoing, message)
             case _:
                 assert_never(message)
 
@@ -250,6 +256,7 @@ class HandoffSource:
         if outgoing.target_pages is not None:
             self.stale += 1
             return []
+        outgoing.generation = grant.generation
         pages = len(outgoing.source_pages)
         have, beyond = divmod(grant.have_tokens, self._page_size)
         if len(grant.pages) != 4 * pages:
@@ -257,7 +264,7 @@ class HandoffSource:
         if beyond or not 0 <= have <= pages:
             reason = f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}"
             return self._drain(outgoing, _invalid(outgoing, reason))
-        outgoing.target_pages, outgoing.generation = unpack_ids(grant.pages), grant.generation
+        outgoing.target_pages = unpack_ids(grant.pages)
         outgoing.posted = outgoing.have_pages = have
         if outgoing.stage == "reserving":
             outgoing.stage = "pushing"
@@ -272,12 +279,18 @@ class HandoffSource:
 
     def _renewed(self, sender: InstanceId, renewed: Renewed) -> list[Action]:
         actions: list[Action] = []
-        for peer in [peer for peer in self._sessions if peer.id == sender]:
+        peers = {peer for peer in self._sessions if peer.id == sender and fits(renewed.incarnation, peer.incarnation)}
+        for peer in peers:
             actions += self._extend(peer, renewed.sent_s + renewed.write_lease_s)
-        for key in renewed.over:
+        generations = renewed.generations or (None,) * len(renewed.over)
+        for key, generation in zip(renewed.over, generations, strict=False):
             outgoing = self._by_key.get(key)
+            if outgoing is None or outgoing.peer not in peers:
+                continue
+            # A grant may have come since the Renew that this answers.
+            is_this = generation is None or outgoing.generation in (0, generation)
             # The answer may have overtaken a Reserve that was sent just before.
-            if outgoing is not None and outgoing.peer.id == sender and outgoing.reserved_s <= renewed.sent_s - RENEW_S / 2:
+            if is_this and outgoing.reserved_s <= renewed.sent_s - RENEW_S / 2:
                 lost = InstanceFailed(f"{sender} does not hold the reservation of {key}")
                 actions += self._drain(outgoing, Failed.of(lost)) if outgoing.stage != "stuck" else []
         return actions
@@ -351,7 +364,8 @@ class HandoffSource:
             return []
         if outgoing.quiescent:
             self._close(outgoing, outgoing.failure)
-            return [Send(outgoing.peer.id, Withdraw(key=outgoing.key))]
+            withdraw = Withdraw(key=outgoing.key, incarnation=self._incarnation, generation=outgoing.generation)
+            return [Send(outgoing.peer.id, withdraw)]
         # Withdraw promises that no write is under way. Without proof it is not sent, and the claim stays.
         outgoing.stage = "stuck"
         self._closings.append(SourceClosed(outgoing.key, outgoing.failure, quiescent=False))

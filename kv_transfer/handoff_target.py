@@ -21,7 +21,8 @@ from msgspec.structs import replace
 from common.deadlines import DeadlineWheel
 from common.ids import Generation, Incarnation, InstanceId, Key, Life, pack_ids
 from common.instance.ports import Send
-from common.messages import Grant, Handoff, Renew, Renewed
+from common.messages import Grant, Handoff, Renew, Renewed, Withdraw
+from common.messages.handoffs import fits
 from common.pages.pool import PageLease
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 
@@ -70,6 +71,7 @@ class HandoffTarget:
         self.open: dict[Key, Reservation] = {}
         self._heard: dict[Life, _Heard] = {}
         self._silence: DeadlineWheel[Life] = DeadlineWheel()
+        self._incarnation = incarnation
         self._generations = zlib.crc32(incarnation.encode()) << 24
         self.stale = 0
 
@@ -95,6 +97,8 @@ class HandoffTarget:
             pages=pack_ids(lease.pages[:prompt_pages]),
             sent_s=self._heard[writer].sent_s,
             write_lease_s=WRITE_LEASE_S,
+            incarnation=self._incarnation,
+            writer=writer.incarnation,
         )
         self.open[key] = Reservation(key, writer, grant, lease, prompt_pages, asked_s)
         return Send(writer.id, grant)
@@ -107,13 +111,19 @@ class HandoffTarget:
             return None
         return self.open.pop(handoff.key)
 
-    def withdraw(self, sender: InstanceId, key: Key) -> Reservation | None:
-        """The writer has drained and gives up. Returns the reservation, whose lease the caller closes; None if it is unknown."""
-        reservation = self.open.get(key)
-        if reservation is None or reservation.writer.id != sender:
+    def withdraw(self, sender: InstanceId, withdraw: Withdraw) -> Reservation | None:
+        """The writer has drained and gives up. Returns the reservation, whose lease the caller closes; None if it is unknown, or
+        that of another life of the writer, which may still write."""
+        reservation = self.open.get(withdraw.key)
+        if (
+            reservation is None
+            or reservation.writer.id != sender
+            or not fits(withdraw.incarnation, reservation.writer.incarnation)
+            or withdraw.generation not in (0, reservation.grant.generation)
+        ):
             self.stale += 1
             return None
-        return self.open.pop(key)
+        return self.open.pop(withdraw.key)
 
     def cancel(self, key: Key, now: float) -> None:
         """The request has ended. Its reservation, if there is one, ends with its writer's next message about it."""
@@ -127,23 +137,30 @@ class HandoffTarget:
         self.heard(writer, renew.sent_s, now)
         claims = {claim.key: claim for claim in renew.claims}
         sends: list[Send] = []
-        over: list[Key] = []
+        over: list[tuple[Key, Generation]] = []
         stuck: list[Reservation] = []
         for key, claim in claims.items():
             reservation = self.open.get(key)
             if reservation is None or reservation.writer != writer:
-                over += [] if waits(key) else [key]
+                over += [] if waits(key) else [(key, claim.generation)]
             elif claim.stuck:
                 stuck.append(reservation)
             elif reservation.cancelled_s is not None:
-                over.append(key)
+                over.append((key, reservation.grant.generation))
             elif not claim.generation:
                 # The first grant may have been lost; the writer drops a second.
                 sends.append(Send(sender, replace(reservation.grant, sent_s=self._heard[writer].sent_s)))
         lost = [r for r in self.open.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
         for reservation in lost:
             del self.open[reservation.key]
-        answer = Renewed(sent_s=renew.sent_s, write_lease_s=WRITE_LEASE_S, over=tuple(over))
+        answer = Renewed(
+            sent_s=renew.sent_s,
+            write_lease_s=WRITE_LEASE_S,
+            over=tuple(key for key, _ in over),
+            generations=tuple(generation for _, generation in over),
+            incarnation=self._incarnation,
+            writer=writer.incarnation,
+        )
         return Renewal([Send(sender, answer), *sends], lost, stuck)
 
     def fenced(self, now: float) -> list[Reservation]:

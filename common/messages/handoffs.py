@@ -2,6 +2,9 @@
 
 Owns the words of reservation, write lease and handoff; `kv_transfer/write_lease.py` explains when a writer may write. Every
 `sent_s` is on the writer's clock: the reader only sends it back.
+
+Messages name the lives that they are from and to, because a successor of either process has the same name, the same address and
+perhaps the same mail. UNNAMED comes from older versions, which did not say; it fits every life.
 """
 
 import msgspec
@@ -11,6 +14,13 @@ from common.messages.base import Message
 from common.messages.endings import Failed
 from common.messages.requests import Terms
 from common.sampling_params import SamplingParams
+
+UNNAMED = Incarnation("")
+
+
+def fits(named: Incarnation, life: Incarnation) -> bool:
+    """Whether a message that names `named` is from, or to, this life."""
+    return named in (UNNAMED, life)
 
 
 class Reserve(Message, frozen=True):
@@ -45,6 +55,10 @@ class Grant(Message, frozen=True):
     """Length of the write lease."""
     have_tokens: int = 0
     """Tokens whose KV is there already: the first `have_tokens // page_size` pages must not be written."""
+    incarnation: Incarnation = UNNAMED
+    """The reader's life, whose pages these are."""
+    writer: Incarnation = UNNAMED
+    """The writer's life that may write them."""
 
 
 class Decline(Message, frozen=True):
@@ -88,6 +102,12 @@ class Renewed(Message, frozen=True):
     """Length of the write lease."""
     over: tuple[Key, ...] = ()
     """Claims that were cancelled or are unknown here: stop writing them, and withdraw them."""
+    generations: tuple[Generation, ...] = ()
+    """Of the reservations in `over`, one for each; the claim's where there is no reservation. Empty: not said."""
+    incarnation: Incarnation = UNNAMED
+    """The reader's life."""
+    writer: Incarnation = UNNAMED
+    """The writer's life that is answered."""
 
 
 class Handoff(Message, frozen=True):
@@ -107,6 +127,10 @@ class Handoff(Message, frozen=True):
 
 
 class Withdraw(Message, frozen=True):
-    """prefill → decode: no write for this key is in flight or will be; its pages may be reused."""
+    """prefill → decode: no write of this life for this key is in flight or will be; its pages may be reused."""
 
     key: Key
+    incarnation: Incarnation = UNNAMED
+    """The writer's life. That of a predecessor may still write."""
+    generation: Generation = Generation(0)
+    """Of the reservation; 0 while no grant has arrived, which fits any."""

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from common import messages
 from common.ids import Generation, Incarnation, InstanceId, Key, RequestId, pack_ids, unpack_ids
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
+from common.messages.handoffs import fits
 from common.sampling_params import SamplingParams
 from tests.builders import instance
 
@@ -49,16 +50,25 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.Probed(id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
     messages.Cancel(key=KEY),
     messages.Reserve(key=KEY, incarnation=LIFE, prompt=pack_ids([1]), sampling=SAMPLING, sent_s=12.5, first=1, terms=TERMS),
-    messages.Grant(key=KEY, generation=Generation(3), pages=pack_ids([5]), sent_s=12.5, write_lease_s=5.0, have_tokens=16),
+    messages.Grant(
+        key=KEY,
+        generation=Generation(3),
+        pages=pack_ids([5]),
+        sent_s=12.5,
+        write_lease_s=5.0,
+        have_tokens=16,
+        incarnation=LIFE,
+        writer=LIFE,
+    ),
     messages.Decline(key=KEY, failed=messages.Failed(message="full", status=429, retryable=True)),
     messages.Renew(
         incarnation=LIFE, sent_s=13.5, claims=(messages.Claim(KEY, Generation(0)), messages.Claim(KEY, Generation(3)))
     ),
-    messages.Renewed(sent_s=13.5, write_lease_s=5.0, over=(KEY,)),
+    messages.Renewed(sent_s=13.5, write_lease_s=5.0, over=(KEY,), generations=(Generation(3),), incarnation=LIFE, writer=LIFE),
     messages.Handoff(
         key=KEY, generation=Generation(3), first_token=7, pushed_pages=1, pushed_bytes=64, digests=b"\x00\xff\x01\x02"
     ),
-    messages.Withdraw(key=KEY),
+    messages.Withdraw(key=KEY, incarnation=LIFE, generation=Generation(3)),
     messages.TokenBatch(
         deltas=(
             messages.TokenDelta(KEY, 0, (1, 2)),
@@ -100,6 +110,26 @@ def test_a_message_is_decoded_by_the_inboxes_that_list_it_and_refused_by_the_oth
 def test_fields_that_a_newer_version_added_are_ignored(sample: AnyMessage) -> None:
     newer = {**msgspec.to_builtins(sample, builtin_types=(bytes,)), "field_of_the_future": [1, {"a": 2}]}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(newer), type=AnyMessage) == sample
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        (messages.Grant, ("incarnation", "writer")),
+        (messages.Renewed, ("generations", "incarnation", "writer")),
+        (messages.Withdraw, ("incarnation", "generation")),
+    ],
+    ids=lambda added: added[0].__name__,
+)
+def test_messages_of_an_older_version_that_name_no_life_fit_every_life(added: tuple[type[AnyMessage], tuple[str, ...]]) -> None:
+    kind, fields = added
+    sample = next(sample for sample in SAMPLES if type(sample) is kind)
+    older = msgspec.to_builtins(sample, builtin_types=(bytes,))
+    for field in fields:
+        del older[field]
+    taken = msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=AnyMessage)
+    lives = [getattr(taken, field) for field in fields if field in ("incarnation", "writer")]
+    assert type(taken) is kind and all(fits(life, Incarnation("any")) for life in lives)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)

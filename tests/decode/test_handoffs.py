@@ -35,6 +35,17 @@ def test_a_renewal_is_answered_and_claimed_reservations_go_on() -> None:
     assert len(planned(made.decide(1.1)).decode_rows) == 1
 
 
+def test_a_successor_that_withdraws_frees_nothing_that_its_predecessor_may_still_write() -> None:
+    """The successor has inherited the mail of its name: a Generate of the same key, and then its Cancel."""
+    made, grant = with_reservation()
+    made.receive(ROUTER, Peers(instances=(instance("p", "prefill", SUCCESSOR),)), 1.0)
+    assert made.receive(WRITER, Withdraw(key=grant.key, incarnation=SUCCESSOR), 1.5) == []
+    made.tick(SILENCE_S - 0.1)
+    assert not is_home(made), "the predecessor may have pushes in flight"
+    settle(made, made.tick(SILENCE_S + 0.1))
+    assert is_home(made)
+
+
 def test_a_lost_grant_is_sent_again() -> None:
     made, grant = with_reservation()
     (again,) = grants(made.receive(WRITER, renew(1.0, ("a", 0)), 1.0))

@@ -105,6 +105,15 @@ def test_a_cancel_in_the_line_is_told_to_the_writer_when_it_asks() -> None:
     assert made.receive(WRITER, Withdraw(key=key("b")), 1.1) == []
 
 
+def test_a_withdrawal_of_a_life_that_did_not_ask_leaves_the_line_as_it_is() -> None:
+    made, _ = with_reservation(max_rows=1)
+    made.receive(WRITER, reserve("b", 6), 0.0)
+    assert made.receive(WRITER, Withdraw(key=key("b"), incarnation=Incarnation("2")), 0.1) == []
+    assert made.report().load.waiting_requests == 1
+    made.receive(WRITER, Withdraw(key=key("b"), incarnation=Incarnation("1")), 0.2)
+    assert made.report().load.waiting_requests == 0
+
+
 def test_a_cancel_that_overtakes_its_reserve_is_remembered() -> None:
     made = scheduler()
     made.receive(ROUTER, Cancel(key=key("a")), 0.0)

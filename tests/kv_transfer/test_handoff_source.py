@@ -20,8 +20,9 @@ LIFE, OTHER = Incarnation("1"), InstanceId("other")
 PEER = Life(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
 CLOSED = SourceClosed(key(), None, quiescent=True)
-WITHDRAW = Send(D, Withdraw(key=key()))
+WITHDRAW = Send(D, Withdraw(key=key(), incarnation=ME, generation=Generation(5)))
 WITHDRAWN = [WITHDRAW, CLOSED]
+UNGRANTED = Send(D, Withdraw(key=key(), incarnation=ME))
 
 
 def opened(digest: Digest | None = None) -> Source:
@@ -179,7 +180,7 @@ def test_giving_up_waits_for_the_push_in_flight_before_it_withdraws() -> None:
 
 def test_giving_up_before_the_grant_withdraws_at_once_and_the_late_grant_is_stale() -> None:
     source = opened()
-    assert source.give_up(key()) == WITHDRAWN
+    assert source.give_up(key()) == [UNGRANTED, CLOSED]
     assert source.receive(D, grant(), BEGAN_S) == []
     assert source.stale == 1
 
@@ -284,7 +285,7 @@ LEFT = SourceClosed(key(), unavailable("d left the fleet"), quiescent=True)
 def test_the_handoffs_to_a_peer_that_left_fail(now_there: list[tuple[InstanceId, Incarnation]]) -> None:
     source = opened()
     assert source.peers_gone([(D, LIFE)]) == []
-    assert source.peers_gone(now_there) == [WITHDRAW, LEFT]
+    assert source.peers_gone(now_there) == [UNGRANTED, LEFT]
 
 
 def test_a_handoff_to_a_peer_that_left_is_drained_before_its_pages_come_home() -> None:

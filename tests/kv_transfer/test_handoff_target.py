@@ -5,7 +5,7 @@ import math
 import pytest
 
 from common.ids import Generation, Incarnation, InstanceId, Key, Life, pack_ids
-from common.messages import Claim, Grant, Handoff, Renew, Renewed
+from common.messages import Claim, Grant, Handoff, Renew, Renewed, Withdraw
 from common.pages.pool import PageLease, PagePool
 from kv_transfer.handoff_target import HandoffTarget, Renewal
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
@@ -87,6 +87,10 @@ def handoff(generation: int) -> Handoff:
     return Handoff(key=key(), generation=Generation(generation), first_token=1, pushed_pages=2, pushed_bytes=2)
 
 
+def withdraw(incarnation: Incarnation = WRITER.incarnation, generation: int = 0) -> Withdraw:
+    return Withdraw(key=key(), incarnation=incarnation, generation=Generation(generation))
+
+
 # --- reservations ----------------------------------------------------------------------------------------------------------
 
 
@@ -113,13 +117,29 @@ def test_a_handoff_of_an_older_generation_is_dropped_and_counted() -> None:
 def test_a_handoff_or_withdrawal_of_another_instance_is_dropped() -> None:
     reader, grant, _ = reserved()
     assert reader.target.land(Q, handoff(grant.generation)) is None
-    assert reader.target.withdraw(Q, key()) is None
+    assert reader.target.withdraw(Q, withdraw()) is None
     assert reader.target.stale == 2 and len(reader.target.open) == 1
+
+
+def test_a_withdrawal_of_another_life_or_another_generation_is_dropped() -> None:
+    reader, grant, _ = reserved()
+    assert reader.target.withdraw(P, withdraw(SUCCESSOR.incarnation)) is None
+    assert reader.target.withdraw(P, withdraw(generation=grant.generation - 1)) is None
+    assert reader.target.stale == 2 and len(reader.target.open) == 1
+    assert reader.target.withdraw(P, withdraw(generation=grant.generation)) is not None
+
+
+def test_grants_and_answers_name_the_lives_and_the_generations_that_they_are_about() -> None:
+    reader, grant, _ = reserved(is_cancelled=True, later_s=1.0)
+    assert (grant.incarnation, grant.writer) == (Incarnation("1"), WRITER.incarnation)
+    renewed = answer(reader.renew(("r", 0), ("unknown", 7)))
+    assert (renewed.incarnation, renewed.writer) == (Incarnation("1"), WRITER.incarnation)
+    assert (renewed.over, renewed.generations) == ((key(), key("unknown")), (grant.generation, 7))
 
 
 def test_generations_are_never_used_twice() -> None:
     reader, grant, _ = reserved()
-    assert reader.target.withdraw(P, key()) is not None
+    assert reader.target.withdraw(P, withdraw()) is not None
     again, _ = reader.reserve()
     assert again.generation != grant.generation
 
@@ -135,7 +155,7 @@ def test_a_late_handoff_for_a_former_life_of_the_reader_lands_nowhere() -> None:
 def test_a_cancelled_reservation_keeps_its_lease_until_the_writer_speaks() -> None:
     reader, _, lease = reserved(is_cancelled=True)
     assert reader.pool.free_pages == 13 and len(reader.target.open) == 1
-    withdrawn = reader.target.withdraw(P, key())
+    withdrawn = reader.target.withdraw(P, withdraw())
     assert withdrawn is not None and withdrawn.lease is lease
     reader.target.cancel(key(), reader.now)
     assert len(reader.target.open) == 0
@@ -148,7 +168,10 @@ def test_a_renewal_is_answered_with_the_time_at_which_it_was_sent() -> None:
     reader = Reader()
     reader.later(7.0)
     renewal = reader.renew()
-    assert renewal.sends[0].to == P and answer(renewal) == Renewed(sent_s=7.0, write_lease_s=WRITE_LEASE_S) and renewal.lost == []
+    assert renewal.sends[0].to == P and renewal.lost == []
+    assert answer(renewal) == Renewed(
+        sent_s=7.0, write_lease_s=WRITE_LEASE_S, incarnation=Incarnation("1"), writer=WRITER.incarnation
+    )
 
 
 def test_a_grant_that_the_writer_has_not_got_is_sent_again_under_its_latest_word() -> None:
@@ -303,7 +326,7 @@ def test_a_cancelled_reservation_is_stuck_when_its_writer_does_not_let_go_of_it_
     assert not is_stuck(reader)
     reader.later(1e-3)
     assert is_stuck(reader)
-    reader.target.withdraw(P, key())
+    reader.target.withdraw(P, withdraw())
     assert not is_stuck(reader)
 
 

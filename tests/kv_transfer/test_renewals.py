@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from common.errors import InstanceFailed
-from common.ids import Incarnation, InstanceId, Life, Ticket
+from common.ids import Generation, Incarnation, InstanceId, Life, Ticket
 from common.instance.ports import Allow, PushDone, PushFailed, Send
 from common.messages import Failed, Renew, Renewed, Withdraw
 from kv_transfer.handoff_source import SourceClosed
@@ -147,7 +148,7 @@ def test_a_handoff_that_is_over_on_the_other_side_is_drained_and_withdrawn_and_m
     writer.tick()
     assert [type(output) for output in writer.renewed(writer.now, "a")] == [Allow]
     withdraw, closed = writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
-    assert withdraw == Send(D, Withdraw(key=key("a")))
+    assert withdraw == Send(D, Withdraw(key=key("a"), incarnation=ME, generation=Generation(5)))
     failure = Failed.of(InstanceFailed("d does not hold the reservation of a/0"))
     assert failure.retryable and closed == SourceClosed(key("a"), failure, quiescent=True)
 
@@ -248,3 +249,29 @@ def test_a_late_answer_of_a_predecessor_is_no_lease_to_write_to_its_successor() 
     (own,) = writer.grant("b")
     assert own == Allow(D, SECOND, writer.now + WRITE_LEASE_S)
     assert all(isinstance(output, Allow) and output.until_s < own.until_s for output in late)
+
+
+# --- whose word it is --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [{"incarnation": "2"}, {"writer": "former"}], ids=["another reader", "another writer"])
+def test_a_grant_or_an_answer_from_or_to_another_life_is_dropped(names: dict[str, str]) -> None:
+    writer = Writer("a")
+    writer.now += 1.0
+    lives = {name: Incarnation(life) for name, life in names.items()}
+    assert writer.source.receive(D, replace(grant("a", (20, 21), sent_s=writer.now), **lives), writer.now) == []
+    answer = Renewed(sent_s=writer.now, write_lease_s=WRITE_LEASE_S, over=(key("a"),))
+    assert writer.source.receive(D, replace(answer, **lives), writer.now) == []
+    assert len(writer.source) == 1 and writer.source.pushes_in_flight == 0
+
+
+@pytest.mark.parametrize(("generation", "ends"), [(4, False), (5, True)], ids=["another", "its own"])
+def test_an_answer_ends_a_handoff_only_if_it_names_its_generation(generation: int, ends: bool) -> None:
+    writer = pushing()
+    writer.now += 1.0
+    over, generations = (key("a"),), (Generation(generation),)
+    writer.source.receive(D, Renewed(sent_s=writer.now, write_lease_s=5.0, over=over, generations=generations), writer.now)
+    said = writer.source.transfer_ended(PushDone(Ticket(1), 1, 0.1))
+    assert [output.message for output in said if isinstance(output, Send)] == (
+        [Withdraw(key=key("a"), incarnation=ME, generation=Generation(5))] if ends else []
+    )
