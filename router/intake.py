@@ -6,6 +6,7 @@ seeds. Does not know HTTP, instances or messages.
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ class Intake:
         context, answer_id = self.context_tokens, prefix + secrets.token_hex(12)
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
         specs: list[RequestSpec] = []
+        samples: Counter[bytes] = Counter()  # of each prompt: equal prompts go on counting, or they would get equal answers
         for prompt in prompts:
             if not prompt:
                 raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
@@ -140,9 +142,10 @@ class Intake:
                 ignore_eos=fields.ignore_eos,
             )
             sampling.validate()
-            for copy in range(fields.n):
+            for _ in range(fields.n):
                 index = len(specs)
-                params = sampling if copy == 0 else replace(sampling, seed=_wrapped(seed + copy))
+                params = replace(sampling, seed=_wrapped(seed + samples[packed]))
+                samples[packed] += 1
                 request_id = RequestId(f"{answer_id}-{index}")
                 specs.append(RequestSpec(request_id, index, packed, params, request.stop, fields.priority, fields.timeout))
         return Accepted(answer_id, tuple(specs), sum(map(len, prompts)))

@@ -90,6 +90,11 @@ async def test_a_stop_string_ends_the_answer_before_it(site: Site) -> None:
     assert body["usage"]["completion_tokens"] == 3
 
 
+async def test_equal_prompts_of_one_request_get_seeds_of_their_own(site: Site) -> None:
+    await post(site, "/v1/completions", completion(["aa", "b", "aa"], n=2, max_tokens=1, seed=7))
+    assert [message.sampling.seed for message in sent_to_fleet(site)] == [7, 8, 7, 8, 9, 10]
+
+
 async def test_without_a_seed_each_request_gets_its_own(site: Site) -> None:
     for _ in range(2):
         await post(site, "/v1/chat/completions", chat())
