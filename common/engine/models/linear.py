@@ -14,8 +14,6 @@ from common.engine.kernels.port import Kernels
 from common.errors import ConfigError
 
 _FP8_MULTIPLE = 16
-_FP8_CAPABILITY = (8, 9)
-"""Compute capability of the first cards with FP8 products (Ada)."""
 
 
 @dataclass(slots=True)
@@ -61,9 +59,7 @@ class Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] → [tokens, outputs]."""
         values, scales = self.kernels.quantise(x)
-        return torch._scaled_mm(
-            values, self.weight.t(), scale_a=scales, scale_b=self.scale, bias=self.bias, out_dtype=torch.bfloat16
-        )
+        return _product(values, scales, self.weight, self.scale, self.bias)
 
     def put(self, rows: slice, weight: Tensor) -> None:
         """Set some outputs. weight: [rows, inputs], any float dtype, on any device."""
@@ -76,13 +72,18 @@ AnyLinear: TypeAlias = Linear | Fp8Linear
 
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ConfigError where FP8 products cannot be computed."""
+    """Raises ConfigError where FP8 products cannot be computed. It tries one, because that depends on torch and the card."""
     if dtype != torch.bfloat16:
-        raise ConfigError(
-            f"--quantization fp8 computes in bfloat16, not in {str(dtype).removeprefix('torch.')}: give --dtype bfloat16"
-        )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        raise ConfigError(
-            f"--quantization fp8 needs a card with FP8 (Ada, Hopper or later); {device} is {name}: use --quantization none"
-        )
+        asked = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"--quantization fp8 computes in bfloat16, not in {asked}: give --dtype bfloat16")
+    rows = torch.zeros((_FP8_MULTIPLE, _FP8_MULTIPLE), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.ones((_FP8_MULTIPLE, 1), dtype=torch.float32, device=device)
+    try:
+        _product(rows, scales, rows, scales.t(), None)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--quantization fp8: {device} has no FP8 products here ({reason}): use --quantization none") from error
+
+
+def _product(values: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return torch._scaled_mm(values, weight.t(), scale_a=scales, scale_b=scale, bias=bias, out_dtype=torch.bfloat16)
