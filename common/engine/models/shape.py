@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from common.model_path import read_json
 
 CONFIG = "config.json"
+_SUFFIX = "ForCausalLM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,10 @@ def read_shape(path: Path) -> ModelShape:
 
 def unsupported(architecture: str, supported: Iterable[str]) -> str:
     """Why an architecture is refused, with the supported one whose name is nearest."""
-    nearest = get_close_matches(architecture, list(supported), n=1)
+    families = {name.removesuffix(_SUFFIX): name for name in supported}
+    nearest = get_close_matches(architecture.removesuffix(_SUFFIX), families, n=1)
     return f"architecture {architecture} is not supported; " + (
-        f"the nearest that is supported is {nearest[0]}" if nearest else f"supported are {', '.join(supported)}"
+        f"the nearest that is supported is {families[nearest[0]]}" if nearest else f"supported are {', '.join(supported)}"
     )
 
 
