@@ -3,6 +3,7 @@
 Owns the choice and what each backend supports. Imports FlashInfer only where it is taken. Does not know models, rows or plans.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from common.engine.attention.port import Attention, LayerAttention
 from common.engine.kernels.port import Kernels
 from common.engine.kv_memory import KVMemory
 from common.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 """That FlashInfer's kernels are written for."""
@@ -60,20 +63,30 @@ class Refusal:
 def make_attention(needs: AttentionNeeds, asked: AttentionName, kernels: Kernels, progress: Callable[[str], None]) -> Attention:
     """asked: the flag --attention. Says through `progress` what it took and why. Raises ConfigError when FlashInfer is asked for
     and cannot be used."""
-    device = needs.memory.pool.device
     if asked == "torch":
         progress("attention: torch, as --attention says")
         return _torch(needs)
-    host = host_of(device)
-    refusal = flashinfer_refusal(needs, host)
-    if refusal is None:
-        return _flashinfer(needs, host, kernels, progress)
+    return flashinfer_or_torch(needs, asked, kernels, progress, host_of(needs.memory.pool.device), _imported)
+
+
+def flashinfer_or_torch(
+    needs: AttentionNeeds,
+    asked: AttentionName,
+    kernels: Kernels,
+    progress: Callable[[str], None],
+    host: Host,
+    load: Callable[[], FlashInfer],
+) -> Attention:
+    """As `make_attention`, on a known host. load: imports FlashInfer."""
+    made = flashinfer_refusal(needs, host) or _flashinfer(needs, host, kernels, progress, load)
+    if not isinstance(made, Refusal):
+        return made
     if asked == "flashinfer":
-        raise ConfigError(f"--attention flashinfer: {refusal.reason}: {refusal.fix}, or take --attention torch")
-    if device.type == "cuda":
-        progress(f"attention: torch, which is slow on CUDA, because {refusal.reason}; to use FlashInfer, {refusal.fix}")
+        raise ConfigError(f"--attention flashinfer: {made.reason}: {made.fix}, or take --attention torch")
+    if host.capability is None:
+        progress(f"attention: torch, because {made.reason}")
     else:
-        progress(f"attention: torch, because {refusal.reason}")
+        progress(f"attention: torch, which is slow on CUDA, because {made.reason}; to use FlashInfer, {made.fix}")
     return _torch(needs)
 
 
@@ -98,7 +111,7 @@ def flashinfer_refusal(needs: AttentionNeeds, host: Host) -> Refusal | None:
     if host.capability is None:
         return Refusal("FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda")
     if host.version is None:
-        return Refusal("FlashInfer is not installed", "install tandem-serve[flashinfer]")
+        return Refusal("FlashInfer is not installed", "install it, as with pip install '.[flashinfer]'")
     if host.capability < (8, 0):
         major, minor = host.capability
         return Refusal(f"the GPU's compute capability is {major}.{minor} and FlashInfer needs 8.0", "take a newer GPU")
@@ -120,28 +133,42 @@ def _torch(needs: AttentionNeeds) -> PagedAttention:
     return PagedAttention(needs.memory, needs.query_heads, needs.layers, needs.dtype, kernel)
 
 
-def _flashinfer(needs: AttentionNeeds, host: Host, kernels: Kernels, progress: Callable[[str], None]) -> FlashInferAttention:
-    """FA3 is Hopper's. It does not read FP8 pages for queries in half precision."""
-    import flashinfer
-
-    same_dtype = needs.memory.pool.dtype == needs.dtype
+def _flashinfer(
+    needs: AttentionNeeds, host: Host, kernels: Kernels, progress: Callable[[str], None], load: Callable[[], FlashInfer]
+) -> FlashInferAttention | Refusal:
+    """FlashInfer with its kernels compiled. FA3 is Hopper's; it does not read FP8 pages for queries in half precision."""
+    kv_dtype = needs.memory.pool.dtype
     shape = FlashInferShape(
         query_heads=needs.query_heads,
         layers=tuple(needs.layers),
         dtype=needs.dtype,
         max_rows=needs.max_rows,
         pages_per_row=needs.pages_per_row,
-        prefill="fa3" if host.capability == (9, 0) and same_dtype else "fa2",
+        prefill="fa3" if host.capability == (9, 0) and kv_dtype == needs.dtype else "fa2",
     )
-    group = needs.query_heads // needs.memory.layout.kv_heads
-    decode = "tensor cores" if decodes_on_tensor_cores(group, needs.memory.pool.dtype) else "CUDA cores"
+    on = "tensor" if decodes_on_tensor_cores(needs.query_heads // needs.memory.layout.kv_heads, kv_dtype) else "CUDA"
     cache = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
     progress(
-        f"attention: FlashInfer {host.version}, chunks by {shape.prefill}, decode on {decode}; its first start with a "
-        f"shape of heads compiles kernels into {cache}, which can take minutes"
+        f"attention: FlashInfer {host.version}, chunks by {shape.prefill}, decode on {on} cores; its first start with a shape of "
+        f"heads compiles kernels into {cache}, which can take minutes"
     )
+    try:
+        made = FlashInferAttention(needs.memory, shape, kernels, load())
+        made.load_kernels()
+    except torch.OutOfMemoryError:
+        raise
+    except (ImportError, OSError, RuntimeError) as error:  # compilers and kernels that fail are RuntimeErrors
+        _log.warning("FlashInfer cannot be used", exc_info=True)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        return Refusal(f"FlashInfer fails with: {reason}", "see the whole error in the log")
+    return made
+
+
+def _imported() -> FlashInfer:
+    import flashinfer
+
     library: FlashInfer = flashinfer
-    return FlashInferAttention(needs.memory, shape, kernels, library)
+    return library
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.attention.port import LayerAttention, StepTokens
+from common.engine.attention.port import LayerAttention, Segment, StepTokens
 from common.engine.kernels.port import Kernels
 from common.engine.kv_memory import KVMemory
 from common.ids import Int64Array
@@ -160,6 +160,20 @@ class FlashInferAttention:
         if begin < len(query):
             self._decode[how].run(query[begin:], views, out=out[begin:])
         return out
+
+    def load_kernels(self) -> None:
+        """Plan and run one chunk and one decode row of one token each, for each way in which layers attend, so that FlashInfer
+        compiles and loads all its kernels. Raises what it fails with, RuntimeError as a rule. Reads the pool's spare page."""
+        shared = self._shared
+        device, spare_page = shared.device, shared.memory.total_pages
+        table = torch.full((1, 1), spare_page, dtype=torch.int32, device=device)
+        one, row = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        self.plan(StepTokens([Segment(0, 1, 0, 1, 0)], table, row, one, np.ones(1, dtype=np.int64)))
+        query = torch.zeros(2, shared.shape.query_heads, shared.memory.layout.head_dim, dtype=shared.shape.dtype, device=device)
+        for how in shared.distinct:
+            self.run(shared.shape.layers.index(how), query)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # kernels fail when they run
 
     def for_graph(self, rows: int) -> "FlashInferDecodeGraph":
         if self._graph_buffers is None:

@@ -1,16 +1,19 @@
 """Which attention an instance gets: what it says, and what it refuses."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from common.engine.attention.choice import AttentionNeeds, Host, flashinfer_refusal, make_attention
+from common.engine.attention.choice import AttentionNeeds, Host, flashinfer_or_torch, flashinfer_refusal, make_attention
+from common.engine.attention.flashinfer import FlashInfer, FlashInferAttention
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import LayerAttention
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.errors import ConfigError
 from common.pages.layout import KVDtype
+from tests.common.engine.attention.flashinfer_double import FlashInferDouble
 from tests.common.engine.attention.steps import Shape
 
 H100 = Host(capability=(9, 0), version="0.6.4", can_compile=True)
@@ -47,6 +50,36 @@ def test_what_flashinfer_does_not_support_is_named_with_the_fix(
     refusal = flashinfer_refusal(refused, host)
     assert refusal is not None
     assert reason in refusal.reason and fix in refusal.fix
+
+
+def test_auto_takes_flashinfer_where_it_can_and_has_its_kernels_compiled_at_once() -> None:
+    lines: list[str] = []
+    double, needed = FlashInferDouble(), needs()
+    made = flashinfer_or_torch(needed, "auto", TorchKernels(), lines.append, H100, lambda: double)
+    assert isinstance(made, FlashInferAttention)
+    assert len(lines) == 1 and "0.6.4" in lines[0] and "fa3" in lines[0] and "minutes" in lines[0]
+    ran = [call.owner for call in double.calls if call.name == "run"]
+    assert sorted(ran) == sorted(2 * ["BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"])
+
+
+def failing(error: Exception) -> Callable[[], FlashInfer]:
+    def load() -> FlashInfer:
+        raise error
+
+    return load
+
+
+@pytest.mark.parametrize("error", [ImportError("no module"), RuntimeError("Ninja build failed\nnvcc: no such file")])
+def test_flashinfer_that_fails_on_the_host_is_left_with_its_last_words(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines: list[str] = []
+    made = flashinfer_or_torch(needs(), "auto", TorchKernels(), lines.append, H100, failing(error))
+    last = str(error).splitlines()[-1]
+    assert isinstance(made, PagedAttention) and last in lines[-1]
+    assert str(error) in caplog.text
+    with pytest.raises(ConfigError, match=f"--attention flashinfer: .*{last}.*--attention torch"):
+        flashinfer_or_torch(needs(), "flashinfer", TorchKernels(), lines.append, H100, failing(error))
 
 
 @pytest.mark.parametrize(("asked", "said"), [("auto", "computes on CPU"), ("torch", "--attention")])

@@ -83,6 +83,7 @@ def test_flashinfers_own_wrappers_give_their_kernels_what_the_layers_ask(
     step = Step(shape, [(0, 7), (9, 6), (3, 1)], [4, 23, 40])
     asked = FlashInferShape(heads, LAYERS, torch.float16, max_rows=4, pages_per_row=shape.width, prefill=prefill)
     attention = FlashInferAttention(step.memory, asked, TorchKernels(), flashinfer)
+    attention.load_kernels()
     for _ in range(2):
         attention.plan(step.tokens)
     for layer in range(len(LAYERS)):
