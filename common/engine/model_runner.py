@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from common.config import EngineConfig, ModelConfig
-from common.engine.attention.choice import AttentionNeeds, make_attention
+from common.engine.attention.choice import AttentionNeeds, check_attention, make_attention
 from common.engine.device import device_of, dtype_of, with_device_defaults
 from common.engine.executor import EngineDescription
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
@@ -52,6 +52,7 @@ class ModelRunner:
             page_size=engine.page_size,
             dtype=dtype_name if engine.kv_dtype == "auto" else "float8_e4m3fn",
         )
+        check_attention(engine.attention, layout, self._dtype, self._device)
         given = given_kv_bytes(engine.kv_memory, self._device)
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded

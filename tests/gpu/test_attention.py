@@ -26,7 +26,7 @@ ROWS = 8
 def made(asked: AttentionName, memory: KVMemory, shape: Shape) -> Attention:
     needs = AttentionNeeds(memory, shape.heads, shape.layers, shape.dtype, ROWS, shape.width)
     if asked == "flashinfer":
-        refusal = flashinfer_refusal(needs, host_of(CUDA))
+        refusal = flashinfer_refusal(memory.layout, shape.dtype, host_of(CUDA))
         if refusal is not None:
             pytest.skip(refusal.reason)
     return make_attention(needs, asked, make_kernels(CUDA), lambda line: None)

@@ -20,8 +20,9 @@ from common.engine.attention.native import load_kernel
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import Attention, LayerAttention
 from common.engine.kernels.port import Kernels
-from common.engine.kv_memory import KVMemory
+from common.engine.kv_memory import KVMemory, torch_dtype
 from common.errors import ConfigError
+from common.pages.layout import KVLayout
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +60,18 @@ class Refusal:
     reason: str
     fix: str
 
+    def as_error(self) -> ConfigError:
+        return ConfigError(f"--attention flashinfer: {self.reason}: {self.fix}, or take --attention torch")
+
+
+def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if FlashInfer is asked for and cannot be used. Call it before the weights are loaded, which takes long.
+
+    dtype: of queries."""
+    refusal = flashinfer_refusal(layout, dtype, host_of(device)) if asked == "flashinfer" else None
+    if refusal is not None:
+        raise refusal.as_error()
+
 
 def make_attention(needs: AttentionNeeds, asked: AttentionName, kernels: Kernels, progress: Callable[[str], None]) -> Attention:
     """asked: the flag --attention. Says through `progress` what it took and why. Raises ConfigError when FlashInfer is asked for
@@ -78,11 +91,11 @@ def flashinfer_or_torch(
     load: Callable[[], FlashInfer],
 ) -> Attention:
     """As `make_attention`, on a known host. load: imports FlashInfer."""
-    made = flashinfer_refusal(needs, host) or _flashinfer(needs, host, kernels, progress, load)
+    made = flashinfer_refusal(needs.memory.layout, needs.dtype, host) or _flashinfer(needs, host, kernels, progress, load)
     if not isinstance(made, Refusal):
         return made
     if asked == "flashinfer":
-        raise ConfigError(f"--attention flashinfer: {made.reason}: {made.fix}, or take --attention torch")
+        raise made.as_error()
     if host.capability is None:
         progress(f"attention: torch, because {made.reason}")
     else:
@@ -104,9 +117,9 @@ def host_of(device: torch.device) -> Host:
     )
 
 
-def flashinfer_refusal(needs: AttentionNeeds, host: Host) -> Refusal | None:
-    """None if FlashInfer can be used."""
-    layout, dtype, kv_dtype = needs.memory.layout, needs.dtype, needs.memory.pool.dtype
+def flashinfer_refusal(layout: KVLayout, dtype: torch.dtype, host: Host) -> Refusal | None:
+    """None if FlashInfer can be used. dtype: of queries."""
+    kv_dtype = torch_dtype(layout.dtype)
     dtypes = (torch.float16, torch.bfloat16)
     if host.capability is None:
         return Refusal("FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda")

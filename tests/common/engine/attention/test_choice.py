@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from common.errors import ConfigError
 from common.pages.layout import KVDtype
 from tests.common.engine.attention.flashinfer_double import FlashInferDouble
 from tests.common.engine.attention.steps import Shape
+from tests.common.engine.checkpoints import qwen3, saved
+from tests.common.engine.exact import runner
 
 H100 = Host(capability=(9, 0), version="0.6.4", can_compile=True)
 
@@ -29,7 +32,7 @@ def needs(dtype: torch.dtype = torch.bfloat16, kv_dtype: KVDtype = "bfloat16", h
     [needs(), needs(head_dim=64), needs(torch.float16, "float16", 256), needs(kv_dtype="float8_e4m3fn")],
 )
 def test_flashinfer_takes_half_precision_over_the_same_or_fp8_pages(supported: AttentionNeeds) -> None:
-    assert flashinfer_refusal(supported, H100) is None
+    assert flashinfer_refusal(supported.memory.layout, supported.dtype, H100) is None
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_flashinfer_takes_half_precision_over_the_same_or_fp8_pages(supported: A
 def test_what_flashinfer_does_not_support_is_named_with_the_fix(
     refused: AttentionNeeds, host: Host, reason: str, fix: str
 ) -> None:
-    refusal = flashinfer_refusal(refused, host)
+    refusal = flashinfer_refusal(refused.memory.layout, refused.dtype, host)
     assert refusal is not None
     assert reason in refusal.reason and fix in refusal.fix
 
@@ -90,6 +93,8 @@ def test_cpu_gets_torch_and_says_why(asked: str, said: str) -> None:
     assert len(lines) == 1 and said in lines[0]
 
 
-def test_flashinfer_on_cpu_is_refused_with_the_flag_the_reason_and_the_fix() -> None:
+def test_flashinfer_on_cpu_is_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:
+    lines: list[str] = []
     with pytest.raises(ConfigError, match=r"--attention flashinfer: .*computes on CPU.*--device cuda.*--attention torch"):
-        make_attention(needs(), "flashinfer", TorchKernels(), lambda line: None)
+        runner(saved(qwen3(), tmp_path), lines.append, attention="flashinfer")
+    assert lines == []
