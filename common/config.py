@@ -93,7 +93,8 @@ class EngineConfig:
         "auto", "replay decode steps as CUDA graphs; auto: on CUDA, where the model and the attention backend allow it"
     )
     graph_sizes: str = option(
-        "auto", "batch sizes of the graphs, such as 1,2,4,8; larger batches run without one; auto: a ladder up to the largest batch"
+        "auto",
+        "batch sizes of the graphs, such as 1,2,4,8; larger batches run without one; auto: a ladder up to the largest batch",
     )
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
 
