@@ -158,7 +158,7 @@ class RouterConfig:
     heartbeat_s: float = option(0.5, "seconds between an instance's reports to the router")
     dead_after_s: float = option(3.0, "seconds of silence after which an instance counts as dead")
     request_timeout_s: float = option(600.0, "seconds that a request may take; a request may ask for less, not for more")
-    max_attempts: int = option(16, "most attempts for one request, when instances fail or need its memory")
+    max_attempts: int = option(16, "most attempts for one request when instances fail; giving up memory is no failure")
     resume_wait_s: float = option(5.0, "seconds that a started request waits for an instance when none is left")
     dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
 

@@ -32,8 +32,8 @@ def choose(
     auto: a prefill instance and then a decode instance, when they are linked; a prefill instance alone for an answer of one
     token; a decode instance alone when no prefill instance can take the prompt or has a link. colocated: a decode instance alone,
     always.
-    avoid: where the request has failed before. These members are used only when no other, not even a decode instance alone, can
-    serve it.
+    avoid: where the request has failed before, or had to give up memory. These members are used only when no other, not even a
+    decode instance alone, can serve it.
     Raises Unavailable when nobody can serve it now, BadRequest when no instance's memory could ever hold it.
     """
     prefills = [] if dispatch == "colocated" else [member for member in fleet.members("prefill") if member.trouble is None]

@@ -125,7 +125,9 @@ class RequestBook:
     def _start_attempt(self, record: Record, now: float) -> Attempt:
         """Place the request's next attempt. Nobody is told yet. Raises Unavailable, BadRequest."""
         prompt_tokens = record.prompt_tokens
-        placement = choose(self._fleet, self._config.dispatch, prompt_tokens, record.remaining_tokens, record.avoid)
+        placement = choose(
+            self._fleet, self._config.dispatch, prompt_tokens, record.remaining_tokens, record.avoid | record.crowded
+        )
         attempt = Attempt(Key(record.spec.request_id, record.attempts), placement, len(record.token_ids), prompt_tokens, now)
         record.attempt = attempt
         record.attempts += 1
@@ -239,7 +241,7 @@ class RequestBook:
         record.set_back(attempt, setback, now)
         if record.remaining_tokens == 0:
             self._end(record, Finished(reason="length"), now)
-        elif record.attempts >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
+        elif record.failed_attempts >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
             self._end(record, setback.failed, now)
         elif record.fruitless >= 2:
             self._observer.resumed(setback.reason)
@@ -367,7 +369,7 @@ def _setback(attempt: Attempt, ending: Ending) -> Setback | None:
     if not isinstance(ending, Failed) or not ending.retryable:
         return None
     if ending.kind == Preempted.kind:
-        return Setback(ResumeReason.PREEMPTED, ending)
+        return Setback(ResumeReason.PREEMPTED, ending, attempt.members[-1:])
     return Setback(ResumeReason.FAILED_ATTEMPT, ending, attempt.needed)
 
 

@@ -41,9 +41,10 @@ class Phase(StrEnum):
 class Record:
     """An open request. Times are seconds of the caller's clock.
 
-    attempt: the present one; None while the request waits for an instance. attempts: how many were started. fruitless: how many
-    in a row brought no token. avoid: where attempts failed. texts: what was delivered, in pieces. gap_since_s: when the client of
-    a resumed request began to wait for its next token; None when it does not wait.
+    attempt: the present one; None while the request waits for an instance. attempts: how many were started. preemptions: how many
+    of them ended because their memory was needed. fruitless: how many in a row failed without a token. avoid: where attempts
+    failed. crowded: where the last one was preempted. texts: what was delivered, in pieces. gap_since_s: when the client of a
+    resumed request began to wait for its next token; None when it does not wait.
     """
 
     spec: RequestSpec
@@ -52,8 +53,10 @@ class Record:
     deadline_s: float
     attempt: Attempt | None = None
     attempts: int = 0
+    preemptions: int = 0
     fruitless: int = 0
     avoid: set[Life] = field(default_factory=set)
+    crowded: set[Life] = field(default_factory=set)
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     last_token_s: float = 0.0
@@ -66,6 +69,12 @@ class Record:
         return Phase.GENERATING if self.token_ids else Phase.AWAITING
 
     @property
+    def failed_attempts(self) -> int:
+        """How many attempts have failed, when none is open. Preemptions need no limit: they end with the request's deadline, and
+        they become rarer as it grows older than the others."""
+        return self.attempts - self.preemptions
+
+    @property
     def prompt_tokens(self) -> int:
         """Length of the next attempt's prompt."""
         return len(self.spec.prompt) // TOKEN_BYTES + len(self.token_ids)
@@ -75,13 +84,17 @@ class Record:
         return self.spec.sampling.max_new_tokens - len(self.token_ids)
 
     def set_back(self, attempt: Attempt, setback: Setback, now: float) -> None:
-        """The attempt is over, but the request is not."""
+        """The attempt is over, but the request is not. A preemption is no failure: the instance is well, only full for now."""
         attempt.release()
         self.attempt = None
+        places = {member.life for member in setback.at}
+        is_preemption = setback.reason is ResumeReason.PREEMPTED
+        self.preemptions += is_preemption
+        self.crowded = places if is_preemption else set()
+        self.avoid |= set() if is_preemption else places
         if attempt.tokens:
             self.fruitless = 0
-        elif setback.reason is not ResumeReason.PREEMPTED:
+        elif not is_preemption:
             self.fruitless += 1
-        self.avoid.update(member.life for member in setback.at)
         if self.gap_since_s is None:
             self.gap_since_s = self.last_token_s if self.token_ids else now

@@ -197,12 +197,19 @@ def test_a_failure_that_trying_again_does_not_help_ends_the_request(error: Tande
 # --- where it goes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_preempted_request_may_go_where_it_was() -> None:
+def test_a_preempted_request_goes_elsewhere_first_and_may_come_back_next_time() -> None:
     bench = Bench(P0, D0, D1)
     assert route(bench.submit(spec())) == ("p0", "d0")
     bench.report(D1, 1.0, Load(running_tokens=10_000))
-    assert route(bench.text(0, "", PREEMPTED)) == ("p0", "d0")
-    assert bench.observer.resumes == [ResumeReason.PREEMPTED]
+    assert route(bench.text(0, "", PREEMPTED)) == ("p0", "d1"), "d0 has less to do, but no room"
+    assert route(bench.text(0, "", PREEMPTED, attempt=1)) == ("p0", "d0")
+    assert bench.observer.resumes == [ResumeReason.PREEMPTED] * 2
+
+
+def test_a_preempted_request_goes_back_to_where_it_was_when_nobody_else_can_serve_it() -> None:
+    bench = Bench(P0, D0)
+    bench.submit(spec())
+    assert route(bench.text(0, "ab", PREEMPTED)) == ("p0", "d0")
 
 
 def test_a_request_that_failed_does_not_go_back_to_where_it_failed_however_busy_the_others_are() -> None:
@@ -261,13 +268,26 @@ def test_a_pause_after_fruitless_attempts_is_a_pause_whoever_joins_meanwhile() -
     assert len(generates(bench.core.tick(2.0))) == 1, "two heartbeats later"
 
 
-def test_a_preempted_attempt_is_not_fruitless_but_the_number_of_attempts_is_bounded() -> None:
-    bench = Bench(P0, D0, config=RouterConfig(max_attempts=9)).serving()
-    for attempt in range(9):
-        assert bench.observer.endings == []
-        bench.text(0, "", PREEMPTED, attempt=attempt)
-    assert bench.observer.endings == [PREEMPTED]
+def test_a_preemption_is_no_failed_attempt_and_only_the_deadline_bounds_their_number() -> None:
+    config = RouterConfig(max_attempts=2, request_timeout_s=100.0)
+    bench = Bench(P0, D0, config=config).serving(spec(max_new_tokens=100))
+    for attempt in range(40):
+        assert len(generates(bench.text((attempt + 1) // 2, "" if attempt % 2 else "a", PREEMPTED, attempt=attempt))) == 1
+        bench.beat(1.0)
+    bench.text(20, "", PUSH_FAILED, attempt=40)
+    assert bench.observer.endings == [], "one of two has failed"
+    bench.core.requests.tick(100.0, text_flows=True)
+    (ending,) = bench.observer.endings
+    assert isinstance(ending, Failed) and ending.status == 504
     assert bench.assigned() == {"p0": 0, "d0": 0}
+
+
+def test_attempts_that_fail_are_limited_however_many_were_preempted_between_them() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(max_attempts=3)).serving(spec(max_new_tokens=100))
+    for attempt in range(5):
+        assert bench.observer.endings == []
+        bench.text(attempt, "a", PREEMPTED if attempt % 2 else PUSH_FAILED, attempt=attempt)
+    assert bench.observer.endings == [PUSH_FAILED]
 
 
 # --- nobody can serve ----------------------------------------------------------------------------------------------------
