@@ -8,6 +8,7 @@ later one becomes an error event. Does not know the fleet.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -140,7 +141,7 @@ class StreamResponse(AnswerResponse):
         while deltas := await self._answer.read():
             events: list[bytes] = []
             failed: Failed | None = None
-            for delta in deltas if len(deltas) == 1 else _joined(deltas):
+            for delta in deltas if len(deltas) == 1 else joined(deltas):
                 outcome = None if delta.ending is None else _outcome(delta.ending)
                 finish = None if isinstance(outcome, Failed) else outcome
                 failed = failed or (outcome if isinstance(outcome, Failed) else None)
@@ -165,15 +166,17 @@ class StreamResponse(AnswerResponse):
         return None
 
 
-def _joined(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:
+def joined(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:
     """One delta for each choice that has news."""
-    joined: dict[int, ChoiceDelta] = {}
+    pieces: dict[int, list[ChoiceDelta]] = {}
     for delta in deltas:
-        before = joined.get(delta.index)
-        if before is not None:
-            delta = ChoiceDelta(delta.index, before.text + delta.text, before.token_ids + delta.token_ids, delta.ending)
-        joined[delta.index] = delta
-    return list(joined.values())
+        pieces.setdefault(delta.index, []).append(delta)
+    return [
+        ChoiceDelta(
+            index, "".join(piece.text for piece in of), tuple(chain.from_iterable(piece.token_ids for piece in of)), of[-1].ending
+        )
+        for index, of in pieces.items()
+    ]
 
 
 def _outcome(ending: Ending) -> OpenAIFinish | Failed:

@@ -73,7 +73,7 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextBatch(Message, frozen=True):
-    """detokenizer → router: what one batch of tokens brought."""
+    """detokenizer → router: what came of tokens, or a part of it."""
 
     deltas: tuple[TextDelta, ...]
     """Those of one request are in order."""

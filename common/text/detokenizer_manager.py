@@ -8,7 +8,8 @@ import threading
 import time
 
 from common.ids import DETOKENIZER, ROUTER
-from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextBatch, TextDelta
+from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextDelta
+from common.text.batches import cut
 from common.text.detokenizer import Detokenizer
 from common.text.tokenizer_manager import TokenizerManager
 from common.wire import Mailbox
@@ -59,7 +60,7 @@ class DetokenizerManager:
         self._mailbox.close()
 
     def _turn(self) -> None:
-        """Wait for mail, a deadline or the next heartbeat, and send all text that this brought as one batch."""
+        """Wait for mail, a deadline or the next heartbeat, and send all text that this brought."""
         deadline = self._detokenizer.next_deadline()
         wake_s = self._next_beat_s if deadline is None else min(deadline, self._next_beat_s)
         self._mailbox.wait(wake_s - time.monotonic())
@@ -69,8 +70,8 @@ class DetokenizerManager:
             texts += self._detokenizer.receive(message, time.monotonic())
         now = time.monotonic()
         texts += self._detokenizer.tick(now)
-        if texts:
-            self._mailbox.send(ROUTER, TextBatch(deltas=tuple(texts)))
+        for batch in cut(texts):
+            self._mailbox.send(ROUTER, batch)
         if now >= self._next_beat_s:
             self._next_beat_s = now + HEARTBEAT_S
             self._beat()

@@ -12,7 +12,8 @@ from common.config import RouterConfig
 from common.engine.toy import TOY_VOCAB
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, RequestId
 from common.instance.ports import Send
-from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextBatch, TextDelta
+from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextDelta
+from common.text.batches import cut
 from common.text.detokenizer import Detokenizer
 from router.core import RouterCore
 from router.requests import RequestSpec
@@ -102,8 +103,8 @@ class DetokenizerProcess:
         for _, message in self._mail.receive():
             texts += self.core.receive(message, now)
         texts += self.core.tick(now)
-        if texts:
-            self._mail.send(ROUTER, TextBatch(deltas=tuple(texts)))
+        for batch in cut(texts):
+            self._mail.send(ROUTER, batch)
         if now >= self._beats_s:
             self._beats_s = now + HEARTBEAT_S
             dropped = sum(self.core.dropped.values())

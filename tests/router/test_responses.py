@@ -1,0 +1,28 @@
+"""What waited for a slow reader is sent as one piece for each choice."""
+
+import pytest
+
+from common.messages import Ending, Finished
+from router import responses
+from router.outbox import ChoiceDelta
+from router.responses import joined
+
+
+def test_pieces_of_each_choice_become_one_with_the_last_ones_ending() -> None:
+    done = Finished(reason="length")
+    pieces = [ChoiceDelta(0, "a", (1,)), ChoiceDelta(1, "x", (7,)), ChoiceDelta(0, "", (2, 3)), ChoiceDelta(0, "c", (), done)]
+    assert joined(pieces) == [ChoiceDelta(0, "ac", (1, 2, 3), done), ChoiceDelta(1, "x", (7,))]
+
+
+def test_joining_builds_no_text_on_the_way_however_many_pieces_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece that is joined to what came before copies all of it: 27,000 pieces would stop the loop for seconds."""
+    built: list[ChoiceDelta] = []
+
+    def build(index: int, text: str, token_ids: tuple[int, ...], ending: Ending | None = None) -> ChoiceDelta:
+        built.append(ChoiceDelta(index, text, token_ids, ending))
+        return built[-1]
+
+    pieces = [ChoiceDelta(number % 2, " word", (number,)) for number in range(1_000)]
+    monkeypatch.setattr(responses, "ChoiceDelta", build)
+    assert joined(pieces) == built and len(built) == 2
+    assert built[1].token_ids == tuple(range(1, 1_000, 2)) and built[1].text == " word" * 500
