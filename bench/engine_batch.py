@@ -68,8 +68,16 @@ class OfflinePlanner:
     """Runs sequences through a batch: prompts in chunks beside the decode steps of others, first come, first served. A sequence
     starts when a row is free and the pages of its whole length are."""
 
-    def __init__(self, engine: EngineDescription, chunk_tokens: int, prompts: Int64Array, answers: Int64Array) -> None:
-        self._batch = Batch(engine)
+    def __init__(
+        self,
+        engine: EngineDescription,
+        chunk_tokens: int,
+        prompts: Int64Array,
+        answers: Int64Array,
+        sampling: SamplingParams = GREEDY,
+    ) -> None:
+        """prompts, answers: how many tokens each sequence has of them, [sequences]. A prompt's are random."""
+        self._batch = Batch(engine, sampling)
         self._engine, self._chunk_tokens = engine, chunk_tokens
         random = np.random.default_rng(11)
         self.prompts = [random.integers(0, engine.model.vocab_size, count).astype(np.int32) for count in prompts]

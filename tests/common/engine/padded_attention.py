@@ -23,7 +23,7 @@ class PaddedAttention:
 
     def __init__(self, memory: KVMemory, rows: int) -> None:
         self._memory = memory
-        self._lengths = torch.zeros(rows, dtype=torch.int64)
+        self._lengths = torch.zeros(rows, dtype=torch.int64, device=memory.pool.device)
 
     def plan(self, step: StepTokens) -> None:
         assert len(step.decode_rows) == len(step.host_lengths) == len(self._lengths) and not step.chunks
@@ -34,7 +34,7 @@ class PaddedAttention:
         rows, heads, dim = query.shape
         pages = self._step.table[self._step.decode_rows].long()
         keys, values = (view[pages].transpose(1, 2).flatten(2, 3) for view in self._memory.layers[layer])
-        beyond = torch.arange(keys.shape[2])[None, :] >= self._lengths[:, None]
+        beyond = torch.arange(keys.shape[2], device=query.device)[None, :] >= self._lengths[:, None]
         keys, values = (x.masked_fill(beyond[:, None, :, None], 0.0) for x in (keys, values))
         grouped = query.view(rows, keys.shape[1], -1, dim)
         scores = (grouped @ keys.transpose(2, 3) * dim**-0.5).masked_fill(beyond[:, None, None, :], -torch.inf)

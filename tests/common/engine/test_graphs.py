@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from common.engine.attention.flashinfer import FlashInferAttention, FlashInferShape
 from common.engine.attention.port import Attention, LayerAttention
 from common.engine.executor import EngineDescription
-from common.engine.graphs import fitting, ladder
+from common.engine.graphs import GraphMaker, fitting, ladder
+from common.engine.kernels.choice import make_kernels
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.kv_memory import KVMemory
 from common.engine.models.loading import Loading
@@ -53,29 +54,38 @@ def flashinfer_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAtt
 
 
 class Engine:
-    """A step runner over a small model, with or without graphs. replays: how often each batch size was replayed."""
+    """A step runner over a small model, with or without graphs. replays: how often each batch size was replayed. maker: of the
+    graphs."""
 
-    def __init__(self, path: Path, sizes: tuple[int, ...] = (), attend: Attend = torch_attention) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sizes: tuple[int, ...] = (),
+        attend: Attend = torch_attention,
+        device: torch.device = CPU,
+        maker: GraphMaker | None = None,
+    ) -> None:
         shape = read_served_shape(path)
-        kernels = TorchKernels()
-        model = load_model(path, shape, Loading(torch.float32, CPU, CONTEXT), kernels, lambda text: None)
+        kernels = make_kernels(device)
+        model = load_model(path, shape, Loading(torch.float32, device, CONTEXT), kernels, lambda text: None)
         layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype="float32")
-        self.memory = KVMemory(layout, PAGES, CPU)
+        self.memory = KVMemory(layout, PAGES, device)
         attention = attend(self.memory, shape.heads, model.attention)
         self.steps = StepRunner(
             model, kernels, self.memory, attention, Sampler(kernels), max_rows=ROWS, pages_per_row=CONTEXT // 8, layer_groups=0
         )
         self.replays: dict[int, int] = {}
         self._size = 0
+        self._maker = RecordedGraphs() if maker is None else maker
         if sizes:
             assert self.steps.capture(self, sizes, self._told) is None
         identity = ModelIdentity(
             name="", fingerprint="", architecture="", dtype="float32", vocab_size=VOCAB, context_tokens=CONTEXT
         )
-        self.description = EngineDescription(identity, layout, PAGES, ROWS, self.memory.region, (), "cpu")
+        self.description = EngineDescription(identity, layout, PAGES, ROWS, self.memory.region, (), str(device))
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        size, replay = self._size, RecordedGraphs().capture(run)
+        size, replay = self._size, self._maker.capture(run)
 
         def counted() -> None:
             self.replays[size] = self.replays.get(size, 0) + 1

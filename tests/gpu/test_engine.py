@@ -1,0 +1,160 @@
+"""The engine on a card: the contract of every device, CUDA graphs, long prompts in large batches, and memory that is measured."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from common.config import EngineConfig, ModelConfig
+from common.engine.graphs import CudaGraphs
+from common.engine.model_runner import ModelRunner
+from common.engine.models.decoder import Decoder
+from common.errors import ConfigError
+from tests.common.engine import exact
+from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
+from tests.common.engine.device_contract import GREEDY, SAMPLED, EngineContract
+from tests.common.engine.driver import Driver
+from tests.common.engine.test_graphs import EVERY_KIND, Engine, prompts
+
+CARD = "cuda:0"
+GIB = 2**30
+CONTEXT_BYTES = 2 * GIB
+"""More than what the driver and libraries take for a process, beside torch's own memory."""
+START_S = 240.0
+PARTNER = """
+import json, sys
+import numpy as np
+from common.config import EngineConfig, ModelConfig
+from common.engine.model_runner import ModelRunner
+from tests.common.engine.device_contract import GREEDY
+from tests.common.engine.driver import Driver
+made = ModelRunner(ModelConfig(), EngineConfig(device="cuda:0", sharers=2), lambda text: None)
+(answer,) = Driver(made.run, made.description).answers([np.arange(300, 340, dtype=np.int32)], 8, GREEDY)
+print(json.dumps({"pool_bytes": made.description.memory.region_bytes, "answer": answer}), flush=True)
+sys.stdin.read()
+"""
+"""An instance that shares its card with another: it says what it got, and keeps it until its input ends."""
+
+
+class TestEngineOnACard(EngineContract):
+    device = CARD
+
+    @pytest.mark.parametrize("make", [llama, qwen3])
+    def test_long_prompts_in_a_batch_of_32_answer_as_transformers_does(
+        self, tmp_path: Path, make: Callable[..., PreTrainedModel]
+    ) -> None:
+        model = make(max_position_embeddings=2048)
+        made = self.runner(saved(model, tmp_path), kv_memory="256MiB", max_running=32)
+        random = np.random.default_rng(6)
+        asked = [random.integers(3, VOCAB, length).astype(np.int32) for length in (2000, *random.integers(1, 600, 31))]
+        exact.assert_exact(model, exact.answers(made, Decoder, asked, 5, chunk_tokens=512))
+
+
+@pytest.fixture
+def own_stream() -> Iterator[None]:
+    """Graphs cannot be captured on a card's default stream."""
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        yield
+        torch.cuda.synchronize()
+
+
+@pytest.mark.usefixtures("own_stream")
+@pytest.mark.parametrize("make", [lambda: llama(attention_bias=True), qwen3], ids=["llama", "qwen3"])
+def test_a_captured_decode_step_gives_the_tokens_of_the_eager_one_for_any_later_batch(
+    tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
+    """Greedy rows, noisy ones and such that filter, in float32; three rows run as four, and eight without a graph."""
+    path, card = saved(make(), tmp_path), torch.device(CARD)
+    eager, graphed = Engine(path, device=card), Engine(path, (1, 2, 4, 6), device=card, maker=CudaGraphs())
+    for count in (1, 2, 3, 5, 6, 8):
+        sampling = [EVERY_KIND[(row + count) % len(EVERY_KIND)] for row in range(count)]
+        answers = graphed.answers(prompts(count), sampling)
+        assert answers == eager.answers(prompts(count), sampling)
+        assert len({token for answer in answers for token in answer}) > 5
+    assert set(graphed.replays) == {1, 2, 4, 6}
+
+
+@pytest.mark.usefixtures("own_stream")
+def test_rows_that_fill_a_graph_write_to_the_spare_page_alone(tmp_path: Path) -> None:
+    engine = Engine(saved(qwen3(), tmp_path), (8,), device=torch.device(CARD), maker=CudaGraphs())
+    engine.memory.pool.fill_(7.0)
+    spare = len(engine.memory.pool) - 1
+    engine.answers(prompts(3), EVERY_KIND[:3])
+    touched = torch.nonzero((engine.memory.pool != 7.0).any(dim=1)).flatten().tolist()
+    leased = np.random.default_rng(5).permutation(engine.description.total_pages)[:20].tolist()
+    assert spare in touched and set(touched) <= {spare, *leased}
+
+
+def demo(**changes: object) -> ModelRunner:
+    fields: dict[str, object] = {"device": CARD, "max_running": 8, "context_tokens": 1024}
+    return ModelRunner(ModelConfig(), EngineConfig(**(fields | changes)), lambda text: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_served_engine_with_graphs_mostly_answers_as_without(sampling: object) -> None:
+    """In bfloat16 with FlashInfer, which may divide a context differently, so a near tie may fall otherwise."""
+    try:
+        graphed = demo(graphs="on", graph_sizes="8", kv_memory="256MiB")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    random = np.random.default_rng(4)
+    asked = [random.integers(300, 2000, length).astype(np.int32) for length in range(1, 400, 50)]
+    eager = demo(graphs="off", kv_memory="256MiB")
+    ours, theirs = (Driver(made.run, made.description).answers(asked, 16, sampling) for made in (graphed, eager))  # type: ignore[arg-type]
+    equal = sum(mine == other for mine, other in zip(ours, theirs, strict=True))
+    assert equal >= len(asked) // 2, f"{equal} of {len(asked)} answers are equal"
+
+
+@pytest.mark.parametrize("changes", [{"quantization": "fp8"}, {"kv_dtype": "fp8_e4m3"}], ids=["weights", "pages"])
+def test_fp8_begins_most_answers_as_bfloat16_does(changes: dict[str, object]) -> None:
+    random = np.random.default_rng(9)
+    asked = [random.integers(300, 2000, length).astype(np.int32) for length in range(5, 325, 40)]
+    runners = demo(kv_memory="256MiB"), demo(kv_memory="256MiB", **changes)
+    whole, small = (Driver(made.run, made.description).answers(asked, 1, GREEDY) for made in runners)
+    assert sum(ours == theirs for ours, theirs in zip(small, whole, strict=True)) >= len(asked) // 2
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_take_what_is_left_and_the_largest_step_still_fits(tmp_path: Path) -> None:
+    """`--kv-memory auto`: 2 % of the card stay free, and little more. The longest chunk beside every row needs no more."""
+    torch.cuda.empty_cache()
+    model = saved(qwen3(max_position_embeddings=2048), tmp_path)
+    made = exact.runner(model, device=CARD, kv_memory="auto", max_running=256, chunk_tokens=2048, dtype="bfloat16")
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    kept = 0.02 * total_bytes
+    assert 0.5 * kept < free_bytes < kept + CONTEXT_BYTES
+    asked = [np.full(length, 7, dtype=np.int32) for length in (2000, *range(1, 256))]
+    answers = Driver(made.run, made.description).answers(asked, 2, SAMPLED, chunk_tokens=2048)
+    assert all(len(answer) == 2 for answer in answers)
+    after, _ = torch.cuda.mem_get_info()
+    assert after > 0.25 * kept, "steps take no more than was measured"
+
+
+def test_two_instances_that_start_on_one_card_get_equal_parts_and_the_same_answers() -> None:
+    torch.cuda.empty_cache()
+    total_bytes = torch.cuda.mem_get_info()[1]
+    command = [sys.executable, "-c", PARTNER]
+    root = str(Path(__file__).parents[2])
+    partners = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)]
+    try:
+        told = []
+        for partner in partners:
+            assert partner.stdout is not None
+            line = partner.stdout.readline()
+            assert line, f"an instance ended with {partner.wait(START_S)}"
+            told.append(json.loads(line))
+    finally:
+        for partner in partners:
+            partner.communicate(timeout=START_S)
+    first, second = told
+    assert first["answer"] == second["answer"]
+    assert first["pool_bytes"] == second["pool_bytes"]
+    assert 0.3 * total_bytes < first["pool_bytes"] < 0.5 * total_bytes
