@@ -20,13 +20,16 @@ LIBRARIES = (
     "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine-non-cuda",
     "torch",
+    "triton",
+    "flashinfer-python",
+    "transformers",
     "numpy",
 )
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    """cores: those that this process may run on. load: the machine's over the last minute, when measuring began. gpus: the name
-    and the driver of each."""
+    """cores: those that this process may run on. load: the machine's over the last minute, when measuring began. gpus: the
+    name of each, its driver, and the highest clocks of its processors and its memory. torch's version names that of CUDA."""
 
     cpu: str
     cores: int
@@ -63,7 +66,7 @@ def _cpu_model() -> str:
 
 def _gpus() -> tuple[str, ...]:
     """As NVIDIA's tool names them, which makes no context on them. Empty where the tool is not."""
-    command = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    command = ("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader")
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -24,8 +24,8 @@ from tests.common.engine.test_graphs import EVERY_KIND, Engine, prompts
 
 CARD = "cuda:0"
 GIB = 2**30
-CONTEXT_BYTES = 2 * GIB
-"""More than what the driver and libraries take for a process, beside torch's own memory."""
+LEFT_BYTES = 2 * GIB
+"""What may stay free besides: memory that was measured for steps, and is not taken yet."""
 START_S = 240.0
 PARTNER = """
 import json, sys
@@ -124,14 +124,14 @@ def test_fp8_begins_most_answers_as_bfloat16_does(changes: dict[str, object]) ->
 
 
 def test_pages_take_what_is_left_and_the_largest_step_still_fits(tmp_path: Path) -> None:
-    """`--kv-memory auto`: 2 % of the card stay free, and little more. The longest chunk beside every row needs no more."""
+    """`--kv-memory auto`: 2 % of the card stay free, and little more. A full chunk beside every row needs no more."""
     torch.cuda.empty_cache()
     model = saved(qwen3(max_position_embeddings=2048), tmp_path)
     made = exact.runner(model, device=CARD, kv_memory="auto", max_running=256, chunk_tokens=2048, dtype="bfloat16")
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     kept = 0.02 * total_bytes
-    assert 0.5 * kept < free_bytes < kept + CONTEXT_BYTES
-    asked = [np.full(length, 7, dtype=np.int32) for length in (2000, *range(1, 256))]
+    assert 0.25 * kept < free_bytes < kept + LEFT_BYTES
+    asked = [np.full(length, 7, dtype=np.int32) for length in (2048 - 255, *[1] * 255)]
     answers = Driver(made.run, made.description).answers(asked, 2, SAMPLED, chunk_tokens=2048)
     assert all(len(answer) == 2 for answer in answers)
     after, _ = torch.cuda.mem_get_info()
