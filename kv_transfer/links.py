@@ -23,6 +23,9 @@ SLOWEST_BYTES_PER_S = 10 * 2**20
 """A link is lost when no push completes on it for STALL_S, plus the time that the bytes in flight take at this rate."""
 RETRY_S, RETRY_MOST_S = 5.0, 60.0
 """The pause before a lost link is tried again; it doubles each time. A dead peer has left the fleet by then."""
+QUICK_S = 0.1
+"""An attempt to connect that takes longer was one to a peer that does not answer, or only slowly. The transfer thread does nothing
+else meanwhile. So the next attempt waits for as long as this one took: leases, pushes and links that are up get their turn."""
 TURN_S = 1.0
 """Links are measured one after the other, but no link waits longer than this for the one before it."""
 
@@ -62,6 +65,11 @@ class Links:
         self._links: dict[InstanceId, Link] = {}
         self._stalls: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._retries: DeadlineWheel[InstanceId] = DeadlineWheel()
+        self._new: deque[Link] = deque()
+        self._again: deque[Link] = deque()
+        """Links to open: those of peers that joined, and those that were lost before, which may fail again and so come later."""
+        self._opens_s = -math.inf
+        """Not before this time."""
         self._unmeasured: deque[Link] = deque()
         self._turn_ends_s = -math.inf
 
@@ -76,7 +84,8 @@ class Links:
         return link if link is not None and link.info.incarnation == incarnation else None
 
     def next_deadline(self) -> float | None:
-        return earliest(self._stalls.next_deadline(), self._retries.next_deadline())
+        opens_s = self._opens_s if self._new or self._again else None
+        return earliest(self._stalls.next_deadline(), self._retries.next_deadline(), opens_s)
 
     def tick(self, now: float) -> None:
         """Lose the links without progress, and try lost ones again."""
@@ -84,7 +93,20 @@ class Links:
             link = self._links[peer]
             self.cut(link, f"no push completed for {self._clock() - link.progress_s:.0f} s")
         for peer in self._retries.expired(now):
-            self._open(self._links[peer])
+            self._again.append(self._links[peer])
+        self.open_waiting()
+
+    def open_waiting(self) -> None:
+        """Connect to the peers that wait for it, up to the first attempt that takes long."""
+        while (waiting := self._new or self._again) and (began_s := self._clock()) >= self._opens_s:
+            link = waiting.popleft()
+            if self._links.get(link.info.id) is not link or link.state == "ready":
+                continue  # the peer has left meanwhile, or the link is up
+            self._retries.clear(link.info.id)
+            self._open(link)
+            now = self._clock()
+            if now - began_s > QUICK_S:
+                self._opens_s = now + (now - began_s)
 
     def reconcile(self, peers: tuple[InstanceInfo, ...]) -> None:
         """Make the links to these peers, and close all others."""
@@ -100,7 +122,8 @@ class Links:
         for peer in peers:
             if peer.id not in self._links:
                 self._links[peer.id] = Link(peer, "connecting")
-                self._open(self._links[peer.id])
+                self._new.append(self._links[peer.id])
+        self.open_waiting()
 
     def lose(self, agent: str, reason: str) -> None:
         """The transport has lost this agent."""

@@ -168,9 +168,14 @@ class TransferLoop:
     def _check_leases(self) -> None:
         """Close a link whose lease has ended with pushes in flight, so that no further slice is posted.
 
-        Pushes that outlive their link are still watched.
+        Pushes that outlive their link are still watched. A renewal that waits behind a command that took long has come in time.
         """
         now = self._clock()
+        ends_s = self._leases.next_deadline()
+        if ends_s is not None and ends_s <= now:
+            for command in self._commands.copy():
+                if isinstance(command, Allow):
+                    self._allow(command)
         for link in self._leases.expired(now):
             if not any(flight.link is link and flight.probe is None for flight in self._in_flight.values()):
                 continue
