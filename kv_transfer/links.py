@@ -24,8 +24,8 @@ SLOWEST_BYTES_PER_S = 10 * 2**20
 RETRY_S, RETRY_MOST_S = 5.0, 60.0
 """The pause before a lost link is tried again; it doubles each time. A dead peer has left the fleet by then."""
 QUICK_S = 0.1
-"""An attempt to connect that takes longer was one to a peer that does not answer, or only slowly. The transfer thread does nothing
-else meanwhile. So the next attempt waits for as long as this one took: leases, pushes and links that are up get their turn."""
+"""An attempt to connect that takes longer was one to a peer that does not answer, or slowly. The transfer thread does
+nothing else meanwhile. So the next attempt waits for as long as this one took: leases, pushes and links get their turn."""
 TURN_S = 1.0
 """Links are measured one after the other, but no link waits longer than this for the one before it."""
 

@@ -126,6 +126,12 @@ def instance_pids(fleet: RunningFleet) -> dict[str, int]:
     return {instance["id"]: instance["ranks"][0]["pid"] for instance in fleet.cluster()["instances"]}
 
 
+def resumed(fleet: RunningFleet) -> float:
+    """How many attempts the router has followed by another one since it began."""
+    lines = httpx.get(f"{fleet.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("tandem_resumes_total{"))
+
+
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
     before = shared_files()
@@ -184,6 +190,20 @@ def test_a_router_that_was_killed_comes_back_on_its_ports_and_the_instances_find
     streams = Streams(fleet)
     streams.begin()
     assert streams.end() == undisturbed
+
+
+def test_a_router_that_was_stopped_for_ten_seconds_goes_on_and_nothing_is_computed_anew(
+    fleet: RunningFleet, streams: Streams, undisturbed: list[list[int]]
+) -> None:
+    until_whole(fleet, DECODE)
+    before, resumes = instance_pids(fleet), resumed(fleet)
+    router = pid_of(fleet, "router")
+    os.kill(router, signal.SIGSTOP)
+    time.sleep(10.0)
+    os.kill(router, signal.SIGCONT)
+    assert streams.end() == undisturbed
+    assert resumed(fleet) == resumes and instance_pids(fleet) == before
+    until_whole(fleet, DECODE)
 
 
 def test_an_instance_that_is_told_twice_to_stop_ends_at_once_and_comes_back(
