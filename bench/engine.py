@@ -6,6 +6,7 @@ by then, and the next one gets a new process. Measures nothing itself and uses n
 
 import contextlib
 import itertools
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from common.processes.lines import Progress
 LEAST_S = 5.0
 """A task is not begun with less time than this."""
 BUILDS_AT_ONCE = 4
+_ERROR = re.compile(r"[A-Za-z][\w.]*(Error|Exception|Failed|Refused|Ended): ")
 
 
 def run(bench: EngineBench, engine: EngineConfig, is_quick: bool, command: str, markdown: bool) -> int:
@@ -103,7 +105,7 @@ class Bench:
         except (ChildEnded, TimeoutError) as error:
             account = str(error)
             say(f"{task.label} failed: {account}")
-        failure = _last_line(account)
+        failure = _reason(account)
         self.runs.append(TaskRun(label=task.label, seconds=time.monotonic() - began, failure=failure, account=account))
         return not account
 
@@ -139,7 +141,8 @@ class _Worker:
         self._child.wait(KILL_S)
 
 
-def _last_line(account: str) -> str:
-    """The reason in an account whose last lines are those of a traceback."""
+def _reason(account: str) -> str:
+    """The reason in an account: the last line that names an error, because CUDA's errors end in general advice; or the last."""
     lines = [line.strip() for line in account.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    named = [line for line in lines if _ERROR.match(line)]
+    return (named or lines or [""])[-1]

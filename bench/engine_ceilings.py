@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.engine_device import timed_s
+from bench.engine_device import current, timed_s
 from bench.engine_figures import Ceilings
 from bench.engine_plan import MeasureCeilings
 from bench.figures import Spread
-from common.engine.device import device_of
 
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
 """Many times what a cache holds."""
@@ -20,7 +19,7 @@ REPEATS = 20
 
 
 def measure(task: MeasureCeilings) -> Iterator[Ceilings]:
-    device = device_of(task.engine.device)
+    device = current(task.engine.device)
     side, dtype = MATMUL_SIDE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
     source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     source.view(torch.int64).random_()

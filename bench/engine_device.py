@@ -11,11 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.engine.device import device_of
 from common.pages.layout import MemoryRegion
 
 _FILL_ELEMENTS = 2**27
 _CYCLES_PER_S = 2e9
 """More than a card's clock makes, so that a pause is never shorter than asked for."""
+
+
+def current(name: str) -> torch.device:
+    """The device of a name as in `--device`. Kernels that name no device start there from now on."""
+    device = device_of(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from bench.engine_batch import Batch
+from bench.engine_device import current
 from bench.engine_figures import HostWork
 from bench.engine_plan import MeasureHost
 from bench.figures import Spread
 from common.engine.attention.choice import AttentionNeeds, make_attention
 from common.engine.attention.port import Attention, LayerAttention
-from common.engine.device import device_of
 from common.engine.executor import EngineDescription
 from common.engine.graphs import CudaGraphs
 from common.engine.kernels.choice import make_kernels
@@ -49,7 +49,7 @@ class EmptyModel:
 
 
 def measure(task: MeasureHost) -> Iterator[HostWork]:
-    device = device_of(task.engine.device)
+    device = current(task.engine.device)
     on_cuda = device.type == "cuda"
     head_dim, kv_heads = (128, 8) if on_cuda else (8, 1)
     layout = KVLayout(

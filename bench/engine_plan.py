@@ -11,7 +11,7 @@ from common.config import DEMO_MODEL, Dtype, EngineConfig, option
 from common.errors import ConfigError
 from common.processes.lines import JsonLine
 
-Section = Literal["ceilings", "host", "build", "checks", "steps", "offline", "ring", "push", "exposed"]
+Section = Literal["ceilings", "build", "host", "checks", "steps", "offline", "ring", "push", "exposed"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {

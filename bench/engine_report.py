@@ -28,6 +28,7 @@ STEADY = "Shares are of what the device did in the same run."
 Table = list[tuple[str, ...]]
 Section = tuple[str, Table]
 MISSING = "–"
+PROGRESS = ("loading", "making", "measuring", "capturing")
 
 
 def text(outcome: EngineOutcome) -> str:
@@ -62,6 +63,7 @@ def sections(outcome: EngineOutcome) -> Iterator[Section]:
     makers: tuple[tuple[str, tuple[str, ...], Callable[[EngineOutcome], Table]], ...] = (
         ("What ran", ("task", "s", "not measured because"), _runs),
         ("Start-up", ("model", "dtype", "s", "weights read, GB", "pages, GB", "context", "phases, s"), _starts),
+        ("What each model's start said", ("model", ""), _said),
         ("Builds", ("model", "s"), _builds),
         ("Equal tokens, up to the first of an answer that differs", ("what", "tokens", "of", ""), _agreements),
         ("Pushes, GB/s", ("way", "page", "pages", "arrangement", "GB/s"), _pushes),
@@ -101,6 +103,16 @@ def _starts(outcome: EngineOutcome) -> Table:
             ", ".join(f"{name} {seconds:.1f}" for name, seconds in start.phases.items()),
         )
         for start in outcome.of(Started)
+    ]
+
+
+def _said(outcome: EngineOutcome) -> Table:
+    """Each thing once, without what is mere progress: which attention it has, whether there are graphs, what the memory is for."""
+    return [
+        (start.model, text)
+        for start in outcome.of(Started)
+        for text in dict.fromkeys(start.said)
+        if not text.startswith(PROGRESS)
     ]
 
 

@@ -12,13 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from bench.engine_batch import GREEDY, Batch
-from bench.engine_device import device_ms, fill_randomly, free_bytes
+from bench.engine_device import current, device_ms, fill_randomly, free_bytes
 from bench.engine_figures import Built, DecodeStep, Figure, Prefill, Started
 from bench.engine_models import prefill_flop, shape_folder, step_weight_bytes
 from bench.engine_plan import Build, MeasureSteps
 from bench.figures import Spread
 from common.config import DEMO_MODEL, ModelConfig
-from common.engine.device import device_of
 from common.engine.kv_memory import torch_dtype
 from common.engine.model_runner import ModelRunner
 from common.engine.models.port import ServedShape
@@ -83,7 +82,7 @@ def _start(task: MeasureSteps, model: ModelConfig, shape: ServedShape, say: Say)
         weight_bytes=step_weight_bytes(shape, ITEM_BYTES[dtype], task.engine),
         pool_bytes=described.memory.region_bytes,
         context_tokens=described.model.context_tokens,
-        free_bytes=free_bytes(device_of(task.engine.device)),
+        free_bytes=free_bytes(current(task.engine.device)),
     )
     return runner, started
 

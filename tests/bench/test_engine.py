@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.engine import Bench, _Worker
+from bench.engine import Bench, _reason, _Worker
 from bench.engine_batch import OfflinePlanner
 from bench.engine_device import fill_randomly, memory_of
 from bench.engine_figures import Ceilings, DecodeStep, HostWork, Prefill, Started, judge
@@ -103,6 +103,14 @@ def test_a_task_for_which_no_time_is_left_is_not_begun() -> None:
 def test_a_worker_that_does_not_answer_is_given_up_at_its_time() -> None:
     with closing(_Worker()) as worker, pytest.raises(TimeoutError, match="it was at: its first step"):
         list(worker.figures(MeasureCeilings(engine=CPU, is_quick=True), time.monotonic()))
+
+
+def test_the_reason_of_a_failure_is_its_error_and_not_the_advice_behind_it() -> None:
+    account = "exit status 1\n  last lines:\n    Traceback (most recent call last):\n      File x\n    "
+    assert _reason(
+        account + "torch.AcceleratorError: CUDA error: misaligned\n    CUDA errors come late: use A=1\n    Compile with B"
+    ) == ("torch.AcceleratorError: CUDA error: misaligned")
+    assert _reason(account + "killed") == "killed" and _reason("") == ""
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------------
