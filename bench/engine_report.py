@@ -107,7 +107,7 @@ def _starts(outcome: EngineOutcome) -> Table:
 
 
 def _said(outcome: EngineOutcome) -> Table:
-    """Each thing once, without what is mere progress: which attention it has, whether there are graphs, what the memory is for."""
+    """Each thing once, without mere progress: which attention it has, whether there are graphs, what the memory is for."""
     return [
         (start.model, text)
         for start in outcome.of(Started)
