@@ -19,7 +19,7 @@ from common.errors import BadRequest, UnknownModel
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
-from router.openai_api import COMPLETION_MAX_TOKENS, ChatRequest, CompletionRequest, ReadRequest
+from router.openai_api import ALL_TOKENS, COMPLETION_MAX_TOKENS, ChatRequest, CompletionRequest, ReadRequest
 from router.requests import RequestSpec
 
 SEED_BITS = 63
@@ -63,7 +63,7 @@ class Intake:
         self._core = core
         self._tokenizer = tokenizer
         self._model = model
-        self._default_max_tokens = config.default_max_tokens
+        self._chat_max_tokens = config.default_max_tokens or None
         self._longest_timeout_s = config.request_timeout_s
         # Several threads, so that one very long prompt does not delay the others.
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
@@ -71,10 +71,10 @@ class Intake:
 
     async def accept_chat(self, request: ChatRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
-        chars = sum(len(message["content"]) for message in request.messages)
+        chars = sum(len(text) for message in request.messages for text in message.values())
         self._check(request, "messages", chars, self.context_tokens)
         prompts = await self._encode(self._tokenizer.encode_chat, (request.messages,), request.fields.n)
-        return self._accept("chatcmpl-", prompts, request, "messages", self._default_max_tokens)
+        return self._accept("chatcmpl-", prompts, request, "messages", self._chat_max_tokens)
 
     async def accept_completion(self, request: CompletionRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
@@ -119,27 +119,28 @@ class Intake:
             self._encoding -= choices
 
     def _accept(
-        self, prefix: str, prompts: list[list[int]], request: ReadRequest, prompt_field: str, default_max_tokens: int
+        self, prefix: str, prompts: list[list[int]], request: ReadRequest, prompt_field: str, default_max_tokens: int | None
     ) -> Accepted:
-        fields, largest_id = request.fields, self._tokenizer.vocab_size - 1
+        fields = request.fields
         context, answer_id = self.context_tokens, prefix + secrets.token_hex(12)
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
+        self._check_ids(fields.stop_token_ids, "stop_token_ids")
         specs: list[RequestSpec] = []
         samples: Counter[bytes] = Counter()  # of each prompt: equal prompts go on counting, or they would get equal answers
         for prompt in prompts:
             if not prompt:
                 raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
-            if min(prompt) < 0 or max(prompt) > largest_id:
-                raise BadRequest(f"{prompt_field} holds token ids that are not between 0 and {largest_id}", field=prompt_field)
+            self._check_ids(prompt, prompt_field)
             packed = pack_ids(prompt)
             sampling = SamplingParams(
                 max_new_tokens=self._max_new_tokens(len(prompt), request, prompt_field, default_max_tokens, context),
                 temperature=fields.temperature,
                 top_p=fields.top_p,
-                top_k=fields.top_k,
+                top_k=0 if fields.top_k == ALL_TOKENS else fields.top_k,
                 min_p=fields.min_p,
                 seed=seed,
                 ignore_eos=fields.ignore_eos,
+                stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
             )
             sampling.validate()
             for _ in range(fields.n):
@@ -150,9 +151,17 @@ class Intake:
                 specs.append(RequestSpec(request_id, index, packed, params, request.stop, fields.priority, fields.timeout))
         return Accepted(answer_id, tuple(specs), sum(map(len, prompts)))
 
-    def _max_new_tokens(self, prompt_tokens: int, request: ReadRequest, prompt_field: str, default: int, context: int) -> int:
-        """What the client asked for; otherwise the default, or less if the context or the largest decode instance has less room.
-        Raises BadRequest when the context has no room for it."""
+    def _check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raises BadRequest when one of these is no token of the model."""
+        largest_id = self._tokenizer.vocab_size - 1
+        if ids and (min(ids) < 0 or max(ids) > largest_id):
+            raise BadRequest(f"{field} holds token ids that are not between 0 and {largest_id}", field=field)
+
+    def _max_new_tokens(
+        self, prompt_tokens: int, request: ReadRequest, prompt_field: str, default: int | None, context: int
+    ) -> int:
+        """What the client asked for; otherwise what the context and the largest decode instance leave, but no more than the
+        default if there is one. Raises BadRequest when the context has no room for an answer."""
         asked = request.max_tokens
         code = "context_length_exceeded"
         if prompt_tokens >= context:
@@ -160,7 +169,8 @@ class Intake:
             raise BadRequest(f"{message}: shorten it to at most {context - 1}", field=prompt_field, code=code)
         if asked is None:
             memory = max((member.capacity_tokens for member in self._core.fleet.members("decode")), default=context)
-            return max(1, min(default, context - prompt_tokens, memory - prompt_tokens))
+            room = max(1, min(context, memory) - prompt_tokens)
+            return room if default is None else min(default, room)
         if prompt_tokens + asked > context:
             name = request.max_tokens_field
             message = f"{name} is {asked}, but after {prompt_tokens} tokens of {prompt_field} the context of {context}"

@@ -21,6 +21,9 @@ MAX_CHOICES_PER_PROMPT = 16
 MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 256
+ALL_TOKENS = -1
+"""As `top_k`: what vLLM's clients send for all tokens, as 0."""
 MAX_PRIORITY = 1000
 
 S = TypeVar("S", bound="SamplingFields")
@@ -36,7 +39,17 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Annotated[str | list[TextPart] | None, Meta(description="The text. Null is an empty text.")]
+    name: Annotated[str | None, Meta(description="Who speaks, for chat templates that use it.")] = None
+
+    def for_template(self) -> dict[str, str]:
+        """What the chat template gets. `developer` is OpenAI's newer name of `system`; chat templates know the older one."""
+        content = self.content or ""
+        message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content if isinstance(content, str) else "".join(part.text for part in content),
+        }
+        return message if self.name is None else message | {"name": self.name}
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,14 +58,17 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
     stream: Annotated[bool, Meta(description="Send the answer as server-sent events.")] = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int | None, Meta(description="Longest answer, in tokens.")] = None
+    max_tokens: Annotated[
+        int | None, Meta(description="Longest answer, in tokens; without it: 16, or what the context leaves a chat.")
+    ] = None
     temperature: Annotated[float, Meta(description="0: always take the most likely token. At most 2.")] = 1.0
     top_p: Annotated[float, Meta(description="Sample from the most likely tokens that together have this probability.")] = 1.0
-    top_k: Annotated[int, Meta(description="Sample from this many of the most likely tokens; 0: from all.")] = 0
+    top_k: Annotated[int, Meta(description="Sample from this many of the most likely tokens; 0 or -1: from all.")] = 0
     min_p: Annotated[float, Meta(description="Skip tokens less likely than this share of the most likely one.")] = 0.0
     seed: Annotated[int | None, Meta(description="The same seed and request give the same answer.")] = None
     n: Annotated[int, Meta(description=f"Answers to each prompt: 1 to {MAX_CHOICES_PER_PROMPT}.")] = 1
     stop: Annotated[str | list[str], Meta(description=f"Up to {MAX_STOPS} strings before which the answer ends.")] = []
+    stop_token_ids: Annotated[list[int], Meta(description="Token ids that end the answer. They have no text.")] = []
     ignore_eos: Annotated[bool, Meta(description="Go on after the model's end-of-text token.")] = False
     return_token_ids: Annotated[bool, Meta(description="Send the token ids with the text.")] = False
     timeout: Annotated[float | None, Meta(description="Cancel the request after this many seconds.")] = None
@@ -73,7 +89,7 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[str | list[str | int], Meta(description="A text, several texts, or the token ids of one prompt.")]
+    prompt: Annotated[str | list[str | int | list[int]], Meta(description="One prompt or several, each a text or its token ids.")]
 
 
 Prompt: TypeAlias = str | tuple[int, ...]
@@ -118,13 +134,8 @@ def read_chat(body: bytes) -> ChatRequest:
         if limit is not None and limit != fields.max_completion_tokens:
             raise BadRequest("max_tokens and max_completion_tokens differ: send one of them", field="max_tokens")
         limit, name = fields.max_completion_tokens, "max_completion_tokens"
-    read: list[Mapping[str, str]] = []
-    for message in fields.messages:
-        # `developer` is OpenAI's newer name of `system`; chat templates know the older one.
-        role = "system" if message.role == "developer" else message.role
-        content = message.content
-        read.append({"role": role, "content": content if isinstance(content, str) else "".join(part.text for part in content)})
-    return ChatRequest(fields=fields, stop=_checked_stops(fields), max_tokens=limit, max_tokens_field=name, messages=tuple(read))
+    read = tuple(message.for_template() for message in fields.messages)
+    return ChatRequest(fields=fields, stop=_checked_stops(fields), max_tokens=limit, max_tokens_field=name, messages=read)
 
 
 def read_completion(body: bytes) -> CompletionRequest:
@@ -135,19 +146,19 @@ def read_completion(body: bytes) -> CompletionRequest:
     return CompletionRequest(fields=fields, stop=_checked_stops(fields), max_tokens=fields.max_tokens, prompts=prompts)
 
 
-def _prompts(prompt: str | list[str | int]) -> tuple[Prompt, ...]:
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     if isinstance(prompt, str):
         return (prompt,)
-    texts = [part for part in prompt if isinstance(part, str)]
     ids = [part for part in prompt if isinstance(part, int)]
-    if not prompt or (texts and ids):
-        fix = "send a string, a list of strings or a list of token ids"
-        raise BadRequest(f"prompt is {'empty' if not prompt else 'a mixture of strings and numbers'}: {fix}", field="prompt")
+    prompts: list[Prompt] = [part if isinstance(part, str) else tuple(part) for part in prompt if not isinstance(part, int)]
+    if not prompt or (ids and prompts):
+        fix = "send one prompt or a list of prompts, each a string or a list of token ids"
+        raise BadRequest(f"prompt is {'a mixture of prompts and token ids' if prompt else 'empty'}: {fix}", field="prompt")
     if ids:
         return (tuple(ids),)
-    if len(texts) > MAX_PROMPTS:
-        raise BadRequest(f"prompt holds {len(texts)} prompts: send at most {MAX_PROMPTS}", field="prompt")
-    return tuple(texts)
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"prompt holds {len(prompts)} prompts: send at most {MAX_PROMPTS}", field="prompt")
+    return tuple(prompts)
 
 
 def _checked_stops(fields: SamplingFields) -> tuple[str, ...]:
@@ -163,6 +174,9 @@ def _checked_stops(fields: SamplingFields) -> tuple[str, ...]:
         raise BadRequest(f"stop holds {len(stops)} strings: send at most {MAX_STOPS}", field="stop")
     if any(not 1 <= len(one) <= MAX_STOP_CHARS for one in stops):
         raise BadRequest(f"each stop string must have between 1 and {MAX_STOP_CHARS} characters", field="stop")
+    if len(fields.stop_token_ids) > MAX_STOP_TOKENS:
+        message = f"stop_token_ids holds {len(fields.stop_token_ids)} ids: send at most {MAX_STOP_TOKENS}"
+        raise BadRequest(message, field="stop_token_ids")
     return stops
 
 

@@ -50,7 +50,6 @@ NEUTRAL_MESSAGE_VALUES: Mapping[str, tuple[object, ...]] = {
     "annotations": ([],),
     "tool_calls": ([],),
     "function_call": _NOTHING,
-    "name": _NOTHING,
 }
 """Fields that the messages of our own answers have when a client sends them back."""
 

@@ -67,6 +67,11 @@ async def test_token_ids_are_a_prompt(site: Site) -> None:
     assert response.json()["choices"][0]["text"] == "ab"
 
 
+async def test_several_prompts_may_be_token_ids(site: Site) -> None:
+    response = await post(site, "/v1/completions", completion([[ord("a"), ord("b")], [ord("c")]], max_tokens=1))
+    assert [choice["text"] for choice in response.json()["choices"]] == ["a", "c"]
+
+
 async def test_several_prompts_and_several_choices_are_numbered_prompt_by_prompt(site: Site) -> None:
     body = (await post(site, "/v1/completions", completion(["aa", "bbb"], n=2, max_tokens=1, seed=7))).json()
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
@@ -109,10 +114,12 @@ async def test_the_greatest_seed_wraps_round_for_further_choices(site: Site) -> 
 
 async def test_sampling_parameters_reach_the_fleet(site: Site) -> None:
     wanted: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": 3, "ignore_eos": True}
-    await post(site, "/v1/chat/completions", chat(**wanted))
-    (message,) = sent_to_fleet(site)
+    await post(site, "/v1/chat/completions", chat(**wanted, stop_token_ids=[7, 999, 7]))
+    await post(site, "/v1/chat/completions", chat(top_k=-1))
+    message, of_all = sent_to_fleet(site)
     sampling = msgspec.structs.asdict(message.sampling)
-    assert sampling == wanted | {"max_new_tokens": 5, "stop_token_ids": ()}
+    assert sampling == wanted | {"max_new_tokens": 5, "stop_token_ids": (7, 999)}
+    assert of_all.sampling.top_k == 0
     assert unpack_ids(message.prompt).tolist() == [ord(char) for char in "hello"]
 
 
@@ -147,9 +154,9 @@ async def test_a_request_whose_time_is_over_later_ends_its_stream_with_an_error_
 
 @pytest.mark.parametrize(
     ("default", "prompt_tokens", "answer_tokens"),
-    [(2048, 5, CONTEXT - 5), (20, 5, 20), (20, CONTEXT - 20, 20), (20, CONTEXT - 19, 19), (20, CONTEXT - 1, 1)],
+    [(0, 5, CONTEXT - 5), (20, 5, 20), (20, CONTEXT - 20, 20), (20, CONTEXT - 19, 19), (20, CONTEXT - 1, 1)],
 )
-async def test_without_max_tokens_a_chat_answer_has_the_default_length_or_what_the_context_leaves(
+async def test_without_max_tokens_a_chat_answer_has_what_the_context_leaves_or_the_length_that_the_flag_sets(
     default: int, prompt_tokens: int, answer_tokens: int
 ) -> None:
     async with Site(config=RouterConfig(default_max_tokens=default)) as site:
@@ -194,7 +201,7 @@ async def test_a_request_may_ask_for_more_than_the_default_length() -> None:
         ("/v1/chat/completions", chat(max_tokens=-(2**70)), 400, "max_tokens", "at least 1"),
         ("/v1/chat/completions", chat(temperature=2.5), 400, "temperature", "between 0 and 2"),
         ("/v1/chat/completions", chat(top_p=0), 400, "top_p", "above 0"),
-        ("/v1/chat/completions", chat(top_k=-1), 400, "top_k", "0 (all tokens)"),
+        ("/v1/chat/completions", chat(top_k=-2), 400, "top_k", "0 (all tokens)"),
         ("/v1/chat/completions", chat(min_p=1.5), 400, "min_p", "between 0 and 1"),
         ("/v1/chat/completions", chat(seed=2**63), 400, "seed", "64-bit"),
         ("/v1/chat/completions", chat(timeout=0), 400, "timeout", "above 0 and at most 600 seconds"),
@@ -206,6 +213,9 @@ async def test_a_request_may_ask_for_more_than_the_default_length() -> None:
         ("/v1/completions", completion(priority=0.5), 400, "priority", "expected `int"),
         ("/v1/completions", completion(""), 400, "prompt", "empty"),
         ("/v1/completions", completion([5, 1000]), 400, "prompt", "between 0 and 999"),
+        ("/v1/completions", completion([[5], [1000]]), 400, "prompt", "between 0 and 999"),
+        ("/v1/completions", completion([[5], []]), 400, "prompt", "empty"),
+        ("/v1/chat/completions", chat(stop_token_ids=[1000]), 400, "stop_token_ids", "between 0 and 999"),
         ("/v1/completions", completion([-1]), 400, "prompt", "between 0 and 999"),
         ("/v1/completions", completion([2**80]), 400, "prompt", "between 0 and 999"),
         ("/v1/completions", completion("x", echo=True), 400, "echo", "send false"),

@@ -27,6 +27,8 @@ def test_a_chat_request_of_every_field_is_read() -> None:
                 {"role": "developer", "content": "be brief"},
                 {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
                 {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
+                {"role": "assistant", "content": None},
+                {"role": "user", "content": "d", "name": "bob"},
                 USER,
             ],
             stream=True,
@@ -39,6 +41,7 @@ def test_a_chat_request_of_every_field_is_read() -> None:
             seed=-4,
             n=2,
             stop="x",
+            stop_token_ids=[7, 8],
             ignore_eos=True,
             timeout=2,
             priority=-1000,
@@ -50,6 +53,8 @@ def test_a_chat_request_of_every_field_is_read() -> None:
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "d", "name": "bob"},
         {"role": "user", "content": "hi"},
     )
     asked = request.fields
@@ -57,6 +62,7 @@ def test_a_chat_request_of_every_field_is_read() -> None:
     assert (request.max_tokens, request.max_tokens_field) == (5, "max_completion_tokens")
     assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.seed) == (0.0, 0.5, 3, 0.1, -4)
     assert (asked.n, request.stop, asked.ignore_eos) == (2, ("x",), True)
+    assert asked.stop_token_ids == [7, 8]
     assert (asked.timeout, asked.priority) == (2.0, -1000)
 
 
@@ -67,9 +73,16 @@ def test_null_is_as_good_as_absent() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "read"),
-    [("a", ("a",)), (["a", "b"], ("a", "b")), ([1, 2], ((1, 2),)), ("", ("",))],
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ("", ("",)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+        (["a", [3]], ("a", (3,))),
+    ],
 )
-def test_a_prompt_is_a_text_several_texts_or_token_ids(prompt: Any, read: Any) -> None:
+def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: Any) -> None:
     assert read_completion(completion(prompt=prompt)).prompts == read
 
 
@@ -88,8 +101,8 @@ def test_a_prompt_is_a_text_several_texts_or_token_ids(prompt: Any, read: Any) -
         (chat(messages=["hi"]), "messages[0]", "expected `object`"),
         (chat(messages=[USER, {"role": "tool", "content": "x"}]), "messages[1].role", "use system, developer, user or assistant"),
         (chat(messages=[{"role": "user"}]), "messages[0].content", "missing"),
-        (chat(messages=[{"role": "user", "content": None}]), "messages[0].content", "expected `str | array`"),
-        (chat(messages=[{"role": "user", "content": "x", "name": "bob"}]), "messages[0].name", "leave it out"),
+        (chat(messages=[{"role": "user", "content": 3}]), "messages[0].content", "expected `str | array | null`"),
+        (chat(messages=[{"role": "user", "content": "x", "name": 3}]), "messages[0].name", "expected `str | null`"),
         (chat(messages=[{"role": "user", "content": "x", "colour": 1}]), "messages[0].colour", "not a known field"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0].type", "'text'"),
         (chat(colour="red"), "colour", "not a known field"),
@@ -105,6 +118,8 @@ def test_a_prompt_is_a_text_several_texts_or_token_ids(prompt: Any, read: Any) -
         (chat(stop=["a"] * 17), "stop", "at most 16"),
         (chat(stop=["a", ""]), "stop", "between 1 and 1024 characters"),
         (chat(stop=3), "stop", "expected `str | array`"),
+        (chat(stop_token_ids=["x"]), "stop_token_ids[0]", "expected `int`"),
+        (chat(stop_token_ids=[1] * 257), "stop_token_ids", "at most 256"),
         (chat(stream_options={"include_usage": True}), "stream_options", "stream=true"),
         (chat(stream=True, stream_options={"colour": 1}), "stream_options.colour", "not a known field"),
         (chat(logprobs=True), "logprobs", "leave it out or send false"),
@@ -125,7 +140,9 @@ def test_a_bad_chat_request_is_refused_by_field_and_fix(body: bytes, field: str 
         (b'{"model": "m"}', "prompt", "missing"),
         (completion(prompt=[]), "prompt", "empty"),
         (completion(prompt=["a", 1]), "prompt", "mixture"),
-        (completion(prompt=[[1], [2]]), "prompt[0]", "expected"),
+        (completion(prompt=[[1], 2]), "prompt", "mixture"),
+        (completion(prompt=[[1, "a"]]), "prompt[0][1]", "expected `int`"),
+        (completion(prompt=[[1]] * 65), "prompt", "at most 64"),
         (completion(prompt=["a"] * 65), "prompt", "at most 64"),
         (completion(max_completion_tokens=3), "max_completion_tokens", "not a known field"),
         (completion(echo=True), "echo", "leave it out or send false"),
