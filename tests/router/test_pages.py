@@ -76,7 +76,9 @@ async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_re
     await until(lambda: site.core.detokenizer.last is not None)
     text = (await get(site, "/metrics")).text
     healthy = await get(site, "/health")
-    site.core.tick(site.gateway.clock() + 4.0)
+    silent_at_s = site.core.detokenizer.silent_at_s
+    assert silent_at_s is not None
+    site.core.tick(silent_at_s)
     sick, unready, page = await get(site, "/health"), await get(site, "/ready"), (await get(site, "/cluster")).json()
     dark = (await get(site, "/metrics")).text
     site.fleet.say(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=5))
