@@ -25,7 +25,7 @@ from common.processes.lines import Progress
 
 LEAST_S = 5.0
 """A task is not begun with less time than this."""
-BUILDS_AT_ONCE = 4
+BUILDS_AT_ONCE = 6
 _ERROR = re.compile(r"[A-Za-z][\w.]*(Error|Exception|Failed|Refused|Ended): ")
 
 

@@ -43,9 +43,9 @@ class Agreement(JsonLine, frozen=True, kw_only=True):
 
 
 class Built(JsonLine, frozen=True, kw_only=True):
-    """A model was started with one layer, which compiles its kernels."""
+    """A model was started with one layer, which compiles its kernels. Others were started at the same time."""
 
-    model: str
+    what: str
     seconds: float
 
 

@@ -167,7 +167,7 @@ class Build(Task, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        return f"build {self.model}"
+        return f"build {self.model}" + (", FP8 pages" if self.engine.kv_dtype == "fp8_e4m3" else "")
 
 
 class CheckOperations(Task, frozen=True, kw_only=True):
@@ -260,29 +260,31 @@ AnyTask: TypeAlias = (
 )
 
 
-def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, has_graphs: bool) -> Iterator[AnyTask]:
-    """In their order: what matters most comes first, because the time may not be enough for all. has_graphs: on this device."""
+def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: bool) -> Iterator[AnyTask]:
+    """In their order: what matters most comes first, because the time may not be enough for all. on_cuda: there are
+    graphs there, and kernels to compile."""
     for section in bench.sections:
-        yield from _tasks_of(section, bench, engine, is_quick, has_graphs)
+        yield from _tasks_of(section, bench, engine, is_quick, on_cuda)
 
 
-def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_quick: bool, has_graphs: bool) -> Iterator[AnyTask]:
+def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: bool) -> Iterator[AnyTask]:
     match section:
         case "ceilings":
             yield MeasureCeilings(engine=engine, is_quick=is_quick)
         case "host":
             yield MeasureHost(engine=engine, is_quick=is_quick, rounds=10 * bench.rounds)
         case "build":
-            if has_graphs:
-                yield Build(engine=engine, is_quick=is_quick, model=DEMO_MODEL)
-                yield from (Build(engine=engine, is_quick=is_quick, model=name) for name in bench.shapes)
+            if on_cuda:
+                fp8 = replace(engine, kv_dtype="fp8_e4m3")
+                yield from (Build(engine=engine, is_quick=is_quick, model=name) for name in (DEMO_MODEL, *bench.shapes))
+                yield from (Build(engine=fp8, is_quick=is_quick, model=name) for name in (DEMO_MODEL, bench.shapes[0]))
         case "checks":
             yield CheckOperations(engine=engine, is_quick=is_quick)
             yield CheckAnswers(engine=engine, is_quick=is_quick)
         case "steps":
             yield from (_steps(bench, engine, is_quick, name) for name in bench.shapes)
         case "offline":
-            yield from (task for name in bench.offline_shapes for task in _offline(bench, engine, is_quick, has_graphs, name))
+            yield from (task for name in bench.offline_shapes for task in _offline(bench, engine, is_quick, on_cuda, name))
         case "ring":
             yield CheckRing(engine=engine, is_quick=is_quick, dtype="float32")
             yield CheckRing(engine=engine, is_quick=is_quick, dtype="bfloat16")
@@ -313,12 +315,12 @@ def _steps(bench: EngineBench, engine: EngineConfig, is_quick: bool, model: str)
     )
 
 
-def _offline(bench: EngineBench, engine: EngineConfig, is_quick: bool, has_graphs: bool, model: str) -> Iterator[MeasureOffline]:
+def _offline(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: bool, model: str) -> Iterator[MeasureOffline]:
     """With two steps in flight, as served, and with one; without graphs, where there are graphs."""
     fewest, most = bench.sequence_range
     served = replace(engine, context_tokens=_LONGEST_SEQUENCE_PARTS * most)
     for config, in_flight in ((served, (2, 1)), (replace(served, graphs="off"), (2,))):
-        if config is served or has_graphs:
+        if config is served or on_cuda:
             yield MeasureOffline(
                 engine=config,
                 is_quick=is_quick,

@@ -64,7 +64,7 @@ def sections(outcome: EngineOutcome) -> Iterator[Section]:
         ("What ran", ("task", "s", "not measured because"), _runs),
         ("Start-up", ("model", "dtype", "s", "weights read, GB", "pages, GB", "context", "phases, s"), _starts),
         ("What each model's start said", ("model", ""), _said),
-        ("Builds", ("model", "s"), _builds),
+        ("Builds, all at once", ("what", "s"), _builds),
         ("Equal tokens, up to the first of an answer that differs", ("what", "tokens", "of", ""), _agreements),
         ("Pushes, GB/s", ("way", "page", "pages", "arrangement", "GB/s"), _pushes),
         ("Exposed transfer, ms", ("fleet", "prompt", "first token", "all pushes", "exposed"), _exposed),
@@ -117,7 +117,7 @@ def _said(outcome: EngineOutcome) -> Table:
 
 
 def _builds(outcome: EngineOutcome) -> Table:
-    return [(built.model, f"{built.seconds:.1f}") for built in outcome.of(Built)]
+    return [(built.what, f"{built.seconds:.1f}") for built in outcome.of(Built)]
 
 
 def _agreements(outcome: EngineOutcome) -> Table:

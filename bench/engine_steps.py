@@ -35,13 +35,13 @@ Say = Callable[[str], None]
 def build(task: Build, say: Say) -> Iterator[Built]:
     """Start the model with one layer and few graphs: that takes every kernel that it needs."""
     began = time.monotonic()
-    engine = replace(task.engine, kv_memory="1GiB", graph_sizes="1,8", max_running=8, context_tokens=4096)
+    engine = replace(task.engine, kv_memory="1GiB", graph_sizes="1,8", max_running=8, context_tokens=512)
     if task.model == DEMO_MODEL:
         ModelRunner(ModelConfig(), engine, say)
     else:
         with shape_folder(task.model, num_hidden_layers=1) as model:
             ModelRunner(model, replace(engine, load_format="dummy"), say)
-    yield Built(model=task.model, seconds=time.monotonic() - began)
+    yield Built(what=task.label, seconds=time.monotonic() - began)
 
 
 def measure(task: MeasureSteps, say: Say) -> Iterator[Figure]:
