@@ -68,6 +68,13 @@ class Hang:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stall:
+    """The router's process is stopped, or its loop is busy, for so many seconds. This alone befalls no request."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Leave:
     """The instance is drained, by the router or by a signal, and started again when it has left."""
 
@@ -87,7 +94,7 @@ class Part:
     breaks: bool
 
 
-Deed: TypeAlias = Kill | Hang | Leave | Part
+Deed: TypeAlias = Kill | Hang | Stall | Leave | Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +148,10 @@ def draw_schedule(seed: int) -> Schedule:
         chances=_chances(random),
         rough=_rough(random),
         asks=_asks(random),
-        faults=tuple(_fault(random, names, victims, survivor) for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4)))),
+        faults=(
+            *(_fault(random, names, victims, survivor) for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4)))),
+            *_stalls(Random(f"stalls {seed}")),
+        ),
         survivor=survivor,
     )
 
@@ -221,6 +231,13 @@ def _fault(random: Random, names: list[str], victims: list[str], survivor: str |
         trigger=random.choice(TRIGGERS) if random.random() < 0.6 else None,
         deed=_deed(random, names, victims, survivor),
     )
+
+
+def _stalls(random: Random) -> tuple[Fault, ...]:
+    if random.random() < 0.7:
+        return ()
+    seconds = random.choice((random.uniform(0.2, 3.0), random.uniform(3.0, 12.0)))
+    return (Fault(at_s=random.uniform(0.1, WINDOW_S), trigger=None, deed=Stall(seconds=seconds)),)
 
 
 def _deed(random: Random, names: list[str], victims: list[str], survivor: str | None) -> Deed:

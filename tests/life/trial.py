@@ -24,7 +24,7 @@ from tests.life.fleet import Fleet, World
 from tests.life.instance import Instance
 from tests.life.ledger import Ledger
 from tests.life.network import Letter, keys_of
-from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Schedule
+from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Schedule, Stall
 from tests.life.weather import Cut, Storm
 
 PAGE_TOKENS = 4
@@ -203,7 +203,8 @@ class Trial(Fleet):
     def _do(self, deed: Deed) -> None:
         now = self.clock.now
         self._note(str(deed))
-        self._strike(*((deed.one, deed.other) if isinstance(deed, Part) else (deed.name,)))
+        if not isinstance(deed, Stall):
+            self._strike(*((deed.one, deed.other) if isinstance(deed, Part) else (deed.name,)))
         match deed:
             case Kill():
                 if deed.name in self.instances:
@@ -214,6 +215,8 @@ class Trial(Fleet):
             case Hang():
                 if deed.name in self.instances:
                     self.instances[deed.name].stop_until(now + deed.seconds)
+            case Stall():
+                self.router_process.stop_until(now + deed.seconds)
             case Leave():
                 self._drain(deed)
             case Part():
