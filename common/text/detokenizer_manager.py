@@ -17,6 +17,9 @@ from common.wire import Mailbox
 HEARTBEAT_S = 1.0
 """Seconds between heartbeats to the router."""
 
+TURN_S = 0.05
+"""How long one turn takes in mail: an answer that is opened again takes milliseconds, and text and heartbeats must not wait."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -66,9 +69,9 @@ class DetokenizerManager:
         self._mailbox.wait(wake_s - time.monotonic())
         self._mailbox.route(ROUTER, self._router_address)
         texts: list[TextDelta] = []
-        for _, message in self._mailbox.receive():
-            texts += self._detokenizer.receive(message, time.monotonic())
-        now = time.monotonic()
+        ends_s = time.monotonic() + TURN_S
+        while (now := time.monotonic()) < ends_s and (mail := self._mailbox.receive(1)):
+            texts += self._detokenizer.receive(mail[0][1], now)
         texts += self._detokenizer.tick(now)
         for batch in cut(texts):
             self._mailbox.send(ROUTER, batch)

@@ -1,6 +1,7 @@
 """The detokenizer's process, run on a thread: real sockets, a real loop."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from common.errors import ConfigError
 from common.ids import DETOKENIZER, ROUTER
 from common.messages import (
     DetokenizerHeartbeat,
+    DetokenizerInbox,
     ExpectAnswer,
     Finished,
     RouterInbox,
@@ -17,7 +19,8 @@ from common.messages import (
     TokenBatch,
     TokenDelta,
 )
-from common.text.detokenizer_manager import DetokenizerManager
+from common.text.detokenizer import Detokenizer
+from common.text.detokenizer_manager import TURN_S, DetokenizerManager
 from common.wire import Mailbox
 from tests.builders import key
 from tests.common.mailboxes import DECODE, KEY, LOOPBACK, PREFILL, WAIT_S, Make
@@ -92,3 +95,33 @@ def test_stop_works_before_run_and_after_its_end(model: str) -> None:
 def test_an_address_that_is_taken_is_refused(manager: DetokenizerManager, model: str) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"):
         DetokenizerManager(manager.address, model)
+
+
+def test_a_turn_is_bounded_in_time_however_much_mail_waits(model: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message takes a millisecond at least, so a turn has only so many."""
+    turns = [0]
+
+    def receive(detokenizer: Detokenizer, message: DetokenizerInbox, now: float) -> list[TextDelta]:
+        time.sleep(0.001)
+        turns[-1] += 1
+        return []
+
+    def tick(detokenizer: Detokenizer, now: float) -> list[TextDelta]:
+        turns.append(0)
+        return []
+
+    monkeypatch.setattr(Detokenizer, "receive", receive)
+    monkeypatch.setattr(Detokenizer, "tick", tick)
+    manager = DetokenizerManager(LOOPBACK, model)
+    router = make(ROUTER, inbox=RouterInbox)
+    router.route(DETOKENIZER, manager.address)
+    for number in range(300):
+        router.send(DETOKENIZER, ExpectAnswer(key=key(str(number))))
+    thread = threading.Thread(target=manager.run)
+    thread.start()
+    deadline_s = time.monotonic() + WAIT_S
+    while sum(turns) < 300 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    manager.stop()
+    thread.join(WAIT_S)
+    assert sum(turns) == 300 and max(turns) <= TURN_S / 0.001 + 1
