@@ -92,7 +92,7 @@ def _token_times(response: http.client.HTTPResponse) -> Iterator[float]:
     for line in response:
         now = time.perf_counter()
         data = line.strip().removeprefix(EVENT)
-        if not data or data == b"[DONE]":
+        if not data or data.startswith(b":") or data == b"[DONE]":
             continue
         event: dict[str, Any] = json.loads(data)
         if "error" in event:

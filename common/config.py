@@ -159,6 +159,9 @@ class RouterConfig:
     dead_after_s: float = option(3.0, "seconds of silence after which an instance counts as dead")
     request_timeout_s: float = option(600.0, "seconds that a request may take; a request may ask for less, not for more")
     max_attempts: int = option(16, "most attempts for one request when instances fail; giving up memory is no failure")
+    keep_alive_s: float = option(
+        15.0, "seconds of silence after which an event stream gets a comment line, so that no proxy closes it; 0: never"
+    )
     resume_wait_s: float = option(5.0, "seconds that a started request waits for an instance when none is left")
     dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
 
@@ -172,6 +175,7 @@ class RouterConfig:
         _require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
         _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
         _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
+        _require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
         _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
         _require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
         _require_choices(self)

@@ -39,7 +39,8 @@ AT_END = "tandem.at_end"
 
 
 class Api:
-    """The handlers. model: the name that clients use. max_body_bytes: None for no limit."""
+    """The handlers. model: the name that clients use. max_body_bytes: None for no limit. keep_alive_s: after so long a silence a
+    stream gets a comment; 0: never."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class Api:
         metrics: RouterMetrics,
         model: str,
         max_body_bytes: int | None,
+        keep_alive_s: float,
     ) -> None:
         self._gateway = gateway
         self._intake = intake
         self._metrics = metrics
         self._model = model
         self._max_body_bytes = max_body_bytes
+        self._keep_alive_s = keep_alive_s
         self._started = int(time.time())
         metrics.registry.register(FleetCollector(gateway.core))
         metrics.registry.register(DetokenizerCollector(gateway.core))
@@ -90,7 +93,7 @@ class Api:
             include_usage=asked.fields.stream_options is not None and asked.fields.stream_options.include_usage,
             return_token_ids=asked.fields.return_token_ids,
         )
-        return StreamResponse(answer, shape) if asked.fields.stream else WholeResponse(answer, shape)
+        return StreamResponse(answer, shape, self._keep_alive_s) if asked.fields.stream else WholeResponse(answer, shape)
 
     async def models(self) -> Response:
         """List the model that is served."""
@@ -236,7 +239,8 @@ def _completion(summary: str, body: type[msgspec.Struct]) -> Described:
         tag="OpenAI",
         summary=summary,
         body=body,
-        answer="The answer. With `stream`, server-sent events that end with `[DONE]`; a failure after the first is an event too.",
+        answer="The answer. With `stream`, server-sent events that end with `[DONE]`; a failure after the stream has begun is an "
+        "event too. Comment lines (`: keep-alive`) break long silences, also before the first event.",
         media_types=("application/json", "text/event-stream"),
         refusals=COMPLETION_REFUSALS,
     )

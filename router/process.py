@@ -66,7 +66,7 @@ async def serve(
             contextlib.closing(Gateway(core, mailbox, time.monotonic)) as gateway,
             contextlib.closing(Intake(core, tokenizer, name, config)) as intake,
         ):
-            api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body))
+            api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body), config.keep_alive_s)
             app = build_app(api, metrics, config.max_requests)
             url = f"http://{config.host}:{listener.getsockname()[1]}"
             _log.info("%s is served at %s; instances register at %s", name, url, mailbox.address)

@@ -2,12 +2,13 @@
 
 Owns the watch over the client's connection, the promise that a dispatched request is cancelled however its answer ends, and the
 order of what is sent. Nothing is sent before the first news of the request, so an early failure still gets its proper status; a
-later one becomes an error event. Does not know the fleet.
+later one becomes an error event. A stream that is silent for long begins without news, with a comment line, because proxies close
+idle connections. Does not know the fleet.
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from starlette.responses import Response
@@ -21,6 +22,8 @@ from router.openai_errors import detail_of_failure, error_json, response_to_fail
 from router.outbox import ChoiceDelta, Outbox
 
 SEND_TIMEOUT_S = 60.0
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it (https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes)."""
 
 
 class ClientGone(Exception):
@@ -53,16 +56,23 @@ class Answer:
             ids = [spec.request_id for spec in self._specs]
             self._gateway.deliver(self._gateway.core.requests.cancel(ids, self._gateway.clock()))
 
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended and was read."""
+        return self._unended == 0
+
+    def nudge(self) -> None:
+        """Make `read` return, though there may be no news."""
+        self._news.set()
+
     async def read(self) -> Sequence[ChoiceDelta]:
-        """The next deltas, as many as there are; none when every choice has ended. Every request ends by its deadline, so this
-        does not wait for ever. Raises ClientGone."""
-        deltas: Sequence[ChoiceDelta] = ()
-        while self._unended and not deltas:
-            await self._news.wait()
-            self._news.clear()
-            if self._client_gone:
-                raise ClientGone
-            deltas = self._outbox.take()
+        """The next deltas, as many as there are; none after a nudge. Call it until every choice has `ended`: each does by its
+        deadline. Raises ClientGone."""
+        await self._news.wait()
+        self._news.clear()
+        if self._client_gone:
+            raise ClientGone
+        deltas = self._outbox.take()
         for delta in deltas:
             self._unended -= delta.ending is not None
         return deltas
@@ -116,8 +126,8 @@ class WholeResponse(AnswerResponse):
 
     async def _send(self, send: Send) -> Failed | None:
         choices = [WholeChoice() for _ in range(self._shape.choices)]
-        while deltas := await self._answer.read():
-            for delta in deltas:
+        while not self._answer.ended:
+            for delta in await self._answer.read():
                 choice = choices[delta.index]
                 choice.texts.append(delta.text)
                 choice.token_ids += delta.token_ids
@@ -133,13 +143,26 @@ class WholeResponse(AnswerResponse):
 
 
 class StreamResponse(AnswerResponse):
-    """A chunk for each piece of text. Pieces that wait for a slow client are sent as one."""
+    """A chunk for each piece of text. Pieces that wait for a slow client are sent as one. keep_alive_s: a comment is sent after
+    so long a silence; 0: never."""
+
+    def __init__(self, answer: Answer, shape: AnswerShape, keep_alive_s: float) -> None:
+        super().__init__(answer, shape)
+        self._keep_alive_s = keep_alive_s
 
     async def _send(self, send: Send) -> Failed | None:
+        silence = Silence(self._keep_alive_s, self._answer.nudge)
+        try:
+            return await self._send_events(send, silence)
+        finally:
+            silence.close()
+
+    async def _send_events(self, send: Send, silence: "Silence") -> Failed | None:
         shape, seen = self._shape, set[int]()
         tokens, started = 0, False
-        while deltas := await self._answer.read():
-            events: list[bytes] = []
+        while not self._answer.ended:
+            deltas = await self._answer.read()
+            events: list[bytes] = [] if deltas else [KEEP_ALIVE]
             failed: Failed | None = None
             for delta in deltas if len(deltas) == 1 else joined(deltas):
                 outcome = None if delta.ending is None else _outcome(delta.ending)
@@ -158,12 +181,41 @@ class StreamResponse(AnswerResponse):
                 started = True
             if events:
                 await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                silence.broken()
             if failed is not None:
                 await send({"type": "http.response.body", "body": b""})
                 return None
         usage = shape.usage_event(tokens) if shape.include_usage else b""
         await send({"type": "http.response.body", "body": usage + b"data: [DONE]\n\n"})
         return None
+
+
+class Silence:
+    """How long a stream has sent nothing. alarm: called after every `limit_s` of silence, until `close`; never when that is 0.
+
+    The timer is not moved when something is sent: it looks when it rings, so that a piece of text costs no timer.
+    """
+
+    def __init__(self, limit_s: float, alarm: Callable[[], object]) -> None:
+        self._limit_s = limit_s
+        self._alarm = alarm
+        self._loop = asyncio.get_running_loop()
+        self._since_s = self._loop.time()
+        self._timer = self._loop.call_later(limit_s, self._ring) if limit_s else None
+
+    def broken(self) -> None:
+        """Something was sent."""
+        self._since_s = self._loop.time()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        left_s = self._since_s + self._limit_s - self._loop.time()
+        if left_s <= 0:
+            self._alarm()
+        self._timer = self._loop.call_later(left_s if left_s > 0 else self._limit_s, self._ring)
 
 
 def joined(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:

@@ -98,7 +98,7 @@ class Client(httpx.AsyncClient):
             async for line in response.aiter_lines():
                 if line.startswith(EVENT):
                     _take(answer, line.removeprefix(EVENT), asyncio.get_running_loop().time())
-                elif line:
+                elif line and not line.startswith(":"):
                     answer.errors.append(f"a line that is no event: {line[:80]!r}")
 
 

@@ -70,6 +70,7 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (RouterConfig, "heartbeat_s", 0.0),
         (RouterConfig, "dead_after_s", 1.0),
         (RouterConfig, "request_timeout_s", -1.0),
+        (RouterConfig, "keep_alive_s", -0.1),
         (RouterConfig, "max_attempts", 0),
         (RouterConfig, "resume_wait_s", -1.0),
         (RouterConfig, "resume_wait_s", float("nan")),

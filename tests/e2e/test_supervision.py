@@ -71,7 +71,7 @@ class Streams:
         ):
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
-                if line and line != "data: [DONE]":
+                if line.startswith("data: ") and line != "data: [DONE]":
                     chunk = json.loads(line.removeprefix("data: "))
                     assert "error" not in chunk, chunk
                     (choice,) = chunk["choices"]

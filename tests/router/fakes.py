@@ -197,7 +197,7 @@ class Site:
         self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
         self.intake = Intake(self.core, CharTokenizer(), MODEL, config)
-        api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes)
+        api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s)
         self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
         fleet.gateway = self.gateway
 

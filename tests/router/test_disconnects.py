@@ -1,4 +1,4 @@
-"""Clients that go, and clients that read slowly, at the ASGI border."""
+"""Clients that go, clients that read slowly, and clients that wait long, at the ASGI border."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.config import RouterConfig
 from common.messages import Generate
 from router.responses import AnswerResponse
 from tests.router.calls import chat, until
@@ -148,3 +149,38 @@ async def test_a_client_that_takes_nothing_for_too_long_is_given_up(monkeypatch:
         client.may_send.clear()
         await client.gone()
         assert len(site.fleet.cancelled()) == 1
+
+
+def comments(client: RawClient) -> int:
+    return sum(message.get("body") == b": keep-alive\n\n" for message in client.sent)
+
+
+@pytest.mark.parametrize("stall_at", [0, 3])
+async def test_a_stream_that_is_silent_gets_comments_also_before_its_first_token(stall_at: int) -> None:
+    async with Site(EchoFleet(stall_at=stall_at), RouterConfig(keep_alive_s=0.02)) as site:
+        client = RawClient(site, stream=True, timeout=60)
+        await until(lambda: comments(client) >= 2)
+        first, *rest = client.sent
+        assert first["status"] == 200 and dict(first["headers"])[b"content-type"].startswith(b"text/event-stream")
+        assert b"".join(message["body"] for message in rest).count(b"data: ") == (0 if stall_at == 0 else stall_at + 1)
+        site.gateway.deliver(site.core.tick(site.gateway.clock() + 60.0))
+        await client.gone()
+        assert b"timeout_error" in client.sent[-2]["body"], "a failure after a comment is an event"
+
+
+async def test_an_answer_that_is_one_body_gets_no_comments_and_a_stream_none_when_the_flag_is_0() -> None:
+    async with Site(EchoFleet(stall_at=0), RouterConfig(keep_alive_s=0.001)) as site:
+        whole = RawClient(site, stream=False)
+        stream = RawClient(site, stream=True)
+        await until(lambda: comments(stream) >= 2)
+        assert whole.sent == []
+        for client in (whole, stream):
+            client.leave()
+            await client.gone()
+    async with Site(EchoFleet(stall_at=3), RouterConfig(keep_alive_s=0.0)) as site:
+        plain = RawClient(site, stream=True)
+        await asyncio.wait_for(plain.news.wait(), 5)
+        await asyncio.sleep(0.01)
+        plain.leave()
+        await plain.gone()
+        assert comments(plain) == 0
