@@ -21,6 +21,7 @@ Dispatch = Literal["auto", "colocated"]
 Switch = Literal["off", "on"]
 Graphs = Literal["auto", "on", "off"]
 DEMO_MODEL = "demo"
+DAY_S = 86_400.0
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -125,7 +126,9 @@ class InstanceConfig:
     tp: int = option(1, "tensor-parallel ranks of the instance (only 1 for now)")
     rank: str = option("0", "which of those ranks this host starts (only 0 for now)")
     max_waiting: int = option(1024, "most requests that wait in this instance; more are refused")
-    request_timeout_s: float = option(600.0, "seconds that a request may take in this instance")
+    max_request_timeout_s: float = option(
+        DAY_S, "most seconds that a request may take in this instance, whatever the router says"
+    )
     startup_timeout_s: float = option(
         1200.0, "seconds that loading, compiling kernels at a first start, and joining the fleet may take"
     )
@@ -139,7 +142,7 @@ class InstanceConfig:
         _require(self.rank in ("0", "0-0"), "rank", "0 (tensor parallelism is not built yet)", self.rank)
         _require(0 <= self.inbox_port < 65536, "inbox-port", "between 0 and 65535", self.inbox_port)
         _require(self.max_waiting >= 1, "max-waiting", "at least 1", self.max_waiting)
-        _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
+        _require(0 < self.max_request_timeout_s < math.inf, "max-request-timeout-s", "above 0", self.max_request_timeout_s)
         _require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
         _require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
         _require_choices(self)
@@ -157,7 +160,10 @@ class RouterConfig:
     max_body: str = option("16MiB", "largest HTTP request body")
     heartbeat_s: float = option(0.5, "seconds between an instance's reports to the router")
     dead_after_s: float = option(3.0, "seconds of silence after which an instance counts as dead")
-    request_timeout_s: float = option(600.0, "seconds that a request may take; a request may ask for less, not for more")
+    request_timeout_s: float = option(
+        1800.0, "seconds that a request may take when it does not ask for less or more with `timeout`"
+    )
+    max_request_timeout_s: float = option(DAY_S, "most seconds that a request may ask for")
     max_attempts: int = option(16, "most attempts for one request when instances fail; giving up memory is no failure")
     keep_alive_s: float = option(
         15.0, "seconds of silence after which an event stream gets a comment line, so that no proxy closes it; 0: never"
@@ -173,7 +179,10 @@ class RouterConfig:
         _require(self.default_max_tokens >= 0, "default-max-tokens", "0 or more", self.default_max_tokens)
         _require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)
         _require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
-        _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
+        limit_s = self.max_request_timeout_s
+        _require(0 < limit_s < math.inf, "max-request-timeout-s", "above 0", limit_s)
+        rule = f"above 0 and at most --max-request-timeout-s ({limit_s:g})"
+        _require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
         _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
         _require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
         _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)

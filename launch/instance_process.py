@@ -118,7 +118,7 @@ def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfi
     limits = InstanceLimits(
         chunk_tokens=engine.chunk_tokens,
         max_waiting=instance.max_waiting,
-        request_timeout_s=instance.request_timeout_s,
+        request_timeout_s=instance.max_request_timeout_s,
         drain_timeout_s=instance.drain_timeout_s,
     )
     digest = executor.digest_pages if instance.verify_pages == "on" else None

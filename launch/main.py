@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
 """Fields that `launch local` sets for its instances."""
+OF_ALL = ("max_request_timeout_s",)
+"""Fields that the router and its instances have in common: one flag of `launch local` is for both."""
 INSTANCE_LIFE = (
     "SIGTERM or Ctrl-C drains it: it finishes its running requests or hands them off, then ends. A second signal ends it at once."
 )
@@ -57,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     counts.add_argument("--decode", type=int, default=1, metavar="M", help="number of decode instances (default: 1)")
     add_flags(local, RouterConfig, ModelConfig, EngineConfig)
-    add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, "request_timeout_s"))
+    add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, *OF_ALL))
     add_flags(local, LogConfig)
     router = _add(commands, "router", "start the router: it serves the HTTP API, and instances register with it", _router)
     add_flags(router, RouterConfig, ModelConfig, LogConfig)

@@ -64,7 +64,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._model = model
         self._chat_max_tokens = config.default_max_tokens or None
-        self._longest_timeout_s = config.request_timeout_s
+        self._longest_timeout_s = config.max_request_timeout_s
         # Several threads, so that one very long prompt does not delay the others.
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
         self._encoding = 0
@@ -101,7 +101,7 @@ class Intake:
         if fields.model != self._model:
             raise unknown_model(fields.model, self._model)
         if fields.timeout is not None and not 0 < fields.timeout <= longest_s:
-            rule = f"above 0 and at most {longest_s:g} seconds (--request-timeout-s)"
+            rule = f"above 0 and at most {longest_s:g} seconds (--max-request-timeout-s)"
             raise BadRequest(f"timeout must be {rule}, is {fields.timeout:g}", field="timeout")
         if longest > context * MAX_TOKEN_CHARS:
             message = f"{prompt_field} is far longer than the model's context of {context} tokens"

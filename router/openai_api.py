@@ -71,7 +71,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: Annotated[list[int], Meta(description="Token ids that end the answer. They have no text.")] = []
     ignore_eos: Annotated[bool, Meta(description="Go on after the model's end-of-text token.")] = False
     return_token_ids: Annotated[bool, Meta(description="Send the token ids with the text.")] = False
-    timeout: Annotated[float | None, Meta(description="Cancel the request after this many seconds.")] = None
+    timeout: Annotated[
+        float | None, Meta(description="Cancel the request after this many seconds; without it: after `--request-timeout-s`.")
+    ] = None
     priority: Annotated[int, Meta(description=f"Lower is earlier: -{MAX_PRIORITY} to {MAX_PRIORITY}.")] = 0
     user: str = ""
     metadata: dict[str, str] = {}

@@ -109,7 +109,7 @@ class RequestBook:
         try:
             for spec in specs:
                 timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
-                record = Record(spec, outbox, received_s, received_s + timeout_s)
+                record = Record(spec, outbox, received_s, timeout_s)
                 started.append((record, self._start_attempt(record, now)))
         except TandemError:
             for _, attempt in started:
@@ -323,8 +323,7 @@ class RequestBook:
                 continue  # an alarm before this one has ended it
             match alarm:
                 case Alarm.DEADLINE:
-                    late = DeadlinePassed(f"the request took longer than {record.deadline_s - record.received_s:g} s")
-                    sends += self._break_off(record, Failed.of(late), now)
+                    sends += self._break_off(record, Failed.of(self._too_slow(record)), now)
                 case Alarm.WAIT:
                     sends += self._break_off(record, self._parked[request_id], now)
                 case Alarm.RETRY:
@@ -335,6 +334,11 @@ class RequestBook:
                 case _:
                     assert_never(alarm)
         return sends + self._probe([attempt for attempt in silent if self._find(attempt.key) is not None], now)
+
+    def _too_slow(self, record: Record) -> DeadlinePassed:
+        allowed_s, most_s = record.timeout_s, self._config.max_request_timeout_s
+        more = f": a request may ask for up to {most_s:g} s with `timeout`" if allowed_s < most_s else ""
+        return DeadlinePassed(f"the request took longer than {allowed_s:g} s{more}")
 
     def _is_silent(self, attempt: Attempt, now: float, *, text_flows: bool) -> bool:
         """Whether to ask its members now. A token does not move the alarm; an alarm that rings too early is set again here."""

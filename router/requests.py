@@ -50,7 +50,7 @@ class Record:
     spec: RequestSpec
     outbox: Outbox
     received_s: float
-    deadline_s: float
+    timeout_s: float
     attempt: Attempt | None = None
     attempts: int = 0
     preemptions: int = 0
@@ -61,6 +61,10 @@ class Record:
     texts: list[str] = field(default_factory=list)
     last_token_s: float = 0.0
     gap_since_s: float | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        return self.received_s + self.timeout_s
 
     @property
     def phase(self) -> Phase:

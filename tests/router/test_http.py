@@ -127,16 +127,19 @@ async def test_sampling_parameters_reach_the_fleet(site: Site) -> None:
 async def test_timeout_and_priority_reach_the_fleet(site: Site, path: str, body: dict[str, Any]) -> None:
     await post(site, path, body | {"timeout": 30, "priority": -7})
     await post(site, path, body | {"timeout": None})
-    asked, plain = (message.terms for message in sent_to_fleet(site))
+    await post(site, path, body | {"timeout": 86_400})
+    asked, plain, long = (message.terms for message in sent_to_fleet(site))
     assert asked.priority == -7 and asked.timeout_s == pytest.approx(30.0, abs=5.0) and 0 <= asked.age_s < 5
-    assert plain.priority == 0 and plain.timeout_s == pytest.approx(600.0, abs=5.0)
+    assert long.timeout_s == pytest.approx(86_400.0, abs=5.0), "more than the default"
+    assert plain.priority == 0 and plain.timeout_s == pytest.approx(1800.0, abs=5.0)
 
 
 async def test_a_request_whose_time_is_over_before_its_first_token_is_a_504() -> None:
     async with Site(EchoFleet(stall_at=0)) as site:
         response = await post(site, "/v1/chat/completions", chat(stream=True, timeout=0.05))
         assert len(site.fleet.cancelled()) == 1
-    assert "0.05 s" in assert_error(response, 504, "timeout_error", None)
+    said = assert_error(response, 504, "timeout_error", None)
+    assert said == "the request took longer than 0.05 s: a request may ask for up to 86400 s with `timeout`"
 
 
 async def test_a_request_whose_time_is_over_later_ends_its_stream_with_an_error_event() -> None:
@@ -204,9 +207,9 @@ async def test_a_request_may_ask_for_more_than_the_default_length() -> None:
         ("/v1/chat/completions", chat(top_k=-2), 400, "top_k", "0 (all tokens)"),
         ("/v1/chat/completions", chat(min_p=1.5), 400, "min_p", "between 0 and 1"),
         ("/v1/chat/completions", chat(seed=2**63), 400, "seed", "64-bit"),
-        ("/v1/chat/completions", chat(timeout=0), 400, "timeout", "above 0 and at most 600 seconds"),
+        ("/v1/chat/completions", chat(timeout=0), 400, "timeout", "above 0 and at most 86400 seconds (--max-request-timeout-s)"),
         ("/v1/completions", completion(timeout=-1.5), 400, "timeout", "is -1.5"),
-        ("/v1/completions", completion(timeout=600.5), 400, "timeout", "is 600.5"),
+        ("/v1/completions", completion(timeout=86_400.5), 400, "timeout", "is 86400.5"),
         ("/v1/completions", completion(timeout="1"), 400, "timeout", "expected `float"),
         ("/v1/chat/completions", chat(priority=1001), 400, "priority", "between -1000 and 1000"),
         ("/v1/completions", completion(priority=-1001), 400, "priority", "is -1001"),

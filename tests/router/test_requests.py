@@ -13,7 +13,7 @@ from router.requests import RequestSpec
 from tests.builders import key
 from tests.router.bench import D0, D1, P0, P1, PROMPT, Bench, cancels, close, generates, spec
 
-TERMS = Terms(timeout_s=600.0)
+TERMS = Terms(timeout_s=1800.0)
 
 
 # --- in ----------------------------------------------------------------------------------------------------------------
@@ -23,7 +23,7 @@ def test_a_request_is_announced_to_the_detokenizer_and_sent_to_the_prefill_insta
     bench = Bench(P0, D0)
     sent = bench.submit(spec(stop=("end",)))
     assert sent == [
-        Send(DETOKENIZER, ExpectAnswer(key=key(), stop=("end",), context=pack_ids(range(112, 120)), life_s=660.0)),
+        Send(DETOKENIZER, ExpectAnswer(key=key(), stop=("end",), context=pack_ids(range(112, 120)), life_s=1860.0)),
         Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decode=D0.id, terms=TERMS)),
     ]
     assert bench.assigned() == {"p0": 20, "d0": 20}
