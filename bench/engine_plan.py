@@ -261,8 +261,8 @@ AnyTask: TypeAlias = (
 
 
 def tasks(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: bool) -> Iterator[AnyTask]:
-    """In their order: what matters most comes first, because the time may not be enough for all. on_cuda: there are
-    graphs there, and kernels to compile."""
+    """In their order: what matters most comes first, because the time may not be enough for all. on_cuda: there are graphs, and
+    kernels to compile."""
     for section in bench.sections:
         yield from _tasks_of(section, bench, engine, is_quick, on_cuda)
 
@@ -272,7 +272,7 @@ def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_qui
         case "ceilings":
             yield MeasureCeilings(engine=engine, is_quick=is_quick)
         case "host":
-            yield MeasureHost(engine=engine, is_quick=is_quick, rounds=10 * bench.rounds)
+            yield MeasureHost(engine=engine, is_quick=is_quick, rounds=min(10 * bench.rounds, 500))
         case "build":
             if on_cuda:
                 fp8 = replace(engine, kv_dtype="fp8_e4m3")

@@ -15,6 +15,7 @@ from common.config import EngineConfig, ModelConfig
 from common.engine.graphs import CudaGraphs
 from common.engine.model_runner import ModelRunner
 from common.engine.models.decoder import Decoder
+from common.engine.plan import Chunk, Plan, RowStart
 from common.errors import ConfigError
 from tests.common.engine import exact
 from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
@@ -109,6 +110,35 @@ def test_a_served_engine_with_graphs_mostly_answers_as_without(sampling: object)
     ours, theirs = (Driver(made.run, made.description).answers(asked, 16, sampling) for made in (graphed, eager))  # type: ignore[arg-type]
     equal = sum(mine == other for mine, other in zip(ours, theirs, strict=True))
     assert equal >= len(asked) // 2, f"{equal} of {len(asked)} answers are equal"
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_a_step_is_launched_and_layers_are_reported_while_another_step_runs(
+    monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """Half a second passes on the card between the last layer of a step and its logits. Everything of the host comes before."""
+    made = demo(attention=attention, graphs="off", kv_memory="64MiB")
+    start = RowStart(0, np.arange(20, dtype=np.int32), GREEDY)
+    plans = [
+        Plan(1, starts=(start,), chunks=(Chunk(0, 0, np.arange(300, 500, dtype=np.int32), last=True),)),
+        Plan(2, decode_rows=np.zeros(1, dtype=np.int32)),
+    ]
+    expected = [made.run(plan).tokens.tolist() for plan in plans]  # memory is allocated, and kernels are loaded
+    logits = Decoder.logits
+
+    def late(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]
+        return logits(self, hidden)
+
+    monkeypatch.setattr(Decoder, "logits", late)
+    reported: list[tuple[int, bool]] = []
+    with made.on_device():
+        stream = torch.cuda.current_stream()
+        pending = [made.steps.launch(plan, lambda layers: reported.append((layers, stream.query()))) for plan in plans]
+        assert not stream.query(), "a launch waited for the step before it"
+        results = [step.wait().tokens.tolist() for step in pending]
+    assert reported == [(2, False), (4, False)]
+    assert results == expected
 
 
 @pytest.mark.parametrize("changes", [{"quantization": "fp8"}, {"kv_dtype": "fp8_e4m3"}], ids=["weights", "pages"])
