@@ -17,12 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.engine import Bench, _reason, _Worker
 from bench.engine_batch import OfflinePlanner
 from bench.engine_device import fill_randomly, memory_of
-from bench.engine_figures import Ceilings, DecodeStep, HostWork, Prefill, Started, judge
+from bench.engine_figures import Ceilings, DecodeStep, EngineOutcome, Figure, HostWork, Prefill, Started, judge
 from bench.engine_models import prefill_flop, shape_folder, step_weight_bytes
 from bench.engine_offline import run
 from bench.engine_plan import Build, EngineBench, MeasureCeilings, MeasureSteps, tasks
+from bench.engine_report import markdown
 from bench.engine_steps import phases
 from bench.figures import Spread
+from bench.hardware import this_hardware
 from common.config import EngineConfig
 from common.engine.kv_memory import KVMemory
 from common.engine.models.registry import read_served_shape
@@ -227,7 +229,18 @@ def test_goals_are_shares_of_what_the_device_did_in_the_same_run() -> None:
     fill = Prefill(model="Llama-3-8B", tokens=8192, chunk_tokens=2048, seconds=spread(0.1), flop=40e12)
     host = HostWork(device="cuda:0", rows=256, graphs=True, attention="", launch_ms=spread(0.6))
     assert step.memory_share(ceilings) == pytest.approx(0.5) and step.gap_share == pytest.approx(0.25)
-    goals = judge([ceilings, step, fill, host])
+    too_large = DecodeStep(model="Llama-3-8B", batch=256, context=8192, skipped="needs 275.1 GB of KV, there are 50.2")
+    figures: list[Figure] = [ceilings, step, too_large, fill, host]
+    goals = judge(figures)
+    outcome = EngineOutcome(
+        command="", hardware=this_hardware(), goals=goals, device="cuda:0", seconds=1.0, runs=[], figures=figures
+    )
+    lines = {line for line in markdown(outcome).splitlines() if "Llama-3-8B |" in line}
+    assert lines == {
+        "| Llama-3-8B | 2048 | 32 | 2.00 (2.00 … 2.00) | 1.50 | 1.00 | 25% | 1500 | 50.0% |",
+        "| Llama-3-8B | 8192 | 256 | – | – | – | – | – | not measured: needs 275.1 GB of KV, there are 50.2 |",
+        "| Llama-3-8B | 8192 | 2048 | 100.0 (100.0 … 100.0) | 81920 | 400 | 80.0% |",
+    }
     assert [(goal.met, goal.figure) for goal in goals] == [(False, "50.0 %"), (True, "80.0 %"), (False, "0.600 ms")]
     assert [goal.met for goal in judge([])] == [None] * 3
 
