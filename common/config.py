@@ -164,6 +164,7 @@ class RouterConfig:
         1800.0, "seconds that a request may take when it does not ask for less or more with `timeout`"
     )
     max_request_timeout_s: float = option(DAY_S, "most seconds that a request may ask for")
+    drain_timeout_s: float = option(30.0, "seconds that open requests may go on when the router is told to stop")
     max_attempts: int = option(16, "most attempts for one request when instances fail; giving up memory is no failure")
     keep_alive_s: float = option(
         15.0, "seconds of silence after which an event stream gets a comment line, so that no proxy closes it; 0: never"
@@ -183,6 +184,7 @@ class RouterConfig:
         _require(0 < limit_s < math.inf, "max-request-timeout-s", "above 0", limit_s)
         rule = f"above 0 and at most --max-request-timeout-s ({limit_s:g})"
         _require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
+        _require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
         _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
         _require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
         _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)

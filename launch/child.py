@@ -84,6 +84,11 @@ class ChildProcess:
         if asked:
             stop()
 
+    @property
+    def hurried(self) -> bool:
+        """Whether the process was told to end at once."""
+        return self._hurried is not None
+
     def check_hurry(self) -> None:
         """Raises StoppedAtOnce when the process was told to end at once."""
         if self._hurried is not None:

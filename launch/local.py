@@ -5,7 +5,7 @@ supervisor decides that (`launch/supervisor.py`).
 
     start   router (with its detokenizer), then every instance at once, then wait until the router sees each of them and its links
     watch   a process that ended is started again with the same flags, the router on the same ports
-    stop    the router's HTTP intake, then prefill, then decode, then the router and its detokenizer
+    stop    the router drains, then prefill, then decode, then the router and its detokenizer
 """
 
 import logging
@@ -33,10 +33,9 @@ from launch.reports import Broken, CloseIntake, IntakeClosed, News, Order, Progr
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
-INTAKE_S = 10.0
-"""How long the router may take to end open answers: longer than the grace period that it gives them."""
 STOP_S = 10.0
-"""How long the processes of one stage may take to stop before they are killed. Instances get their drain time on top."""
+"""How long the processes of one stage may take to stop before they are killed. Instances and the router get their drain time on
+top."""
 LOOK_EVERY_S = 0.05
 
 Role = Literal["prefill", "decode"]
@@ -251,14 +250,15 @@ class LocalFleet:
                 return  # a person need not read these: the exit that follows Broken gives the reason
 
     def _close_intake(self, router: Child) -> None:
-        """Return when the router has ended its open answers, when it has exited, or at the deadline."""
-        deadline = time.monotonic() + INTAKE_S
+        """Return when the router has drained, when it has exited, or at the deadline."""
+        limit_s = self._plan.router.drain_timeout_s + STOP_S
+        deadline = time.monotonic() + limit_s
         router.order(CloseIntake())
         while router.status is None and (left := deadline - time.monotonic()) > 0:
             try:
                 event = self._events.get(timeout=left)
             except queue.Empty:
-                _log.warning("the router did not end its open answers within %g s", INTAKE_S)
+                _log.warning("the router did not end its open answers within %g s", limit_s)
                 return
             if isinstance(event, Reported) and isinstance(event.report, IntakeClosed):
                 return

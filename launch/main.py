@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
 """Fields that `launch local` sets for its instances."""
-OF_ALL = ("max_request_timeout_s",)
+OF_ALL = ("max_request_timeout_s", "drain_timeout_s")
 """Fields that the router and its instances have in common: one flag of `launch local` is for both."""
 INSTANCE_LIFE = (
     "SIGTERM or Ctrl-C drains it: it finishes its running requests or hands them off, then ends. A second signal ends it at once."
+)
+ROUTER_LIFE = (
+    "SIGTERM or Ctrl-C drains it: it refuses new requests, lets the open ones finish, then ends. A second signal ends it at once."
 )
 LOCAL_LIFE = (
     "A process that dies is started again, the router on the same ports. An instance that was drained, by the router or by "
@@ -61,7 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(local, RouterConfig, ModelConfig, EngineConfig)
     add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, *OF_ALL))
     add_flags(local, LogConfig)
-    router = _add(commands, "router", "start the router: it serves the HTTP API, and instances register with it", _router)
+    router = _add(
+        commands, "router", "start the router: it serves the HTTP API, and instances register with it", _router, ROUTER_LIFE
+    )
     add_flags(router, RouterConfig, ModelConfig, LogConfig)
     instances = (
         _add(commands, "prefill", "start one prefill instance", _instance("prefill"), INSTANCE_LIFE),

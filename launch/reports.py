@@ -30,7 +30,7 @@ class News(JsonLine, frozen=True):
 
 
 class CloseIntake(JsonLine, frozen=True):
-    """To the router: take no more requests, report IntakeClosed, and stay until told to stop."""
+    """To the router: drain, report IntakeClosed, and stay until told to stop."""
 
 
 class MeetRouter(JsonLine, frozen=True):

@@ -3,7 +3,7 @@
 Owns the composition and the order of start and stop. Does not know requests: `router` does.
 
     start   the detokenizer binds and reports its inbox ─► the router binds HTTP and control ─► the detokenizer learns the latter
-    stop    HTTP intake closes, open answers end ─► (told to stop completely) ─► the detokenizer stops
+    stop    the router drains: HTTP intake closes, open answers end ─► (told to stop completely) ─► the detokenizer stops
 
 A detokenizer that dies is started again (`launch/supervisor.py`). The router learns where the new one is, because only the router
 knows what the old one was told.
@@ -51,7 +51,7 @@ def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: 
 async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig) -> None:
     duties = _Duties(process)
     command = launch_command(DETOKENIZER, to_flags(config, model, log))
-    detokenizer = KeptDetokenizer(command, lambda text: process.report(News(text=text)), duties.end)
+    detokenizer = KeptDetokenizer(command, lambda text: process.report(News(text=text)), duties.give_up)
 
     def ready(serving: "Serving") -> None:
         detokenizer.meet(reachable(serving.control, LOOPBACK), serving.detokenizer_moved)
@@ -63,7 +63,8 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
 
         inbox = await detokenizer.first_inbox(duties.stop)
         if inbox is not None:
-            await serve_router(config, model, inbox, ready, duties.intake_closes)
+            await serve_router(config, model, inbox, ready, duties.intake_closes, duties.at_once)
+            process.check_hurry()
         detokenizer.check()
         process.report(IntakeClosed())
         await duties.stop.wait()
@@ -78,15 +79,24 @@ class _Duties:
 
     def __init__(self, process: ChildProcess) -> None:
         self.intake_closes = asyncio.Event()
+        self.at_once = asyncio.Event()
         self.stop = asyncio.Event()
+        self._process = process
         loop = asyncio.get_running_loop()
         process.on_stop(lambda: loop.call_soon_threadsafe(self.end))
         process.on_order(lambda order: loop.call_soon_threadsafe(self._obey, order))
 
     def end(self) -> None:
-        """Take no more requests, end the open ones, and stop."""
+        """Drain and stop. When it is told again: at once."""
         self.intake_closes.set()
         self.stop.set()
+        if self._process.hurried:
+            self.at_once.set()
+
+    def give_up(self) -> None:
+        """Stop, and end the open requests at once: they cannot go on."""
+        self.at_once.set()
+        self.end()
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, CloseIntake):

@@ -28,7 +28,7 @@ _REFUSALS = {
     408: "The body did not arrive in time.",
     413: "The body is longer than `--max-body`.",
     429: "Too many requests are open: try again after `Retry-After` seconds.",
-    503: "No instance can serve the request now: try again after `Retry-After` seconds.",
+    503: "No instance can serve the request now, or the router drains: try again after `Retry-After` seconds.",
     504: "The request took longer than its `timeout`, or than `--request-timeout-s`.",
 }
 COMPLETION_REFUSALS = (400, 404, 408, 413, 429, 503, 504)

@@ -21,6 +21,7 @@ from common.errors import Overloaded, TandemError
 from common.ids import InstanceId
 from router.api_description import COMPLETION_REFUSALS, Described, DescribedApp
 from router.cluster import cluster_page
+from router.drain import Door
 from router.gateway import Gateway
 from router.intake import Accepted, Intake, unknown_model
 from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics
@@ -51,6 +52,7 @@ class Api:
         max_body_bytes: int | None,
         keep_alive_s: float,
     ) -> None:
+        self.door = Door(gateway.core)
         self._gateway = gateway
         self._intake = intake
         self._metrics = metrics
@@ -64,17 +66,23 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat: each message has a role and a text."""
-        received_s = self._gateway.clock()
+        received_s = self._enter(request)
         asked = read_chat(await self._body(request))
         accepted = await self._intake.accept_chat(asked)
         return self._dispatch(request, ChatShape, asked, accepted, received_s)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
-        received_s = self._gateway.clock()
+        received_s = self._enter(request)
         asked = read_completion(await self._body(request))
         accepted = await self._intake.accept_completion(asked)
         return self._dispatch(request, CompletionShape, asked, accepted, received_s)
+
+    def _enter(self, request: Request) -> float:
+        """Let the request in, until its response has ended. Returns the time. Raises Unavailable when the router drains."""
+        self.door.enter()
+        request.scope[AT_END].callback(self.door.leave)
+        return self._gateway.clock()
 
     def _dispatch(
         self, request: Request, shape_of: type[AnswerShape], asked: ReadRequest, accepted: Accepted, received_s: float

@@ -35,6 +35,8 @@ class RouterCore:
         self.fleet = Fleet(incarnation, detokenizer_address, config.heartbeat_s, config.dead_after_s, vocab_size)
         self.requests = RequestBook(self.fleet, observer, config)
         self.detokenizer = DetokenizerWatch(config.dead_after_s)
+        self.draining = False
+        """The router takes no more requests and is about to stop."""
 
     def receive(self, message: RouterInbox, now: float) -> list[Send]:
         match message:
@@ -81,6 +83,8 @@ class RouterCore:
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""
         reasons = self.unhealthy() + unready(self.fleet, self._config.dispatch)
+        if self.draining:
+            reasons.append("the router is draining: it takes no more requests")
         if len(self.requests) >= self._config.max_requests:
             reasons.append(f"all {self._config.max_requests} places for requests are taken")
         return reasons

@@ -6,7 +6,7 @@ Owns the server's settings and its end. Does not know what it serves, and handle
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from common.errors import ConfigError
 
 GRACE_S = 5
-"""How long open answers may go on after the server is told to stop."""
+"""How long it may take to send what is left when the server stops."""
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
@@ -33,13 +33,15 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve_app(app: Callable[..., Any], listener: socket.socket, ready: Callable[[], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. Then take no more requests, and end open answers within `GRACE_S`. ready: called when the server
-    listens."""
+async def serve_app(
+    app: Callable[..., Any], listener: socket.socket, ready: Callable[[], None], until: Coroutine[Any, Any, object]
+) -> None:
+    """Serve until `until` is done, and raise what it raises. Then listen no more, and end open answers within `GRACE_S`. ready:
+    called when the server listens."""
     server = _Server(_config(app))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     started = asyncio.create_task(server.listening.wait())
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(until)
     try:
         await asyncio.wait((serving, started), return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
@@ -47,6 +49,8 @@ async def serve_app(app: Callable[..., Any], listener: socket.socket, ready: Cal
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
+        if stopping.done():
+            stopping.result()
     finally:
         for task in (serving, started, stopping):
             task.cancel()

@@ -20,6 +20,7 @@ from common.text.tokenizer_manager import TokenizerManager
 from common.wire import Mailbox
 from router.app import Api, build_app
 from router.core import RouterCore
+from router.drain import drain
 from router.gateway import Gateway
 from router.http_server import listen, serve_app
 from router.intake import Intake
@@ -46,8 +47,9 @@ async def serve(
     detokenizer_address: str,
     ready: Callable[[Serving], None],
     stop: asyncio.Event,
+    at_once: asyncio.Event,
 ) -> None:
-    """Serve until `stop` is set, then give open answers a few seconds to end.
+    """Serve until `stop` is set, then drain: open answers may go on for --drain-timeout-s, or until `at_once` is set.
 
     ready: called once, when both addresses are listening.
     Raises ConfigError when an address cannot be listened on or the tokenizer cannot be loaded.
@@ -72,4 +74,5 @@ async def serve(
             _log.info("%s is served at %s; instances register at %s", name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             serving = Serving(url, mailbox.address, gateway.detokenizer_moved)
-            await serve_app(app, listener, lambda: ready(serving), stop)
+            drained = drain(api.door, gateway, config.drain_timeout_s, stop, at_once)
+            await serve_app(app, listener, lambda: ready(serving), drained)

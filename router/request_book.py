@@ -313,6 +313,10 @@ class RequestBook:
                 sends += self._break_off(record, Finished(reason="cancelled"), now)
         return sends
 
+    def end_all(self, failed: Failed, now: float) -> list[Send]:
+        """The router stops: end every open request."""
+        return [send for record in list(self._records.values()) for send in self._break_off(record, failed, now)]
+
     def tick(self, now: float, *, text_flows: bool) -> list[Send]:
         """Act on what is due. text_flows: False while the detokenizer is silent: then the absence of tokens says nothing."""
         sends: list[Send] = []

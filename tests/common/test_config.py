@@ -75,6 +75,7 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (RouterConfig, "max_request_timeout_s", 0.0),
         (RouterConfig, "max_request_timeout_s", float("inf")),
         (RouterConfig, "keep_alive_s", -0.1),
+        (RouterConfig, "drain_timeout_s", -0.1),
         (RouterConfig, "max_attempts", 0),
         (RouterConfig, "resume_wait_s", -1.0),
         (RouterConfig, "resume_wait_s", float("nan")),

@@ -192,6 +192,20 @@ def test_a_router_that_was_killed_comes_back_on_its_ports_and_the_instances_find
     assert streams.end() == undisturbed
 
 
+def test_a_router_that_is_told_to_stop_lets_its_streams_finish_refuses_others_and_comes_back(
+    fleet: RunningFleet, streams: Streams, undisturbed: list[list[int]]
+) -> None:
+    first = pid_of(fleet, "router")
+    os.kill(first, signal.SIGTERM)
+    until(lambda: "the router is draining: it takes no more requests" in httpx.get(f"{fleet.url}/ready").text, "it drains")
+    body = {"model": "demo", "prompt": "x", "max_tokens": 1}
+    refused = httpx.post(f"{fleet.url}/v1/completions", json=body)
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+    assert streams.end() == undisturbed
+    until_whole(fleet, DECODE)
+    assert pid_of(fleet, "router") != first
+
+
 def test_a_router_that_was_stopped_for_ten_seconds_goes_on_and_nothing_is_computed_anew(
     fleet: RunningFleet, streams: Streams, undisturbed: list[list[int]]
 ) -> None:

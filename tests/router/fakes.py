@@ -197,7 +197,7 @@ class Site:
         self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
         self.intake = Intake(self.core, CharTokenizer(), MODEL, config)
-        api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s)
+        self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s)
         self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
         fleet.gateway = self.gateway
 
@@ -223,7 +223,7 @@ async def listening(site: Site) -> AsyncIterator[int]:
     """The site behind a real server; yields its port."""
     stop, ready = asyncio.Event(), asyncio.Event()
     with closing(listen("127.0.0.1", 0)) as listener:
-        server = asyncio.create_task(serve_app(site.app, listener, ready.set, stop))
+        server = asyncio.create_task(serve_app(site.app, listener, ready.set, stop.wait()))
         await asyncio.wait_for(ready.wait(), 5)
         try:
             yield listener.getsockname()[1]
