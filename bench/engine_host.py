@@ -97,6 +97,7 @@ def _step_runner(memory: KVMemory, query_heads: int, task: MeasureHost, said: li
         max_rows=ROWS,
         pages_per_row=pages_per_row,
         layer_groups=0,
+        vocab_size=VOCAB,
     )
 
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from common.addresses import bind_address, host_for_peers, reachable
@@ -59,6 +60,8 @@ def serve(
             mailbox: Mailbox[Any] = Mailbox(name, inbox, f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}")
             stack.callback(mailbox.close)
             engine = with_device_defaults(engine)
+            if role == "prefill":  # it computes no decode steps
+                engine = replace(engine, graphs="off")
             executor = TorchExecutor(model, engine, mailbox.wake, process.progress)
             stack.callback(executor.close)
             process.progress("registering memory for transfers")

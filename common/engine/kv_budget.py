@@ -82,9 +82,14 @@ class KVMemoryMeter:
         _return_cache(device)
         self._before_bytes = self._taken_bytes()
 
-    def used_bytes(self) -> int:
-        """What was allocated since the meter was made and is still held. torch keeps what steps gave back, so it is the most that
-        they held at a time."""
+    def peak_bytes(self) -> int:
+        """The most that was allocated at a time since the meter was made: torch keeps what steps gave back. Ask before a graph is
+        captured, because a capture makes torch give it back."""
+        return self._taken_bytes() - self._before_bytes
+
+    def held_bytes(self) -> int:
+        """What was allocated since the meter was made and is still in use."""
+        _return_cache(self._device)
         return self._taken_bytes() - self._before_bytes
 
     def left_for_pages(self, workspace_bytes: int, progress: Callable[[str], None]) -> int:
@@ -106,12 +111,8 @@ class KVMemoryMeter:
         progress(f"{figures}; {_gib(kv_bytes)} are left for KV pages")
         return kv_bytes
 
-    def out_of_memory(self, error: torch.OutOfMemoryError) -> str:
-        """One line that says what did not fit."""
-        return (
-            f"the largest step does not fit in {self._device}, where weights and what else is there take "
-            f"{_gib(self._before_bytes)}: lower --chunk-tokens or --max-running ({str(error).splitlines()[0]})"
-        )
+    def __str__(self) -> str:
+        return f"weights and what else is on the device take {_gib(self._before_bytes)}"
 
     def _taken_bytes(self) -> int:
         torch.cuda.synchronize(self._device)

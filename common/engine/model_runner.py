@@ -4,7 +4,7 @@ Owns the order of the start: weights, what memory is left, pages, CUDA graphs. K
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -66,9 +66,11 @@ class ModelRunner:
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self._memory = KVMemory(layout, budget.total_pages, self._device)
-            self.steps = self._warm_steps(self._memory, shape, budget.context_tokens, progress)
-            if maker is not None:
-                self._capture(self.steps, maker, self._graph_sizes, progress)
+            with self._memory_errors("lower --kv-memory, --chunk-tokens or --max-running"):
+                self.steps = self._make_steps(self._memory, shape, budget.context_tokens, progress)
+                if maker is not None:
+                    self._capture(self.steps, maker, self._graph_sizes, progress)
+                self._warm_up(self.steps, layout, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
         self.description = EngineDescription(
             model=ModelIdentity(
                 name=model.served_name or model_name(model.model),
@@ -123,26 +125,41 @@ class ModelRunner:
     def _measured_kv_bytes(self, shape: ServedShape, layout: KVLayout, maker: GraphMaker | None, progress: Progress) -> int:
         """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises ConfigError."""
         progress("measuring the memory of the largest step")
+        context = self._engine.context_tokens or shape.context_tokens
         meter = KVMemoryMeter(self._device, self._engine.sharers)
-        try:
+        with self._memory_errors(f"lower --chunk-tokens or --max-running; {meter}"):
             memory = KVMemory(layout, WARM_UP_PAGES, self._device)
-            trial = self._warm_steps(memory, shape, self._engine.context_tokens or shape.context_tokens, progress)
+            trial = self._make_steps(memory, shape, context, progress)
+            self._warm_up(trial, layout, context)
+            workspace = meter.peak_bytes() - memory.region.region_bytes
             if maker is not None:
-                self._capture(trial, maker, self._graph_sizes[-1:], progress)
-            workspace = meter.used_bytes() - memory.region.region_bytes
-            if maker is not None and len(self._graph_sizes) > 1:  # graphs share their memory, but each has some of its own
-                self._capture(trial, maker, self._graph_sizes[:1], progress)
-                own_bytes = meter.used_bytes() - memory.region.region_bytes - workspace
-                workspace += own_bytes * (len(self._graph_sizes) - 1)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(meter.out_of_memory(error)) from error
+                workspace += self._measured_graph_bytes(trial, meter, progress)
         del memory, trial
         return meter.left_for_pages(workspace, progress)
 
+    def _measured_graph_bytes(self, trial: StepRunner, meter: KVMemoryMeter, progress: Progress) -> int:
+        """Graphs share the memory of the largest, but each has some of its own: as much as the smallest."""
+        maker, sizes, before = CudaGraphs(), self._graph_sizes, meter.held_bytes()
+        self._capture(trial, maker, sizes[-1:], progress)
+        largest = meter.held_bytes() - before
+        if len(sizes) == 1:
+            return largest
+        self._capture(trial, maker, sizes[:1], progress)
+        own = max(0, meter.held_bytes() - before - largest)
+        return largest + own * (len(sizes) - 1)
+
+    @contextlib.contextmanager
+    def _memory_errors(self, fix: str) -> Iterator[None]:
+        """Out of memory is one line that says what to do."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"the largest steps do not fit in the memory of {self._device} ({reason}): {fix}") from error
+
     # --- steps -------------------------------------------------------------------------------------------------------------
 
-    def _warm_steps(self, memory: KVMemory, shape: ServedShape, context_tokens: int, progress: Progress) -> StepRunner:
-        """A step runner over the pool; on CUDA it has run its largest steps."""
+    def _make_steps(self, memory: KVMemory, shape: ServedShape, context_tokens: int, progress: Progress) -> StepRunner:
         engine, pages_per_row = self._engine, memory.layout.pages_for(context_tokens)
         needs = AttentionNeeds(
             memory=memory,
@@ -152,7 +169,7 @@ class ModelRunner:
             max_rows=engine.max_running,
             pages_per_row=pages_per_row,
         )
-        steps = StepRunner(
+        return StepRunner(
             self._model,
             self._kernels,
             memory,
@@ -161,10 +178,12 @@ class ModelRunner:
             max_rows=engine.max_running,
             pages_per_row=pages_per_row,
             layer_groups=engine.layer_groups,
+            vocab_size=shape.vocab_size,
         )
+
+    def _warm_up(self, steps: StepRunner, layout: KVLayout, context_tokens: int) -> None:
         if self._device.type == "cuda":
-            warm_up(steps, memory.layout.page_size, engine.chunk_tokens, engine.max_running, context_tokens)
-        return steps
+            warm_up(steps, layout.page_size, self._engine.chunk_tokens, self._engine.max_running, context_tokens)
 
     def _capture(self, steps: StepRunner, maker: GraphMaker, sizes: Sequence[int], progress: Progress) -> None:
         """Raises ConfigError if graphs are not possible, but were asked for."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.engine.kernels.port import Kernels
 
-ROWS_AT_ONCE = 32
+ROWS_AT_ONCE = 64
 _ONE = 2.0**40
 """The most likely token's share in whole numbers: sums over 2**20 tokens stay below 2**63."""
 

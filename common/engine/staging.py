@@ -15,6 +15,9 @@ from common.ids import Int64Array
 BUFFERS = 4
 """More than the steps in flight, so that a buffer's former copy has long been made when its turn comes again."""
 
+_ALIGNED = 2
+"""Every tensor begins at a multiple of 16 bytes, because Triton compiles a kernel anew for tensors that do not."""
+
 
 @dataclass(slots=True, eq=False)
 class _Pinned:
@@ -36,13 +39,14 @@ class Staging:
         """A tensor on the device for each array, [n] int64. The arrays may be changed after it returns, but not on CPU."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
-        sizes = [len(array) for array in arrays]
-        numbers = sum(sizes)
-        buffer = self._next(numbers)
-        np.concatenate(arrays, out=buffer.numbers[:numbers].numpy())
-        sent = buffer.numbers[:numbers].to(self._device, non_blocking=True)
+        begins = np.cumsum([0, *(len(array) + len(array) % _ALIGNED for array in arrays)]).tolist()
+        buffer = self._next(begins[-1])
+        numbers = buffer.numbers.numpy()
+        for begin, array in zip(begins, arrays, strict=False):
+            numbers[begin : begin + len(array)] = array
+        sent = buffer.numbers[: begins[-1]].to(self._device, non_blocking=True)
         buffer.copied.record()
-        return list(torch.split(sent, sizes))
+        return [sent[begin : begin + len(array)] for begin, array in zip(begins, arrays, strict=False)]
 
     def _next(self, numbers: int) -> _Pinned:
         if len(self._buffers) < BUFFERS:

@@ -9,6 +9,7 @@ ports. Does not know checkpoints, threads, requests or messages.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,11 +32,10 @@ from common.ids import Int64Array
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGraph:
-    """The decode step of one batch size. attention: planned before each replay. logits: [size, vocab], of the last replay."""
+    """The decode step of one batch size. attention: planned before each replay."""
 
     attention: Attention
     replay: Replay
-    logits: Tensor
 
 
 class StepRunner:
@@ -52,6 +52,7 @@ class StepRunner:
         max_rows: int,
         pages_per_row: int,
         layer_groups: int,
+        vocab_size: int,
     ) -> None:
         self._model, self._kernels, self._memory = model, kernels, memory
         self._attention, self._sampler = attention, sampler
@@ -62,6 +63,8 @@ class StepRunner:
         self._staging = Staging(self._device)
         self._graph_sizes: Sequence[int] = ()
         self._graphs: dict[int, _DecodeGraph] = {}
+        self._vocab_size = vocab_size
+        self._graph_logits = torch.empty(0, vocab_size, device=self._device)
         self._graph_rows, self._graph_tokens = torch.full(
             (2, max_rows), self.rows.null, dtype=torch.int64, device=self._device
         ).unbind()
@@ -119,6 +122,9 @@ class StepRunner:
         """
         if not self._model.capturable:
             return "the model's implementation cannot be captured"
+        if len(self._graph_logits) < sizes[-1]:
+            assert not self._graphs, "graphs hold the address of the logits"
+            self._graph_logits = torch.empty(sizes[-1], self._vocab_size, device=self._device)
         for number, size in enumerate(reversed(sizes)):
             progress(f"capturing CUDA graphs: batch size {size} ({number + 1} of {len(sizes)})")
             attention = self._attention.for_graph(size)
@@ -130,21 +136,16 @@ class StepRunner:
 
     def _captured(self, maker: GraphMaker, size: int, attention: Attention) -> _DecodeGraph:
         self._graph_rows.fill_(self.rows.null)
-        logits: list[Tensor] = []
-
-        def run() -> None:
-            logits[:] = [self._decode(size, attention)]
-
         attention.plan(self._graph_step(size, np.ones(size, dtype=np.int64)))
-        replay = maker.capture(run)
-        return _DecodeGraph(attention, replay, logits[0])
+        return _DecodeGraph(attention, maker.capture(partial(self._decode, size, attention)))
 
     def _graph_step(self, size: int, lengths: Int64Array) -> StepTokens:
         rows = self._graph_rows[:size]
         return StepTokens((), self.rows.table, rows, rows[:0], lengths)
 
-    def _decode(self, size: int, attention: Attention) -> Tensor:
-        """One decode step of `_graph_rows`, into `_graph_tokens`: what a graph holds. Returns the logits."""
+    def _decode(self, size: int, attention: Attention) -> None:
+        """One decode step of `_graph_rows`, into `_graph_tokens` and `_graph_logits`: what a graph holds. The logits are for rows
+        that filter. They lie outside of the graphs' memory, where each graph would keep its own."""
         rows, batch = self._graph_rows[:size], self.rows
         positions = batch.length[rows]
         hidden = self._hidden(batch.last_token[rows], positions, rows, attention, _unheard)
@@ -153,7 +154,7 @@ class StepRunner:
         tokens = self._sampler.draw(logits, batch.sampling(rows))
         batch.last_token[rows] = tokens
         self._graph_tokens[:size] = tokens
-        return logits
+        self._graph_logits[:size] = logits
 
     def _replayed(self, size: int, plan: Plan, host: HostStep, step: StepArrays[Tensor]) -> Tensor:
         """As `_eager`, for a step of decode rows alone. Rows that filter are drawn once more behind the graph."""
@@ -165,7 +166,7 @@ class StepRunner:
         if len(step.filtering):
             at = step.noisy[step.filtering]
             rows = step.sampled_rows
-            self._sampler.redraw(tokens, graph.logits[: len(tokens)], self.rows.sampling(rows), at, host.filter_width)
+            self._sampler.redraw(tokens, self._graph_logits[: len(tokens)], self.rows.sampling(rows), at, host.filter_width)
             self.rows.last_token[rows] = tokens
         return tokens
 

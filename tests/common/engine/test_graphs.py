@@ -72,7 +72,15 @@ class Engine:
         self.memory = KVMemory(layout, PAGES, device)
         attention = attend(self.memory, shape.heads, model.attention)
         self.steps = StepRunner(
-            model, kernels, self.memory, attention, Sampler(kernels), max_rows=ROWS, pages_per_row=CONTEXT // 8, layer_groups=0
+            model,
+            kernels,
+            self.memory,
+            attention,
+            Sampler(kernels),
+            max_rows=ROWS,
+            pages_per_row=CONTEXT // 8,
+            layer_groups=0,
+            vocab_size=VOCAB,
         )
         self.replays: dict[int, int] = {}
         self._size = 0

@@ -162,6 +162,16 @@ def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypa
     assert made.description.total_pages == 2**20 // made.description.layout.page_bytes
 
 
+def test_steps_that_do_not_fit_the_memory_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMuch more.")
+
+    monkeypatch.setattr(ModelRunner, "_make_steps", out_of_memory)
+    with pytest.raises(ConfigError, match=r"memory of cpu \(.*2 GiB.\): lower --kv-memory, --chunk-tokens") as refused:
+        runner(saved(llama(), tmp_path))
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "expected"),
     [(lambda: llama(num_hidden_layers=6), {}, [3, 6]), (qwen3, {"layer_groups": 3}, [1, 2, 3]), (qwen3, {"layer_groups": 0}, [])],
