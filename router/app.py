@@ -167,10 +167,12 @@ class Api:
 
 class Doorkeeper:
     """ASGI middleware: refuses requests when too many are open, counts responses by route and status, and closes what a handler
-    left in the scope's AT_END, however the request ends and whether or not its response was ever sent."""
+    left in the scope's AT_END, however the request ends and whether or not its response was ever sent. While the router drains,
+    each response ends its connection, so that clients connect to another router."""
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics, limit: int) -> None:
+    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics, limit: int) -> None:
         self._app = app
+        self._door = door
         self._metrics = metrics
         self._limit = limit
         self._http_requests = 0
@@ -185,6 +187,8 @@ class Doorkeeper:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if self._door.closed:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
         app: ASGIApp = self._app
@@ -238,7 +242,7 @@ def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Doorkeeper, metrics=metrics, limit=max_requests + SPARE_CONNECTIONS)
+    app.add_middleware(Doorkeeper, door=api.door, metrics=metrics, limit=max_requests + SPARE_CONNECTIONS)
     return app
 
 

@@ -27,9 +27,13 @@ class Door:
         self.last_left = asyncio.Event()
         """The door is closed, and nobody is inside."""
 
+    @property
+    def closed(self) -> bool:
+        return self._core.draining
+
     def enter(self) -> None:
         """Whoever entered must `leave`. Raises Unavailable when the router drains."""
-        if self._core.draining:
+        if self.closed:
             raise Unavailable("the router is draining and will stop: send the request to another router, or try again later")
         self.inside += 1
 
@@ -44,7 +48,7 @@ class Door:
         self._note_last()
 
     def _note_last(self) -> None:
-        if self._core.draining and not self.inside:
+        if self.closed and not self.inside:
             self.last_left.set()
 
 

@@ -43,7 +43,8 @@ async def draining(timeout_s: float, *, stream: bool = True) -> AsyncIterator[Dr
         over = asyncio.create_task(drain(site.api.door, site.gateway, timeout_s, stop, at_once))
         answer = asyncio.create_task(post(site, "/v1/completions", completion(stream=stream)))
         await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
-        assert (await get(site, "/ready")).status_code == 200
+        ready = await get(site, "/ready")
+        assert ready.status_code == 200 and "connection" not in ready.headers
         stop.set()
         await until(lambda: site.core.draining)
         yield Draining(site, answer, stop, at_once, over)
@@ -55,7 +56,7 @@ async def test_a_draining_router_refuses_new_requests_says_so_and_lets_the_open_
         for path, body in zip(PATHS, (chat(), completion(stream=True)), strict=True):
             response = await post(it.site, path, body)
             assert "draining" in assert_error(response, 503, "unavailable_error", None)
-            assert int(response.headers["retry-after"]) > 0
+            assert int(response.headers["retry-after"]) > 0 and response.headers["connection"] == "close"
         ready, health = await get(it.site, "/ready"), await get(it.site, "/health")
         assert (ready.status_code, health.status_code) == (503, 200)
         assert ready.json()["reasons"] == ["the router is draining: it takes no more requests"]
