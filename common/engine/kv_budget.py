@@ -35,9 +35,8 @@ def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: 
     own_context: tokens, of the model. asked_context: tokens; 0: the model's own, capped. A capped context is a power of two,
     because the instances of a fleet must agree on it even if their memory differs a little. Raises ConfigError.
     """
+    check_context(own_context, asked_context)
     pages = kv_bytes // layout.page_bytes
-    if asked_context > own_context:
-        raise ConfigError(f"--context-tokens {asked_context} is more than the model's own context of {own_context} tokens")
     if pages < 1:
         raise ConfigError(f"--kv-memory gives {kv_bytes} bytes, which is less than one page of {layout.page_bytes}")
     context = asked_context or own_context
@@ -53,12 +52,19 @@ def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: 
     return KVBudget(pages, 2 ** (held.bit_length() - 1))
 
 
+def check_context(own_context: int, asked_context: int) -> None:
+    """Raises ConfigError when more is asked for than the model has."""
+    if asked_context > own_context:
+        raise ConfigError(f"--context-tokens {asked_context} is more than the model's own context of {own_context} tokens")
+
+
 def given_kv_bytes(kv_memory: str, device: torch.device) -> int | None:
     """Bytes of `--kv-memory`; a share is one of the device's whole memory. None for auto. Raises ConfigError."""
-    if not kv_memory.endswith("%"):
-        return parse_memory(kv_memory, "kv-memory", total_bytes=0)
     total_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _host_bytes("MemTotal")
-    return parse_memory(kv_memory, "kv-memory", total_bytes)
+    given = parse_memory(kv_memory, "kv-memory", total_bytes)
+    if given is not None and given > total_bytes:
+        raise ConfigError(f"--kv-memory {kv_memory} is more than {device} has, which is {_gib(total_bytes)}")
+    return given
 
 
 def auto_host_kv_bytes(sharers: int = 1) -> int:
@@ -82,6 +88,11 @@ class KVMemoryMeter:
         _return_cache(device)
         self._before_bytes = self._taken_bytes()
 
+    def left_bytes(self) -> int:
+        """What may still be allocated."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return max(0, min(free_bytes, total_bytes // self._sharers - self._taken_bytes()))
+
     def peak_bytes(self) -> int:
         """The most that was allocated at a time since the meter was made: torch keeps what steps gave back. Ask before a graph is
         captured, because a capture makes torch give it back."""
@@ -97,17 +108,18 @@ class KVMemoryMeter:
         more. Raises ConfigError."""
         gc.collect()
         _return_cache(self._device)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        part_bytes, taken_bytes = total_bytes // self._sharers, self._taken_bytes()
-        kept_bytes = int(part_bytes * _CUDA_KEPT)
-        kv_bytes = min(free_bytes, part_bytes - taken_bytes) - workspace_bytes - kept_bytes
+        part_bytes = torch.cuda.mem_get_info(self._device)[1] // self._sharers
+        taken_bytes, kept_bytes = self._taken_bytes(), int(part_bytes * _CUDA_KEPT)
+        kv_bytes = self.left_bytes() - workspace_bytes - kept_bytes
         part = "" if self._sharers == 1 else f" for each of {self._sharers} instances"
         figures = (
             f"{self._device} has {_gib(part_bytes)}{part}: weights and what else is there take {_gib(taken_bytes)}, steps and "
             f"graphs {_gib(workspace_bytes)}, and {_gib(kept_bytes)} stay free"
         )
         if kv_bytes <= 0:
-            raise ConfigError(f"no memory is left for KV pages. {figures}: lower --chunk-tokens or --max-running")
+            raise ConfigError(
+                f"no memory is left for KV pages. {figures}: lower --chunk-tokens, --max-running or --context-tokens"
+            )
         progress(f"{figures}; {_gib(kv_bytes)} are left for KV pages")
         return kv_bytes
 

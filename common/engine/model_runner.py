@@ -15,7 +15,7 @@ from common.engine.device import device_of, dtype_of, with_device_defaults
 from common.engine.executor import EngineDescription
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.kernels.choice import make_kernels
-from common.engine.kv_budget import KVBudget, KVMemoryMeter, auto_host_kv_bytes, given_kv_bytes, kv_budget
+from common.engine.kv_budget import KVBudget, KVMemoryMeter, auto_host_kv_bytes, check_context, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.models.loading import Loading
 from common.engine.models.port import ServedShape
@@ -54,8 +54,9 @@ class ModelRunner:
         )
         check_attention(engine.attention, layout, self._dtype, self._device)
         given = given_kv_bytes(engine.kv_memory, self._device)
+        check_context(shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
         if given is not None:
-            kv_budget(layout, given, shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
+            kv_budget(layout, given, shape.context_tokens, engine.context_tokens)
         self._graph_sizes = ladder(engine.graph_sizes, engine.max_running)
         maker = self._graph_maker()
         with self.on_device():
@@ -66,7 +67,7 @@ class ModelRunner:
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self._memory = KVMemory(layout, budget.total_pages, self._device)
-            with self._memory_errors("lower --kv-memory, --chunk-tokens or --max-running"):
+            with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
                 self.steps = self._make_steps(self._memory, shape, budget.context_tokens, progress)
                 if maker is not None:
                     self._capture(self.steps, maker, self._graph_sizes, progress)
@@ -125,9 +126,9 @@ class ModelRunner:
     def _measured_kv_bytes(self, shape: ServedShape, layout: KVLayout, maker: GraphMaker | None, progress: Progress) -> int:
         """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises ConfigError."""
         progress("measuring the memory of the largest step")
-        context = self._engine.context_tokens or shape.context_tokens
         meter = KVMemoryMeter(self._device, self._engine.sharers)
-        with self._memory_errors(f"lower --chunk-tokens or --max-running; {meter}"):
+        context = kv_budget(layout, meter.left_bytes(), shape.context_tokens, self._engine.context_tokens).context_tokens
+        with self._memory_errors(f"lower --chunk-tokens, --max-running or --context-tokens; {meter}"):
             memory = KVMemory(layout, WARM_UP_PAGES, self._device)
             trial = self._make_steps(memory, shape, context, progress)
             self._warm_up(trial, layout, context)

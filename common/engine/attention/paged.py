@@ -13,6 +13,7 @@ A chunk that begins a prompt is the exception: it needs no mask, and `enable_gqa
 A window hides what lies before it, so gathering begins at the first page that a token still sees.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,21 +29,29 @@ GATHER_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Most bytes of keys and values that decode attention without a kernel gathers at once, by device; one row may take more. On CPU
 they should stay in the cache; on CUDA each call costs a launch, so the limit is the room for them."""
 
+MASK_ELEMENTS = 2**27
+"""Most elements of a mask. A chunk that needs more attends in pieces. Besides memory, this keeps indices far from 2**32, beyond
+which torch's kernels on CUDA read other rows of a mask (pytorch issue 187225)."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk whose keys are gathered from `pages` [pages] int64, and of them the first `context` slots.
+    """A chunk, or a piece of one, whose keys are gathered from `pages` [pages] int64, and of them the first `context` slots.
 
-    owned: how many of those slots hold the row's KV; the others are zeroed. mask: [group * tokens, context], added to the scores;
-    None: nothing is hidden but what `causal` hides, which is the tokens of a whole prompt from each other.
+    owned: how many of those slots hold the row's KV; the others are zeroed. begin: the position of the first slot. masked: what a
+    token must not see is hidden by a mask [group * tokens, context], added to the scores. mask: that mask; None where it is made
+    in each layer anew, because the masks of all pieces would take too much memory. causal: nothing is hidden but the tokens of a
+    whole prompt from those before them.
     """
 
     segment: Segment
     pages: Tensor
     context: int
     owned: int
-    mask: Tensor | None
-    causal: bool
+    begin: int = 0
+    masked: bool = False
+    mask: Tensor | None = None
+    causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,23 @@ class PagedAttention:
 
     def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
         in_c = self._kernel is not None and how.softcap is None
-        return _Plan([self._chunk_plan(step, chunk, how) for chunk in step.chunks], None if in_c else self._parts(step, how))
+        chunks = [piece for chunk in step.chunks for piece in self._pieces(step, chunk, how)]
+        return _Plan(chunks, None if in_c else self._parts(step, how))
+
+    def _pieces(self, step: StepTokens, segment: Segment, how: LayerAttention) -> list[_Chunk]:
+        """The chunk as it is if its mask is small enough, else in pieces of tokens."""
+        whole = self._chunk_plan(step, segment, how)
+        most = max(1, MASK_ELEMENTS // (self._group * whole.context))
+        if not whole.masked:
+            return [whole]
+        if segment.end - segment.begin <= most:
+            return [dataclasses.replace(whole, mask=self._mask(whole, how))]
+        pieces = []
+        for begin in range(segment.begin, segment.end, most):
+            end = min(begin + most, segment.end)
+            start = segment.start + begin - segment.begin
+            pieces.append(self._chunk_plan(step, Segment(begin, end, start, start + end - begin, segment.row), how))
+        return pieces
 
     def _chunk_plan(self, step: StepTokens, segment: Segment, how: LayerAttention) -> _Chunk:
         """A mask covers whole pages and not only the context, because kernels want aligned rows of a mask."""
@@ -131,17 +156,19 @@ class PagedAttention:
         pages = step.table[segment.row, first_page : layout.pages_for(context)].long()
         windowed = how.window is not None and context - begin > how.window
         if segment.end - segment.begin == 1 and not windowed:
-            return _Chunk(segment, pages, context - begin, context - begin, None, causal=False)
+            return _Chunk(segment, pages, context - begin, context - begin)
         if segment.start == 0 and not windowed and how.softcap is None:
-            return _Chunk(segment, pages, context, context, None, causal=True)
-        device = self._memory.pool.device
-        positions = torch.arange(segment.start, context, device=device)[:, None]
-        slots = torch.arange(begin, begin + len(pages) * layout.page_size, device=device)[None, :]
+            return _Chunk(segment, pages, context, context, causal=True)
+        return _Chunk(segment, pages, len(pages) * layout.page_size, context - begin, begin, masked=True)
+
+    def _mask(self, chunk: _Chunk, how: LayerAttention) -> Tensor:
+        device, segment = self._memory.pool.device, chunk.segment
+        positions = torch.arange(segment.start, segment.context, device=device)[:, None]
+        slots = torch.arange(chunk.begin, chunk.begin + chunk.context, device=device)[None, :]
         hidden = slots > positions
         if how.window is not None:
             hidden |= slots <= positions - how.window
-        mask = self._added(hidden).repeat(self._group, 1)
-        return _Chunk(segment, pages, mask.shape[1], context - begin, mask, causal=False)
+        return self._added(hidden).repeat(self._group, 1)
 
     def _parts(self, step: StepTokens, how: LayerAttention) -> list[_Part]:
         """The decode rows in parts that gather at most GATHER_BYTES per layer.
@@ -194,7 +221,8 @@ class PagedAttention:
         key[:, :, chunk.owned :] = 0.0  # masked, but a NaN would pass through a mask
         value[:, :, chunk.owned :] = 0.0
         grouped = query.view(tokens, self._memory.layout.kv_heads, -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
-        out = _attention(grouped[None], key, value, chunk.mask, how)
+        mask = self._mask(chunk, how) if chunk.masked and chunk.mask is None else chunk.mask
+        out = _attention(grouped[None], key, value, mask, how)
         return out.view(len(grouped), -1, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, parts: list[_Part], how: LayerAttention) -> list[Tensor]:

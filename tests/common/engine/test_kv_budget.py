@@ -83,7 +83,7 @@ def test_instances_that_share_a_gpu_have_equal_parts_whoever_asks_first(monkeypa
 def test_on_cuda_too_little_memory_is_refused_with_the_figures_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, GIB)
     meter = KVMemoryMeter(torch.device("cuda", 0), sharers=1)
-    with pytest.raises(ConfigError, match=r"cuda:0 has 80.00 GiB: .* 79.00 GiB, .* lower --chunk-tokens or --max-running"):
+    with pytest.raises(ConfigError, match=r"cuda:0 has 80.00 GiB: .* 79.00 GiB, .* lower --chunk-tokens, --max-running or"):
         meter.left_for_pages(GIB // 2, lambda text: None)
     assert "take 79.00 GiB" in str(meter)
 
@@ -93,6 +93,8 @@ def test_a_share_is_one_of_the_devices_whole_memory(monkeypatch: pytest.MonkeyPa
     assert given_kv_bytes("40%", torch.device("cuda", 0)) == 32 * GIB
     assert given_kv_bytes("512MiB", torch.device("cuda", 0)) == GIB // 2
     assert given_kv_bytes("auto", torch.device("cuda", 0)) is None
+    with pytest.raises(ConfigError, match=r"--kv-memory 81GiB is more than cuda:0 has, which is 80.00 GiB"):
+        given_kv_bytes("81GiB", torch.device("cuda", 0))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert given_kv_bytes("10%", torch.device("cpu")) == pytest.approx(whole / 10, rel=0.01)
 

@@ -143,8 +143,9 @@ def test_a_context_that_was_asked_for_is_held_or_refused_before_the_weights_are_
     (path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"--kv-memory at least 67584 bytes, or --context-tokens at most 80"):
         runner(path, kv_memory="64KiB", context_tokens=81)
-    with pytest.raises(ConfigError, match="more than the model's own context of 512"):
-        runner(path, kv_memory="64KiB", context_tokens=513)
+    for kv_memory in ("64KiB", "auto"):
+        with pytest.raises(ConfigError, match="more than the model's own context of 512"):
+            runner(path, kv_memory=kv_memory, context_tokens=513)
     with pytest.raises(ConfigError, match="less than one page"):
         runner(path, kv_memory="1KiB")
 

@@ -37,6 +37,25 @@ def test_how_much_is_gathered_at_once_changes_nothing(monkeypatch: pytest.Monkey
         assert step.error(layer, attention.run(layer, step.query)) < 2e-6
 
 
+@pytest.mark.parametrize("elements", [1, 100, 400])
+def test_chunks_whose_masks_are_too_large_attend_in_pieces(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    """A group has 3 heads: so one token at a time, or some."""
+    monkeypatch.setattr(paged, "MASK_ELEMENTS", elements)
+    step = Step(SHAPE, CHUNKS, LENGTHS)
+    attention = planned(step)
+    masks: list[int] = []
+    attend = paged._attention
+
+    def noted(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, how: LayerAttention) -> Tensor:
+        masks.append(0 if mask is None or mask.ndim > 2 else mask.numel())
+        return attend(query, keys, values, mask, how)
+
+    monkeypatch.setattr(paged, "_attention", noted)
+    for layer in range(len(SHAPE.layers)):
+        assert step.error(layer, attention.run(layer, step.query)) < 2e-6
+    assert 0 < max(masks) <= max(elements, 3 * 45)
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[str]:
     calls: list[str] = []
     true: Callable[..., Tensor] = getattr(owner, name)
