@@ -33,7 +33,7 @@ class PaddedAttention:
     def run(self, layer: int, query: Tensor) -> Tensor:
         rows, heads, dim = query.shape
         pages = self._step.table[self._step.decode_rows].long()
-        keys, values = (view[pages].transpose(1, 2).flatten(2, 3) for view in self._memory.layers[layer])
+        keys, values = (view[pages].transpose(1, 2).flatten(2, 3).to(query.dtype) for view in self._memory.layers[layer])
         beyond = torch.arange(keys.shape[2], device=query.device)[None, :] >= self._lengths[:, None]
         keys, values = (x.masked_fill(beyond[:, None, :, None], 0.0) for x in (keys, values))
         grouped = query.view(rows, keys.shape[1], -1, dim)

@@ -165,10 +165,18 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs_eagerly(tmp_path: Path
         lambda x: bool(x.any()),
         lambda x: torch.nonzero(x),
         lambda x: x[x > 0],
+        lambda x: x.__setitem__(x > 0, torch.ones(3)),
         lambda x: torch.tensor([1]),
+        lambda x: x.new_tensor([1]),
+        lambda x: torch.asarray([1]),
+        lambda x: torch.from_numpy(np.ones(1)),
+        lambda x: torch.frombuffer(bytearray(8), dtype=torch.float32),
         lambda x: x.repeat_interleave(x.long()),
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(device="cpu"),
+        lambda x: np.asarray(x),
     ],
-    ids=["item", "tolist", "numpy", "bool", "nonzero", "mask", "host data", "repeat_interleave"],
 )
 def test_the_recorder_refuses_what_a_capture_refuses(run: Callable[[Tensor], object]) -> None:
     def body() -> None:
@@ -177,6 +185,14 @@ def test_the_recorder_refuses_what_a_capture_refuses(run: Callable[[Tensor], obj
     values = torch.ones(3)
     with pytest.raises(NotCapturable):
         RecordedGraphs().capture(body)
+
+
+def test_the_recorder_lets_a_mask_put_one_number() -> None:
+    values = torch.tensor([1.0, -1.0])
+    replay = RecordedGraphs().capture(lambda: values.__setitem__(values > 0, 0.0))
+    values.copy_(torch.tensor([-2.0, 2.0]))
+    replay()
+    assert values.tolist() == [-2.0, 0.0]
 
 
 def test_the_ladder_of_batch_sizes_ends_at_the_most_rows() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from common.engine import sampler
 from common.engine.kernels.noise import GREEDY_BELOW
 from common.engine.kernels.torch_kernels import TorchKernels
-from common.engine.sampler import RowSampling, Sampler, _kept
+from common.engine.sampler import RowSampling, Sampler, _filtered_logits, _kept
 
 VOCAB = 12
 LOGITS = torch.tensor([[2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0]])
@@ -63,7 +63,15 @@ def probabilities(temperature: float, top_k: int, top_p: float, min_p: float) ->
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
-    [(1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.5, 5, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (1.2, 6, 0.9, 0.1)],
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 0, 1.0, 0.0),
+        (1.5, 5, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.2, 6, 0.9, 0.1),
+        (2.0, 0, 0.8, 0.0),
+    ],
 )
 def test_samples_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     counts = torch.bincount(draw(temperature, top_k=top_k, top_p=top_p, min_p=min_p), minlength=VOCAB).numpy()
@@ -111,18 +119,38 @@ def test_a_sampled_token_does_not_depend_on_the_filters_of_its_neighbours() -> N
 
 
 def test_rows_that_filter_are_filtered_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's temperature and filters are its own, also in later parts."""
     logits = torch.randn(11, 60, generator=torch.Generator().manual_seed(8))
-    together = sampled(logits, top_k=9, top_p=0.8)
+    top_k, top_p = torch.tensor([0, 1, 40] * 4)[:11], torch.tensor([0.3, 0.9, 1.0, 0.99] * 3)[:11]
+    rows = RowSampling(
+        torch.tensor([0.1, 1.0, 2.0, 0.5, 5.0] * 3)[:11], top_k, top_p, torch.tensor([0, 0.2] * 6)[:11], top_k, top_k
+    )
+    together = _filtered_logits(logits, rows, 0)
     monkeypatch.setattr(sampler, "ROWS_AT_ONCE", 4)
-    assert torch.equal(sampled(logits, top_k=9, top_p=0.8), together)
+    assert torch.equal(_filtered_logits(logits, rows, 0), together)
+    assert len({int(count) for count in together.isfinite().sum(dim=-1)}) >= 5
 
 
 def test_top_p_of_one_excludes_nothing_beside_other_filters() -> None:
     """Beside one likely token, the others' probabilities are lost when a running sum in float32 is rounded to 1."""
-    logits = torch.full((1, 1000), -20.0)
+    logits = torch.full((1, 1000), -30.0)
     logits[0, 500] = 0.0
-    assert kept(logits, top_k=0, top_p=1.0, min_p=1e-12).all()
+    assert kept(logits, top_k=0, top_p=1.0, min_p=1e-14).all()
     assert kept(logits, top_k=999, top_p=1.0, min_p=0.0).sum() == 999
+
+
+def test_the_nucleus_ends_with_the_token_whose_sum_reaches_top_p() -> None:
+    equal = torch.zeros(1, 8)
+    assert [int(kept(equal, 0, top_p, 0.0).sum()) for top_p in (1e-50, 0.124, 0.125, 0.126, 0.5)] == [1, 1, 1, 2, 4]
+
+
+def test_the_nucleus_is_exact_where_thousands_of_tokens_share_little() -> None:
+    """In float32 a running sum next to 1 steps over 58 of these tokens at once."""
+    logits, top_p = torch.full((1, 1000), -20.0), 1 - 2.0**-20
+    logits[0, 500] = 0.0
+    share = np.exp(-20.0)
+    expected = 1 + np.ceil((top_p * (1 + 999 * share) - 1) / share)
+    assert abs(int(kept(logits, 0, top_p, 0.0).sum()) - expected) <= 1
 
 
 def kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -68,6 +68,9 @@ class _Wrapper:
         assert kv_layout == "HND"
         self.calls, self.query_dtypes, self.device, self.planned = calls, dtypes, workspace.device, False
         self.is_graph, self.causal = False, False
+        self.backend = "fa2"
+        self.schedule = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        self._mark = len(calls) % 255 + 1
 
     def _lists(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> None:
         """The lists of pages, on the host where `plan` reads them and on the device where kernels do."""
@@ -88,10 +91,11 @@ class _Wrapper:
         self.window_left, self.softcap = window_left, softcap
         self.scale = dim**-0.5 if scale is None else scale
         self.planned = True
+        self.schedule[:1].fill_(self._mark)
 
     def _dtypes(self, query: torch.dtype | str | None, kv: torch.dtype | None) -> None:
         assert query in self.query_dtypes, "there are no kernels for others"
-        assert kv in (query, torch.float8_e4m3fn)
+        assert kv == query or (kv == torch.float8_e4m3fn and self.backend == "fa2"), "FA3 reads pages of the queries' dtype only"
         self.dtypes = (query, kv)
 
     def _run(self, query: Tensor, views: Views, out: Tensor | None, queries: Tensor) -> Tensor:
@@ -105,7 +109,8 @@ class _Wrapper:
         assert keys.stride() == values.stride() and keys.stride(-1) == 1
         assert out is not None and out.shape == query.shape and out.dtype == query.dtype and out.is_contiguous()
         lists = (queries, self.indptr, self.indices, self.last_page_len)
-        return out.copy_(attended(query, keys, values, *lists, self.causal, self.window_left, self.softcap, self.scale))
+        out.copy_(attended(query, keys, values, *lists, self.causal, self.window_left, self.softcap, self.scale))
+        return out.masked_fill_(self.schedule[:1] != self._mark, torch.nan)  # it would follow another wrapper's schedule
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -120,6 +125,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:
         super().__init__(calls, dtypes, float_workspace_buffer, kv_layout)
         assert backend in ("fa2", "fa3"), "what auto takes changes from version to version"
+        self.backend = backend
 
     @recorded
     def plan(
@@ -234,6 +240,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         assert indices.data_ptr() == self.indices_buffer.data_ptr()
         self._dtypes(named["q_data_type"], named["kv_data_type"])
         assert shape == self.shape and named["window_left"] == self.window_left and named["logits_soft_cap"] == self.softcap
+        self.schedule[:1].fill_(self._mark)
 
     def _fits(self, indices: Tensor, last_page_len: Tensor) -> None:
         assert len(last_page_len) == len(self.last_buffer), "the batch size is constant"

@@ -65,6 +65,14 @@ def test_auto_takes_flashinfer_where_it_can_and_has_its_kernels_compiled_at_once
     assert sorted(ran) == sorted(2 * ["BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"])
 
 
+@pytest.mark.parametrize(("kv_dtype", "kernels"), [("bfloat16", "chunks by fa3"), ("float8_e4m3fn", "chunks by fa2")])
+def test_hoppers_kernels_are_taken_for_pages_that_they_read(kv_dtype: KVDtype, kernels: str) -> None:
+    lines: list[str] = []
+    needed = needs(kv_dtype=kv_dtype)
+    made = flashinfer_or_torch(needed, "flashinfer", TorchKernels(), lines.append, H100, FlashInferDouble)
+    assert isinstance(made, FlashInferAttention) and kernels in lines[0]
+
+
 def failing(error: Exception) -> Callable[[], FlashInfer]:
     def load() -> FlashInfer:
         raise error

@@ -144,3 +144,11 @@ def test_the_workspace_holds_the_partial_results_of_the_largest_step() -> None:
     tiles = 512 * 8 // 16 + 511
     needed = 64 * tiles * 16 * (128 + 1) * 4
     assert needed <= float_workspace_bytes(layout.memory(1), shape, multiprocessors=132) < needed + 2**20
+
+
+def test_the_workspace_holds_the_partial_results_of_cuda_cores() -> None:
+    """They give each multiprocessor 16 blocks. Only a card of thousands needs more than the least that FlashInfer wants."""
+    layout = Shape(8, 8, 128, 16, LAYERS, torch.bfloat16, "bfloat16")
+    shape = FlashInferShape(8, LAYERS, torch.bfloat16, max_rows=512, pages_per_row=512, prefill="fa3")
+    needed = 8 * (16 * 20_000 // 8) * (128 + 1) * 4
+    assert needed <= float_workspace_bytes(layout.memory(1), shape, multiprocessors=20_000) < needed + 2**20
