@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench import engine_plan, overlap_plan
+from bench import overlap_plan
 from bench import plan as transfer_plan
+from bench.engine import plan as engine_plan
 from common.addresses import LOOPBACK
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.errors import ConfigError
@@ -174,7 +175,7 @@ def _bench_overlap(flags: argparse.Namespace) -> int:
 
 def _bench_engine(flags: argparse.Namespace) -> int:
     environment.prepare(1)
-    from bench.engine import run
+    from bench.engine.run import run
 
     bench, engine = read_config(engine_plan.EngineBench, flags), read_config(EngineConfig, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench, engine)

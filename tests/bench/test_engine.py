@@ -14,15 +14,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.engine import Bench, _reason, _Worker
-from bench.engine_batch import OfflinePlanner
-from bench.engine_device import fill_randomly, memory_of
-from bench.engine_figures import Ceilings, DecodeStep, EngineOutcome, Figure, HostWork, Prefill, Started, judge
-from bench.engine_models import prefill_flop, shape_folder, step_weight_bytes
-from bench.engine_offline import run
-from bench.engine_plan import Build, EngineBench, MeasureCeilings, MeasureSteps, tasks
-from bench.engine_report import markdown
-from bench.engine_steps import phases
+from bench.engine.batch import OfflinePlanner
+from bench.engine.device import fill_randomly, memory_of
+from bench.engine.figures import Ceilings, DecodeStep, EngineOutcome, Figure, HostWork, Prefill, Started, judge
+from bench.engine.models import prefill_flop, shape_folder, step_weight_bytes
+from bench.engine.offline import run
+from bench.engine.plan import Build, EngineBench, MeasureCeilings, MeasureSteps, tasks
+from bench.engine.report import markdown
+from bench.engine.run import Bench, _reason, _Worker
+from bench.engine.steps import phases
 from bench.figures import Spread
 from bench.hardware import this_hardware
 from common.config import EngineConfig

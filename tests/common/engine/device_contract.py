@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench.engine_batch import OfflinePlanner
-from bench.engine_device import memory_of
+from bench.engine.batch import OfflinePlanner
+from bench.engine.device import memory_of
 from common.engine.model_runner import ModelRunner
 from common.engine.models.decoder import Decoder
 from common.engine.pending import PendingStep

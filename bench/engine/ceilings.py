@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.engine_device import current, timed_s
-from bench.engine_figures import Ceilings
-from bench.engine_plan import MeasureCeilings
+from bench.engine.device import current, timed_s
+from bench.engine.figures import Ceilings
+from bench.engine.plan import MeasureCeilings
 from bench.figures import Spread
 
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}

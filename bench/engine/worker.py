@@ -1,6 +1,6 @@
 """A process of `launch bench engine`: does one task after the other and reports each figure as soon as it has it.
 
-Owns which function does which task. Run as `python -m bench.engine_worker`. Ends when a task fails, with the reason as the last
+Owns which function does which task. Run as `python -m bench.engine.worker`. Ends when a task fails, with the reason as the last
 line that it prints, or when its parent is gone. Imports what is heavy only for a task that needs it.
 """
 
@@ -10,8 +10,8 @@ from typing import TypeAlias, assert_never
 
 import msgspec
 
-from bench.engine_figures import Done, Figure, WorkerReport
-from bench.engine_plan import (
+from bench.engine.figures import Done, Figure, WorkerReport
+from bench.engine.plan import (
     AnyTask,
     Build,
     CheckAnswers,
@@ -35,37 +35,37 @@ def figures_of(task: AnyTask, say: Say) -> Iterator[Figure]:
     """Do the task. say: called with what it is doing."""
     match task:
         case CheckRing() | MeasurePush() | MeasureExposed():
-            from bench import engine_fleets
+            from bench.engine import fleets
 
-            return engine_fleets.figures_of(task, say)
+            return fleets.figures_of(task, say)
         case CheckOperations():
-            from bench import engine_operations
+            from bench.engine import operations
 
-            return engine_operations.check(task)
+            return operations.check(task)
         case CheckAnswers():
-            from bench import engine_answers
+            from bench.engine import answers
 
-            return engine_answers.check(task, say)
+            return answers.check(task, say)
         case MeasureHost():
-            from bench import engine_host
+            from bench.engine import host
 
-            return engine_host.measure(task)
+            return host.measure(task)
         case MeasureOffline():
-            from bench import engine_offline
+            from bench.engine import offline
 
-            return engine_offline.measure(task, say)
+            return offline.measure(task, say)
         case MeasureCeilings():
-            from bench import engine_ceilings
+            from bench.engine import ceilings
 
-            return engine_ceilings.measure(task)
+            return ceilings.measure(task)
         case Build():
-            from bench import engine_steps
+            from bench.engine import steps
 
-            return engine_steps.build(task, say)
+            return steps.build(task, say)
         case MeasureSteps():
-            from bench import engine_steps
+            from bench.engine import steps
 
-            return engine_steps.measure(task, say)
+            return steps.measure(task, say)
         case _:
             assert_never(task)
 

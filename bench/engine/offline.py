@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from bench.engine_batch import OfflinePlanner
-from bench.engine_figures import Offline
-from bench.engine_models import lengths_of, shape_folder
-from bench.engine_plan import MeasureOffline
+from bench.engine.batch import OfflinePlanner
+from bench.engine.figures import Offline
+from bench.engine.models import lengths_of, shape_folder
+from bench.engine.plan import MeasureOffline
 from common.engine.device import with_device_defaults
 from common.engine.executor import Executor, StepHandle
 from common.engine.torch_executor import TorchExecutor

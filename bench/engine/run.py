@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from bench import engine_report
-from bench.engine_figures import Done, EngineOutcome, Figure, TaskRun, WorkerReport, judge
-from bench.engine_plan import AnyTask, Build, EngineBench, tasks
+from bench.engine import report
+from bench.engine.figures import Done, EngineOutcome, Figure, TaskRun, WorkerReport, judge
+from bench.engine.plan import AnyTask, Build, EngineBench, tasks
 from bench.hardware import this_hardware
 from bench.tables import publish, say
 from common.config import EngineConfig
@@ -49,7 +49,7 @@ def run(bench: EngineBench, engine: EngineConfig, is_quick: bool, command: str, 
         runs=measured.runs,
         figures=measured.figures,
     )
-    publish(outcome, engine_report.markdown(outcome) if markdown else engine_report.text(outcome), bench.json)
+    publish(outcome, report.markdown(outcome) if markdown else report.text(outcome), bench.json)
     return 1 if any(run.failure for run in outcome.runs) else 0
 
 
@@ -115,7 +115,7 @@ class _Worker:
 
     def __init__(self) -> None:
         decoder = msgspec.json.Decoder[WorkerReport](WorkerReport)
-        command = [sys.executable, "-P", "-m", "bench.engine_worker"]
+        command = [sys.executable, "-P", "-m", "bench.engine.worker"]
         self._child: Respondent[AnyTask, WorkerReport] = Respondent("engine worker", command, decoder)
 
     def figures(self, task: AnyTask, until: float) -> Iterator[Figure]:

@@ -6,7 +6,7 @@ one sees.
 
 from collections.abc import Callable, Iterator
 
-from bench.engine_figures import (
+from bench.engine.figures import (
     Agreement,
     Built,
     Ceilings,

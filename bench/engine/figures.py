@@ -6,7 +6,7 @@ Owns the figures, how they become shares of what the device can do, and the goal
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
-from bench.engine_plan import GOAL_BATCH, GOAL_CONTEXT, GOAL_MODEL
+from bench.engine.plan import GOAL_BATCH, GOAL_CONTEXT, GOAL_MODEL
 from bench.figures import Goal, Outcome, Spread
 from common.processes.lines import JsonLine, Progress
 

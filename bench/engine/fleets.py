@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.engine_answers import agreement
-from bench.engine_figures import Agreement, Check, Exposed, Figure, Pushed
-from bench.engine_plan import CheckRing, MeasureExposed, MeasurePush, Task
+from bench.engine.answers import agreement
+from bench.engine.figures import Agreement, Check, Exposed, Figure, Pushed
+from bench.engine.plan import CheckRing, MeasureExposed, MeasurePush, Task
 from bench.local_fleet import FleetFailed, connected, local_fleet
 from common.config import EngineConfig
 from common.engine.device import device_of

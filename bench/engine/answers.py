@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.engine_batch import Batch
-from bench.engine_figures import Agreement, Check
-from bench.engine_plan import CheckAnswers
+from bench.engine.batch import Batch
+from bench.engine.figures import Agreement, Check
+from bench.engine.plan import CheckAnswers
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Chunk

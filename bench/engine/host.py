@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bench.engine_batch import Batch
-from bench.engine_device import current
-from bench.engine_figures import HostWork
-from bench.engine_plan import MeasureHost
+from bench.engine.batch import Batch
+from bench.engine.device import current
+from bench.engine.figures import HostWork
+from bench.engine.plan import MeasureHost
 from bench.figures import Spread
 from common.engine.attention.choice import AttentionNeeds, make_attention
 from common.engine.attention.port import Attention, LayerAttention

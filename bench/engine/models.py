@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.engine_plan import SHAPES
+from bench.engine.plan import SHAPES
 from common.config import EngineConfig, ModelConfig
 from common.engine.models.port import ServedShape
 from common.ids import Int64Array

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.engine_device import current
-from bench.engine_figures import Check
-from bench.engine_plan import CheckOperations
+from bench.engine.device import current
+from bench.engine.figures import Check
+from bench.engine.plan import CheckOperations
 from common.config import AttentionName
 from common.engine.attention.choice import AttentionNeeds, make_attention
 from common.engine.attention.port import LayerAttention, Segment, StepTokens

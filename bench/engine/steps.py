@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from bench.engine_batch import GREEDY, Batch
-from bench.engine_device import current, device_ms, fill_randomly, free_bytes
-from bench.engine_figures import Built, DecodeStep, Figure, Prefill, Started
-from bench.engine_models import prefill_flop, shape_folder, step_weight_bytes
-from bench.engine_plan import Build, MeasureSteps
+from bench.engine.batch import GREEDY, Batch
+from bench.engine.device import current, device_ms, fill_randomly, free_bytes
+from bench.engine.figures import Built, DecodeStep, Figure, Prefill, Started
+from bench.engine.models import prefill_flop, shape_folder, step_weight_bytes
+from bench.engine.plan import Build, MeasureSteps
 from bench.figures import Spread
 from common.config import DEMO_MODEL, ModelConfig
 from common.engine.kv_memory import torch_dtype

@@ -1,0 +1,1 @@
+"""`launch bench engine`: builds, checks and times the engine on one device."""
