@@ -105,7 +105,7 @@ class EngineConfig:
         _require(self.chunk_tokens >= 0, "chunk-tokens", "at least 1, or 0", self.chunk_tokens)
         _require(self.layer_groups >= 0, "layer-groups", "0 or more", self.layer_groups)
         _require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
-        _require(self.threads >= 0, "threads", "0 or more", self.threads)
+        _require(0 <= self.threads <= 4096, "threads", "between 0 and 4096", self.threads)
         _require(1 <= self.sharers <= 64, "sharers", "between 1 and 64", self.sharers)
         parse_memory(self.kv_memory, "kv-memory", total_bytes=2**40)
         _require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
@@ -225,10 +225,16 @@ def parse_bytes(text: str, flag: str = "") -> int | None:
 
 def parse_memory(text: str, flag: str, total_bytes: int) -> int | None:
     """As `parse_bytes`, and "40%" is that share of a memory of `total_bytes`. Raises ConfigError, which names the flag."""
+    percent = parse_share(text, flag)
+    return parse_bytes(text, flag) if percent is None else int(total_bytes * percent / 100)
+
+
+def parse_share(text: str, flag: str) -> float | None:
+    """Percent of "40%"; None for what is not a share. Raises ConfigError, which names the flag."""
     share = _SHARE.fullmatch(text)
     if share is None:
-        return parse_bytes(text, flag)
+        return None
     percent = float(share[1])
     if not 0 < percent <= 100:
         raise ConfigError(f"--{flag}: {text!r} is not a share of memory: write a number above 0 and up to 100 with %")
-    return int(total_bytes * percent / 100)
+    return percent

@@ -16,7 +16,8 @@ def divide_cores(cores: int, instances: int) -> int:
 
 
 def place_on_gpus(device: str, instances: int, gpus: int) -> list[tuple[str, int]]:
-    """For each instance its device, and how many instances share that.
+    """For each instance its device, and how many instances share a GPU at most: all take equal parts of memory, because the
+    instances of a fleet must agree on the context.
 
     device: as `--device`. With auto, instances take the GPUs in turn, so that neighbours are on different ones; without a GPU
     each of them finds the processor.
@@ -24,5 +25,5 @@ def place_on_gpus(device: str, instances: int, gpus: int) -> list[tuple[str, int
     devices: Sequence[str] = [device] * instances
     if device == "auto" and gpus:
         devices = [f"cuda:{number % gpus}" for number in range(instances)]
-    sharers = Counter(devices)
-    return [(name, sharers[name] if name.startswith("cuda") else 1) for name in devices]
+    sharers = max(Counter(name for name in devices if name.startswith("cuda")).values(), default=1)
+    return [(name, sharers) for name in devices]

@@ -13,6 +13,7 @@ import queue
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
@@ -20,7 +21,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from common.addresses import LOOPBACK, port_of, reachable
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, parse_share
 from common.cores import core_count, divide_cores, place_on_gpus
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
@@ -64,6 +65,7 @@ class LocalPlan:
             raise ConfigError(f"--prefill must be 0 or more, is {self.prefill}")
         if self.decode < 1:
             raise ConfigError(f"--decode must be at least 1, is {self.decode}")
+        self._check_shares()
 
     def names(self, role: Role) -> list[str]:
         return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
@@ -82,6 +84,17 @@ class LocalPlan:
             name: replace(self.engine, threads=threads, device=device, sharers=max(sharers, self.engine.sharers))
             for name, (device, sharers) in zip(names, places, strict=True)
         }
+
+    def _check_shares(self) -> None:
+        """Each instance takes its share of the whole device, so all on a device must fit together. Raises ConfigError."""
+        percent = parse_share(self.engine.kv_memory, "kv-memory")
+        places = place_on_gpus(self.engine.device, self.prefill + self.decode, self.gpus)
+        most = max(Counter(device for device, _ in places).values())
+        if percent is not None and percent * most > 100:
+            raise ConfigError(
+                f"--kv-memory {self.engine.kv_memory} is the share of one instance, and {most} instances are on one device: give "
+                f"at most {100 // most}%"
+            )
 
 
 class FleetFailed(TandemError):

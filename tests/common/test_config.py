@@ -45,6 +45,7 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (EngineConfig, "chunk_tokens", -1),
         (EngineConfig, "layer_groups", -1),
         (EngineConfig, "threads", -1),
+        (EngineConfig, "threads", 10**12),
         (EngineConfig, "kv_memory", "much"),
         (EngineConfig, "kv_memory", "0%"),
         (EngineConfig, "kv_memory", "101%"),

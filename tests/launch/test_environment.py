@@ -6,6 +6,7 @@ import pytest
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.cores import core_count, divide_cores, place_on_gpus
+from common.errors import ConfigError
 from launch import environment
 from launch.gpus import count_gpus
 from launch.local import LocalPlan
@@ -22,7 +23,7 @@ def test_cores_are_divided_and_every_instance_has_one(cores: int, instances: int
         ("auto", 2, 0, [("auto", 1), ("auto", 1)]),
         ("auto", 2, 1, [("cuda:0", 2), ("cuda:0", 2)]),
         ("auto", 2, 8, [("cuda:0", 1), ("cuda:1", 1)]),
-        ("auto", 3, 2, [("cuda:0", 2), ("cuda:1", 1), ("cuda:0", 2)]),
+        ("auto", 3, 2, [("cuda:0", 2), ("cuda:1", 2), ("cuda:0", 2)]),
         ("cuda:1", 2, 0, [("cuda:1", 2), ("cuda:1", 2)]),
         ("cpu", 2, 8, [("cpu", 1), ("cpu", 1)]),
     ],
@@ -41,10 +42,24 @@ def test_a_local_fleet_shares_cores_and_gpus_by_name() -> None:
 
     threads = divide_cores(core_count(), 3)
     assert engines(2, EngineConfig()) == {
-        "prefill-0": ("cuda:0", 2, threads), "decode-0": ("cuda:1", 1, threads), "decode-1": ("cuda:0", 2, threads)
+        "prefill-0": ("cuda:0", 2, threads), "decode-0": ("cuda:1", 2, threads), "decode-1": ("cuda:0", 2, threads)
     }  # fmt: skip
     assert engines(0, EngineConfig(threads=5)) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), ("auto", 1, 5))
     assert engines(0, EngineConfig(device="cuda", sharers=4))["decode-1"] == ("cuda", 4, threads)
+
+
+def test_shares_of_a_memory_that_do_not_fit_on_one_device_are_refused_before_anything_starts() -> None:
+    def plan(kv_memory: str, gpus: int) -> LocalPlan:
+        return LocalPlan(
+            prefill=1, decode=2, router=RouterConfig(), instance=InstanceConfig(), model=ModelConfig(),
+            engine=EngineConfig(kv_memory=kv_memory), log=LogConfig(), gpus=gpus,
+        )  # fmt: skip
+
+    for kv_memory, gpus, most in (("60%", 0, 33), ("33.5%", 1, 33), ("60%", 2, 50)):
+        with pytest.raises(ConfigError, match=f"--kv-memory {kv_memory} .* at most {most}%"):
+            plan(kv_memory, gpus)
+        plan(f"{most}%", gpus)
+    plan("60%", gpus=3)
 
 
 def test_a_host_without_the_driver_has_no_gpus() -> None:
