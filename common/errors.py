@@ -75,6 +75,12 @@ class ConfigError(TandemError):
     """A flag, file or combination that cannot work; the message names it and the fix."""
 
 
+class MemoryShort(ConfigError):
+    """Too little memory is free now. Another start can succeed: what a dead instance held may be given back late."""
+
+    retryable = True
+
+
 class PeerRefused(TandemError):
     """A peer whose model, dtype, page size, layout or wire version does not match ours."""
 

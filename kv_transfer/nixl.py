@@ -16,6 +16,9 @@ Read in UCX and NIXL, and not measured, about CUDA memory:
 - cuda_ipc needs both processes in one PID namespace (containers: share it) and memory of cudaMalloc (`kv_transfer/cuda.py`).
   Otherwise UCX falls back to TCP without a word. The measurement of a new link finds that (`kv_transfer/link_speed.py`).
 - A mapping keeps the memory of a dead receiver alive, so writes to it may succeed. The TCP connection tells of the death.
+- UCX caches mappings until this process ends, so a new instance may find its GPU full. With UCX_CUDA_IPC_CACHE=n, UCX 1.22 and
+  later unmaps when a link is forgotten. But only the first link to each GPU holds its mapping: on others, and on links to
+  instances that were started again, writes map and unmap the whole pool whenever none is in flight. So it is not set by default.
 - A copy that fails breaks the CUDA context of this process, and UCX never reports its end. The engine fails too, and the process.
 
 NIXL: https://github.com/ai-dynamo/nixl, API of 1.5.

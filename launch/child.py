@@ -191,7 +191,7 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
     except TandemError as error:
         _log.error("%s", error)
         process.report(Broken(reason=str(error)))
-        return BAD_FLAG if isinstance(error, ConfigError) else 1
+        return BAD_FLAG if isinstance(error, ConfigError) and not error.retryable else 1
     except Exception as error:  # noqa: BLE001  whoever started this process must learn why it ended, whatever the reason
         _log.critical("%s failed", process.name, exc_info=error)
         process.report(Broken(reason=f"{type(error).__name__}: {error}"))

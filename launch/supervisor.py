@@ -7,8 +7,8 @@ what a part is for.
     after it      status 0 of a part that drains    it was told to leave: not started again
                   BAD_FLAG                          it can never run as it is: not started again, and the end of all when
                                                     nobody else has its role
-                  anything else                     started again after 0.5 s, 1 s, … 30 s; from 0.5 s again when it had
-                                                    been ready for a minute
+                  anything else, also too little    started again after 0.5 s, 1 s, … 30 s; from 0.5 s again when it had
+                  free memory                       been ready for a minute
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.config import parse_memory
-from common.errors import ConfigError
+from common.errors import ConfigError, MemoryShort
 from common.pages.layout import KVLayout
 
 _CPU_SHARE, _CPU_MOST, _CPU_FREE_SHARE = 0.125, 2**30, 0.5
@@ -29,22 +29,24 @@ class KVBudget:
     context_tokens: int
 
 
-def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int) -> KVBudget:
+def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int, measured: bool = False) -> KVBudget:
     """Pages that fit in `kv_bytes`, and the context: the one asked for, or the model's own, or as much of it as the pages hold.
 
     own_context: tokens, of the model. asked_context: tokens; 0: the model's own, capped. A capped context is a power of two,
-    because the instances of a fleet must agree on it even if their memory differs a little. Raises ConfigError.
+    because the instances of a fleet must agree on it even if their memory differs a little. measured: kv_bytes is what is
+    free now. Raises ConfigError; MemoryShort if too few bytes were measured.
     """
     check_context(own_context, asked_context)
     pages = kv_bytes // layout.page_bytes
+    shortage = MemoryShort if measured else ConfigError
     if pages < 1:
-        raise ConfigError(f"--kv-memory gives {kv_bytes} bytes, which is less than one page of {layout.page_bytes}")
+        raise shortage(f"--kv-memory gives {kv_bytes} bytes, which is less than one page of {layout.page_bytes}")
     context = asked_context or own_context
     needed = layout.pages_for(context)
     if needed <= pages:
         return KVBudget(pages, context)
     if asked_context:
-        raise ConfigError(
+        raise shortage(
             f"--kv-memory gives {pages} pages of {layout.page_bytes} bytes, but --context-tokens {context} needs {needed}: give "
             f"--kv-memory at least {needed * layout.page_bytes} bytes, or --context-tokens at most {pages * layout.page_size}"
         )
@@ -105,7 +107,7 @@ class KVMemoryMeter:
 
     def left_for_pages(self, workspace_bytes: int, progress: Callable[[str], None]) -> int:
         """Bytes for pages, when steps take workspace_bytes besides them. Call it when nothing of the trial is referenced any
-        more. Raises ConfigError."""
+        more. Raises MemoryShort."""
         gc.collect()
         _return_cache(self._device)
         part_bytes = torch.cuda.mem_get_info(self._device)[1] // self._sharers
@@ -117,8 +119,10 @@ class KVMemoryMeter:
             f"graphs {_gib(workspace_bytes)}, and {_gib(kept_bytes)} stay free"
         )
         if kv_bytes <= 0:
-            raise ConfigError(
-                f"no memory is left for KV pages. {figures}: lower --chunk-tokens, --max-running or --context-tokens"
+            free_bytes = torch.cuda.mem_get_info(self._device)[0]
+            raise MemoryShort(
+                f"no memory is left for KV pages. {figures}; {_gib(free_bytes)} are free now: free memory there, or lower "
+                f"--chunk-tokens, --max-running or --context-tokens"
             )
         progress(f"{figures}; {_gib(kv_bytes)} are left for KV pages")
         return kv_bytes

@@ -8,7 +8,7 @@ not know how many pages there should be (`kv_budget.py`) or which are free (`com
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import MemoryShort
 from common.ids import Int32Array
 from common.pages.digest import digest
 from common.pages.host_memory import host_memory
@@ -18,7 +18,7 @@ SPARE_PAGES = 1
 
 
 class KVMemory:
-    """The pool of one rank. layout: what a page holds. device: a torch device. Raises ConfigError when memory is short."""
+    """The pool of one rank. layout: what a page holds. device: a torch device. Raises MemoryShort."""
 
     def __init__(self, layout: KVLayout, total_pages: int, device: torch.device) -> None:
         self.layout = layout
@@ -32,7 +32,7 @@ class KVMemory:
                 memory = torch.zeros(region_bytes, dtype=torch.uint8, device=device)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"--kv-memory: cannot allocate {region_bytes} bytes for KV pages on {device}: {reason}") from error
+            raise MemoryShort(f"--kv-memory: cannot allocate {region_bytes} bytes for KV pages on {device}: {reason}") from error
         self.pool = memory.view(torch_dtype(layout.dtype)).view(pages, layout.page_bytes // ITEM_BYTES[layout.dtype])
         """[pages, elements of a page]"""
         self.layers = [(self._view(layer, 0), self._view(layer, 1)) for layer in range(layout.layers)]

@@ -24,7 +24,7 @@ from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner
 from common.engine.warm_up import WARM_UP_PAGES, warm_up
-from common.errors import ConfigError
+from common.errors import ConfigError, MemoryShort
 from common.ids import Int32Array
 from common.messages import ModelIdentity
 from common.model_path import model_name, resolve_model_path
@@ -34,7 +34,7 @@ Progress = Callable[[str], None]
 
 
 class ModelRunner:
-    """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and for want of memory."""
+    """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and MemoryShort."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, progress: Progress) -> None:
         path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
@@ -115,7 +115,7 @@ class ModelRunner:
             kv_bytes = auto_host_kv_bytes(self._engine.sharers)
         else:
             kv_bytes = self._measured_kv_bytes(shape, layout, maker, progress)
-        budget = kv_budget(layout, kv_bytes, own, asked)
+        budget = kv_budget(layout, kv_bytes, own, asked, measured=given is None)
         if budget.context_tokens < (asked or own):
             progress(
                 f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give "
@@ -124,10 +124,11 @@ class ModelRunner:
         return budget
 
     def _measured_kv_bytes(self, shape: ServedShape, layout: KVLayout, maker: GraphMaker | None, progress: Progress) -> int:
-        """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises ConfigError."""
+        """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises MemoryShort."""
         progress("measuring the memory of the largest step")
         meter = KVMemoryMeter(self._device, self._engine.sharers)
-        context = kv_budget(layout, meter.left_bytes(), shape.context_tokens, self._engine.context_tokens).context_tokens
+        own, asked = shape.context_tokens, self._engine.context_tokens
+        context = kv_budget(layout, meter.left_bytes(), own, asked, measured=True).context_tokens
         with self._memory_errors(f"lower --chunk-tokens, --max-running or --context-tokens; {meter}"):
             memory = KVMemory(layout, WARM_UP_PAGES, self._device)
             trial = self._make_steps(memory, shape, context, progress)
@@ -156,7 +157,7 @@ class ModelRunner:
             yield
         except torch.OutOfMemoryError as error:
             reason = str(error).strip().splitlines()[0]
-            raise ConfigError(f"the largest steps do not fit in the memory of {self._device} ({reason}): {fix}") from error
+            raise MemoryShort(f"the largest steps do not fit in the memory of {self._device} ({reason}): {fix}") from error
 
     # --- steps -------------------------------------------------------------------------------------------------------------
 

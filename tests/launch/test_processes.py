@@ -14,7 +14,7 @@ import pytest
 from common.processes import child as child_processes
 from common.processes.child import Exited, Reported, stop_children
 from launch.processes import Child, ChildEvent
-from launch.reports import Broken, MeetRouter, Progress, Ready
+from launch.reports import BAD_FLAG, Broken, MeetRouter, Progress, Ready
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 
@@ -174,3 +174,15 @@ def test_a_child_whose_parent_was_killed(log: Path, monkeypatch: pytest.MonkeyPa
         parent.kill()
     wait_for(lambda: not is_alive(child), "the child is gone")
     assert log.read_text().endswith(said)
+
+
+def test_a_child_that_finds_too_little_memory_may_be_started_again_but_not_one_that_cannot_use_its_flags() -> None:
+    lines = (
+        "from common import errors",
+        "from launch.child import run_child",
+        "def body(_): raise errors.{}('x')",
+        "exit(run_child('x', body))",
+    )
+    code = "\n".join(lines)
+    ends = {name: subprocess.run([sys.executable, "-c", code.format(name)]).returncode for name in ("MemoryShort", "ConfigError")}
+    assert ends == {"MemoryShort": 1, "ConfigError": BAD_FLAG}

@@ -80,6 +80,8 @@ def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     scales = torch.ones((_FP8_MULTIPLE, 1), dtype=torch.float32, device=device)
     try:
         _product(rows, scales, rows, scales.t(), None)
+    except torch.OutOfMemoryError:  # a RuntimeError too
+        raise
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"--quantization fp8: {device} has no FP8 products here ({reason}): use --quantization none") from error

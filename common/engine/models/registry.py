@@ -18,7 +18,7 @@ from common.engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_
 from common.engine.models.port import Model, ServedShape
 from common.engine.models.shape import DEFAULTS, ModelShape, read_architecture, read_shape
 from common.engine.models.weights import WeightSlots
-from common.errors import ConfigError
+from common.errors import ConfigError, MemoryShort
 
 
 def read_served_shape(path: Path) -> ServedShape:
@@ -44,12 +44,12 @@ def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:
 
 
 def load_model(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
-    """The model of the checkpoint in a folder. shape: as `read_served_shape` gave it. Raises ConfigError."""
+    """The model of the checkpoint in a folder. shape: as `read_served_shape` gave it. Raises ConfigError, MemoryShort."""
     try:
         return _loaded(path, shape, loading, kernels, progress)
     except torch.OutOfMemoryError as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"the weights in {path} do not fit in the memory of {loading.device}: {reason}") from error
+        raise MemoryShort(f"the weights in {path} do not fit in the memory of {loading.device}: {reason}") from error
 
 
 def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:

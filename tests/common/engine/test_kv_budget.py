@@ -9,7 +9,7 @@ import torch
 from common.engine import kv_budget as module
 from common.engine.kv_budget import KVBudget, KVMemoryMeter, auto_host_kv_bytes, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory
-from common.errors import ConfigError
+from common.errors import ConfigError, MemoryShort
 from common.pages.layout import KVLayout
 
 GIB = 2**30
@@ -76,16 +76,26 @@ def test_instances_that_share_a_gpu_have_equal_parts_whoever_asks_first(monkeypa
     assert first == second
     assert 19 * GIB - GIB // 2 < first < 40 * GIB - 16 * GIB - 4 * GIB - GIB // 2
     assert 0 < short < 4 * GIB
-    with pytest.raises(ConfigError, match="for each of 5 instances"):
+    with pytest.raises(MemoryShort, match="for each of 5 instances"):
         KVMemoryMeter(torch.device("cuda", 0), sharers=5).left_for_pages(GIB, lambda text: None)
 
 
 def test_on_cuda_too_little_memory_is_refused_with_the_figures_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, GIB)
     meter = KVMemoryMeter(torch.device("cuda", 0), sharers=1)
-    with pytest.raises(ConfigError, match=r"cuda:0 has 80.00 GiB: .* 79.00 GiB, .* lower --chunk-tokens, --max-running or"):
+    figures = r"cuda:0 has 80.00 GiB: .* 79.00 GiB, .* 1.00 GiB are free now: .* lower --chunk-tokens, --max-running or"
+    with pytest.raises(MemoryShort, match=figures):
         meter.left_for_pages(GIB // 2, lambda text: None)
     assert "take 79.00 GiB" in str(meter)
+
+
+@pytest.mark.parametrize("kv_bytes", [1, QWEN3_0_6B.page_bytes])
+def test_too_few_pages_may_be_more_later_if_their_memory_was_measured_but_not_if_it_was_asked_for(kv_bytes: int) -> None:
+    with pytest.raises(MemoryShort):
+        kv_budget(QWEN3_0_6B, kv_bytes, own_context=4096, asked_context=2048, measured=True)
+    with pytest.raises(ConfigError) as refused:
+        kv_budget(QWEN3_0_6B, kv_bytes, own_context=4096, asked_context=2048)
+    assert not refused.value.retryable
 
 
 def test_a_share_is_one_of_the_devices_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,5 +128,5 @@ def test_on_cpu_the_share_is_of_the_hosts_memory_unless_it_is_short(tmp_path: Pa
 
 
 def test_memory_that_cannot_be_allocated_is_refused_by_flag() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-memory: cannot allocate .* on cpu"):
+    with pytest.raises(MemoryShort, match=r"--kv-memory: cannot allocate .* on cpu"):
         KVMemory(QWEN3_0_6B, 2**50 // QWEN3_0_6B.page_bytes, torch.device("cpu"))

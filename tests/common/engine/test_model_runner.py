@@ -14,7 +14,7 @@ from common.config import EngineConfig, ModelConfig
 from common.engine import model_runner
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Chunk, Plan, RowStart
-from common.errors import ConfigError
+from common.errors import ConfigError, MemoryShort
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
@@ -168,7 +168,7 @@ def test_steps_that_do_not_fit_the_memory_are_refused_in_one_line(tmp_path: Path
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMuch more.")
 
     monkeypatch.setattr(ModelRunner, "_make_steps", out_of_memory)
-    with pytest.raises(ConfigError, match=r"memory of cpu \(.*2 GiB.\): lower --kv-memory, --chunk-tokens") as refused:
+    with pytest.raises(MemoryShort, match=r"memory of cpu \(.*2 GiB.\): lower --kv-memory, --chunk-tokens") as refused:
         runner(saved(llama(), tmp_path))
     assert "\n" not in str(refused.value)
 
