@@ -23,10 +23,11 @@ from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner
 from common.errors import ConfigError
 from common.messages import ModelIdentity
-from common.pages.layout import KVLayout
+from common.pages.layout import KVDtype, KVLayout
 from common.sampling_params import SamplingParams
 from tests.common.engine.attention.flashinfer_double import FlashInferDouble
 from tests.common.engine.checkpoints import VOCAB, llama, mistral, qwen3, saved
+from tests.common.engine.churn import Churn, Request
 from tests.common.engine.driver import Driver
 from tests.common.engine.graph_recorder import NotCapturable, RecordedGraphs
 from tests.common.engine.padded_attention import CapturablePaged
@@ -64,11 +65,12 @@ class Engine:
         attend: Attend = torch_attention,
         device: torch.device = CPU,
         maker: GraphMaker | None = None,
+        kv_dtype: KVDtype = "float32",
     ) -> None:
         shape = read_served_shape(path)
         kernels = make_kernels(device)
         model = load_model(path, shape, Loading(torch.float32, device, CONTEXT), kernels, lambda text: None)
-        layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype="float32")
+        layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype=kv_dtype)
         self.memory = KVMemory(layout, PAGES, device)
         attention = attend(self.memory, shape.heads, model.attention)
         self.steps = StepRunner(
@@ -134,6 +136,47 @@ def test_flashinfer_in_a_graph_gives_the_tokens_of_torch_without_one(tmp_path: P
     """Three rows run as four; their prompts and answers grow beyond the window."""
     path = saved(mistral(head_dim=64, sliding_window=11, num_hidden_layers=2), tmp_path)
     eager, graphed = Engine(path), Engine(path, (4,), flashinfer_attention)
+    assert graphed.answers(prompts(3), EVERY_KIND[:3]) == eager.answers(prompts(3), EVERY_KIND[:3])
+    assert graphed.replays[4] > 5
+
+
+@pytest.fixture(scope="module")
+def churned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A checkpoint, and what it answers to each request of `churn` alone."""
+    path = saved(qwen3(head_dim=64, num_hidden_layers=2), tmp_path_factory.mktemp("churned"))
+    engine = Engine(path)
+    alone = [Driver(engine.run, engine.description).answers([r.prompt], r.tokens, r.sampling)[0] for r in churn()]
+    return path, alone
+
+
+def churn() -> list[Request]:
+    random = np.random.default_rng(12)
+    lengths, tokens = random.integers(1, 20, 24), random.integers(1, 14, 24)
+    kinds = [EVERY_KIND[at % len(EVERY_KIND)] for at in range(24)]
+    return [
+        Request(random.integers(3, VOCAB, n).astype(np.int32), int(t), k) for n, t, k in zip(lengths, tokens, kinds, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("attend", "sizes", "count"),
+    [(torch_attention, (), 24), (torch_attention, (4, ROWS), 24), (flashinfer_attention, (ROWS,), 10)],
+    ids=["eager", "graphs", "flashinfer"],
+)
+def test_requests_that_take_the_rows_and_pages_of_others_at_once_answer_as_alone(
+    churned: tuple[Path, list[list[int]]], attend: Attend, sizes: tuple[int, ...], count: int
+) -> None:
+    """Batches shrink within a graph's size, rows pause, and whoever comes next gets the pages that were freed last."""
+    path, alone = churned
+    engine, requests = Engine(path, sizes, attend), churn()[:count]
+    Churn(engine.run, engine.description, ROWS, pages=ROWS * 6, seed=3).serve(requests)
+    assert [request.answer for request in requests] == alone[:count]
+    assert set(engine.replays) == set(sizes)
+
+
+def test_a_graph_over_fp8_pages_gives_the_tokens_of_the_eager_step(tmp_path: Path) -> None:
+    path = saved(qwen3(num_hidden_layers=2), tmp_path)
+    eager, graphed = (Engine(path, sizes, kv_dtype="float8_e4m3fn") for sizes in ((), (4,)))
     assert graphed.answers(prompts(3), EVERY_KIND[:3]) == eager.answers(prompts(3), EVERY_KIND[:3])
     assert graphed.replays[4] > 5
 
