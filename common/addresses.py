@@ -3,6 +3,7 @@
 Owns the translation. Opens no connection.
 """
 
+import ipaddress
 import socket
 
 from common.errors import ConfigError
@@ -17,6 +18,15 @@ def bind_address(host: str, flag: str) -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         raise ConfigError(f"{flag} {host!r} is no address or name of this host: {error}") from error
+
+
+def is_loopback(address: str) -> bool:
+    """Whether tcp://host:port stays on this host. No name is looked up: of names, only localhost counts."""
+    host = address.removeprefix("tcp://").rsplit(":", 1)[0]
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def reachable(address: str, host: str) -> str:

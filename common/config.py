@@ -193,6 +193,20 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecurityConfig:
+    """Who may talk to the processes of a fleet."""
+
+    cluster_key: str = option(
+        "", "file with the fleet's key, made by `launch key FILE`; without one, only loopback addresses are used"
+    )
+    insecure: Switch = option("off", "on: use other addresses without a key too, so that everybody who reaches a port is let in")
+
+    def __post_init__(self) -> None:
+        _require_choices(self)
+        _require(not (self.cluster_key and self.insecure == "on"), "insecure", "off with --cluster-key", self.insecure)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What a process logs."""
 

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
+from common.config import Switch
+
 
 class ConfigClass(Protocol):
     """A frozen dataclass whose fields were made with `common.config.option`."""
@@ -40,7 +42,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], ann
     help_text = f"{explanation} (default: {field.default})" if field.default != "" else explanation
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
-        group.add_argument(flag_of(field.name), default=field.default, choices=choices, help=help_text)
+        switch: dict[str, Any] = {"nargs": "?", "const": "on"} if choices == get_args(Switch) else {}  # the bare flag means on
+        group.add_argument(flag_of(field.name), default=field.default, choices=choices, help=help_text, **switch)
     elif annotation in (str, int, float):
         metavar = {str: "TEXT", int: "N", float: "X"}[annotation]
         group.add_argument(flag_of(field.name), default=field.default, type=annotation, metavar=metavar, help=help_text)

@@ -17,6 +17,7 @@ import math
 import re
 import socket
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,8 +28,10 @@ import msgspec
 import zmq
 
 from common.errors import ConfigError, TandemError, WireError
+from common.gate import Gate
 from common.ids import InstanceId
 from common.messages import WIRE_VERSION, AnyMessage
+from common.trust import LOOPBACK_ONLY, Trust
 
 M = TypeVar("M")
 
@@ -95,19 +98,27 @@ def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
 
 
 class _Tally:
-    """Counts by reason. Logs each reason when it first happens, and then at most every `_LOG_EVERY_S`."""
+    """Counts by reason. Logs each reason when it first happens, and then at most every `_LOG_EVERY_S`. For any thread."""
 
     def __init__(self, what: str) -> None:
-        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
         self._what = what
         self._quiet_until: dict[str, float] = {}
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
     def add(self, reason: str, detail: str) -> None:
-        self.counts[reason] += 1
-        now = time.monotonic()
-        if now >= self._quiet_until.get(reason, 0.0):
+        with self._lock:
+            self._counts[reason] += 1
+            now, count = time.monotonic(), self._counts[reason]
+            if now < self._quiet_until.get(reason, 0.0):
+                return
             self._quiet_until[reason] = now + _LOG_EVERY_S
-            _log.warning("%s (%s, %d so far): %s", self._what, reason, self.counts[reason], detail)
+        _log.warning("%s (%s, %d so far): %s", self._what, reason, count, detail)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,17 +139,26 @@ class _Outbox:
 class Mailbox(Generic[M]):
     """The inbox of one process, and its outboxes. Implements `common.instance.ports.Mail`.
 
-    me: the sender in every frame. inbox: the union M of what may arrive. bind: tcp://host:port; port 0 picks a free one. Raises
-    ConfigError when the address cannot be bound. Call everything but `wake` from one thread.
+    me: the sender in every frame. inbox: the union M of what may arrive. bind: tcp://host:port; port 0 picks a free one.
+    trust: who is let in, and which addresses are allowed. Raises ConfigError when the address cannot be bound or is not allowed.
+    Call everything but `wake` from one thread.
     """
 
-    def __init__(self, me: InstanceId, inbox: Any, bind: str, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        check_address(bind)
+    def __init__(
+        self,
+        me: InstanceId,
+        inbox: Any,
+        bind: str,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        trust: Trust = LOOPBACK_ONLY,
+    ) -> None:
+        self._trust = trust
+        trust.check(check_address(bind))
         self._prefix = pack_frame(me, b"")
         self._max_frame_bytes = max_frame_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
-        self._refused = _Tally("a frame was dropped")
+        self._refused = _Tally("a frame or a connection was refused")
         self._lost = _Tally("a message was not sent")
         self._outboxes: dict[InstanceId, _Outbox] = {}
         self._attached: _Attachment | None = None
@@ -146,10 +166,15 @@ class Mailbox(Generic[M]):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = self._new_socket(zmq.PULL)
         try:
+            self._gate = Gate(self._context, self._inbox, trust.key, self._refused.add)
             self._inbox.bind(bind)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen on {bind}: {error.strerror}") from error
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._gate.open()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -161,7 +186,7 @@ class Mailbox(Generic[M]):
 
     @property
     def frames_refused(self) -> Mapping[str, int]:
-        """Frames that arrived and were dropped; a count by reason."""
+        """Frames that arrived and were dropped, and connections that were turned away; a count by reason."""
         return self._refused.counts
 
     @property
@@ -182,8 +207,9 @@ class Mailbox(Generic[M]):
         if address is None:
             return
         try:
-            check_address(address)
+            self._trust.check(check_address(address))
             outbox = self._new_socket(zmq.PUSH)
+            self._gate.dress(outbox)
             monitor = self._watched(to, outbox)
             outbox.connect(address)
         except (ConfigError, zmq.ZMQError) as error:
@@ -206,7 +232,9 @@ class Mailbox(Generic[M]):
         try:
             outbox.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            self._lost.add("full", f"{SEND_LIMIT} messages already wait for {to}")
+            self._lost.add(
+                "full", f"{SEND_LIMIT} messages already wait for {to}, or it refuses our cluster key or the lack of one"
+            )
 
     # --- receiving -----------------------------------------------------------------------------------------------------
 

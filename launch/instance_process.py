@@ -32,6 +32,7 @@ from common.instance.ports import Scheduler
 from common.instance.worker import InstanceWorker
 from common.instance.worker import run as run_worker
 from common.messages import DecodeInbox, InstanceInfo, PoolDescriptor, PrefillInbox, RankInfo
+from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox, check_address
 from decode.scheduler import DecodeScheduler
 from kv_transfer.backends import make_transport
@@ -47,17 +48,24 @@ CLOSE_S = 8.0
 
 
 def serve(
-    process: ChildProcess, role: Role, instance: InstanceConfig, model: ModelConfig, engine: EngineConfig, name: InstanceId
+    process: ChildProcess,
+    role: Role,
+    instance: InstanceConfig,
+    model: ModelConfig,
+    engine: EngineConfig,
+    name: InstanceId,
+    trust: Trust = LOOPBACK_ONLY,
 ) -> None:
     """Serve until told to stop, which drains the instance. Raises what the engine or the transport failed with."""
-    check_address(instance.router)
+    trust.check(check_address(instance.router))
+    bind = f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}"
     starts_until = time.monotonic() + instance.startup_timeout_s
     inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
     with contextlib.ExitStack() as stack:
         timeout_s = instance.startup_timeout_s
         timer = process.end_within(timeout_s, f"loading took longer than --startup-timeout-s allows ({timeout_s:g} s)")
         try:
-            mailbox: Mailbox[Any] = Mailbox(name, inbox, f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}")
+            mailbox: Mailbox[Any] = Mailbox(name, inbox, bind, trust=trust)
             stack.callback(mailbox.close)
             engine = with_device_defaults(engine)
             if role == "prefill":  # it computes no decode steps

@@ -21,7 +21,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from common.addresses import LOOPBACK, port_of, reachable
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, parse_share
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig, parse_share
 from common.cores import core_count, divide_cores, place_on_gpus
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
@@ -58,6 +58,7 @@ class LocalPlan:
     model: ModelConfig
     engine: EngineConfig
     log: LogConfig
+    security: SecurityConfig = SecurityConfig()
     gpus: int = 0
 
     def __post_init__(self) -> None:
@@ -153,7 +154,7 @@ class LocalFleet:
         for role in ROLES:
             for name in plan.names(role):
                 config = replace(plan.instance, router=control, name=name)
-                self._commands[name] = self._command(role, to_flags(config, plan.model, engines[name], plan.log))
+                self._commands[name] = self._command(role, to_flags(config, plan.model, engines[name], plan.log, plan.security))
                 self._spawn(name)
         prefill, decode = plan.names("prefill"), plan.names("decode")
         self._wait_until_ready([*prefill, *decode], deadline)
@@ -182,7 +183,7 @@ class LocalFleet:
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _router_command(self, config: RouterConfig) -> list[str]:
-        return self._command(ROUTER, to_flags(config, self._plan.model, self._plan.log))
+        return self._command(ROUTER, to_flags(config, self._plan.model, self._plan.log, self._plan.security))
 
     def _spawn(self, name: str) -> None:
         child = self._children[name] = Child(name, self._commands[name], self._events.put)

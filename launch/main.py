@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from bench import overlap_plan
 from bench import plan as transfer_plan
 from bench.engine import plan as engine_plan
-from common.addresses import LOOPBACK
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.addresses import LOOPBACK, bind_address
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.flags import ConfigClass, add_flags, read_config, to_flags, with_defaults
 from common.names import check_instance_id
+from common.trust import Trust, read_trust, write_key
 from launch import environment, logs
 from launch.child import ChildProcess, run_child
 from launch.reports import BAD_FLAG
@@ -39,6 +40,7 @@ LOCAL_LIFE = (
     "A process that dies is started again, the router on the same ports. An instance that was drained, by the router or by "
     "SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once."
 )
+KEY_LIFE = "Copy the file to every host of the fleet, and give each process --cluster-key FILE. Who has the file is let in."
 
 BENCH_SWITCHES = {
     "--quick": "take only a few seconds, to show that everything works: flags that are not given get small values",
@@ -64,21 +66,23 @@ def build_parser() -> argparse.ArgumentParser:
     counts.add_argument("--decode", type=int, default=1, metavar="M", help="number of decode instances (default: 1)")
     add_flags(local, RouterConfig, ModelConfig, EngineConfig)
     add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, *OF_ALL))
-    add_flags(local, LogConfig)
+    add_flags(local, LogConfig, SecurityConfig)
     router = _add(
         commands, "router", "start the router: it serves the HTTP API, and instances register with it", _router, ROUTER_LIFE
     )
-    add_flags(router, RouterConfig, ModelConfig, LogConfig)
+    add_flags(router, RouterConfig, ModelConfig, LogConfig, SecurityConfig)
     instances = (
         _add(commands, "prefill", "start one prefill instance", _instance("prefill"), INSTANCE_LIFE),
         _add(commands, "decode", "start one decode instance", _instance("decode"), INSTANCE_LIFE),
     )
     for instance in instances:
-        add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig)
+        add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig, SecurityConfig)
+    key = _add(commands, "key", "make the key of a fleet in a new file that only its owner can read", _key, KEY_LIFE)
+    key.add_argument("file", metavar="FILE", help="the file to make")
     _add_bench(commands)
     detokenizer = commands.add_parser("detokenizer", allow_abbrev=False)  # without help: the router starts it, no person does
     detokenizer.set_defaults(command=_detokenizer, prog=detokenizer.prog)
-    add_flags(detokenizer, RouterConfig, ModelConfig, LogConfig)
+    add_flags(detokenizer, RouterConfig, ModelConfig, LogConfig, SecurityConfig)
     return parser
 
 
@@ -127,6 +131,7 @@ def _local(flags: argparse.Namespace) -> int:
     from launch.gpus import count_gpus
     from launch.local import LocalPlan, run
 
+    security, _ = _security(flags)
     engine = read_config(EngineConfig, flags)
     plan = LocalPlan(
         prefill=flags.prefill,
@@ -136,6 +141,7 @@ def _local(flags: argparse.Namespace) -> int:
         model=read_config(ModelConfig, flags),
         engine=engine,
         log=read_config(LogConfig, flags),
+        security=security,
         gpus=count_gpus() if engine.device == "auto" else 0,
     )
     return run(plan)
@@ -143,11 +149,12 @@ def _local(flags: argparse.Namespace) -> int:
 
 def _router(flags: argparse.Namespace) -> int:
     config, model, log = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
+    security, _ = _security(flags)
 
     def body(process: ChildProcess) -> None:
         from launch.router_process import serve
 
-        serve(process, config, model, log)
+        serve(process, config, model, log, security)
 
     return _run("router", log, 1, body)
 
@@ -191,11 +198,12 @@ def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs:
 
 def _detokenizer(flags: argparse.Namespace) -> int:
     config, model, log = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
+    _, trust = _security(flags)
 
     def body(process: ChildProcess) -> None:
         from launch.detokenizer_process import serve
 
-        serve(process, config, model)
+        serve(process, config, model, trust)
 
     return _run("detokenizer", log, 1, body)
 
@@ -204,6 +212,7 @@ def _instance(role: "Role") -> Command:
     def command(flags: argparse.Namespace) -> int:
         instance, model = read_config(InstanceConfig, flags), read_config(ModelConfig, flags)
         engine, log = read_config(EngineConfig, flags), read_config(LogConfig, flags)
+        _, trust = _security(flags)
         name = instance.name or f"{role}-{secrets.token_hex(3)}"
         try:
             check_instance_id(name)
@@ -214,11 +223,28 @@ def _instance(role: "Role") -> Command:
             from common.ids import InstanceId
             from launch.instance_process import serve
 
-            serve(process, role, instance, model, engine, InstanceId(name))
+            serve(process, role, instance, model, engine, InstanceId(name), trust)
 
         return _run(name, log, engine.threads, body)
 
     return command
+
+
+def _key(flags: argparse.Namespace) -> int:
+    write_key(flags.file)
+    print(f"wrote {flags.file}: {KEY_LIFE}")
+    return 0
+
+
+def _security(flags: argparse.Namespace) -> tuple[SecurityConfig, Trust]:
+    """Raises ConfigError, before anything is started, when the key cannot be used or an address needs one."""
+    config = read_config(SecurityConfig, flags)
+    trust = read_trust(config)
+    if "host" in flags:
+        trust.check(f"tcp://{bind_address(flags.host, '--host')}:0")
+    if "router" in flags:
+        trust.check(flags.router)
+    return config, trust
 
 
 def _run(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, assert_never
 import uvloop
 
 from common.addresses import LOOPBACK, host_for_peers, reachable
-from common.config import LogConfig, ModelConfig, RouterConfig
+from common.config import LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
 from common.processes.child import Exited, Reported, stop_children
+from common.trust import read_trust
 from launch.child import ChildProcess
 from launch.processes import Child, ChildEvent, launch_command
 from launch.reports import BAD_FLAG, CloseIntake, IntakeClosed, MeetRouter, News, Order, Progress, Ready, Report
@@ -42,15 +43,16 @@ class DetokenizerFailed(TandemError):
     """The detokenizer did not start. The router cannot work without it."""
 
 
-def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig) -> None:
+def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig, security: SecurityConfig) -> None:
     """Serve until told to stop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(process, config, model, log))
+        runner.run(_run(process, config, model, log, security))
 
 
-async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig) -> None:
+async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig, security: SecurityConfig) -> None:
+    trust = read_trust(security)
     duties = _Duties(process)
-    command = launch_command(DETOKENIZER, to_flags(config, model, log))
+    command = launch_command(DETOKENIZER, to_flags(config, model, log, security))
     detokenizer = KeptDetokenizer(command, lambda text: process.report(News(text=text)), duties.give_up)
 
     def ready(serving: "Serving") -> None:
@@ -63,7 +65,7 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
 
         inbox = await detokenizer.first_inbox(duties.stop)
         if inbox is not None:
-            await serve_router(config, model, inbox, ready, duties.intake_closes, duties.at_once)
+            await serve_router(config, model, inbox, ready, duties.intake_closes, duties.at_once, trust)
             process.check_hurry()
         detokenizer.check()
         process.report(IntakeClosed())

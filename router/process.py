@@ -17,6 +17,7 @@ from common.config import ModelConfig, RouterConfig, parse_bytes
 from common.ids import DETOKENIZER, ROUTER, Incarnation
 from common.messages import RouterInbox
 from common.text.tokenizer_manager import TokenizerManager
+from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
 from router.app import Api, build_app
 from router.core import RouterCore
@@ -48,6 +49,7 @@ async def serve(
     ready: Callable[[Serving], None],
     stop: asyncio.Event,
     at_once: asyncio.Event,
+    trust: Trust = LOOPBACK_ONLY,
 ) -> None:
     """Serve until `stop` is set, then drain: open answers may go on for --drain-timeout-s, or until `at_once` is set.
 
@@ -57,9 +59,10 @@ async def serve(
     tokenizer = TokenizerManager(model.model)
     name = model.served_name or tokenizer.model_name
     host = bind_address(config.host, "--host")
+    control = f"tcp://{host}:{config.control_port}"
     with (
         contextlib.closing(listen(host, config.port)) as listener,
-        contextlib.closing(Mailbox[RouterInbox](ROUTER, RouterInbox, f"tcp://{host}:{config.control_port}")) as mailbox,
+        contextlib.closing(Mailbox[RouterInbox](ROUTER, RouterInbox, control, trust=trust)) as mailbox,
     ):
         mailbox.route(DETOKENIZER, detokenizer_address)
         metrics = RouterMetrics()

@@ -12,6 +12,7 @@ from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextDelta
 from common.text.batches import cut
 from common.text.detokenizer import Detokenizer
 from common.text.tokenizer_manager import TokenizerManager
+from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
 
 HEARTBEAT_S = 1.0
@@ -30,9 +31,9 @@ class DetokenizerManager:
     `meet_router` may be called at any time, also while it runs, so the detokenizer can start before the router.
     """
 
-    def __init__(self, bind: str, model: str) -> None:
+    def __init__(self, bind: str, model: str, trust: Trust = LOOPBACK_ONLY) -> None:
         self._detokenizer = Detokenizer(TokenizerManager(model).backend)
-        self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, bind)
+        self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, bind, trust=trust)
         self._stopping = threading.Event()
         self._router_address: str | None = None
         self._next_beat_s = time.monotonic()

@@ -5,10 +5,19 @@ from typing import Any
 
 import pytest
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, parse_bytes, parse_memory
+from common.config import (
+    EngineConfig,
+    InstanceConfig,
+    LogConfig,
+    ModelConfig,
+    RouterConfig,
+    SecurityConfig,
+    parse_bytes,
+    parse_memory,
+)
 from common.errors import ConfigError
 
-SLICES = (ModelConfig, EngineConfig, InstanceConfig, RouterConfig, LogConfig)
+SLICES = (ModelConfig, EngineConfig, InstanceConfig, RouterConfig, LogConfig, SecurityConfig)
 
 
 @pytest.mark.parametrize("slice_type", SLICES)
@@ -23,7 +32,7 @@ def test_the_defaults_are_valid_frozen_and_each_has_a_help_text(slice_type: Any)
 def test_no_two_slices_of_an_instance_share_a_flag() -> None:
     names = [
         field.name
-        for slice_type in (ModelConfig, EngineConfig, InstanceConfig, LogConfig)
+        for slice_type in (ModelConfig, EngineConfig, InstanceConfig, LogConfig, SecurityConfig)
         for field in dataclasses.fields(slice_type)
     ]
     assert len(names) == len(set(names))
@@ -81,6 +90,7 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (RouterConfig, "resume_wait_s", -1.0),
         (RouterConfig, "resume_wait_s", float("nan")),
         (LogConfig, "log_level", "loud"),
+        (SecurityConfig, "insecure", "maybe"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_its_flag(slice_type: Any, field: str, value: object) -> None:

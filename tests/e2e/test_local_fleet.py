@@ -12,16 +12,19 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from common.trust import write_key
 from demo import corpus
 from tests.fleet_pages import RunningFleet, running_fleet
 from tests.shared_memory import left_behind, shared_files
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[RunningFleet]:
-    """Ctrl-C at the end leaves no process, socket or shared memory."""
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    """Its processes share a cluster key. Ctrl-C at the end leaves no process, socket or shared memory."""
     before = shared_files()
-    with running_fleet("--dtype", "float32", "--decode", "2") as running:
+    key = str(tmp_path_factory.mktemp("fleet") / "key")
+    write_key(key)
+    with running_fleet("--dtype", "float32", "--decode", "2", "--cluster-key", key) as running:
         yield running
         family = running.family()
         assert len(family) >= 5, "router, detokenizer, prefill and two of decode"

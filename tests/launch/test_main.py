@@ -35,7 +35,7 @@ def test_the_module_and_its_help_can_be_run() -> None:
         [sys.executable, "-m", "launch.main", "local", "--help"], capture_output=True, text=True, timeout=60, check=True
     )
     assert "--prefill N" in done.stdout and "--kv-memory" in done.stdout and "--startup-timeout-s" in done.stdout
-    assert "--drain-timeout-s" in done.stdout and "--verify-pages {off,on}" in done.stdout
+    assert "--drain-timeout-s" in done.stdout and "--verify-pages [{off,on}]" in done.stdout
     assert "started again" in done.stdout and "SIGTERM" in done.stdout, "how a fleet lives on is said where it is started"
 
 
