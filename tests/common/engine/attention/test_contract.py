@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.engine.attention.flashinfer import FlashInferAttention, FlashInferShape
+from common.engine.attention.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
 from common.engine.attention.native import load_kernel
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import Attention, LayerAttention
@@ -41,7 +41,8 @@ def native_backend(memory: KVMemory, shape: Shape) -> Attention:
 
 
 def flashinfer_backend(memory: KVMemory, shape: Shape) -> FlashInferAttention:
-    asked = FlashInferShape(shape.heads, shape.layers, shape.dtype, max_rows=16, pages_per_row=shape.width, prefill="fa3")
+    kernels: PrefillKernels = "fa3" if memory.pool.dtype == shape.dtype else "fa2"
+    asked = FlashInferShape(shape.heads, shape.layers, shape.dtype, max_rows=16, pages_per_row=shape.width, prefill=kernels)
     return FlashInferAttention(memory, asked, TorchKernels(), FlashInferDouble())
 
 
