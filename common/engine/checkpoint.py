@@ -1,9 +1,10 @@
 """Checkpoints: the weight files of a Hugging Face folder, and what tells one checkpoint from another.
 
-Owns the reading of safetensors. Does not know what a weight is for.
+Owns the reading of safetensors, and what a checkpoint is refused for before a weight is read. Does not know what a weight is for.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,28 +17,36 @@ from common.model_path import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_REPORTS, _LEAST_REPORT_BYTES = 20, 2**30
+_BLOCKS, _BLOCK_BYTES = 64, 4096
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes that a weight may have, as safetensors spells them. FP8 is none of them: such weights need scales."""
 
 
 def fingerprint(path: Path, *, weights: bool = True, ways: Sequence[str] = ()) -> str:
-    """A digest of the config and the weight files' headers and ends. Equal for copies of one checkpoint; reads little.
+    """A digest of the config, and of each weight file its name, size, header and 64 blocks of 4 KiB, spread evenly over it. Equal
+    for copies of one checkpoint. A fine-tune changes most of a file, or whole tensors: blocks all over the file see it.
 
     weights: whether the weight files are used. ways: what else tells instances of the checkpoint apart.
     """
     digest = hashlib.sha256((path / CONFIG).read_bytes())
     for file in weight_files(path) if weights else []:
+        size = file.stat().st_size
         with file.open("rb") as opened:
             header_bytes = int.from_bytes(opened.read(8), "little")
-            digest.update(f"{file.name} {file.stat().st_size} ".encode())
-            digest.update(opened.read(min(header_bytes, 2**24)))
-            opened.seek(-min(4096, file.stat().st_size), 2)
-            digest.update(opened.read())
+            digest.update(f"{file.name} {size} ".encode())
+            digest.update(opened.read(min(header_bytes, size)))
+            room = max(size - _BLOCK_BYTES - opened.tell(), 0)
+            begin = opened.tell()
+            for block in range(_BLOCKS):
+                opened.seek(begin + room * block // (_BLOCKS - 1))
+                digest.update(opened.read(_BLOCK_BYTES))
     for way in ways:
         digest.update(f"\n{way}".encode())
     return digest.hexdigest()[:32]
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises ConfigError."""
+    """The safetensors files of a checkpoint, all there and whole. Raises ConfigError."""
     if (path / INDEX).exists():
         places = read_json(path / INDEX).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
@@ -46,10 +55,50 @@ def weight_files(path: Path) -> list[Path]:
     else:
         names = [SINGLE]
     files = [path / name for name in names]
-    missing = [file.name for file in files if not file.exists()]
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}; Tandem reads safetensors checkpoints")
+        pickled = next((file.name for file in sorted(path.glob("*.bin"))), None)
+        fix = f": it has {pickled}, which save_pretrained of transformers converts" if pickled else ""
+        raise ConfigError(f"{path} lacks {', '.join(missing)}; Tandem reads safetensors checkpoints{fix}")
+    for file in files:
+        _dtypes(file)
     return files
+
+
+def check_weights(path: Path, ignored: Callable[[str], bool] = lambda name: False) -> None:
+    """What the headers of the files tell before a weight is read: that no weight is there twice, and that none is quantised.
+    ignored: which names nobody reads. Raises ConfigError.
+    """
+    places: dict[str, Path] = {}
+    for file in weight_files(path):
+        for name, dtype in _dtypes(file).items():
+            if name in places:
+                raise ConfigError(f"{path} has the weight {name} twice: in {places[name].name} and in {file.name}")
+            places[name] = file
+            if dtype not in _FLOATS and not ignored(name):
+                raise ConfigError(
+                    f"{file}: the weight {name} is of {dtype}; supported are {', '.join(_FLOATS)}: give the checkpoint before "
+                    f"quantisation"
+                )
+
+
+def _dtypes(file: Path) -> dict[str, str]:
+    """The dtype of each tensor of a safetensors file, by its header. Raises ConfigError if the file is not whole."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            header_bytes = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(header_bytes if header_bytes < size else 0))
+        header.pop("__metadata__", None)
+        needed = 8 + header_bytes + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        dtypes = {name: str(tensor["dtype"]) for name, tensor in header.items()}
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} is not a safetensors file, or not a whole one: its header cannot be read") from error
+    if needed != size:
+        raise ConfigError(
+            f"{file} is not a safetensors file, or not a whole one: by its header it has {needed} bytes, but it has {size}"
+        )
+    return dtypes
 
 
 def read_weights(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
@@ -57,6 +106,7 @@ def read_weights(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[
 
     progress: is told the bytes read of all, at the start and now and then.
     """
+    check_weights(path)
     files = weight_files(path)
     total_bytes = sum(file.stat().st_size for file in files)
     step_bytes = max(total_bytes // _MOST_REPORTS, _LEAST_REPORT_BYTES)

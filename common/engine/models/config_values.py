@@ -3,12 +3,16 @@
 Owns what a number, a flag and a list must be, and the words of a refusal. Does not know what the values mean.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+
+_WHOLE_END = 2**31
+"""More than any size of a model; a product of two of them is still a size that torch takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +28,15 @@ class ConfigValues:
         value = null if value is None else value
         if value is None:
             raise ConfigError(f"{self.file}: {name} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"{self.file}: {name} must be a positive number; it is {value!r}")
         return value
 
     def whole(self, name: str, null: int | None = None) -> int:
-        """A positive whole number; `null` if the key is missing or null."""
+        """A positive whole number below 2**31; `null` if the key is missing or null."""
         value = self.number(name, null)
-        if value != int(value):
-            raise ConfigError(f"{self.file}: {name} must be a whole number; it is {value!r}")
+        if value != int(value) or value >= _WHOLE_END:
+            raise ConfigError(f"{self.file}: {name} must be a whole number below {_WHOLE_END}; it is {value!r}")
         return int(value)
 
     def flag(self, name: str) -> bool:

@@ -27,9 +27,9 @@ class Linear:
         """[tokens, inputs] → [tokens, outputs]."""
         return F.linear(x, self.weight, self.bias)
 
-    def put(self, rows: slice, weight: Tensor) -> None:
-        """Set some outputs. weight: [rows, inputs], any float dtype, on any device."""
-        self.weight[rows].copy_(weight)
+    def put(self, rows: slice, weight: Tensor) -> Tensor:
+        """Set some outputs. weight: [rows, inputs], any float dtype, on any device. Returns them."""
+        return self.weight[rows].copy_(weight)
 
 
 @dataclass(slots=True)
@@ -61,11 +61,14 @@ class Fp8Linear:
         values, scales = self.kernels.quantise(x)
         return _product(values, scales, self.weight, self.scale, self.bias)
 
-    def put(self, rows: slice, weight: Tensor) -> None:
-        """Set some outputs. weight: [rows, inputs], any float dtype, on any device."""
-        values, scales = self.kernels.quantise(weight.to(self.weight.device))
+    def put(self, rows: slice, weight: Tensor) -> Tensor:
+        """Set some outputs. weight: [rows, inputs], any float dtype, on any device. Returns it on the layer's device, because FP8
+        values do not show what was not finite."""
+        given = weight.to(self.weight.device)
+        values, scales = self.kernels.quantise(given)
         self.weight[rows].copy_(values)
         self.scale[0, rows].copy_(scales[:, 0])
+        return given
 
 
 AnyLinear: TypeAlias = Linear | Fp8Linear

@@ -16,7 +16,7 @@ from common.engine.models.decoder import Decoder
 from common.engine.models.loading import Loading
 from common.engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
 from common.engine.models.port import Model, ServedShape
-from common.engine.models.shape import DEFAULTS, ModelShape, read_architecture, read_shape
+from common.engine.models.shape import CONFIG, DEFAULTS, ModelShape, read_architecture, read_shape
 from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError, MemoryShort
 
@@ -33,7 +33,7 @@ def read_served_shape(path: Path) -> ServedShape:
 
 def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:
     """Equal for instances that load the same checkpoint in the same way."""
-    ways = []
+    ways = [f"answers end at {list(shape.eos_token_ids)}"]  # generation_config.json may name them, which no digest reads
     if loading.load_format == "dummy":
         ways.append(f"random weights made on {loading.device.type}")
     if loading.quantization != "none":
@@ -63,7 +63,15 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
 
         return load_transformers_model(path, shape, loading, progress)
     slots = WeightSlots(loading.dtype, loading.device, kernels, loading.quantization)
-    model = make_decoder(shape, slots, loading, kernels, progress)
+    try:
+        model = make_decoder(shape, slots, loading, kernels, progress)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # what torch raises for a size that no host memory has
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{path / CONFIG} asks for weights that do not fit in the memory of {loading.device}: {reason}"
+        ) from error
     if loading.load_format == "dummy":
         progress("making random weights")
         slots.fill_random()

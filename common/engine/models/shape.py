@@ -70,7 +70,8 @@ _QWEN = {
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {**_ALL, "attention_bias": False, "mlp_bias": False},
-    "MistralForCausalLM": {**_ALL, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "MistralForCausalLM": {**_ALL, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096,
+                           "layer_types": None},
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": {**_QWEN, "head_dim": 128, "attention_bias": False},
     "MixtralForCausalLM": {
@@ -180,13 +181,16 @@ def _read_experts(config: ConfigValues, architecture: str, layers: int) -> Exper
 
 
 def _read_windows(config: ConfigValues, listed: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Llama has none, Mistral one for all layers; Qwen has one in the layers that `layer_types` or `max_window_layers` name."""
+    """Llama has none, Mixtral one for all layers. Mistral and Qwen have one in the layers that `layer_types` names: transformers
+    takes such a Mistral for its Ministral. Without it Mistral has one in all layers, Qwen in those after `max_window_layers`."""
     on = "sliding_window" in listed and config.values["sliding_window"] is not None
     on = on and ("use_sliding_window" not in listed or config.flag("use_sliding_window"))
     window = config.whole("sliding_window") if on else None
     if "layer_types" not in listed:
         return (window,) * layers
     kinds = config.values["layer_types"]
+    if kinds is None and "max_window_layers" not in listed:
+        return (window,) * layers
     if kinds is None:
         first = config.values["max_window_layers"]
         if not isinstance(first, int):

@@ -10,10 +10,14 @@ The model runs a few tokens three times:
     reference   transformers' own eager attention, each prompt whole.
     ours        as a step does it: two prompts packed into one, in several steps, with nothing kept between them but the keys and
                 values of each layer. A model that keeps anything else, such as the state of a Mamba layer, answers differently.
+
+All runs compute in float32, whatever the model's dtype. In half precision some models make large differences of roundings, and a
+model of another attention could hide among them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +33,8 @@ _STEPS = (((0, 0, 13), (1, 0, 7)), ((0, 13, 23), (1, 7, 8)), ((0, 23, 24), (1, 8
 """Steps of (prompt, from token, to token): chunks, a decode row beside a chunk, and a chunk that ends a prompt."""
 _REFUSED = {"s_aux": "attention sinks", "position_bias": "position biases (ALiBi)"}
 """Arguments of an attention function that change its result, and that ours does not know."""
+_MOST_OFF = 1e-3
+"""How far logits may be off, as a share of their spread. Roundings of float32 are far below it, other attentions above."""
 
 
 class Different(Exception):
@@ -163,13 +169,49 @@ def in_steps(logits: Callable[[Tensor, Tensor, Definition], Tensor], layers: Seq
     return torch.stack([torch.cat(part) for part in parts])
 
 
-def require_same(ours: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
-    """Raises Different unless the logits, [prompts, tokens, vocab], agree as far as the model's dtype can tell."""
+def require_same(ours: Tensor, reference: Tensor) -> None:
+    """Raises Different unless the logits, [prompts, tokens, vocab], agree as far as float32 can tell."""
     spread = reference.float() - reference.float().mean(-1, keepdim=True)
     off = float((ours.float() - reference.float()).norm() / spread.norm())
-    most = 1e-3 if dtype == torch.float32 else 0.1
-    if not off <= most:
-        raise Different(f"the logits differ by {off:.2g} of their spread; {most} is allowed")
+    if not off <= _MOST_OFF:
+        raise Different(f"the logits differ by {off:.2g} of their spread; {_MOST_OFF} is allowed")
+
+
+@contextmanager
+def in_float32(model: torch.nn.Module) -> Iterator[None]:
+    """While this lasts, each part of the model has its weights in float32 as it is called, and only then: one part at a time is
+    in memory twice."""
+    kept: dict[torch.nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def widen(module: torch.nn.Module, *_: object) -> None:
+        tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
+        kept[module] = [(tensor, tensor.data) for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+
+    def restore(module: torch.nn.Module, *_: object) -> None:
+        for tensor, data in kept.pop(module, ()):
+            tensor.data = data
+
+    handles = []
+    for part in _parts(model):
+        handles += [part.register_forward_pre_hook(widen), part.register_forward_hook(restore, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The entries of a model's lists, which are its layers, and what lies beside the lists."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from child
+        elif any(isinstance(inner, torch.nn.ModuleList) for inner in child.modules()):
+            yield from _parts(child)
+        else:
+            yield child
 
 
 def uniform(asked: Sequence[Asked], shape: ServedShape) -> list[LayerAttention]:

@@ -5,6 +5,7 @@ Norms, rotary embedding and activations are transformers', a kernel for each ope
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from common.engine.attention.port import LayerAttention
+from common.engine.checkpoint import check_weights, weight_files
 from common.engine.models.loading import Loading
 from common.engine.models.port import ServedShape, StepAttention
 from common.engine.models.transformers_check import (
@@ -24,6 +26,7 @@ from common.engine.models.transformers_check import (
     Description,
     Different,
     described_mask,
+    in_float32,
     in_steps,
     prompts,
     require_same,
@@ -60,7 +63,8 @@ class TransformersModel:
         self._decoder = causal.get_decoder()
         with _translated(shape.architecture, "in a short run"), torch.inference_mode():
             self._head = _with_given_hidden(causal, self._decoder)
-            self.attention = self._rehearse(shape)
+            with in_float32(causal):
+                self.attention = self._rehearse(shape)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         return self._decode(token_ids, positions, _Layers(attention))
@@ -91,7 +95,7 @@ class TransformersModel:
         def logits(token_ids: Tensor, positions: Tensor, attention: Definition) -> Tensor:
             return self.logits(self.hidden(token_ids, positions, attention))
 
-        require_same(in_steps(logits, layers, ids), reference, self._causal.dtype)
+        require_same(in_steps(logits, layers, ids), reference)
         return layers
 
 
@@ -110,12 +114,16 @@ def load_transformers_model(
 
 
 def _loaded(path: Path, shape: ServedShape, loading: Loading) -> PreTrainedModel:
+    weight_files(path)
     causal, found = AutoModelForCausalLM.from_pretrained(
         path, dtype=loading.dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
-    lacking = sorted(found["missing_keys"])
-    if lacking:
-        raise ConfigError(f"{path} lacks weights of {shape.architecture}: {', '.join(lacking[:5])}")
+    for keys, what in (("missing_keys", "lacks weights of"), ("unexpected_keys", "has weights that are not of")):
+        names = sorted(found[keys])
+        if names:
+            raise ConfigError(f"{path} {what} {shape.architecture}: {', '.join(names[:5])}")
+    ignored = causal._keys_to_ignore_on_load_unexpected or ()
+    check_weights(path, lambda name: any(re.search(pattern, name) for pattern in ignored))
     return causal.to(loading.device)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from common.engine.models.config_values import ConfigValues
@@ -15,7 +16,9 @@ from common.engine.models.end_of_sequence import read_eos
 from common.engine.models.shape import CONFIG, DEFAULTS, unsupported
 from common.errors import ConfigError
 
-FOREIGN = (ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+FOREIGN = (
+    ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError,
+)  # fmt: skip
 """What transformers raises for a config or a model that it cannot read, load or run."""
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 

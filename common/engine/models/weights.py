@@ -4,7 +4,7 @@ Owns the memory of each weight, and the check that a checkpoint has exactly the 
 the tensor that is being copied is in memory twice. Does not know files or architectures.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
@@ -33,10 +33,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """shape: of the weight in the checkpoint. put: copies it to its place."""
+    """shape: of the weight in the checkpoint. put: copies it to its place, and returns what is not finite if the weight is not
+    finite there, on the device."""
 
     shape: tuple[int, ...]
-    put: Callable[[Tensor], object]
+    put: Callable[[Tensor], Tensor]
 
 
 class WeightSlots:
@@ -99,8 +100,9 @@ class WeightSlots:
             slot.put(weight)
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy each weight to its place. Raises ConfigError when one is missing, unknown or of another shape."""
+        """Copy each weight to its place. Raises ConfigError when one is missing, unknown, of another shape or not finite."""
         missing = dict(self.slots)
+        ranges: dict[str, Tensor] = {}
         unknown: list[str] = []
         copies: dict[str, Tensor] = {}
         for name, tensor in weights:
@@ -114,17 +116,27 @@ class WeightSlots:
                     f"{name} has the shape {list(tensor.shape)} in the checkpoint, but {list(slot.shape)} by config.json"
                 )
             else:
-                slot.put(tensor)
+                ranges[name] = torch.stack(torch.aminmax(slot.put(tensor)))  # both are NaN if one item is
         if missing:
             raise ConfigError(f"the checkpoint lacks weights that its config.json asks for: {_listed(missing)}")
         if unknown:
             raise ConfigError(f"the checkpoint has weights that its config.json does not ask for: {_listed(unknown)}")
+        self._refuse_infinite(ranges)
         for name, tensor in copies.items():
             place = self._tied[name]
             if tensor.shape != place.shape or not torch.equal(tensor.to(place), place):
                 raise ConfigError(
                     f"the weight {name} differs from the embedding, but config.json has tie_word_embeddings true: make it false"
                 )
+
+    def _refuse_infinite(self, ranges: Mapping[str, Tensor]) -> None:
+        """ranges: the least and the largest item of each weight, on the device. It waits for the device once."""
+        finite = torch.stack([found.float() for found in ranges.values()]).isfinite().all(-1).tolist()
+        bad = [name for name, fine in zip(ranges, finite, strict=True) if not fine]
+        if bad:
+            fix = "; float16 ends at 65504: give --dtype bfloat16" if self._dtype == torch.float16 else ""
+            asked = str(self._dtype).removeprefix("torch.")
+            raise ConfigError(f"the checkpoint has weights that are infinite or not numbers in {asked}: {_listed(bad)}{fix}")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -67,9 +67,55 @@ def test_fingerprints_tell_checkpoints_and_ways_to_load_them_apart(tmp_path: Pat
 
 
 def test_a_fingerprint_is_the_same_in_every_release() -> None:
-    """Its definition: of the config, and of each file its name, size, header and last 4096 bytes. The demo model has one file."""
+    """Its definition: of the config, and of each file its name, size, header and 64 blocks of 4096 bytes, evenly spread over the
+    rest. The demo model has one file."""
     path = resolve_model_path("demo")
     weights = (path / "model.safetensors").read_bytes()
-    header = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
-    parts = [(path / "config.json").read_bytes(), f"model.safetensors {len(weights)} ".encode(), header, weights[-4096:]]
+    begin = 8 + int.from_bytes(weights[:8], "little")
+    places = [begin + (len(weights) - 4096 - begin) * block // 63 for block in range(64)]
+    parts = [(path / "config.json").read_bytes(), f"model.safetensors {len(weights)} ".encode(), weights[8:begin]]
+    parts += [weights[place : place + 4096] for place in places]
     assert fingerprint(path) == hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+
+
+def test_a_fine_tune_has_another_fingerprint_than_its_base_wherever_it_differs(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    base = {name: torch.zeros(40_000) for name in "abcd"}
+    seen = set()
+    for tuned in (None, "a", "b", "c", "d"):
+        save_file({name: tensor + (name == tuned) for name, tensor in base.items()}, tmp_path / "model.safetensors")
+        seen.add(fingerprint(tmp_path))
+    assert len(seen) == 5
+
+
+def test_a_last_shard_that_is_not_whole_is_refused_before_the_first_is_read(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    last = tmp_path / "model-1.safetensors"
+    whole = last.read_bytes()
+    for content in (whole[:-8], whole + b"more", whole[:20], b"", b"\xff" * 30):
+        last.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"model-1.safetensors is not a safetensors file, or not a whole one"):
+            next(read_weights(tmp_path, lambda text: None))
+
+
+def test_a_weight_that_is_in_two_shards_is_said_to_be_there_twice(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    save_file({"0.a": torch.ones(2), "1.a": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    with pytest.raises(ConfigError, match=r"has the weight 0.a twice: in model-0.safetensors and in model-1.safetensors"):
+        names(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_weights_that_are_quantised_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(2).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"the weight b is of \w+; supported are .*: give the checkpoint before quantisation"):
+        names(tmp_path)
+
+
+def test_a_checkpoint_in_another_format_is_told_what_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"lacks model.safetensors; .* it has pytorch_model.bin, which save_pretrained"):
+        names(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ConfigError, match=r"lacks model.safetensors"):
+        names(tmp_path)

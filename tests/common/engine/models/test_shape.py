@@ -1,6 +1,7 @@
 """What a config says of a model, and what is said of a config that lacks something."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ def config(architecture: str = "LlamaForCausalLM", **changes: object) -> dict[st
     return {"architectures": [architecture], **SIZES, **EXPERTS.get(architecture, {}), **changes}
 
 
-def reference(written: dict[str, Any]) -> PreTrainedModel:
-    """transformers' own model of a config, without memory."""
-    architecture = getattr(transformers, written["architectures"][0])
+def reference(written: dict[str, Any], folder: Path) -> PreTrainedModel:
+    """What transformers makes of a checkpoint with this config, without memory."""
+    model_type = getattr(transformers, written["architectures"][0]).config_class.model_type
+    write(folder, "config.json", {**written, "model_type": model_type})
     with torch.device("meta"):
-        model: PreTrainedModel = architecture(architecture.config_class(**written))
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
     return model
 
 
@@ -55,15 +57,17 @@ def reference(written: dict[str, Any]) -> PreTrainedModel:
         {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
         {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
         {"sliding_window": None, "use_sliding_window": True},
-        {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "sliding_window": 7, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"],
+            "head_dim": 4,
+        },
     ],
     ids=["no optional values", "biases", "window", "from a layer on", "everywhere", "no window", "by layer"],
-)
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_optional_values_mean_what_they_mean_to_transformers(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
     written = config(architecture, **changes)
-    model = reference(written)
-    write(tmp_path, "config.json", written)
+    model = reference(written, tmp_path)
     shape, made = read_shape(tmp_path), model.config
     assert shape.context_tokens == made.max_position_embeddings
     assert shape.norm_eps == made.rms_norm_eps
@@ -96,6 +100,8 @@ def window_of(model: PreTrainedModel, layer: int) -> int | None:
         *(({name: size for name, size in config().items() if name != key}, f"{key} is missing") for key in SIZES),
         (config(hidden_size="64"), "hidden_size must be a positive number; it is '64'"),
         (config(num_hidden_layers=0), "num_hidden_layers must be a positive number"),
+        (config(max_position_embeddings=math.inf), "max_position_embeddings must be a positive number; it is inf"),
+        (config(hidden_size=10**30), "hidden_size must be a whole number below 2147483648; it is 1000"),
         (config(vocab_size=10.5), "vocab_size must be a whole number"),
         (config(rms_norm_eps=True), "rms_norm_eps must be a positive number"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor is missing"),

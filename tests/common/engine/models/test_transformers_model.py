@@ -3,18 +3,22 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.granite import modeling_granite
 
 from common.engine.attention.port import LayerAttention
 from common.engine.models.loading import Loading
 from common.engine.models.registry import read_served_shape
+from common.engine.models.transformers_check import Different, described_mask
 from common.engine.models.transformers_model import TransformersModel, load_transformers_model
 from common.errors import ConfigError
 from tests.common.engine.checkpoints import VOCAB, mixtral, saved
@@ -60,8 +64,8 @@ def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, what: str) -
     assert any("through transformers' own implementation" in line and "slower" in line for line in said)
 
 
-def load(path: Path) -> TransformersModel:
-    loading = Loading(torch.float32, torch.device("cpu"), 256)
+def load(path: Path, dtype: torch.dtype = torch.float32) -> TransformersModel:
+    loading = Loading(dtype, torch.device("cpu"), 256)
     return load_transformers_model(path, read_served_shape(path), loading, lambda text: None)
 
 
@@ -116,7 +120,7 @@ def hidden_sink(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def attention(*args: Any, **kwargs: Any) -> Any:
         out, weights = original(*args, **kwargs)
-        return out * 0.9, weights
+        return out * 0.99, weights
 
     return attention
 
@@ -125,7 +129,7 @@ def token_shift(original: Callable[..., Any]) -> Callable[..., Any]:
     """An mlp that also looks at the token before: a state that is not in the KV pages."""
 
     def mlp(module: torch.nn.Module, x: torch.Tensor) -> Any:
-        return original(module, x + 0.2 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+        return original(module, x + 0.02 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
 
     return mlp
 
@@ -139,8 +143,19 @@ def test_a_model_that_differs_in_what_it_does_not_say_is_refused(
 ) -> None:
     path = saved(MODELS["multipliers"](), tmp_path)
     monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-    with pytest.raises(ConfigError, match=r"GraniteForCausalLM is not supported; .* the logits differ by"):
-        load(path)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(ConfigError, match=r"GraniteForCausalLM is not supported; .* the logits differ by 0\.0"):
+            load(path, dtype)
+
+
+def test_a_mask_that_is_causal_only_for_late_positions_is_refused() -> None:
+    """A prefix whose tokens all see each other, as in PrefixLM."""
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) | ((key < 100) & (query < 100))
+
+    with pytest.raises(Different, match="neither causal nor a sliding window"):
+        described_mask(mask, 4, 4, SimpleNamespace(max_position_embeddings=256), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -171,16 +186,50 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
         load(path)
 
 
+def test_weights_that_the_model_has_not_are_named(tmp_path: Path) -> None:
+    path = saved(MODELS["multipliers"](), tmp_path)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 4', '"num_hidden_layers": 3'))
+    with pytest.raises(ConfigError, match=r"has weights that are not of GraniteForCausalLM: model\.layers\.3"):
+        load(path)
+
+
+def test_weight_files_are_checked_before_transformers_reads_them(tmp_path: Path) -> None:
+    path = saved(MODELS["multipliers"](), tmp_path)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    quantised = {name: weight.to(torch.int8) if weight.ndim == 2 else weight for name, weight in weights.items()}
+    save_file(quantised, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the weight \S+ is of I8"):
+        load(path)
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a safetensors file, or not a whole one"):
+        load(path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_that_makes_much_of_roundings_is_served_in_half_precision(tmp_path: Path, dtype: str) -> None:
+    """With such weights its logits differ by half of their spread between two orders of summing."""
+    sizes = {"num_hidden_layers": 16, "num_local_experts": 16, "num_experts_per_tok": 4, "initializer_range": 0.2}
+    path = saved(model_of("GraniteMoe", **sizes), tmp_path)
+    made = runner(path, dtype=dtype)
+    [answer] = answers(made, TransformersModel, [np.arange(30, dtype=np.int32)], 2, chunk_tokens=16)
+    assert torch.stack(answer.logits).isfinite().all()
+    dtypes = {tensor.dtype for tensor in made._model._causal.parameters()}  # type: ignore[attr-defined]
+    assert dtypes == {getattr(torch, dtype)}, "the comparison gave the weights back as they were"
+
+
 def test_random_weights_need_no_weight_files_and_are_the_same_in_each_process(tmp_path: Path) -> None:
     path = saved(gemma2(), tmp_path)
     (path / "model.safetensors").unlink()
-    prompts, before = [np.arange(30, dtype=np.int32)], torch.get_rng_state()
-    one, other = (
-        answers(runner(path, load_format="dummy", dtype="bfloat16"), TransformersModel, prompts, 3, chunk_tokens=16)[0]
-        for _ in range(2)
-    )
-    assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
-    assert torch.equal(before, torch.get_rng_state())
+    prompts, given = [np.arange(30, dtype=np.int32)], []
+    for seed in range(2):
+        torch.manual_seed(seed)  # of another process
+        before = torch.get_rng_state()
+        made = runner(path, load_format="dummy", dtype="bfloat16")
+        given.append(torch.stack(answers(made, TransformersModel, prompts, 3, chunk_tokens=16)[0].logits))
+        assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(*given)
 
 
 def test_weights_in_fp8_are_refused_by_name(tmp_path: Path) -> None:

@@ -67,6 +67,21 @@ def test_a_weight_that_is_missing_unknown_or_of_another_shape_is_named() -> None
             slots_of()[0].fill(changed.items())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "reason"),
+    [
+        (torch.float32, torch.nan, "infinite or not numbers in float32: b.weight"),
+        (torch.bfloat16, -torch.inf, "infinite or not numbers in bfloat16: b.weight"),
+        (torch.float16, 1e6, "infinite or not numbers in float16: b.weight; float16 ends at 65504: give --dtype bfloat16"),
+    ],
+)
+def test_a_weight_that_is_not_finite_in_the_models_dtype_is_named(dtype: torch.dtype, value: float, reason: str) -> None:
+    given = checkpoint()
+    given["b.weight"][1, 2] = value
+    with pytest.raises(ConfigError, match=reason):
+        slots_of(dtype)[0].fill(given.items())
+
+
 def test_a_tied_weight_may_be_there_if_it_is_equal() -> None:
     for copied, fine in ((checkpoint()["a.weight"], True), (torch.ones(2, 4), False), (torch.ones(1, 4), False)):
         slots, _, linear = slots_of()
