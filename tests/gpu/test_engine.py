@@ -15,7 +15,7 @@ from common.config import EngineConfig, ModelConfig
 from common.engine.graphs import CudaGraphs
 from common.engine.model_runner import ModelRunner
 from common.engine.models.decoder import Decoder
-from common.engine.plan import Chunk, Plan, RowStart
+from common.engine.plan import Chunk, Plan, RowStart, StepResult
 from common.errors import ConfigError
 from tests.common.engine import exact
 from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
@@ -139,6 +139,30 @@ def test_a_step_is_launched_and_layers_are_reported_while_another_step_runs(
         results = [step.wait().tokens.tolist() for step in pending]
     assert reported == [(2, False), (4, False)]
     assert results == expected
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_no_launch_does_what_makes_the_host_wait(attention: str) -> None:
+    """Greedy, noisy and filtering rows, in chunks beside decode steps, and in graphs whose last rows are null. torch refuses what
+    would wait for the card: reads, copies from pageable memory, sizes that depend on data."""
+    made = demo(attention=attention, graph_sizes="4,8", kv_memory="64MiB")
+    random = np.random.default_rng(8)
+    asked = [random.integers(300, 2000, length).astype(np.int32) for length in (3, 30, 90, 200, 45)]
+    sampling = [EVERY_KIND[row % len(EVERY_KIND)] for row in range(len(asked))]
+
+    def launched(plan: Plan) -> StepResult:
+        with made.on_device():
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                pending = made.steps.launch(plan, lambda layers: None)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            return pending.wait()
+
+    expected, answers = (
+        Driver(run, made.description, growing=True).answers(asked, 12, sampling, chunk_tokens=40) for run in (made.run, launched)
+    )
+    assert answers == expected
 
 
 @pytest.mark.parametrize("changes", [{"quantization": "fp8"}, {"kv_dtype": "fp8_e4m3"}], ids=["weights", "pages"])
