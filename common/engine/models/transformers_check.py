@@ -11,8 +11,8 @@ The model runs a few tokens three times:
     ours        as a step does it: two prompts packed into one, in several steps, with nothing kept between them but the keys and
                 values of each layer. A model that keeps anything else, such as the state of a Mamba layer, answers differently.
 
-All runs compute in float32, whatever the model's dtype. In half precision some models make large differences of roundings, and a
-model of another attention could hide among them.
+These runs compute in float32, whatever the model's dtype. In half precision some models make large differences of roundings, and
+a model of another attention could hide among them. A last one, in the model's dtype, shows only that its logits are finite there.
 """
 
 from collections import defaultdict

@@ -63,8 +63,7 @@ class TransformersModel:
         self._decoder = causal.get_decoder()
         with _translated(shape.architecture, "in a short run"), torch.inference_mode():
             self._head = _with_given_hidden(causal, self._decoder)
-            with in_float32(causal):
-                self.attention = self._rehearse(shape)
+            self.attention = self._rehearse(shape)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         return self._decode(token_ids, positions, _Layers(attention))
@@ -82,21 +81,26 @@ class TransformersModel:
     def _rehearse(self, shape: ServedShape) -> Sequence[LayerAttention]:
         """How each layer attends. Raises Different; see `transformers_check`. The model is ready to serve when it returns."""
         ids = prompts(shape.vocab_size, self._causal.device)
-        self._causal.set_attn_implementation("eager")
-        reference = self._causal(input_ids=ids, use_cache=False).logits
-        if reference.shape[-1] != shape.vocab_size:
-            raise Different(f"it has {reference.shape[-1]} logits, and its config says a vocabulary of {shape.vocab_size}")
-        self._causal.set_attn_implementation(_DESCRIBED)
-        description = Description(shape.context_tokens)
-        self._decode(ids[0], torch.arange(PROMPT_TOKENS, device=ids.device), description)
-        layers = uniform(description.asked, shape)
-        self._causal.set_attn_implementation(_STEP)
+        with in_float32(self._causal):
+            self._causal.set_attn_implementation("eager")
+            reference = self._causal(input_ids=ids, use_cache=False).logits
+            if reference.shape[-1] != shape.vocab_size:
+                raise Different(f"it has {reference.shape[-1]} logits, and its config says a vocabulary of {shape.vocab_size}")
+            self._causal.set_attn_implementation(_DESCRIBED)
+            description = Description(shape.context_tokens)
+            self._decode(ids[0], torch.arange(PROMPT_TOKENS, device=ids.device), description)
+            layers = uniform(description.asked, shape)
+            self._causal.set_attn_implementation(_STEP)
+            require_same(self._in_steps(layers, ids), reference)
+        if not bool(self._in_steps(layers, ids).isfinite().all()):
+            raise Different(f"in {self._causal.dtype} its logits are infinite or not numbers: give another --dtype")
+        return layers
 
+    def _in_steps(self, layers: Sequence[LayerAttention], ids: Tensor) -> Tensor:
         def logits(token_ids: Tensor, positions: Tensor, attention: Definition) -> Tensor:
             return self.logits(self.hidden(token_ids, positions, attention))
 
-        require_same(in_steps(logits, layers, ids), reference)
-        return layers
+        return in_steps(logits, layers, ids)
 
 
 def load_transformers_model(

@@ -13,6 +13,10 @@ from transformers import PreTrainedModel
 
 from common.engine.models.decoder import Decoder
 from common.engine.models.linear import Fp8Linear
+from common.engine.models.loading import Loading
+from common.engine.models.registry import model_fingerprint
+from common.engine.models.shape import read_shape
+from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError
 from tests.common.engine.checkpoints import VOCAB, llama, qwen2, qwen3, saved
 from tests.common.engine.exact import Answer, answers, reference_logits, runner
@@ -120,3 +124,28 @@ def test_a_context_that_changes_the_angles_changes_the_fingerprint(tmp_path: Pat
     path = saved(qwen3(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}), tmp_path)
     prints = [runner(path, context_tokens=tokens).description.model.fingerprint for tokens in (0, 1024, 512)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_fingerprints_tell_end_tokens_and_makers_of_random_weights_apart(tmp_path: Path) -> None:
+    path = saved(qwen3(), tmp_path)
+    cpu, cuda = (Loading(torch.float32, torch.device(name), 64, "dummy") for name in ("cpu", "cuda"))
+    shape = read_shape(path)
+    prints = [model_fingerprint(path, shape, loading) for loading in (cpu, cuda)]
+    (path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    prints.append(model_fingerprint(path, read_shape(path), cpu))
+    assert len(set(prints)) == 3
+
+
+def test_weights_that_do_not_fit_in_memory_are_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(qwen3(), tmp_path)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+
+    monkeypatch.setattr(WeightSlots, "fill", full)
+    with pytest.raises(ConfigError, match=r"the weights in .* do not fit in the memory of cpu: CUDA out of memory"):
+        runner(path)
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 64', '"hidden_size": 2147483646'))
+    with pytest.raises(ConfigError, match=r"config.json asks for weights that do not fit in the memory of cpu"):
+        runner(path)

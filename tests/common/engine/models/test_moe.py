@@ -11,9 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.engine.kernels.torch_kernels import TorchKernels
+from common.engine.models import registry
 from common.engine.models.decoder import Decoder
+from common.engine.models.loading import Loading
 from common.engine.models.moe import MixtureOfExperts, Products, grouped, one_by_one, why_not_grouped
+from common.engine.models.registry import make_decoder
 from common.engine.models.shape import read_shape
+from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError
 from tests.common.engine.checkpoints import VOCAB, mixtral, qwen3_moe, saved
 from tests.common.engine.exact import answers, assert_exact, runner
@@ -75,6 +79,36 @@ def test_both_products_compute_the_layer_of_transformers(products: Products, dty
         assert ours(x).dtype == dtype
         off = (ours(x) - expected).float().abs().max() / expected.float().abs().max()
         assert off < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@torch.inference_mode()
+def test_experts_are_chosen_by_scores_in_float32() -> None:
+    """The scores of experts that the router nearly likes the same are one number in bfloat16."""
+    rows = torch.tensor([[0.0010, 0.0011, 0.0012, 0.0013]]).bfloat16()
+    chosen: list[int] = []
+
+    def products(pairs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        chosen.append(int((ends == 0).sum()))  # all pairs are of one expert: those before it end at 0
+        return torch.ones(len(pairs), weights.shape[1], dtype=pairs.dtype)
+
+    for turn in range(4):
+        router = rows.roll(turn, dims=1).T
+        weights = torch.zeros(4, 2, 1).bfloat16(), torch.zeros(4, 1, 1).bfloat16()
+        MixtureOfExperts(router, *weights, 1, False, products, TorchKernels())(torch.ones(1, 1).bfloat16())
+    assert chosen[::2] == [3, 0, 1, 2]
+
+
+def test_a_mixture_is_captured_only_if_its_products_are_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, kernels = torch.device("cpu"), TorchKernels()
+
+    def capturable() -> bool:
+        loading = Loading(torch.float32, cpu, 64)
+        shape = read_shape(saved(mixtral(), tmp_path))
+        return make_decoder(shape, WeightSlots(torch.float32, cpu, kernels), loading, kernels, lambda text: None).capturable
+
+    assert not capturable()
+    monkeypatch.setattr(registry, "why_not_grouped", lambda *_: None)
+    assert capturable()
 
 
 @pytest.mark.parametrize("products", [grouped, one_by_one])

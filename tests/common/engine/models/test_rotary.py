@@ -75,10 +75,14 @@ def test_every_scaling_that_transformers_knows_is_tested() -> None:
             "rope_parameters": {"rope_theta": 700.0, "rope_type": "linear", "factor": 2.0},
         },
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_theta": 700.0, "rope_type": "linear", "factor": 4.0},
+        },
         {"rope_scaling": None},
         {"original_max_position_embeddings": 32, "rope_scaling": {"rope_type": "longrope", **FACTORS, **ORIGINAL}},
     ],
-    ids=["new names", "old names", "base only", "original context outside"],
+    ids=["new names", "old names", "both names", "base only", "original context outside"],
 )
 def test_old_and_new_ways_to_write_a_scaling_are_read_as_transformers_reads_them(tmp_path: Path, changes: dict[str, Any]) -> None:
     written = {name: value for name, value in (config({}) | changes).items() if value is not None}
