@@ -103,7 +103,6 @@ class Links:
             if self._links.get(link.info.id) is not link or link.state == "ready":
                 continue  # the peer has left meanwhile, or the link is up
             self._retries.clear(link.info.id)
-            self._retries.clear(link.info.id)
             self._open(link)
             now = self._clock()
             if now - began_s > QUICK_S:
