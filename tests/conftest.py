@@ -13,7 +13,12 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads spin when other processes have the cores
 
-SLOWEST_FIRST = ("tests/e2e", "tests/chaos", "tests/kv_transfer/test_transports.py", "tests/bench")
+pytest.register_assert_rewrite("tests.kv_transfer.contract", "tests.kv_transfer.agents")  # they fail like a test file
+
+SLOWEST_FIRST = (
+    *("tests/e2e", "tests/chaos", "tests/kv_transfer/test_transports.py", "tests/bench"),
+    "tests/common/engine/kernels/test_interpreted.py",
+)
 """When several workers share the tests, the slowest files go first: otherwise one of them runs alone at the end."""
 UNHURRIED = [HealthCheck.too_slow]
 settings.register_profile("fixed", deadline=None, suppress_health_check=UNHURRIED, derandomize=True)
