@@ -2,8 +2,9 @@
 
 import msgspec
 
-WIRE_VERSION = 3
-"""Raised when a message changes meaning. Neighbouring versions work together: new fields have defaults."""
+WIRE_VERSION = 5
+"""Raised when a message changes meaning. Neighbouring versions work together: new fields have defaults. Raised by two when that
+cannot be."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

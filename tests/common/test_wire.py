@@ -246,6 +246,6 @@ def test_each_reason_is_counted_apart_and_logged_once_in_a_while(
 
 def test_a_field_that_a_newer_version_added_is_ignored(make: Make, raw_push: Callable[[str], zmq.Socket[bytes]]) -> None:
     inbox = make()
-    newer = {"type": "Close", "key": ["r", 0, "new in the key"], "reason": "new"}
+    newer = {"type": "Close", "key": ["r", 0, "router", "new in the key"], "reason": "new"}
     raw_push(inbox.address).send(pack_frame(PREFILL, body(newer), WIRE_VERSION + 1))
     assert received(inbox, 1) == [(PREFILL, FORGET)]

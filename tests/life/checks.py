@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from common.messages import Failed, Finished
 from router.request_book import FRUITLESS_ATTEMPTS
-from tests.life.client import Answer
+from simulation.client import Answer
+from simulation.instance import Instance
 from tests.life.expected import Expected
-from tests.life.instance import Instance
 from tests.life.trial import Asked, Trial
 
 FEW = 10

@@ -18,7 +18,7 @@ from common.ids import InstanceId
 from common.pages.layout import MemoryRegion
 from kv_transfer.memory import MemoryNetwork, MemoryTransport, Write
 from kv_transfer.transport import TransportEvent
-from tests.life.clock import NEVER, Clock
+from simulation.clock import NEVER, Clock
 from tests.life.ledger import Ledger
 from tests.life.schedule import Rough
 from tests.life.weather import Storm

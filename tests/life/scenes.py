@@ -13,12 +13,12 @@ from common.ids import InstanceId, RequestId, pack_ids
 from common.messages import AnyMessage, Generate
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
-from tests.life.client import Client
-from tests.life.clock import TURN_S
+from simulation.client import Client
+from simulation.clock import TURN_S
+from simulation.fleet import Fleet, World
+from simulation.instance import Instance, Size
+from simulation.network import DELAY_S, Letter
 from tests.life.expected import undisturbed
-from tests.life.fleet import Fleet, World
-from tests.life.instance import Instance, Size
-from tests.life.network import DELAY_S, Letter
 
 PROMPT = [100 + n for n in range(19)]
 """Three chunks of 8 tokens, five pages of 4."""

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from common.engine.timed import StepCost
 from common.ids import RequestId
-from tests.life.instance import Size
+from simulation.instance import Size
 from tests.life.weather import Chances
 
 WINDOW_S = 12.0

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
+from simulation.network import MEMBERSHIP, Letter
 from tests.life.checks import misanswered, misplaced, unsettled
-from tests.life.network import MEMBERSHIP, Letter
 from tests.life.schedule import draw_schedule
 from tests.life.trial import Trial
 

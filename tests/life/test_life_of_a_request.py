@@ -1,13 +1,13 @@
 """The life of a request, top to bottom: read this first.
 
-A whole fleet runs in this process on a clock that the test turns by hand (`tests/life/fleet.py`): the real router core, prefill
+A whole fleet runs in this process on a clock that the test turns by hand (`simulation/fleet.py`): the real router core, prefill
 and decode schedulers, handoff protocol and detokenizer. The model is a toy whose next token is a digest of every byte of its KV,
 so one byte in the wrong place changes the answer.
 """
 
 from common.messages import Finished
+from simulation.fleet import Fleet
 from tests.life.expected import undisturbed
-from tests.life.fleet import Fleet
 
 PROMPT = [100 + n for n in range(19)]  # with pages of 4 tokens: 4 full pages and one of 3; with chunks of 8: 8 + 8 + 3
 

@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
+from simulation.fleet import Fleet
+from simulation.instance import Size
 from tests.life.expected import undisturbed
-from tests.life.fleet import Fleet
-from tests.life.instance import Size
 
 
 @pytest.mark.parametrize("seed", range(12))

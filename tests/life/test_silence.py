@@ -4,11 +4,11 @@ from common.engine.timed import StepCost
 from common.messages import Finished
 from kv_transfer.memory import MemoryNetwork
 from kv_transfer.write_lease import WRITE_LEASE_S
-from tests.life.client import Client
+from simulation.client import Client
+from simulation.fleet import Fleet, World
+from simulation.instance import Size
 from tests.life.expected import undisturbed
 from tests.life.fabric import PAGE_BYTES
-from tests.life.fleet import Fleet, World
-from tests.life.instance import Size
 
 PROMPT = [100 + n for n in range(19)]
 

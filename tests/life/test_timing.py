@@ -3,10 +3,10 @@
 import pytest
 
 from common.engine.timed import StepCost
-from tests.life.clock import TURN_S
-from tests.life.fleet import Fleet
-from tests.life.instance import Size
-from tests.life.network import DELAY_S
+from simulation.clock import TURN_S
+from simulation.fleet import Fleet
+from simulation.instance import Size
+from simulation.network import DELAY_S
 
 SIZE = Size(cost=StepCost(step_s=0.002, chunk_token_s=0.010, decode_row_s=0.001))
 CHUNK_S = 0.002 + 8 * 0.010

@@ -16,14 +16,14 @@ from common.messages import AnyMessage, Generate
 from kv_transfer.memory import MemoryTransport
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
-from tests.life.client import Client
-from tests.life.clock import Clock
+from simulation.client import Client
+from simulation.clock import Clock
+from simulation.fleet import Fleet, World
+from simulation.instance import Instance
+from simulation.network import Letter, keys_of
 from tests.life.expected import Expected, expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
-from tests.life.fleet import Fleet, World
-from tests.life.instance import Instance
 from tests.life.ledger import Ledger
-from tests.life.network import Letter, keys_of
 from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Schedule, Stall
 from tests.life.weather import Cut, Storm
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from common.ids import DETOKENIZER, InstanceId
-from tests.life.network import DELAY_S
+from simulation.network import DELAY_S
 
 SLOW_S = 1.5
 """The longest that a letter takes which is merely late."""
@@ -34,7 +34,7 @@ class Cut:
 
 @dataclass(slots=True)
 class Storm:
-    """Implements `tests.life.network.Weather` until `ends_s`; then it is calm, and only cuts that last go on."""
+    """Implements `simulation.network.Weather` until `ends_s`; then it is calm, and only cuts that last go on."""
 
     random: Random
     chances: Chances

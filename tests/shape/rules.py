@@ -50,7 +50,7 @@ class Fault:
 
 
 Rule = Callable[[Source], Iterator[Fault]]
-FOLDERS = ("common", "prefill", "decode", "kv_transfer", "router", "bench", "launch", "demo", "tests")
+FOLDERS = ("common", "prefill", "decode", "kv_transfer", "router", "simulation", "bench", "launch", "demo", "tests")
 
 
 def sources(root: Path) -> list[Source]:

@@ -17,10 +17,10 @@ from common.text.batches import cut
 from common.text.detokenizer import Detokenizer
 from router.core import RouterCore
 from router.requests import RequestSpec
-from tests.life.client import Client, Observer
-from tests.life.clock import NEVER, Clock, Loop
-from tests.life.instance import ROUTER_ADDRESS
-from tests.life.network import Network, Post
+from simulation.client import Client, Observer
+from simulation.clock import NEVER, Clock, Loop
+from simulation.instance import ROUTER_ADDRESS
+from simulation.network import Network, Post
 
 DETOKENIZER_ADDRESS = "tcp://127.0.0.1:2"
 HEARTBEAT_S = 1.0

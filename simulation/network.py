@@ -14,7 +14,7 @@ from common import messages as m
 from common.ids import InstanceId, Key
 from common.messages import AnyMessage
 from common.wire import RECEIVE_LIMIT
-from tests.life.clock import NEVER, Clock
+from simulation.clock import NEVER, Clock
 
 M = TypeVar("M")
 DELAY_S = 0.001

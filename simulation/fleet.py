@@ -14,11 +14,11 @@ from common.text.detokenizer import Detokenizer
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from router.core import RouterCore
 from router.requests import RequestSpec
-from tests.life.client import Client, Observer
-from tests.life.clock import Clock
-from tests.life.instance import Instance, Name, Size
-from tests.life.network import Calm, Network, Weather
-from tests.life.processes import DetokenizerProcess, RouterProcess
+from simulation.client import Client, Observer
+from simulation.clock import Clock
+from simulation.instance import Instance, Name, Size
+from simulation.network import Calm, Network, Weather
+from simulation.processes import DetokenizerProcess, RouterProcess
 
 FIRST_PORT = 1000
 JOIN_S, JOIN_LOOK_S = 5.0, 0.01

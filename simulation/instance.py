@@ -20,8 +20,8 @@ from decode.scheduler import DecodeScheduler
 from kv_transfer.memory import MemoryTransport
 from kv_transfer.transfer_loop import TransferLoop
 from prefill.scheduler import PrefillScheduler
-from tests.life.clock import Clock, LocalClock, Loop
-from tests.life.network import Network, Post
+from simulation.clock import Clock, LocalClock, Loop
+from simulation.network import Network, Post
 
 ROUTER_ADDRESS = "tcp://127.0.0.1:1"
 LOOK_S, EXPECT_LOOK_S, IDLE_LOOK_S = 0.025, 0.2, 1.0
