@@ -12,16 +12,23 @@ from common.ids import Life, Role
 from router.fleet import Fleet
 from router.members import Member
 
+CANDIDATES = 4
+"""How many decode instances a placement names: the next one is asked when the best has no room by then."""
 NO_LINK = "no prefill instance has a ready link to a decode instance"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who serves an attempt. `first` gets the request. `decode` takes over after the first token; it is None when `first` serves
-    the request alone."""
+    """Who serves an attempt. `first` gets the request. One of `decodes` takes over after the first token: they are linked to
+    `first`, best first, at most CANDIDATES. When there are none, `first` serves the request alone."""
 
     first: Member
-    decode: Member | None
+    decodes: tuple[Member, ...] = ()
+
+    @property
+    def decode(self) -> Member | None:
+        """The best candidate; None when `first` serves the request alone."""
+        return self.decodes[0] if self.decodes else None
 
 
 def choose(
@@ -42,7 +49,7 @@ def choose(
     decodes = [member for member in fleet.members("decode") if member.trouble is None]
     holders = [member for member in decodes if member.capacity_tokens >= prompt_tokens + max_new_tokens - 1]
     if max_new_tokens == 1 and (fresh or (able and not holders)):
-        return Placement(min(fresh or able, key=_burden), None)
+        return Placement(min(fresh or able, key=_burden))
     if not decodes:
         raise Unavailable(
             _all_in_trouble(fleet, "decode") or ("no decode instance is live" if prefills else "no instance is live")
@@ -57,9 +64,9 @@ def choose(
     holders = [member for member in holders if member.life not in avoid] or holders
     linked = [member for member in fresh if any(_paired(member, decode) for decode in holders)]
     if not linked:
-        return Placement(min(holders, key=_burden), None)
+        return Placement(min(holders, key=_burden))
     first = min(linked, key=_burden)
-    return Placement(first, min((decode for decode in holders if _paired(first, decode)), key=_burden))
+    return Placement(first, tuple(sorted((decode for decode in holders if _paired(first, decode)), key=_burden)[:CANDIDATES]))
 
 
 def unready(fleet: Fleet, dispatch: Dispatch) -> list[str]:

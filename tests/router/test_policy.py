@@ -140,6 +140,16 @@ def test_a_prompt_that_no_prefill_memory_holds_goes_to_a_decode_instance() -> No
     assert chosen(fleet, prompt_tokens=9) == ("d0", None)
 
 
+def test_a_placement_names_the_next_best_decode_instances_too() -> None:
+    others = [instance(f"d{number}", "decode") for number in range(6)]
+    fleet = new_fleet(P0, *others)
+    for info, tokens in zip(others, (50, 10, 60, 30, 20, 40), strict=True):
+        fleet.heartbeat(beat(info, P0, load=Load(running_tokens=tokens)), 1.0)
+    placement = choose(fleet, "auto", 10, 5)
+    assert [member.info.id for member in placement.decodes] == ["d1", "d4", "d3", "d5"]
+    assert placement.decode is placement.decodes[0]
+
+
 def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Fleet) -> None:
     capacity = D0.pool.total_pages * D0.pool.layout.page_size
     assert chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=5) == ("p0", "d0")
