@@ -20,25 +20,24 @@ from typing import Protocol, assert_never
 from msgspec.structs import replace
 
 from common.config import RouterConfig
-from common.deadlines import DeadlineWheel
+from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
 from common.ids import DETOKENIZER, Key, RequestId, pack_ids
 from common.instance.ports import Send
-from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Probe, Probed, Terms, TextDelta
+from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Probed, Terms, TextDelta
 from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
 from router.policy import choose
 from router.requests import TOKEN_BYTES, Record, RequestSpec
+from router.retelling import Retelling
 
 FRUITLESS_ATTEMPTS = 4
 """A request ends after this many attempts in a row that brought no token."""
 PAUSE_HEARTBEATS = 2
 """After two such attempts the next one waits this many heartbeats: an instance refuses a request sooner than its heartbeat says
 why."""
-PROBE_S = 2.0
-"""After this long without a token the router asks an attempt's members about it, and again after as long."""
 CONTEXT_TOKENS = 8
 """How many of the prompt's last tokens the detokenizer gets, to decode the answer's first characters in their context."""
 SPARE_LIFE_S = 60.0
@@ -66,7 +65,6 @@ class Alarm(Enum):
     DEADLINE = "its time is over"
     WAIT = "it has waited long enough for an instance"
     RETRY = "it may be tried again where it failed"
-    NEWS = "no token came for a while"
 
 
 class RequestBook:
@@ -80,13 +78,19 @@ class RequestBook:
         self._parked: dict[RequestId, Failed] = {}
         """The requests that wait for an instance, and why."""
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
-        self.next_deadline = self._alarms.next_deadline
-        """When the next alarm of any request is due; None when there is none."""
+        self._retelling = Retelling(self._find)
         self._placements = 0
         self.stale = 0
         """Dropped deltas: of requests or attempts that are not open, or with tokens that had come already."""
-        self.stale_standings = 0
-        """Dropped answers to probes: about attempts that are not open, or from instances that do not serve them."""
+
+    @property
+    def stale_standings(self) -> int:
+        """See `Retelling`."""
+        return self._retelling.stale_standings
+
+    def next_deadline(self) -> float | None:
+        """When `tick` must be called; None when nothing is due."""
+        return earliest(self._alarms.next_deadline(), self._retelling.next_deadline())
 
     def __len__(self) -> int:
         return len(self._records)
@@ -138,7 +142,7 @@ class RequestBook:
 
     def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
         """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
-        self._alarms.set((Alarm.NEWS, record.spec.request_id), now + PROBE_S)
+        self._retelling.watch(attempt, now)
         spec, first = record.spec, len(record.token_ids)
         so_far, left_s = pack_ids(record.token_ids), record.deadline_s - now
         expect = ExpectAnswer(
@@ -238,6 +242,7 @@ class RequestBook:
     def _resume(self, record: Record, attempt: Attempt, setback: Setback, now: float) -> list[Send]:
         """Withdraw what is left of the attempt, and start the next one if the request may have another."""
         sends = attempt.withdraw()
+        self._retelling.drop(attempt)
         record.set_back(attempt, setback, now)
         if record.remaining_tokens == 0:
             self._end(record, Finished(reason="length"), now)
@@ -274,33 +279,15 @@ class RequestBook:
         attempts = [attempt for _, attempt in self._attempts()]
         for attempt in attempts:
             attempt.restart_silence(now)
-        return self._probe(attempts, now)
+        return self._retelling.ask(attempts, now)
 
     def probed(self, message: Probed, now: float) -> list[Send]:
         """Take in what a member knows about some attempts."""
         sends: list[Send] = []
-        for standing in message.standings:
-            found = self._find(standing.key)
-            member = None if found is None else found[1].find_needed(message.id, message.incarnation)
-            if found is None or member is None:
-                self.stale_standings += 1
-                continue
-            record, attempt = found
-            attempt.note_answer(member, standing.next_token)
-            if attempt.lost_messages:
-                lost = f"messages about the request were lost, from token {attempt.next_token} on"
-                sends += self._resume(record, attempt, _messages_lost(attempt, lost), now)
+        for record, attempt in self._retelling.probed(message):
+            lost = f"messages about the request were lost, from token {attempt.next_token} on"
+            sends += self._resume(record, attempt, _messages_lost(attempt, lost), now)
         return sends
-
-    def _probe(self, attempts: Iterable[Attempt], now: float) -> list[Send]:
-        """Ask every member that serves one of these attempts, in one message each."""
-        asked: dict[Member, list[Key]] = {}
-        for attempt in attempts:
-            attempt.start_probe_round()
-            self._alarms.set((Alarm.NEWS, attempt.key.request_id), now + PROBE_S)
-            for member in attempt.needed:
-                asked.setdefault(member, []).append(attempt.key)
-        return [Send(member.info.id, Probe(keys=tuple(keys))) for member, keys in asked.items()]
 
     # --- out -------------------------------------------------------------------------------------------------------------
 
@@ -320,7 +307,6 @@ class RequestBook:
     def tick(self, now: float, *, text_flows: bool) -> list[Send]:
         """Act on what is due. text_flows: False while the detokenizer is silent: then the absence of tokens says nothing."""
         sends: list[Send] = []
-        silent: list[Attempt] = []
         for alarm, request_id in self._alarms.expired(now):
             record = self._records.get(request_id)
             if record is None:
@@ -332,26 +318,14 @@ class RequestBook:
                     sends += self._break_off(record, self._parked[request_id], now)
                 case Alarm.RETRY:
                     sends += self._try_again(record, now)
-                case Alarm.NEWS:
-                    if record.attempt is not None and self._is_silent(record.attempt, now, text_flows=text_flows):
-                        silent.append(record.attempt)
                 case _:
                     assert_never(alarm)
-        return sends + self._probe([attempt for attempt in silent if self._find(attempt.key) is not None], now)
+        return sends + self._retelling.tick(now, text_flows=text_flows)
 
     def _too_slow(self, record: Record) -> DeadlinePassed:
         allowed_s, most_s = record.timeout_s, self._config.max_request_timeout_s
         more = f": a request may ask for up to {most_s:g} s with `timeout`" if allowed_s < most_s else ""
         return DeadlinePassed(f"the request took longer than {allowed_s:g} s{more}")
-
-    def _is_silent(self, attempt: Attempt, now: float, *, text_flows: bool) -> bool:
-        """Whether to ask its members now. A token does not move the alarm; an alarm that rings too early is set again here."""
-        if not text_flows:
-            attempt.restart_silence(now)
-        due_s = attempt.silent_since_s + PROBE_S
-        if due_s > now:
-            self._alarms.set((Alarm.NEWS, attempt.key.request_id), due_s)
-        return due_s <= now
 
     def _break_off(self, record: Record, ending: Ending, now: float) -> list[Send]:
         """End a request that instances and detokenizer believe is open."""
@@ -367,6 +341,7 @@ class RequestBook:
         for alarm in Alarm:
             self._alarms.clear((alarm, request_id))
         if record.attempt is not None:
+            self._retelling.drop(record.attempt)
             record.attempt.release()
         record.outbox.put(ChoiceDelta(record.spec.index, text, token_ids, ending))
         self._observer.ended(ending, now - record.received_s, record.attempts)

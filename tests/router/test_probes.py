@@ -9,7 +9,7 @@ from common.ids import Incarnation, Key, RequestId
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Finished, InstanceInfo, Probe, Probed, Standing
 from router.attempts import ResumeReason
-from router.request_book import PROBE_S
+from router.retelling import PROBE_S
 from tests.builders import key
 from tests.router.bench import D0, D1, P0, Bench, cancels, close, generates, route, spec
 
