@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import overlap_plan
 from bench import plan as transfer_plan
+from bench.control import plan as control_plan
 from bench.engine import plan as engine_plan
 from common.addresses import LOOPBACK, bind_address
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
@@ -102,7 +103,12 @@ def _add_bench(commands: Any) -> None:
         benches, "engine", "build, check and time the engine on one device: decode steps, prefill, memory, pushes", _bench_engine
     )
     add_flags(engine, engine_plan.EngineBench, EngineConfig)
-    for parser, switches in ((transfer, TRANSFER_SWITCHES), (overlap, BENCH_SWITCHES), (engine, BENCH_SWITCHES)):
+    control = _add(
+        benches, "control", "measure what the control plane costs at the router, for fleets of different sizes", _bench_control
+    )
+    add_flags(control, control_plan.ControlBench)
+    parsers = ((transfer, TRANSFER_SWITCHES), (overlap, BENCH_SWITCHES), (engine, BENCH_SWITCHES), (control, BENCH_SWITCHES))
+    for parser, switches in parsers:
         for flag, explanation in switches.items():
             parser.add_argument(flag, action="store_true", help=explanation)
 
@@ -189,6 +195,15 @@ def _bench_engine(flags: argparse.Namespace) -> int:
     if flags.quick:
         bench, engine = with_defaults(bench, engine_plan.QUICK), with_defaults(engine, engine_plan.QUICK_ENGINE)
     return run(bench, engine, flags.quick, command, flags.markdown)
+
+
+def _bench_control(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from bench.control.run import run
+
+    bench = read_config(control_plan.ControlBench, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench)
+    return run(with_defaults(bench, control_plan.QUICK if flags.quick else {}), command, flags.markdown)
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:

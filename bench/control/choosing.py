@@ -1,0 +1,45 @@
+"""How long the router's choice of instances takes, for fleets of different sizes.
+
+The one module of bench that looks inside the router: a request over HTTP takes a hundred times as long as the choice, so nobody
+sees it from outside. Owns a router core without sockets, filled with members that are all linked.
+"""
+
+import time
+from collections.abc import Sequence
+
+from common.config import RouterConfig
+from common.ids import Incarnation, Life
+from common.messages import Counters, Heartbeat, InstanceInfo, Load, Register
+from common.messages.heartbeats import LinkInfo
+from router.core import RouterCore
+from router.metrics import RouterMetrics
+from router.policy import choose
+
+PROMPT_TOKENS, ANSWER_TOKENS = 1000, 200
+ROUNDS, CHOICES = 5, 100
+
+
+def choose_us(infos: Sequence[InstanceInfo]) -> float:
+    """Microseconds for one choice among these instances, each linked with all of the other role: the best of some rounds."""
+    core = RouterCore(Incarnation("bench"), "tcp://127.0.0.1:1", RouterConfig(), RouterMetrics())
+    for info in infos:
+        core.receive(Register(instance=info), 0.0)
+    links = {
+        role: tuple(_link(Life(info.id, info.incarnation)) for info in infos if info.role != role)
+        for role in ("prefill", "decode")
+    }
+    for info in infos:
+        load = Load(pages_free=info.pool.total_pages, pages_total=info.pool.total_pages)
+        beat = Heartbeat(id=info.id, incarnation=info.incarnation, load=load, counters=Counters(), links=links[info.role])
+        core.receive(beat, 0.0)
+    rounds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        for _ in range(CHOICES):
+            choose(core.fleet, "auto", PROMPT_TOKENS, ANSWER_TOKENS)
+        rounds.append((time.perf_counter() - began) / CHOICES)
+    return 1e6 * min(rounds)
+
+
+def _link(peer: Life) -> LinkInfo:
+    return LinkInfo(peer=peer.id, incarnation=peer.incarnation, state="ready")

@@ -1,0 +1,266 @@
+"""The player: a fleet of instances without engines, played from one process over real ZeroMQ.
+
+Owns their sockets and their time, and counts the bytes of every message in both directions. Each played instance says what the
+product's instances say, because it says it through their `Membership`; every link that it is told to make is ready at once. It is
+never given a request. Does not know what is measured.
+"""
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from bench.local_fleet import FleetFailed
+from common.config import DEMO_MODEL
+from common.ids import Incarnation, InstanceId, Life, Role
+from common.instance.membership import Membership
+from common.messages import (
+    AnyMessage,
+    Counters,
+    InstanceInfo,
+    LinkInfo,
+    LinkTraffic,
+    Load,
+    ModelIdentity,
+    Peers,
+    PoolDescriptor,
+    PrefillInbox,
+    RankInfo,
+    Refused,
+    Welcome,
+)
+from common.pages.layout import KVLayout
+from common.text.tokenizer_manager import TokenizerManager
+from common.wire import SEND_LIMIT, pack_frame, unpack_frame
+
+SENDERS_PER_SOCKET = 16
+MAX_SOCKETS = 16_384
+TURN_S = 0.005
+"""All inboxes are looked at this often: a look at a thousand of them takes a tenth of that."""
+PAGES = 100_000
+WIRE_BYTES = 450
+"""As long as NIXL's description of an agent."""
+JOIN_S = 3600.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder[PrefillInbox](PrefillInbox)
+
+
+@dataclass(slots=True, eq=False)
+class Played:
+    """One instance. peers: those it was told of. heard: it was answered after it had reported the links to all of them."""
+
+    info: InstanceInfo
+    membership: Membership
+    inbox: "zmq.Socket[bytes]"
+    outbox: "zmq.Socket[bytes]"
+    peers: frozenset[Life] = frozenset()
+    links: tuple[LinkInfo, ...] = ()
+    reported: bool = False
+    heard: bool = False
+    router: Incarnation | None = None
+
+
+class Player:
+    """The fleet. control: the router's address. model: what the instances serve.
+
+    sent, received: bytes by the name of the message. unsent: messages that nobody took in time.
+    """
+
+    def __init__(self, control: str, model: ModelIdentity) -> None:
+        self._control = control
+        self._model = model
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._poller = zmq.Poller()
+        self._outboxes: list[zmq.Socket[bytes]] = []
+        self._played: dict[InstanceId, Played] = {}
+        self._by_inbox: dict[zmq.Socket[bytes], Played] = {}
+        self._due: list[tuple[float, InstanceId]] = []
+        self._made = 0
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.unsent = 0
+
+    def add(self, count: int) -> None:
+        """So many more instances start, prefill and decode in turn."""
+        for _ in range(count):
+            if self._made % SENDERS_PER_SOCKET == 0:
+                self._outboxes.append(self._connect())
+            inbox = self._context.socket(zmq.PULL)
+            inbox.set(zmq.RCVHWM, SEND_LIMIT)
+            port = inbox.bind_to_random_port("tcp://127.0.0.1")
+            self._start(describe(self._made, self._model, port), inbox)
+            self._made += 1
+
+    def lose(self, count: int) -> None:
+        """So many die at once, half of each role: they fall silent, and their connections break."""
+        for played in list(self._played.values())[-count:]:
+            del self._played[played.info.id], self._by_inbox[played.inbox]
+            self._poller.unregister(played.inbox)
+            played.inbox.close(linger=0)
+
+    @property
+    def settled(self) -> bool:
+        """Every instance knows its peers as they are, and the router has heard of all links."""
+        lives = {role: frozenset(_life(each) for each in self._played.values() if each.info.role == role) for role in _OTHER}
+        return all(each.heard and each.peers == lives[_OTHER[each.info.role]] for each in self._played.values())
+
+    def routers(self) -> set[Incarnation | None]:
+        """The routers that the instances are members of; None: of no router yet."""
+        return {each.router for each in self._played.values()}
+
+    def run(self, seconds: float) -> None:
+        """Play for so long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._turn()
+
+    def run_until(self, done: Callable[[], bool], patience_s: float, what: str) -> float:
+        """Play until it is done. Returns how long that took. Raises FleetFailed."""
+        began = time.monotonic()
+        while not done():
+            if time.monotonic() > began + patience_s:
+                raise FleetFailed(f"{what} took longer than {patience_s:g} s")
+            self._turn()
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> "zmq.Socket[bytes]":
+        outbox = self._context.socket(zmq.PUSH)
+        outbox.set(zmq.SNDHWM, SEND_LIMIT)
+        outbox.connect(self._control)
+        return outbox
+
+    def _start(self, info: InstanceInfo, inbox: "zmq.Socket[bytes]") -> None:
+        now = time.monotonic()
+        played = Played(info, Membership(info, JOIN_S, now), inbox, self._outboxes[-1])
+        self._played[info.id] = self._by_inbox[inbox] = played
+        self._poller.register(inbox, zmq.POLLIN)
+        heapq.heappush(self._due, (now, info.id))
+
+    def _turn(self) -> None:
+        time.sleep(TURN_S)
+        for inbox, _ in self._poller.poll(0):
+            self._read(self._by_inbox[inbox])
+        now = time.monotonic()
+        while self._due and self._due[0][0] <= now:
+            _, name = heapq.heappop(self._due)
+            played = self._played.get(name)
+            if played is not None:
+                self._report(played, now)
+                heapq.heappush(self._due, (played.membership.next_deadline, name))
+
+    def _read(self, played: Played) -> None:
+        while True:
+            try:
+                frame = played.inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = _decoder.decode(unpack_frame(frame)[1])
+            self.received[type(message).__name__] += len(frame)
+            match message:
+                case Welcome() | Refused():
+                    played.membership.receive(message)
+                    if isinstance(message, Welcome):
+                        self._welcomed(played, message)
+                case Peers():
+                    self._meet(played, message)
+                case _:
+                    raise FleetFailed(f"a played instance got a {type(message).__name__}")
+
+    def _welcomed(self, played: Played, message: Welcome) -> None:
+        """An instance keeps its links when its router is another one, and waits for that one's word on its peers."""
+        if played.router != message.router:
+            played.router, played.peers, played.reported = message.router, frozenset(), False
+        played.heard = played.reported
+
+    def _meet(self, played: Played, message: Peers) -> None:
+        peers = frozenset(_life_of(info) for info in message.instances)
+        if peers != played.peers:
+            played.peers, played.reported, played.heard = peers, False, False
+            played.links = tuple(_link(peer) for peer in sorted(peers))
+
+    def _report(self, played: Played, now: float) -> None:
+        load = Load(pages_free=PAGES, pages_total=PAGES)
+        for send in played.membership.due(now, load, Counters(), played.links, False):
+            self._send(played, send.message)
+        played.reported = played.membership.joined
+
+    def _send(self, played: Played, message: AnyMessage) -> None:
+        frame = pack_frame(played.info.id, _encode(message))
+        try:
+            played.outbox.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self.unsent += 1
+            return
+        self.sent[type(message).__name__] += len(frame)
+
+
+def played_model() -> ModelIdentity:
+    """A model that a router with the demo model's tokenizer takes in."""
+    tokenizer = TokenizerManager(DEMO_MODEL)
+    return ModelIdentity(
+        name="played",
+        fingerprint="played",
+        architecture="Played",
+        dtype="float32",
+        vocab_size=tokenizer.vocab_size,
+        context_tokens=tokenizer.context_tokens,
+    )
+
+
+def describe(number: int, model: ModelIdentity, port: int) -> InstanceInfo:
+    """The instance of this number, as it registers."""
+    role: Role = "prefill" if number % 2 == 0 else "decode"
+    name = InstanceId(f"{role}-{number:04d}")
+    return InstanceInfo(
+        id=name,
+        incarnation=Incarnation(f"{name}-1"),
+        role=role,
+        inbox=f"tcp://127.0.0.1:{port}",
+        ranks=(RankInfo(rank=0, pid=1, host="played", device="cuda:0"),),
+        model=model,
+        pool=PoolDescriptor(
+            backend="nixl",
+            agent=f"nixl-{name}-{'0' * 32}",
+            address=2**40,
+            total_pages=PAGES,
+            device="cuda:0",
+            layout=KVLayout(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16"),
+            wire=bytes(WIRE_BYTES),
+        ),
+        max_running=256,
+    )
+
+
+_OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+
+
+def _link(peer: Life) -> LinkInfo:
+    traffic = LinkTraffic(pushes=100, runs=1000, bytes_pushed=10**9, push_seconds=1.5, handoffs=50, exposed_seconds=0.2)
+    return LinkInfo(
+        peer=peer.id,
+        incarnation=peer.incarnation,
+        state="ready",
+        detail="NIXL UCX: mlx5_0",
+        bytes_per_s=1e10,
+        host_bytes_per_s=2e10,
+        traffic=traffic,
+    )
+
+
+def _life(played: Played) -> Life:
+    return _life_of(played.info)
+
+
+def _life_of(info: InstanceInfo) -> Life:
+    return Life(info.id, info.incarnation)
