@@ -170,6 +170,7 @@ class RouterConfig:
         15.0, "seconds of silence after which an event stream gets a comment line, so that no proxy closes it; 0: never"
     )
     resume_wait_s: float = option(5.0, "seconds that a started request waits for an instance when none is left")
+    detokenizers: int = option(1, "detokenizer processes, which share the answers; one takes about 100,000 tokens/s")
     dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
 
     def __post_init__(self) -> None:
@@ -186,6 +187,7 @@ class RouterConfig:
         _require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
         _require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
         _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
+        _require(1 <= self.detokenizers <= 64, "detokenizers", "between 1 and 64", self.detokenizers)
         _require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
         _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
         _require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)

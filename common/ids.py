@@ -3,6 +3,7 @@
 Owns no behaviour. Knows nothing of messages, pages or sockets.
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, NewType
 
@@ -10,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.names import DETOKENIZER_NAME, ROUTER_NAME
+from common.names import ROUTER_NAME
 
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)
@@ -28,7 +29,12 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
 ROUTER = InstanceId(ROUTER_NAME)
-DETOKENIZER = InstanceId(DETOKENIZER_NAME)
+"""The router, to those who know only one."""
+
+
+def text_name(router: InstanceId, shard: int) -> InstanceId:
+    """The name of a router's detokenizer of that number."""
+    return InstanceId(f"{router}.text-{shard}")
 
 
 class Life(NamedTuple):
@@ -48,6 +54,14 @@ class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.request_id}/{self.attempt}"
+
+
+def shard_of(key: Key, shards: int) -> int:
+    """Which of its router's detokenizers gets the tokens of a request: the same in every process, and for every attempt."""
+    return zlib.crc32(key.request_id.encode()) % shards if shards > 1 else 0
+
+
+DETOKENIZER = text_name(ROUTER, 0)
 
 
 def pack_ids(ids: Int32Array | Sequence[int]) -> bytes:

@@ -1,19 +1,20 @@
-"""The detokenizer as a process: the router's child, which turns the tokens of every instance into text.
+"""The detokenizer as a process: a router's child, which turns tokens of every instance into text.
 
 Owns the composition. Does not know tokens or text: `common.text` does.
 """
 
 from common.addresses import bind_address, host_for_peers, reachable
 from common.config import ModelConfig, RouterConfig
+from common.ids import InstanceId
 from common.text.detokenizer_manager import DetokenizerManager
 from common.trust import Trust
 from launch.child import ChildProcess
 from launch.reports import MeetRouter, Order, Ready
 
 
-def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, trust: Trust) -> None:
+def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, router: InstanceId, shard: int, trust: Trust) -> None:
     """Serve until told to stop. It listens where the router does: instances on other hosts send here."""
-    manager = DetokenizerManager(f"tcp://{bind_address(config.host, '--host')}:0", model.model, trust)
+    manager = DetokenizerManager(f"tcp://{bind_address(config.host, '--host')}:0", model.model, router, shard, trust)
 
     def obey(order: Order) -> None:
         if isinstance(order, MeetRouter):

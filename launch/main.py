@@ -83,6 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     detokenizer = commands.add_parser("detokenizer", allow_abbrev=False)  # without help: the router starts it, no person does
     detokenizer.set_defaults(command=_detokenizer, prog=detokenizer.prog)
+    detokenizer.add_argument("--of", required=True)
+    detokenizer.add_argument("--shard", type=int, required=True)
     add_flags(detokenizer, RouterConfig, ModelConfig, LogConfig, SecurityConfig)
     return parser
 
@@ -216,11 +218,12 @@ def _detokenizer(flags: argparse.Namespace) -> int:
     _, trust = _security(flags)
 
     def body(process: ChildProcess) -> None:
+        from common.ids import InstanceId
         from launch.detokenizer_process import serve
 
-        serve(process, config, model, trust)
+        serve(process, config, model, InstanceId(flags.of), flags.shard, trust)
 
-    return _run("detokenizer", log, 1, body)
+    return _run(f"detokenizer-{flags.shard}" if config.detokenizers > 1 else "detokenizer", log, 1, body)
 
 
 def _instance(role: "Role") -> Command:

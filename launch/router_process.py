@@ -1,9 +1,9 @@
-"""The router as a process: the router itself, and the detokenizer that is its child.
+"""The router as a process: the router itself, and the detokenizers that are its children.
 
 Owns the composition and the order of start and stop. Does not know requests: `router` does.
 
-    start   the detokenizer binds and reports its inbox ─► the router binds HTTP and control ─► the detokenizer learns the latter
-    stop    the router drains: HTTP intake closes, open answers end ─► (told to stop completely) ─► the detokenizer stops
+    start   each detokenizer binds and reports its inbox ─► the router binds HTTP and control ─► they learn the latter
+    stop    the router drains: HTTP intake closes, open answers end ─► (told to stop completely) ─► the detokenizers stop
 
 A detokenizer that dies is started again (`launch/supervisor.py`). The router learns where the new one is, because only the router
 knows what the old one was told.
@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, assert_never
 
 import uvloop
@@ -22,6 +23,7 @@ from common.addresses import LOOPBACK, host_for_peers, reachable
 from common.config import LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
+from common.names import new_router_name
 from common.processes.child import Exited, Reported, stop_children
 from common.trust import read_trust
 from launch.child import ChildProcess
@@ -52,28 +54,41 @@ def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: 
 async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig, security: SecurityConfig) -> None:
     trust = read_trust(security)
     duties = _Duties(process)
-    command = launch_command(DETOKENIZER, to_flags(config, model, log, security))
-    detokenizer = KeptDetokenizer(command, lambda text: process.report(News(text=text)), duties.give_up)
+    router = new_router_name()
+    flags = to_flags(config, model, log, security)
+    detokenizers = [
+        KeptDetokenizer(
+            DETOKENIZER if config.detokenizers == 1 else f"{DETOKENIZER}-{shard}",
+            launch_command(DETOKENIZER, ["--of", router, "--shard", str(shard), *flags]),
+            lambda text: process.report(News(text=text)),
+            duties.give_up,
+        )
+        for shard in range(config.detokenizers)
+    ]
 
     def ready(serving: "Serving") -> None:
-        detokenizer.meet(reachable(serving.control, LOOPBACK), serving.detokenizer_moved)
+        for shard, detokenizer in enumerate(detokenizers):
+            detokenizer.meet(reachable(serving.control, LOOPBACK), partial(serving.detokenizer_moved, shard))
         process.report(Ready(addresses={"http": serving.url, "control": reachable(serving.control, host_for_peers())}))
 
     try:
         process.progress("loading the tokenizer")
+        from common.ids import InstanceId
         from router.process import serve as serve_router  # imported while the detokenizer loads
 
-        inbox = await detokenizer.first_inbox(duties.stop)
-        if inbox is not None:
-            await serve_router(config, model, inbox, ready, duties.intake_closes, duties.at_once, trust)
+        inboxes = await asyncio.gather(*(detokenizer.first_inbox(duties.stop) for detokenizer in detokenizers))
+        known = [inbox for inbox in inboxes if inbox is not None]
+        if len(known) == len(detokenizers):
+            await serve_router(config, model, InstanceId(router), known, ready, duties.intake_closes, duties.at_once, trust)
             process.check_hurry()
-        detokenizer.check()
+        for detokenizer in detokenizers:
+            detokenizer.check()
         process.report(IntakeClosed())
         await duties.stop.wait()
     finally:
         process.on_stop(lambda: None)
         process.on_order(lambda order: None)
-        await detokenizer.stop()
+        await asyncio.gather(*(detokenizer.stop() for detokenizer in detokenizers))
 
 
 class _Duties:
@@ -112,17 +127,18 @@ class _Router:
 
 
 class KeptDetokenizer:
-    """Keeps the detokenizer alive and introduces it and the router to each other. Made and used on the loop's thread.
+    """Keeps one detokenizer alive and introduces it and the router to each other. Made and used on the loop's thread.
 
-    say: tells people. give_up: called when the detokenizer cannot be kept alive; `check` then raises why.
+    name: of its process, for people. say: tells people. give_up: called when it cannot be kept alive; `check` then raises why.
     """
 
-    def __init__(self, command: Sequence[str], say: Callable[[str], object], give_up: Callable[[], object]) -> None:
+    def __init__(self, name: str, command: Sequence[str], say: Callable[[str], object], give_up: Callable[[], object]) -> None:
+        self._name = name
         self._command = command
         self._say = say
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
-        self._supervisor = Supervisor([Part(DETOKENIZER, DETOKENIZER, drains=False)])
+        self._supervisor = Supervisor([Part(name, DETOKENIZER, drains=False)])
         self._timer: asyncio.TimerHandle | None = None
         self._failure: TandemError | None = None
         self._stopping = False
@@ -141,7 +157,7 @@ class KeptDetokenizer:
         for wait in late:
             wait.cancel()
         if not done:
-            raise DetokenizerFailed(f"the detokenizer was not ready within {DETOKENIZER_START_S:g} s; {self._child.account()}")
+            raise DetokenizerFailed(f"{self._name} was not ready within {DETOKENIZER_START_S:g} s; {self._child.account()}")
         self._router_knows = self._child
         return self._inbox
 
@@ -167,14 +183,14 @@ class KeptDetokenizer:
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> Child:
-        return Child(DETOKENIZER, self._command, lambda event: self._loop.call_soon_threadsafe(self._learn, event))
+        return Child(self._name, self._command, lambda event: self._loop.call_soon_threadsafe(self._learn, event))
 
     def _start_again(self) -> None:
         """A process that cannot be started counts as one that has ended."""
         try:
             self._child, self._inbox = self._start(), None
         except OSError as error:
-            self._loop.call_soon(self._learn, Exited(DETOKENIZER, 1, f"it cannot be started: {error}"))
+            self._loop.call_soon(self._learn, Exited(self._name, 1, f"it cannot be started: {error}"))
 
     def _learn(self, event: ChildEvent) -> None:
         if self._stopping:
@@ -185,7 +201,7 @@ class KeptDetokenizer:
 
     def _read(self, report: Report) -> None:
         if isinstance(report, Progress):
-            self._say(f"{DETOKENIZER}: {report.text}")
+            self._say(f"{self._name}: {report.text}")
         elif isinstance(report, Ready):
             self._inbox = report.addresses["inbox"]
             self._ready.set()
@@ -207,8 +223,8 @@ class KeptDetokenizer:
                 case Start():
                     self._start_again()
                 case Notice(text=text, account=account):
-                    self._say(f"{DETOKENIZER} {action.headline}")
-                    _log.error("the detokenizer %s: %s", text, account)
+                    self._say(f"{self._name} {action.headline}")
+                    _log.error("%s %s: %s", self._name, text, account)
                 case GiveUp(reason=reason):
                     self._failure = (ConfigError if self._child.status == BAD_FLAG else DetokenizerFailed)(reason)
                     self._give_up()

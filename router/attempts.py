@@ -10,7 +10,7 @@ follows it.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.ids import DETOKENIZER, Incarnation, InstanceId, Key
+from common.ids import Incarnation, InstanceId, Key
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
 from router.members import Member
@@ -38,10 +38,14 @@ class Setback:
 
 
 class Attempt:
-    """first_token: number of the first token that it is to bring. prompt_tokens: length of the prompt that its members get."""
+    """detokenizer: who makes text of its tokens. first_token: number of the first token that it is to bring. prompt_tokens: the
+    length of the prompt that its members get."""
 
-    def __init__(self, key: Key, placement: Placement, first_token: int, prompt_tokens: int, now: float) -> None:
+    def __init__(
+        self, key: Key, detokenizer: InstanceId, placement: Placement, first_token: int, prompt_tokens: int, now: float
+    ) -> None:
         self.key = key
+        self.detokenizer = detokenizer
         self.first, self.decode = placement.first, placement.decode
         self.members = (self.first,) if self.decode is None else (self.first, self.decode)
         self.next_token = first_token
@@ -84,7 +88,7 @@ class Attempt:
     def withdraw(self) -> list[Send]:
         """End it for members and detokenizer that believe it is open. A lost member is told too: it may only be silent, and then
         the message waits for it."""
-        return [*self.cancels(), Send(DETOKENIZER, ForgetAnswer(key=self.key))]
+        return [*self.cancels(), Send(self.detokenizer, ForgetAnswer(key=self.key))]
 
     def cancels(self) -> list[Send]:
         return [Send(member.info.id, Cancel(key=self.key)) for member in self.members]

@@ -1,4 +1,4 @@
-"""The /cluster page: the last report of every instance and of the detokenizer, the instances that left or were refused, and the
+"""The /cluster page: the last report of every instance and detokenizer, the instances that left or were refused, and the
 router's open requests.
 
 Owns the shape of the page. Does not know HTTP.
@@ -16,7 +16,6 @@ from router.requests import Phase
 
 def cluster_page(core: RouterCore) -> dict[str, Any]:
     """The page as builtins and messages, ready for JSON."""
-    last = core.detokenizer.last
     phases = Counter(record.phase for record in core.requests.records())
     return {
         "router": {
@@ -27,7 +26,10 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
             "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
             "unready": core.unready(),
         },
-        "detokenizer": {"silent": core.detokenizer.silent} | ({} if last is None else asdict(last)),
+        "detokenizers": [
+            {"shard": shard, "silent": watch.silent} | ({} if watch.last is None else asdict(watch.last))
+            for shard, watch in enumerate(core.detokenizers)
+        ],
         "instances": [_instance(member) for member in core.fleet.members()],
         "departed": [
             {

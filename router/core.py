@@ -1,14 +1,15 @@
-"""The router's core: the fleet, the request book and the watch over the detokenizer, fed with messages and time.
+"""The router's core: the fleet, the request book and the watch over the detokenizers, fed with messages and time.
 
 Owns only what joins the three: a change in one that the others must act on. Callers reach each part directly. Opens no socket and
 reads no clock, so a whole fleet runs in one process under test. Does not know HTTP.
 """
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from common.config import RouterConfig
 from common.deadlines import earliest
-from common.ids import Incarnation
+from common.ids import InstanceId, text_name
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, Probed, Register, RouterInbox, TextBatch
 from router.detokenizer_watch import DetokenizerWatch
@@ -21,20 +22,26 @@ LATE_S = 0.1
 
 
 class RouterCore:
-    """Everything that the router decides. vocab_size: of its tokenizer; instances must have the same. None: any."""
+    """Everything that the router decides.
+
+    router: the name of this life of it. detokenizers: their addresses. vocab_size: of its tokenizer, which instances must have
+    too; None: any.
+    """
 
     def __init__(
         self,
-        incarnation: Incarnation,
-        detokenizer_address: str,
+        router: InstanceId,
+        detokenizers: Sequence[str],
         config: RouterConfig,
         observer: Observer,
         vocab_size: int | None = None,
     ) -> None:
         self._config = config
-        self.fleet = Fleet(incarnation, detokenizer_address, config.heartbeat_s, config.dead_after_s, vocab_size)
-        self.requests = RequestBook(self.fleet, observer, config)
-        self.detokenizer = DetokenizerWatch(config.dead_after_s)
+        self.detokenizer_names = tuple(text_name(router, shard) for shard in range(len(detokenizers)))
+        self.fleet = Fleet(router, detokenizers, config.heartbeat_s, config.dead_after_s, vocab_size)
+        self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names)
+        self.detokenizers = [DetokenizerWatch(config.dead_after_s) for _ in detokenizers]
+        """By number, as their names."""
         self.draining = False
         """The router takes no more requests and is about to stop."""
 
@@ -51,14 +58,19 @@ class RouterCore:
             case Probed():
                 return self.requests.probed(message, now)
             case DetokenizerHeartbeat():
-                return self.requests.probe_all(now) if self.detokenizer.heard(message, now) else []
+                return self._detokenizer_heard(message, now)
             case _:
                 assert_never(message)
 
-    def detokenizer_moved(self, address: str, now: float) -> list[Send]:
-        """A new detokenizer has replaced the former one, at this address: tell the members, and resume what is open."""
-        self.detokenizer = DetokenizerWatch(self._config.dead_after_s)
-        return self.fleet.detokenizer_moved(address) + self.requests.detokenizer_moved(now)
+    def detokenizer_moved(self, shard: int, address: str, now: float) -> list[Send]:
+        """A new detokenizer has replaced the former one, at this address: tell the members, and resume what was open there."""
+        self.detokenizers[shard] = DetokenizerWatch(self._config.dead_after_s)
+        return self.fleet.detokenizer_moved(shard, address) + self.requests.detokenizer_moved(self.detokenizer_names[shard], now)
+
+    def _detokenizer_heard(self, beat: DetokenizerHeartbeat, now: float) -> list[Send]:
+        if not 0 <= beat.shard < len(self.detokenizers) or not self.detokenizers[beat.shard].heard(beat, now):
+            return []
+        return self.requests.probe_all(self.detokenizer_names[beat.shard], now)
 
     def tick(self, now: float, *, caught_up: bool = True) -> list[Send]:
         """Act on every deadline that has passed. caught_up: False while mail waits to be read: then silence says nothing.
@@ -69,16 +81,21 @@ class RouterCore:
         sends: list[Send] = []
         if _is_late(self.fleet.next_deadline(), now):
             self.fleet.excuse(now)
-        if _is_late(self.detokenizer.silent_at_s, now):
-            self.detokenizer.excuse(now)
+        for watch in self.detokenizers:
+            if _is_late(watch.silent_at_s, now):
+                watch.excuse(now)
+            if caught_up:
+                watch.tick(now)
         if caught_up:
-            self.detokenizer.tick(now)
             sends = self._apply(self.fleet.tick(now), now)
-        return sends + self.requests.tick(now, text_flows=caught_up and not self.detokenizer.silent)
+        watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
+        mute = {name for name, watch in watched if watch.silent or not caught_up}
+        return sends + self.requests.tick(now, mute=mute)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None when nothing is due."""
-        return earliest(self.detokenizer.silent_at_s, self.fleet.next_deadline(), self.requests.next_deadline())
+        silent_s = (watch.silent_at_s for watch in self.detokenizers)
+        return earliest(*silent_s, self.fleet.next_deadline(), self.requests.next_deadline())
 
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""
@@ -91,9 +108,11 @@ class RouterCore:
 
     def unhealthy(self) -> list[str]:
         """What is wrong with the router itself."""
-        if not self.detokenizer.silent:
-            return []
-        return [f"the detokenizer has not been heard of for {self.detokenizer.dead_after_s:g} s"]
+        return [
+            f"detokenizer {shard} has not been heard of for {watch.dead_after_s:g} s"
+            for shard, watch in enumerate(self.detokenizers)
+            if watch.silent
+        ]
 
     def _apply(self, change: Change, now: float) -> list[Send]:
         sends = list(change.sends)

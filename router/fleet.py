@@ -11,7 +11,7 @@ no clock. Does not know requests. `eligibility` says who may be a member, `membe
               ─► the member is lost, and the other role gets new Peers
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from common.deadlines import DeadlineWheel
 from common.errors import BadRequest, ConfigError
-from common.ids import Incarnation, InstanceId, Life, Role
+from common.ids import InstanceId, Life, Role
 from common.instance.ports import Send
 from common.messages import Drain, Goodbye, Heartbeat, InstanceInfo, Load, ModelIdentity, Peers, Refused, Register, Welcome
 from common.wire import check_address
@@ -81,14 +81,14 @@ class Fleet:
 
     def __init__(
         self,
-        incarnation: Incarnation,
-        detokenizer_address: str,
+        router: InstanceId,
+        detokenizers: Sequence[str],
         heartbeat_s: float,
         dead_after_s: float,
         vocab_size: int | None = None,
     ) -> None:
         self._welcome = Welcome(
-            router=incarnation, detokenizer=detokenizer_address, heartbeat_s=heartbeat_s, dead_after_s=dead_after_s
+            router=router, detokenizers=tuple(detokenizers), heartbeat_s=heartbeat_s, dead_after_s=dead_after_s
         )
         self._dead_after_s = dead_after_s
         self._vocab_size = vocab_size
@@ -129,12 +129,12 @@ class Fleet:
         known = self._members.get(info.id)
         if known is not None and known.info.incarnation == info.incarnation:
             self._silence.set(info.id, now + self._dead_after_s)
-            return Change(self._greet(known))
+            return Change(self._greet(known, message.address))
         reason = self._mismatch(info)
         if reason is not None:
             return Change(self._refuse(info, reason))
         change = self._remove(known, "replaced by a newer incarnation", silent=False) if known is not None else Change()
-        change.sends += self._join(info, now)
+        change.sends += self._join(message, now)
         change.more_can_serve = True
         return change
 
@@ -187,9 +187,11 @@ class Fleet:
         for instance in self._silence.expired(now):
             self._silence.set(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
 
-    def detokenizer_moved(self, address: str) -> list[Send]:
-        """Tell every member where tokens go from now on."""
-        self._welcome = replace(self._welcome, detokenizer=address)
+    def detokenizer_moved(self, shard: int, address: str) -> list[Send]:
+        """Tell every member where the tokens of this detokenizer go from now on."""
+        addresses = list(self._welcome.detokenizers)
+        addresses[shard] = address
+        self._welcome = replace(self._welcome, detokenizers=tuple(addresses))
         return [Send(member, self._welcome) for member in self._members]
 
     def tick(self, now: float) -> Change:
@@ -202,7 +204,8 @@ class Fleet:
 
     # --- changes of the set ----------------------------------------------------------------------------------------------
 
-    def _join(self, info: InstanceInfo, now: float) -> list[Send]:
+    def _join(self, message: Register, now: float) -> list[Send]:
+        info = message.instance
         total_pages = info.pool.total_pages
         member = Member(info, Load(pages_free=total_pages, pages_total=total_pages))
         former = self.departed.pop(info.id, None)
@@ -217,7 +220,7 @@ class Fleet:
         self.model = info.model
         self._silence.set(info.id, now + self._dead_after_s)
         self.addresses_version += 1
-        return self._greet(member) + self._tell_others(info.role)
+        return self._greet(member, message.address) + self._tell_others(info.role)
 
     def _remove(self, member: Member, reason: str, *, silent: bool) -> Change:
         info = member.info
@@ -229,8 +232,10 @@ class Fleet:
         self.addresses_version += 1
         return Change(self._tell_others(info.role), [member])
 
-    def _greet(self, member: Member) -> list[Send]:
-        return [Send(member.info.id, self._welcome), Send(member.info.id, self._peers_of(member.info.role))]
+    def _greet(self, member: Member, address: str) -> list[Send]:
+        """address: at which it registered; it may know several routers."""
+        welcome = replace(self._welcome, address=address) if address else self._welcome
+        return [Send(member.info.id, welcome), Send(member.info.id, self._peers_of(member.info.role))]
 
     def _tell_others(self, role: Role) -> list[Send]:
         """The set of `role` changed: everyone of the other role gets the whole set."""

@@ -10,7 +10,7 @@ nothing blocks.
 import asyncio
 from collections.abc import Callable, Iterable
 
-from common.ids import DETOKENIZER, InstanceId
+from common.ids import InstanceId
 from common.instance.ports import Mail, Send
 from common.messages import RouterInbox
 from router.core import RouterCore
@@ -38,11 +38,11 @@ class Gateway:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
 
-    def detokenizer_moved(self, address: str) -> None:
+    def detokenizer_moved(self, shard: int, address: str) -> None:
         """A new detokenizer has replaced the former one. Its route comes first, because it is told about all open requests."""
         if not self._closed:
-            self.mail.route(DETOKENIZER, address)
-            self.deliver(self.core.detokenizer_moved(address, self.clock()))
+            self.mail.route(self.core.detokenizer_names[shard], address)
+            self.deliver(self.core.detokenizer_moved(shard, address, self.clock()))
 
     def pump(self) -> None:
         """Take in what has arrived, within the limits of a turn. Each message counts as heard when it is read: it may have waited
@@ -90,9 +90,10 @@ class Gateway:
             self._timer = None
 
     def _learn_routes(self) -> None:
-        """Pass on where everyone is. The detokenizer's route is left as its starter gave it: no instance can take it over."""
+        """Pass on where everyone is. The detokenizers' routes stay as their starter gave them: no instance can take one."""
         self._routes_version = self.core.fleet.addresses_version
-        addresses = {name: address for name, address in self.core.fleet.addresses().items() if name != DETOKENIZER}
+        own = self.core.detokenizer_names
+        addresses = {name: address for name, address in self.core.fleet.addresses().items() if name not in own}
         for name in self._routes.keys() - addresses.keys():
             self.mail.route(name, None)
         for name, address in addresses.items():

@@ -103,21 +103,24 @@ class FleetCollector(Collector):
 
 
 class DetokenizerCollector(Collector):
-    """The detokenizer's last report."""
+    """The last report of each detokenizer, by its number."""
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        watch = self._core.detokenizer
-        if watch.last is None:
-            return
-        yield GaugeMetricFamily("tandem_detokenizer_up", "1 while its heartbeats come.", float(not watch.silent))
-        yield GaugeMetricFamily("tandem_detokenizer_open_answers", "Answers that expect tokens.", watch.last.open_answers)
-        early = "Answers whose tokens came before they were expected."
-        yield GaugeMetricFamily("tandem_detokenizer_early_answers", early, watch.last.early_answers)
-        dropped = "Useless token deltas since it started."
-        yield CounterMetricFamily("tandem_detokenizer_dropped", dropped, watch.last.dropped)
+        heard = [(watch, watch.last, (str(shard),)) for shard, watch in enumerate(self._core.detokenizers) if watch.last]
+        up = [(shard, float(not watch.silent)) for watch, _, shard in heard]
+        yield _family(GaugeMetricFamily, "tandem_detokenizer_up", "1 while its heartbeats come.", ("shard",), up)
+        answers = [(shard, float(last.open_answers)) for _, last, shard in heard]
+        what = "Answers that expect tokens."
+        yield _family(GaugeMetricFamily, "tandem_detokenizer_open_answers", what, ("shard",), answers)
+        early = [(shard, float(last.early_answers)) for _, last, shard in heard]
+        what = "Answers whose tokens came before they were expected."
+        yield _family(GaugeMetricFamily, "tandem_detokenizer_early_answers", what, ("shard",), early)
+        dropped = [(shard, float(last.dropped)) for _, last, shard in heard]
+        what = "Useless token deltas since it started."
+        yield _family(CounterMetricFamily, "tandem_detokenizer_dropped", what, ("shard",), dropped)
 
 
 class MailCollector(Collector):

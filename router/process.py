@@ -1,20 +1,19 @@
 """The router's process: HTTP server, mailbox and core in one event loop.
 
 Owns the composition, and the order of start and end. Decides nothing. The caller of `serve` chooses the loop, handles signals,
-and starts the detokenizer's process.
+and starts the detokenizers' processes.
 """
 
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig, parse_bytes
-from common.ids import DETOKENIZER, ROUTER, Incarnation
+from common.ids import InstanceId
 from common.messages import RouterInbox
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust
@@ -34,18 +33,19 @@ _log = logging.getLogger(__name__)
 class Serving:
     """A router that serves. url: of its HTTP side. control: where instances register. Both have the ports that were chosen.
 
-    detokenizer_moved: call it, on the router's loop, with the address of a detokenizer that replaces the former one.
+    detokenizer_moved: call it, on the router's loop, with number and address of a detokenizer that replaces the former one.
     """
 
     url: str
     control: str
-    detokenizer_moved: Callable[[str], None]
+    detokenizer_moved: Callable[[int, str], None]
 
 
 async def serve(
     config: RouterConfig,
     model: ModelConfig,
-    detokenizer_address: str,
+    router: InstanceId,
+    detokenizers: Sequence[str],
     ready: Callable[[Serving], None],
     stop: asyncio.Event,
     at_once: asyncio.Event,
@@ -53,6 +53,7 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set, then drain: open answers may go on for --drain-timeout-s, or until `at_once` is set.
 
+    router: the name of this life of it. detokenizers: their addresses.
     ready: called once, when both addresses are listening.
     Raises ConfigError when an address cannot be listened on or the tokenizer cannot be loaded.
     """
@@ -62,11 +63,12 @@ async def serve(
     control = f"tcp://{host}:{config.control_port}"
     with (
         contextlib.closing(listen(host, config.port)) as listener,
-        contextlib.closing(Mailbox[RouterInbox](ROUTER, RouterInbox, control, trust=trust)) as mailbox,
+        contextlib.closing(Mailbox[RouterInbox](router, RouterInbox, control, trust=trust)) as mailbox,
     ):
-        mailbox.route(DETOKENIZER, detokenizer_address)
         metrics = RouterMetrics()
-        core = RouterCore(Incarnation(secrets.token_hex(8)), detokenizer_address, config, metrics, tokenizer.vocab_size)
+        core = RouterCore(router, detokenizers, config, metrics, tokenizer.vocab_size)
+        for detokenizer, address in zip(core.detokenizer_names, detokenizers, strict=True):
+            mailbox.route(detokenizer, address)
         with (
             contextlib.closing(Gateway(core, mailbox, time.monotonic)) as gateway,
             contextlib.closing(Intake(core, tokenizer, name, config)) as intake,
@@ -74,7 +76,7 @@ async def serve(
             api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body), config.keep_alive_s)
             app = build_app(api, metrics, config.max_requests)
             url = f"http://{config.host}:{listener.getsockname()[1]}"
-            _log.info("%s is served at %s; instances register at %s", name, url, mailbox.address)
+            _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             serving = Serving(url, mailbox.address, gateway.detokenizer_moved)
             drained = drain(api.door, gateway, config.drain_timeout_s, stop, at_once)

@@ -13,7 +13,7 @@ under the next attempt number. Token numbers go on, so the client gets every tok
 attempt that is silent, and resumes it when its members know less, or have sent more, than the router has received.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 from typing import Protocol, assert_never
 
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import DETOKENIZER, Key, RequestId, pack_ids
+from common.ids import InstanceId, Key, RequestId, pack_ids, shard_of
 from common.instance.ports import Send
 from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Probed, Terms, TextDelta
 from router.attempts import Attempt, ResumeReason, Setback
@@ -68,9 +68,13 @@ class Alarm(Enum):
 
 
 class RequestBook:
-    """Every open request of this router."""
+    """Every open request of this router. router: its name. detokenizers: the names of its detokenizers, by number."""
 
-    def __init__(self, fleet: Fleet, observer: Observer, config: RouterConfig) -> None:
+    def __init__(
+        self, router: InstanceId, fleet: Fleet, observer: Observer, config: RouterConfig, detokenizers: Sequence[InstanceId]
+    ) -> None:
+        self._router = router
+        self._detokenizers = detokenizers
         self._fleet = fleet
         self._observer = observer
         self._config = config
@@ -132,7 +136,9 @@ class RequestBook:
         placement = choose(
             self._fleet, self._config.dispatch, prompt_tokens, record.remaining_tokens, record.avoid | record.crowded
         )
-        attempt = Attempt(Key(record.spec.request_id, record.attempts), placement, len(record.token_ids), prompt_tokens, now)
+        key = Key(record.spec.request_id, record.attempts, self._router)
+        detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
+        attempt = Attempt(key, detokenizer, placement, len(record.token_ids), prompt_tokens, now)
         record.attempt = attempt
         record.attempts += 1
         self._placements += 1
@@ -161,7 +167,7 @@ class RequestBook:
             first=first,
             terms=Terms(priority=spec.priority, age_s=now - record.received_s, timeout_s=left_s),
         )
-        return [Send(DETOKENIZER, expect), Send(attempt.first.info.id, generate)]
+        return [Send(attempt.detokenizer, expect), Send(attempt.first.info.id, generate)]
 
     # --- tokens ----------------------------------------------------------------------------------------------------------
 
@@ -222,10 +228,10 @@ class RequestBook:
         setback = Setback(ResumeReason.LOST_INSTANCE, lost, (member,))
         return self._resume_all((pair for pair in self._attempts() if member in pair[1].needed), setback, now)
 
-    def detokenizer_moved(self, now: float) -> list[Send]:
-        """Resume everything: a new detokenizer knows no request yet."""
+    def detokenizer_moved(self, detokenizer: InstanceId, now: float) -> list[Send]:
+        """Resume everything whose text it makes: a new detokenizer knows no request yet."""
         moved = Failed.of(Unavailable("the detokenizer was started again while the request was served"))
-        return self._resume_all(self._attempts(), Setback(ResumeReason.DETOKENIZER, moved), now)
+        return self._resume_all(self._attempts_of(detokenizer), Setback(ResumeReason.DETOKENIZER, moved), now)
 
     def retry_parked(self, now: float) -> list[Send]:
         """More members can serve than before: try every request that waits for one. One that pauses after fruitless attempts goes
@@ -235,6 +241,9 @@ class RequestBook:
 
     def _attempts(self) -> Iterable[tuple[Record, Attempt]]:
         return ((record, record.attempt) for record in self._records.values() if record.attempt is not None)
+
+    def _attempts_of(self, detokenizer: InstanceId) -> Iterable[tuple[Record, Attempt]]:
+        return (pair for pair in self._attempts() if pair[1].detokenizer == detokenizer)
 
     def _resume_all(self, pairs: Iterable[tuple[Record, Attempt]], setback: Setback, now: float) -> list[Send]:
         return [send for record, attempt in list(pairs) for send in self._resume(record, attempt, setback, now)]
@@ -274,9 +283,9 @@ class RequestBook:
 
     # --- probes ----------------------------------------------------------------------------------------------------------
 
-    def probe_all(self, now: float) -> list[Send]:
-        """Tokens can come again after a pause: ask about every attempt, and forget what its members said before."""
-        attempts = [attempt for _, attempt in self._attempts()]
+    def probe_all(self, detokenizer: InstanceId, now: float) -> list[Send]:
+        """Its tokens can come again after a pause: ask about every attempt, and forget what its members said before."""
+        attempts = [attempt for _, attempt in self._attempts_of(detokenizer)]
         for attempt in attempts:
             attempt.restart_silence(now)
         return self._retelling.ask(attempts, now)
@@ -304,8 +313,8 @@ class RequestBook:
         """The router stops: end every open request."""
         return [send for record in list(self._records.values()) for send in self._break_off(record, failed, now)]
 
-    def tick(self, now: float, *, text_flows: bool) -> list[Send]:
-        """Act on what is due. text_flows: False while the detokenizer is silent: then the absence of tokens says nothing."""
+    def tick(self, now: float, *, mute: Container[InstanceId]) -> list[Send]:
+        """Act on what is due. mute: the detokenizers that are silent: the absence of their tokens says nothing."""
         sends: list[Send] = []
         for alarm, request_id in self._alarms.expired(now):
             record = self._records.get(request_id)
@@ -320,7 +329,7 @@ class RequestBook:
                     sends += self._try_again(record, now)
                 case _:
                     assert_never(alarm)
-        return sends + self._retelling.tick(now, text_flows=text_flows)
+        return sends + self._retelling.tick(now, mute)
 
     def _too_slow(self, record: Record) -> DeadlinePassed:
         allowed_s, most_s = record.timeout_s, self._config.max_request_timeout_s

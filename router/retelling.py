@@ -6,11 +6,11 @@ and no placements.
     a token, or the start ──PROBE_S──► Probe to its members ──Probed──► two rounds in a row say so: messages were lost
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TypeAlias
 
 from common.deadlines import DeadlineWheel
-from common.ids import Key
+from common.ids import InstanceId, Key
 from common.instance.ports import Send
 from common.messages import Probe, Probed
 from router.attempts import Attempt
@@ -68,14 +68,14 @@ class Retelling:
                 lost[standing.key] = served
         return list(lost.values())
 
-    def tick(self, now: float, *, text_flows: bool) -> list[Send]:
-        """Ask about the attempts that are silent. text_flows: False while the absence of tokens says nothing."""
+    def tick(self, now: float, mute: Container[InstanceId]) -> list[Send]:
+        """Ask about the attempts that are silent. mute: detokenizers of which the absence of tokens says nothing."""
         served = (self._find(key) for key in self._silences.expired(now))
-        silent = [one[1] for one in served if one is not None and self._is_silent(one[1], now, text_flows=text_flows)]
+        silent = [one[1] for one in served if one is not None and self._is_silent(one[1], now, mute)]
         return self.ask(silent, now)
 
-    def _is_silent(self, attempt: Attempt, now: float, *, text_flows: bool) -> bool:
-        if not text_flows:
+    def _is_silent(self, attempt: Attempt, now: float, mute: Container[InstanceId]) -> bool:
+        if attempt.detokenizer in mute:
             attempt.restart_silence(now)
         due_s = attempt.silent_since_s + PROBE_S
         if due_s > now:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from common.config import RouterConfig
 from common.engine.toy import TOY_VOCAB
-from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, RequestId
+from common.ids import DETOKENIZER, ROUTER, InstanceId, RequestId
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextDelta
 from common.text.batches import cut
@@ -33,7 +33,7 @@ class RouterProcess:
     def __init__(self, clock: Clock, network: Network, config: RouterConfig, observer: Observer) -> None:
         self._clock = clock
         self._loop = Loop(clock, self)
-        self.core = RouterCore(Incarnation("router-1"), DETOKENIZER_ADDRESS, config, observer)
+        self.core = RouterCore(ROUTER, [DETOKENIZER_ADDRESS], config, observer)
         mailbox = network.open(ROUTER_ADDRESS, self._loop.wake)
         self._mail: Post[RouterInbox] = Post(ROUTER, RouterInbox, network, mailbox, {DETOKENIZER: DETOKENIZER_ADDRESS})
         self._routes_version = 0

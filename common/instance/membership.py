@@ -48,7 +48,7 @@ class Membership:
         if isinstance(message, Refused):
             raise PeerRefused(f"the router refused {self.info.id}: {message.reason}")
         is_other = self._welcome is not None and self._welcome.router != message.router
-        self._welcome, self.detokenizer = message, message.detokenizer
+        self._welcome, self.detokenizer = message, message.detokenizers[0]
         self._give_up_s, self._unanswered_s = None, 0.0
         return is_other
 

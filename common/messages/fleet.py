@@ -108,17 +108,21 @@ class Register(Message, frozen=True):
 
     instance: InstanceInfo
     """Who wants to join."""
+    address: str = ""
+    """Of this router, as the instance was told it; comes back in Welcome."""
 
 
 class Welcome(Message, frozen=True):
     """router → instance: you are a member. It answers every Register and every Heartbeat, so it is the router's own heartbeat."""
 
-    router: Incarnation
-    """The router's life: after a change the instance ends what the former router had sent. Until then it serves on."""
-    detokenizer: str
-    """ZeroMQ address to send TokenBatch to."""
+    router: InstanceId
+    """The name of this life of the router: when another life answers, the instance ends what the former one had sent."""
+    detokenizers: tuple[str, ...]
+    """ZeroMQ addresses to send TokenBatch to: the tokens of a key go to number `shard_of` (`common.ids`)."""
     heartbeat_s: float
     """Send a Heartbeat this often."""
+    address: str = ""
+    """That of the Register. An instance may be a member at several routers, and one router may have several addresses."""
     dead_after_s: float = 3.0
     """An instance whose heartbeats are left unanswered for this long registers again."""
 

@@ -88,3 +88,5 @@ class DetokenizerHeartbeat(Message, frozen=True):
     """Answers whose tokens came before ExpectAnswer."""
     dropped: int
     """Token deltas that were of no use, since it started."""
+    shard: int = 0
+    """Which of its router's detokenizers it is."""

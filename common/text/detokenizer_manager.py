@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 
-from common.ids import DETOKENIZER, ROUTER
+from common.ids import ROUTER, InstanceId, text_name
 from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextDelta
 from common.text.batches import cut
 from common.text.detokenizer import Detokenizer
@@ -25,15 +25,16 @@ _log = logging.getLogger(__name__)
 
 
 class DetokenizerManager:
-    """Made and run by one thread. bind: tcp://host:port of its inbox. Raises ConfigError when the model has no tokenizer or the
-    address cannot be bound.
+    """Made and run by one thread. bind: tcp://host:port of its inbox. router: whose it is. shard: which of that router's
+    detokenizers. Raises ConfigError when the model has no tokenizer or the address cannot be bound.
 
     `meet_router` may be called at any time, also while it runs, so the detokenizer can start before the router.
     """
 
-    def __init__(self, bind: str, model: str, trust: Trust = LOOPBACK_ONLY) -> None:
+    def __init__(self, bind: str, model: str, router: InstanceId = ROUTER, shard: int = 0, trust: Trust = LOOPBACK_ONLY) -> None:
         self._detokenizer = Detokenizer(TokenizerManager(model).backend)
-        self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(DETOKENIZER, DetokenizerInbox, bind, trust=trust)
+        self._router, self._shard = router, shard
+        self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(text_name(router, shard), DetokenizerInbox, bind, trust=trust)
         self._stopping = threading.Event()
         self._router_address: str | None = None
         self._next_beat_s = time.monotonic()
@@ -68,14 +69,14 @@ class DetokenizerManager:
         deadline = self._detokenizer.next_deadline()
         wake_s = self._next_beat_s if deadline is None else min(deadline, self._next_beat_s)
         self._mailbox.wait(wake_s - time.monotonic())
-        self._mailbox.route(ROUTER, self._router_address)
+        self._mailbox.route(self._router, self._router_address)
         texts: list[TextDelta] = []
         ends_s = time.monotonic() + TURN_S
         while (now := time.monotonic()) < ends_s and (mail := self._mailbox.receive(1)):
             texts += self._detokenizer.receive(mail[0][1], now)
         texts += self._detokenizer.tick(now)
         for batch in cut(texts):
-            self._mailbox.send(ROUTER, batch)
+            self._mailbox.send(self._router, batch)
         if now >= self._next_beat_s:
             self._next_beat_s = now + HEARTBEAT_S
             self._beat()
@@ -86,5 +87,7 @@ class DetokenizerManager:
             return
         core = self._detokenizer
         dropped = sum(core.dropped.values())
-        beat = DetokenizerHeartbeat(open_answers=core.open_answers, early_answers=core.early_answers, dropped=dropped)
-        self._mailbox.send(ROUTER, beat)
+        beat = DetokenizerHeartbeat(
+            open_answers=core.open_answers, early_answers=core.early_answers, dropped=dropped, shard=self._shard
+        )
+        self._mailbox.send(self._router, beat)

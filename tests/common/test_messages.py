@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common import messages
-from common.ids import Generation, Incarnation, InstanceId, Key, RequestId, pack_ids, unpack_ids
+from common.ids import ROUTER, Generation, Incarnation, InstanceId, Key, RequestId, pack_ids, unpack_ids
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
 from common.messages.handoffs import fits
 from common.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ PLAIN = instance(PREFILL, "prefill", LIFE)
 INFO = replace(PLAIN, pool=replace(PLAIN.pool, address=2**64 - 1, wire=b"\x00\xff"))
 SAMPLES: tuple[AnyMessage, ...] = (
     messages.Register(instance=INFO),
-    messages.Welcome(router=LIFE, detokenizer="tcp://127.0.0.1:2", heartbeat_s=0.5, dead_after_s=2.0),
+    messages.Welcome(router=ROUTER, detokenizers=("tcp://h:2",), address="tcp://h:1", heartbeat_s=0.5, dead_after_s=2.0),
     messages.Refused(reason="no"),
     messages.Peers(instances=(INFO, INFO)),
     messages.Heartbeat(

@@ -95,7 +95,7 @@ class Router:
         return last
 
     def _welcome(self) -> None:
-        welcome = messages.Welcome(router=Incarnation("test"), detokenizer=self.detokenizer.address, heartbeat_s=0.1)
+        welcome = messages.Welcome(router=ROUTER, detokenizers=(self.detokenizer.address,), heartbeat_s=0.1)
         self.mailbox.send(InstanceId(NAME), welcome)
 
 

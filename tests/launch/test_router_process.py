@@ -25,7 +25,7 @@ class Kept:
         self.moves: list[str] = []
         self.end = asyncio.Event()
         self._log = log
-        self.detokenizer = KeptDetokenizer(stub_command("detokenizer", []), self.said.append, self.end.set)
+        self.detokenizer = KeptDetokenizer("detokenizer", stub_command("detokenizer", []), self.said.append, self.end.set)
 
     def meet(self) -> None:
         self.detokenizer.meet(CONTROL, self.moves.append)

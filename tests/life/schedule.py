@@ -8,7 +8,7 @@ from random import Random
 from typing import Literal, TypeAlias
 
 from common.engine.timed import StepCost
-from common.ids import RequestId
+from common.ids import DETOKENIZER, ROUTER, RequestId
 from simulation.instance import Size
 from tests.life.weather import Chances
 
@@ -258,8 +258,8 @@ def _deed(random: Random, names: list[str], victims: list[str], survivor: str | 
         case "leave":
             return Leave(name=name, by_signal=random.random() < 0.5)
         case _:
-            one, other = random.choice(victims), random.choice(["router", "detokenizer", *names])
-            if other == one or (other in ("router", "detokenizer") and one == survivor):
+            one, other = random.choice(victims), random.choice([ROUTER, DETOKENIZER, *names])
+            if other == one or (other in (ROUTER, DETOKENIZER) and one == survivor):
                 other = "router"
             return Part(
                 one=one,

@@ -5,6 +5,7 @@ and decode schedulers, handoff protocol and detokenizer. The model is a toy whos
 so one byte in the wrong place changes the answer.
 """
 
+from common.ids import DETOKENIZER
 from common.messages import Finished
 from simulation.fleet import Fleet
 from tests.life.expected import undisturbed
@@ -18,7 +19,7 @@ def test_one_request_travels_the_ring_once() -> None:
 
     # The router picks both instances, opens the answer at the detokenizer, and sends the request to the prefill instance only.
     client = fleet.submit("r", PROMPT, max_tokens=5)
-    assert fleet.network.log == [("router", "ExpectAnswer", "detokenizer"), ("router", "Generate", "prefill-0")]
+    assert fleet.network.log == [("router", "ExpectAnswer", DETOKENIZER), ("router", "Generate", "prefill-0")]
 
     # The prefill scheduler admits it to its first chunk and only now asks for a reservation. It computes on without the answer.
     fleet.turn_until(lambda: ("prefill-0", "Reserve", "decode-0") in fleet.network.log)
@@ -31,7 +32,7 @@ def test_one_request_travels_the_ring_once() -> None:
     assert decode.scheduler.report().load.reservations == 1
 
     # Chunk by chunk, complete pages are pushed. The first token goes to the client as soon as it is sampled.
-    fleet.turn_until(lambda: ("prefill-0", "TokenBatch", "detokenizer") in fleet.network.log)
+    fleet.turn_until(lambda: ("prefill-0", "TokenBatch", DETOKENIZER) in fleet.network.log)
     assert ("prefill-0", "Handoff", "decode-0") not in fleet.network.log, "the transfer is not on the way to the first token"
 
     # When the last write has completed, the decode instance may go on, and the prefill instance's pages come home.
@@ -58,7 +59,7 @@ def test_a_client_that_leaves_during_the_push_leaves_nothing_behind() -> None:
     fleet = Fleet()
     fleet.memory.hold = True  # pushes stay in flight
     client = fleet.submit("r", PROMPT, max_tokens=50)
-    fleet.turn_until(lambda: ("prefill-0", "TokenBatch", "detokenizer") in fleet.network.log)
+    fleet.turn_until(lambda: ("prefill-0", "TokenBatch", DETOKENIZER) in fleet.network.log)
     fleet.leave("r")
     for _ in range(20):
         fleet.clock.turn()

@@ -1,6 +1,7 @@
 """Instances that fall silent and links that are cut, and come back: requests go on elsewhere, and everything is as before."""
 
 from common.engine.timed import StepCost
+from common.ids import DETOKENIZER
 from common.messages import Finished
 from kv_transfer.memory import MemoryNetwork
 from kv_transfer.write_lease import WRITE_LEASE_S
@@ -110,7 +111,7 @@ def test_a_link_on_which_nothing_moves_is_given_up_and_made_again() -> None:
 def test_a_writer_that_is_not_answered_stops_in_mid_push_when_its_lease_ends() -> None:
     fleet = Fleet(decode=2, world=World(memory=MemoryNetwork(slice_bytes=PAGE_BYTES)))
     client = held(fleet)
-    fleet.turn_until(lambda: ("prefill-0", "TokenBatch", "detokenizer") in fleet.network.log)
+    fleet.turn_until(lambda: ("prefill-0", "TokenBatch", DETOKENIZER) in fleet.network.log)
     assert ("prefill-0", "Reserve", "decode-0") in fleet.network.log
     fleet.instances["prefill-0"].transport.release(slices=1)
     written = pages_written(fleet)

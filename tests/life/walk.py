@@ -206,7 +206,7 @@ class Fleet:
         mailbox: Mailbox[RouterInbox] = stack.enter_context(closing(Mailbox(ROUTER, RouterInbox, ANYWHERE)))
         mailbox.route(DETOKENIZER, self.detokenizer.address)
         config, metrics = RouterConfig(), RouterMetrics()
-        self.core = RouterCore(Incarnation("router-1"), self.detokenizer.address, config, metrics, tokenizer.vocab_size)
+        self.core = RouterCore(ROUTER, [self.detokenizer.address], config, metrics, tokenizer.vocab_size)
         self.gateway = stack.enter_context(closing(Gateway(self.core, mailbox, self.clock)))
         intake = stack.enter_context(closing(Intake(self.core, tokenizer, tokenizer.model_name, config)))
         api = Api(self.gateway, intake, metrics, tokenizer.model_name, None, config.keep_alive_s)

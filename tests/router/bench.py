@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from common.config import RouterConfig
-from common.ids import DETOKENIZER, Incarnation, RequestId, pack_ids
+from common.ids import DETOKENIZER, ROUTER, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
@@ -35,7 +35,7 @@ PROMPT = pack_ids(range(100, 120))
 
 
 def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float = 3.0) -> Fleet:
-    fleet = Fleet(Incarnation("r"), "tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=dead_after_s)
+    fleet = Fleet(ROUTER, ["tcp://detokenizer:1"], heartbeat_s=0.5, dead_after_s=dead_after_s)
     for member in members:
         fleet.register(Register(instance=member), 0.0)
     for member in members if linked else ():
@@ -48,7 +48,7 @@ class Bench:
 
     def __init__(self, *members: InstanceInfo, config: RouterConfig | None = None, limit_chars: int = 10_000) -> None:
         self.observer = Unobserved()
-        self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config or RouterConfig(), self.observer)
+        self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config or RouterConfig(), self.observer)
         self.outbox = Outbox(lambda: None, limit_chars)
         self.members = list(members)
         for member in members:

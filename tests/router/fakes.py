@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.errors import BadRequest
-from common.ids import Incarnation, InstanceId, Key, unpack_ids
+from common.ids import ROUTER, InstanceId, Key, unpack_ids
 from common.messages import (
     AnyMessage,
     Cancel,
@@ -194,7 +194,7 @@ class Site:
         self.fleet = fleet = fleet or EchoFleet()
         config = config or RouterConfig()
         self.metrics = RouterMetrics()
-        self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.metrics)
+        self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
         self.intake = Intake(self.core, CharTokenizer(), MODEL, config)
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s)

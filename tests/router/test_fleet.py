@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from common.errors import TandemError
-from common.ids import Incarnation, InstanceId
+from common.ids import ROUTER, Incarnation, InstanceId
 from common.instance.ports import Send
 from common.messages import (
     WIRE_VERSION,
@@ -46,7 +46,7 @@ def peers(*infos: InstanceInfo) -> Peers:
     return Peers(instances=infos)
 
 
-WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S)
+WELCOME = Welcome(router=ROUTER, detokenizers=("tcp://detokenizer:1",), heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S)
 
 
 def test_an_instance_that_registers_gets_its_peers_and_the_other_role_hears_about_it(fleet: Fleet) -> None:
@@ -194,8 +194,8 @@ def test_a_heartbeat_of_a_stranger_is_not_answered_and_is_counted_as_stale(fleet
 
 
 def test_a_new_detokenizer_is_named_to_every_member_and_to_those_that_come(fleet: Fleet) -> None:
-    moved = replace(WELCOME, detokenizer="tcp://detokenizer:2")
-    assert fleet.detokenizer_moved("tcp://detokenizer:2") == [Send(P0.id, moved), Send(D0.id, moved)]
+    moved = replace(WELCOME, detokenizers=("tcp://detokenizer:2",))
+    assert fleet.detokenizer_moved(0, "tcp://detokenizer:2") == [Send(P0.id, moved), Send(D0.id, moved)]
     assert fleet.register(Register(instance=D1), 1.0).sends[0] == Send(D1.id, moved)
 
 
@@ -281,6 +281,8 @@ def refusal_of(fleet: Fleet, asking: InstanceInfo, now: float = 1.0) -> tuple[In
     [
         (d1("id", "detokenizer"), "detokenizer"),
         (d1("id", "router"), "router"),
+        (d1("id", "router-0123456789abcdef"), "router-"),
+        (d1("id", "router-1.text-0"), "router"),
         (d1("id", ""), "name must be"),
         (d1("id", "a b"), "'a b'"),
         (d1("id", "d1\n"), "name must be"),
@@ -366,7 +368,7 @@ def test_an_instance_that_does_not_match_is_refused_and_told_what_differs(asking
 
 
 def test_an_instance_whose_vocabulary_is_not_the_routers_is_refused() -> None:
-    fleet = Fleet(Incarnation("r"), "tcp://detokenizer:1", heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S, vocab_size=5)
+    fleet = Fleet(ROUTER, ["tcp://detokenizer:1"], heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S, vocab_size=5)
     assert "the router's model is 5" in refusal_of(fleet, P0)[1]
     fleet.register(Register(instance=d1("model.vocab_size", 5)), 1.0)
     assert ids(fleet) == ["d1"]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from common.config import RouterConfig
-from common.ids import DETOKENIZER, Incarnation
+from common.ids import DETOKENIZER, ROUTER
 from common.instance.ports import Send
 from common.messages import Goodbye, Register, RouterInbox
 from router.core import RouterCore
@@ -29,7 +29,7 @@ class Rig:
     def __init__(self, **config: float) -> None:
         self.clock = HandClock()
         self.mail: FakeMail[RouterInbox] = FakeMail()
-        core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", RouterConfig(**config), Unobserved())  # type: ignore[arg-type]
+        core = RouterCore(ROUTER, ["tcp://detokenizer:1"], RouterConfig(**config), Unobserved())  # type: ignore[arg-type]
         self.gateway = Gateway(core, self.mail, self.clock)
 
     def hear(self, *messages: RouterInbox) -> list[str]:
@@ -89,14 +89,14 @@ async def test_a_new_incarnation_is_reached_at_its_new_address() -> None:
 async def test_an_instance_under_the_detokenizers_name_is_refused_and_gets_no_route_of_that_name() -> None:
     async with Rig() as rig:
         asked = rig.hear(Register(instance=msgspec.structs.replace(D0, id=DETOKENIZER)))
-    assert asked == [f"route detokenizer#1 to {D0.inbox}", "send Refused to detokenizer#1"]
+    assert asked == [f"route {DETOKENIZER}#1 to {D0.inbox}", f"send Refused to {DETOKENIZER}#1"]
 
 
 async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Rig() as rig:
         fleet = rig.gateway.core.fleet
         monkeypatch.setattr(fleet, "addresses", lambda: {DETOKENIZER: "tcp://elsewhere:1"} if any(fleet.members()) else {})
-        assert not [ask for ask in rig.hear(JOIN, LEAVE) if ask.startswith("route detokenizer")]
+        assert not [ask for ask in rig.hear(JOIN, LEAVE) if ask.startswith(f"route {DETOKENIZER}")]
 
 
 async def test_a_new_detokenizer_gets_its_route_before_any_message_and_nothing_after_the_gateway_closed() -> None:
@@ -104,17 +104,17 @@ async def test_a_new_detokenizer_gets_its_route_before_any_message_and_nothing_a
         rig.hear(JOIN)
         rig.gateway.deliver(rig.gateway.core.requests.submit([spec()], Outbox(lambda: None), 0.0, 0.0))
         rig.mail.asked.clear()
-        rig.gateway.detokenizer_moved("tcp://detokenizer:2")
+        rig.gateway.detokenizer_moved(0, "tcp://detokenizer:2")
     assert rig.mail.asked == [
-        "route detokenizer to tcp://detokenizer:2",
+        f"route {DETOKENIZER} to tcp://detokenizer:2",
         "send Welcome to d0",
         "send Cancel to d0",
-        "send ForgetAnswer to detokenizer",
-        "send ExpectAnswer to detokenizer",
+        f"send ForgetAnswer to {DETOKENIZER}",
+        f"send ExpectAnswer to {DETOKENIZER}",
         "send Generate to d0",
     ]
     rig.mail.asked.clear()
-    rig.gateway.detokenizer_moved("tcp://detokenizer:3")
+    rig.gateway.detokenizer_moved(0, "tcp://detokenizer:3")
     assert rig.mail.asked == []
 
 

@@ -73,10 +73,10 @@ async def test_an_instance_in_trouble_makes_the_fleet_unready_and_is_shown_with_
 
 async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_ready_until_it_is_heard_again(site: Site) -> None:
     site.fleet.say(DetokenizerHeartbeat(open_answers=2, early_answers=1, dropped=5))
-    await until(lambda: site.core.detokenizer.last is not None)
+    await until(lambda: site.core.detokenizers[0].last is not None)
     text = (await get(site, "/metrics")).text
     healthy = await get(site, "/health")
-    silent_at_s = site.core.detokenizer.silent_at_s
+    silent_at_s = site.core.detokenizers[0].silent_at_s
     assert silent_at_s is not None
     site.core.tick(silent_at_s)
     sick, unready, page = await get(site, "/health"), await get(site, "/ready"), (await get(site, "/cluster")).json()
@@ -84,15 +84,16 @@ async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_re
     site.fleet.say(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=5))
     await until(lambda: not site.core.unhealthy())
     assert (await get(site, "/health")).status_code == 200
-    assert metric(text, "tandem_detokenizer_open_answers") == 2
-    assert metric(text, "tandem_detokenizer_early_answers") == 1
-    assert metric(text, "tandem_detokenizer_dropped_total") == 5
-    assert (metric(text, "tandem_detokenizer_up"), metric(dark, "tandem_detokenizer_up")) == (1, 0)
+    assert metric(text, 'tandem_detokenizer_open_answers{shard="0"}') == 2
+    assert metric(text, 'tandem_detokenizer_early_answers{shard="0"}') == 1
+    assert metric(text, 'tandem_detokenizer_dropped_total{shard="0"}') == 5
+    up = 'tandem_detokenizer_up{shard="0"}'
+    assert (metric(text, up), metric(dark, up)) == (1, 0)
     assert (healthy.status_code, healthy.json()) == (200, {"status": "ok", "reasons": []})
-    reason = "the detokenizer has not been heard of for 3 s"
+    reason = "detokenizer 0 has not been heard of for 3 s"
     assert (sick.status_code, sick.json()) == (503, {"status": "unhealthy", "reasons": [reason]})
     assert unready.status_code == 503 and reason in unready.json()["reasons"]
-    assert page["detokenizer"] == {"silent": True, "open_answers": 2, "early_answers": 1, "dropped": 5}
+    assert page["detokenizers"] == [{"shard": 0, "silent": True, "open_answers": 2, "early_answers": 1, "dropped": 5}]
 
 
 async def test_cluster_shows_every_instance_with_ranks_load_and_links(site: Site) -> None:
@@ -153,7 +154,7 @@ async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom
     assert metric(text, 'tandem_router_frames_refused_total{reason="body"}') == 1
     assert metric(text, 'tandem_router_messages_lost_total{reason="full"}') == 2
     assert metric(text, "tandem_router_registrations_refused_total") == 1
-    assert [refused["id"] for refused in page["refused"]] == ["detokenizer#1"]
+    assert [refused["id"] for refused in page["refused"]] == [f"{DETOKENIZER}#1"]
 
 
 async def test_two_routers_can_live_in_one_process() -> None:

@@ -243,7 +243,7 @@ def test_a_new_detokenizer_does_not_count_as_silent_before_it_is_heard() -> None
     bench.core.receive(BEAT, 0.0)
     bench.core.tick(3.0)
     assert bench.core.unhealthy() != []
-    bench.core.detokenizer_moved("tcp://detokenizer:2", 5.0)
+    bench.core.detokenizer_moved(0, "tcp://detokenizer:2", 5.0)
     assert bench.core.unhealthy() == []
 
 

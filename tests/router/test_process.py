@@ -71,7 +71,7 @@ class EchoInstance:
     def _receive(self, message: DecodeInbox) -> bool:
         match message:
             case Welcome():
-                self._mailbox.route(DETOKENIZER, message.detokenizer)
+                self._mailbox.route(DETOKENIZER, message.detokenizers[0])
                 return True
             case Generate():
                 self._echo(message)
@@ -109,7 +109,7 @@ async def running(checkpoint: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Ec
     config = RouterConfig(port=0, control_port=0)
     model = ModelConfig(model=str(checkpoint), served_name="tiny")
     with on_thread(threading.Thread(target=detokenizer.run)):
-        router = asyncio.create_task(serve(config, model, detokenizer.address, ready.put_nowait, stop, asyncio.Event()))
+        router = asyncio.create_task(serve(config, model, ROUTER, [detokenizer.address], ready.put_nowait, stop, asyncio.Event()))
         try:
             serving = await asyncio.wait_for(ready.get(), 20)
             detokenizer.meet_router(serving.control)
@@ -180,7 +180,7 @@ async def test_when_another_detokenizer_takes_over_an_open_answer_goes_on_throug
                     texts.append(msgspec.json.decode(line.removeprefix("data: "))["choices"][0]["text"])
                     if "".join(texts) == prompt:
                         other.meet_router(serving.control)
-                        serving.detokenizer_moved(other.address)
+                        serving.detokenizer_moved(0, other.address)
             finally:
                 other.stop()
     assert "".join(texts) == prompt + prompt
@@ -189,4 +189,5 @@ async def test_when_another_detokenizer_takes_over_an_open_answer_goes_on_throug
 async def test_a_host_name_of_another_host_is_refused_by_name(tmp_path: Path) -> None:
     model = ModelConfig(model=str(write_checkpoint(tmp_path)))
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        await serve(RouterConfig(host="192.0.2.1"), model, ANYWHERE, lambda serving: None, asyncio.Event(), asyncio.Event())
+        config = RouterConfig(host="192.0.2.1")
+        await serve(config, model, ROUTER, [ANYWHERE], lambda serving: None, asyncio.Event(), asyncio.Event())

@@ -181,7 +181,7 @@ def test_what_comes_after_a_gap_in_the_tokens_is_resumed_rather_than_skipped(
 def test_a_new_detokenizer_resumes_everything_open_and_no_member_is_avoided() -> None:
     bench = Bench(P0, D0, D1).serving(spec("a", 0), spec("b", 1))
     bench.text(0, "xy", name="a")
-    sent = about_requests(bench.core.detokenizer_moved("tcp://detokenizer:2", 2.0))
+    sent = about_requests(bench.core.detokenizer_moved(0, "tcp://detokenizer:2", 2.0))
     assert sorted((message.key.request_id, message.first) for _, message in generates(sent)) == [("a", 2), ("b", 0)]
     assert {to for to, _ in generates(sent)} == {"p0"}
     assert bench.observer.resumes == [ResumeReason.DETOKENIZER] * 2
@@ -276,7 +276,7 @@ def test_a_preemption_is_no_failed_attempt_and_only_the_deadline_bounds_their_nu
         bench.beat(1.0)
     bench.text(20, "", PUSH_FAILED, attempt=40)
     assert bench.observer.endings == [], "one of two has failed"
-    bench.core.requests.tick(100.0, text_flows=True)
+    bench.core.requests.tick(100.0, mute=())
     (ending,) = bench.observer.endings
     assert isinstance(ending, Failed) and ending.status == 504
     assert bench.assigned() == {"p0": 0, "d0": 0}

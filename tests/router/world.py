@@ -10,7 +10,7 @@ from random import Random
 
 from common.config import RouterConfig
 from common.errors import BadRequest, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import Incarnation, InstanceId, Key, RequestId, pack_ids, unpack_ids
+from common.ids import ROUTER, InstanceId, Key, RequestId, pack_ids, unpack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
@@ -105,7 +105,7 @@ class World:
         self.loss = loss
         self.now = 0.0
         self.observer = Unobserved()
-        self.core = RouterCore(Incarnation("r"), "tcp://detokenizer:1", config, self.observer)
+        self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.observer)
         self.members: dict[str, InstanceInfo] = {}
         self.clients: dict[RequestId, Client] = {}
         self.tries: dict[Key, Try] = {}
@@ -230,7 +230,7 @@ class World:
         self.hear(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0))
 
     def move_detokenizer(self) -> None:
-        self.take(self.core.detokenizer_moved("tcp://detokenizer:2", self.now))
+        self.take(self.core.detokenizer_moved(0, "tcp://detokenizer:2", self.now))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

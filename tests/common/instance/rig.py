@@ -10,7 +10,7 @@ import numpy as np
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
-from common.ids import ROUTER, Incarnation, InstanceId, Int32Array
+from common.ids import ROUTER, InstanceId, Int32Array
 from common.instance.membership import Membership
 from common.instance.ports import Action, Decision, Event, LayersDone, Report, Scheduler, TransferCommand, TransferEvent
 from common.instance.worker import InstanceWorker
@@ -20,7 +20,7 @@ from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
 
 Inbox = PrefillMessage | Welcome | Refused | Drain
-WELCOME = Welcome(router=Incarnation("r"), detokenizer="tcp://127.0.0.1:9", heartbeat_s=1.0, dead_after_s=3.0)
+WELCOME = Welcome(router=InstanceId("router-1"), detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
 
 
 class InstanceMail(FakeMail[Inbox]):

@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from common.errors import PeerRefused
-from common.ids import ROUTER, Incarnation
+from common.ids import ROUTER, InstanceId
 from common.instance.membership import ABANDON_AFTER_S, HEARTBEATS_PER_REGISTER, REGISTER_EVERY_S, Membership
 from common.instance.ports import Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Welcome
 from tests.builders import instance
 
 INFO = instance("p", "prefill")
-WELCOME = Welcome(router=Incarnation("r1"), detokenizer="tcp://127.0.0.1:9", heartbeat_s=0.5, dead_after_s=3.0)
-SUCCESSOR = msgspec.structs.replace(WELCOME, router=Incarnation("r2"))
+WELCOME = Welcome(router=InstanceId("router-1"), detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=0.5, dead_after_s=3.0)
+SUCCESSOR = msgspec.structs.replace(WELCOME, router=InstanceId("router-2"))
 
 
 class Member:
@@ -59,7 +59,7 @@ def test_it_registers_until_it_is_welcome() -> None:
     joined_before = member.membership.joined
     assert not member.membership.receive(WELCOME), "it had no router before"
     assert [joined_before, member.membership.joined] == [False, True]
-    assert member.membership.detokenizer == WELCOME.detokenizer
+    assert (member.membership.detokenizer,) == WELCOME.detokenizers
     assert member.next() == ["Heartbeat"]
 
 
@@ -158,7 +158,7 @@ def test_the_welcome_of_another_router_says_that_the_former_ones_requests_are_no
 
 
 def test_its_times_and_its_detokenizer_hold_from_now_on(member: Member) -> None:
-    member.membership.receive(msgspec.structs.replace(SUCCESSOR, detokenizer="tcp://127.0.0.1:8", heartbeat_s=2.0))
+    member.membership.receive(msgspec.structs.replace(SUCCESSOR, detokenizers=("tcp://127.0.0.1:8",), heartbeat_s=2.0))
     assert member.membership.detokenizer == "tcp://127.0.0.1:8"
     member.next()
     assert member.membership.next_deadline == member.now + 2.0

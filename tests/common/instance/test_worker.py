@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from common.errors import PeerRefused, TransferError
-from common.ids import Incarnation, InstanceId, Ticket, pack_ids
+from common.ids import DETOKENIZER, Incarnation, InstanceId, Ticket, pack_ids
 from common.instance.membership import ABANDON_AFTER_S, HEARTBEATS_PER_REGISTER
 from common.instance.ports import Connect, LinkChanged, PushDone, Settled
 from common.instance.worker import ROUTE_MEMORY_S, run
@@ -35,7 +35,7 @@ def test_an_instance_registers_until_it_is_welcome_and_then_reports() -> None:
     assert rig.turn(0.25) == ["Register"]
     assert rig.turn(0.5, WELCOME) == ["Heartbeat"]
     joined = rig.worker.joined
-    assert joined and rig.mail.routes == {"detokenizer": "tcp://127.0.0.1:9"}
+    assert joined and rig.mail.routes == {str(DETOKENIZER): "tcp://127.0.0.1:9"}
     assert rig.turn(1.0) == []
     sent = [rig.turn(1.5 + beat, WELCOME) for beat in range(HEARTBEATS_PER_REGISTER)]
     assert sent.count(["Heartbeat", "Register"]) == 1, "a restarted router learns of its instances"
@@ -72,9 +72,9 @@ def test_the_requests_of_a_router_that_has_been_silent_for_minutes_are_abandoned
 def test_the_requests_of_a_former_router_are_abandoned_when_another_welcomes_us(rig: FakedRig) -> None:
     rig.turn(0.0, WELCOME)
     assert rig.scheduler.told == []
-    successor = msgspec.structs.replace(WELCOME, router=Incarnation("r2"), detokenizer="tcp://127.0.0.1:8")
+    successor = msgspec.structs.replace(WELCOME, router=InstanceId("router-2"), detokenizers=("tcp://127.0.0.1:8",))
     rig.turn(0.1, successor)
-    assert rig.scheduler.told == ["RouterLost"] and rig.mail.routes == {"detokenizer": "tcp://127.0.0.1:8"}
+    assert rig.scheduler.told == ["RouterLost"] and rig.mail.routes == {str(DETOKENIZER): "tcp://127.0.0.1:8"}
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------------
