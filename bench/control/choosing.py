@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from common.config import RouterConfig
-from common.ids import Incarnation, Life
+from common.ids import ROUTER, Life
 from common.messages import Counters, Heartbeat, InstanceInfo, Load, Register
 from common.messages.heartbeats import LinkInfo
 from router.core import RouterCore
@@ -21,7 +21,7 @@ ROUNDS, CHOICES = 5, 100
 
 def choose_us(infos: Sequence[InstanceInfo]) -> float:
     """Microseconds for one choice among these instances, each linked with all of the other role: the best of some rounds."""
-    core = RouterCore(Incarnation("bench"), "tcp://127.0.0.1:1", RouterConfig(), RouterMetrics())
+    core = RouterCore(ROUTER, ["tcp://127.0.0.1:1"], RouterConfig(), RouterMetrics())
     for info in infos:
         core.receive(Register(instance=info), 0.0)
     links = {

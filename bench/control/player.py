@@ -62,7 +62,7 @@ class Played:
     links: tuple[LinkInfo, ...] = ()
     reported: bool = False
     heard: bool = False
-    router: Incarnation | None = None
+    router: InstanceId | None = None
 
 
 class Player:
@@ -110,7 +110,7 @@ class Player:
         lives = {role: frozenset(_life(each) for each in self._played.values() if each.info.role == role) for role in _OTHER}
         return all(each.heard and each.peers == lives[_OTHER[each.info.role]] for each in self._played.values())
 
-    def routers(self) -> set[Incarnation | None]:
+    def routers(self) -> set[InstanceId | None]:
         """The routers that the instances are members of; None: of no router yet."""
         return {each.router for each in self._played.values()}
 
