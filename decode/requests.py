@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from common.engine.executor import EngineDescription
 from common.engine.plan import RowStart
 from common.ids import Key, Life
-from common.instance.emit import emit_ending
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, Send
 from common.instance.prompts import PromptProgress
@@ -74,7 +73,7 @@ class DecodeRequests:
                 actions.append(decline(request.peer, request.key, ending))
                 request.untold = ending
         elif ending is not None:
-            actions.append(emit_ending(request.key, request.next_token, ending))
+            actions.append(self.table.tell(request, ending))
         if request.row is not None:
             self.batch.leave(request.row)
             self.computing.pop(request.row, None)

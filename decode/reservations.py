@@ -7,7 +7,6 @@ plans or steps.
 from common.engine.executor import EngineDescription
 from common.errors import InstanceFailed, Unavailable
 from common.ids import InstanceId, Key, Life
-from common.instance.emit import emit_ending
 from common.instance.ports import Action, Expect, Settle
 from common.instance.request import Phase
 from common.messages import Failed, Handoff, InstanceInfo, Peers, Renew, Reserve, Withdraw
@@ -73,18 +72,20 @@ class Reservations:
         if reservation is None:
             return []
         request = self._requests.table[reservation.key]
-        request.next_token += 1  # the writer has sent the first token
         objection = find_objection(handoff, reservation, self._engine, self._digest)
         if objection is not None:
+            request.next_token += 1  # the writer has sent the first token, whatever it was
             self.pages_corrupt += objection.corrupt_pages
             failed = Failed.of(InstanceFailed(f"invalid handoff from {sender}: {objection.reason}"))
             return self._close(reservation, failed, now)
+        request.note(handoff.first_token)  # the writer has sent it
         self.handoffs += 1
         self.pages_received += handoff.pushed_pages
         self.bytes_received += handoff.pushed_bytes
         if request.phase is Phase.ENDED:
+            told: list[Action] = [] if request.untold is None else [self._requests.table.tell(request, request.untold)]
             self._requests.release(request, now)
-            return [] if request.untold is None else [emit_ending(request.key, request.next_token, request.untold)]
+            return told
         request.phase = Phase.DECODING
         self._requests.start(request, sampled=1, length=len(request.prompt), last_token=handoff.first_token)
         return []
@@ -144,5 +145,5 @@ class Reservations:
         request.settles = True
         actions: list[Action] = [Settle(request.key)]
         if untold is not None:
-            actions.append(emit_ending(request.key, request.next_token, untold))
+            actions.append(self._requests.table.tell(request, untold))
         return actions + self._requests.end(request, None, now)

@@ -52,6 +52,7 @@ from common.messages import (
     Peers,
     Probe,
     Renew,
+    Repeat,
     Reserve,
     TokenDelta,
     Withdraw,
@@ -64,7 +65,7 @@ from decode.reservations import Reservations
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 
-DecodeMessage = Generate | Cancel | Probe | Reserve | Renew | Handoff | Withdraw | Peers | Drain
+DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Peers | Drain
 
 
 class DecodeScheduler:
@@ -109,6 +110,8 @@ class DecodeScheduler:
                 return [] if request is None else self._requests.end(request, None, now)
             case Probe():
                 return [self._table.answer(message)]
+            case Repeat():
+                return [*self._table.repeat(message)]
             case Peers():
                 return self._reservations.meet(message, now)
             case Drain():
@@ -155,15 +158,16 @@ class DecodeScheduler:
         stopped, at_limit = batch.record(sampled, tokens)
         self._table.tokens += len(sampled)
         answered = [requests.by_row[row] for row in sampled.tolist()]
-        deltas = [
-            TokenDelta(request.key, request.next_token, (token,))
-            for request, token in zip(answered, tokens.tolist(), strict=True)
-        ]
-        for request in answered:
-            request.next_token += 1
+        deltas: list[TokenDelta] = []
+        for request, token in zip(answered, tokens.tolist(), strict=True):
+            number = request.next_token
+            deltas.append(TokenDelta(request.key, number, (token,)))
+            request.next_token = number + 1
+            request.token_ids.append(token)
         for at in np.flatnonzero(stopped | at_limit).tolist():
             ending = Finished(reason="stop", matched=int(tokens[at])) if stopped[at] else Finished(reason="length")
             deltas[at] = msgspec.structs.replace(deltas[at], ending=ending)
+            answered[at].told = ending
             requests.end(answered[at], None, now)
         return [*emit_tokens(deltas)]
 

@@ -59,6 +59,7 @@ from common.messages import (
     Peers,
     Probe,
     Renewed,
+    Repeat,
     Reserve,
     Terms,
     TokenDelta,
@@ -69,7 +70,7 @@ from kv_transfer.handoff_source import HandoffSource, SourceRead
 from prefill.link_book import LinkBook
 from prefill.request import PrefillRequest
 
-PrefillMessage = Generate | Cancel | Probe | Grant | Decline | Renewed | Peers | Drain
+PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | Peers | Drain
 _UNKNOWN = Incarnation("")
 
 
@@ -100,6 +101,8 @@ class PrefillScheduler:
                 actions = [] if request is None else self._end(request, None, now)
             case Probe():
                 actions = [self._requests.answer(message)]
+            case Repeat():
+                actions = [*self._requests.repeat(message)]
             case Grant() | Decline() | Renewed():
                 actions = self._source.receive(sender, message, now)
             case Peers():
@@ -288,7 +291,8 @@ class PrefillScheduler:
         elif sampling.max_new_tokens == 1:
             ending = Finished(reason="length")
         deltas.append(TokenDelta(request.key, request.next_token, (token,), ending))
-        request.next_token += 1
+        request.note(token)
+        request.told = ending
         request.phase, request.sampled_s = Phase.HANDING_OFF, now
         self._requests.tokens += 1
         if ending is not None:
@@ -300,7 +304,7 @@ class PrefillScheduler:
         """The one door. `ending` is told to the client, or None when the client knows already."""
         if self._requests.end(request) is None:
             return []
-        actions: list[Action] = [] if ending is None else [emit_ending(request.key, request.next_token, ending)]
+        actions: list[Action] = [] if ending is None else [self._requests.tell(request, ending)]
         actions += self._source.give_up(request.key)
         self._release(request, now)
         return actions

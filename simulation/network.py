@@ -43,6 +43,8 @@ def keys_of(message: AnyMessage) -> set[Key]:
             return set(message.over)
         case m.Probe():
             return set(message.keys)
+        case m.Repeat():
+            return {key for key, _ in message.tokens}
         case m.Probed():
             return {standing.key for standing in message.standings}
         case m.Generate() | m.Cancel() | m.Reserve() | m.Grant() | m.Decline() | m.Handoff() | m.Withdraw():

@@ -3,13 +3,14 @@
 Owns the record that both roles keep; a role adds fields of its own. Decides nothing: the role's scheduler does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from common.ids import Int32Array, Key, Life
 from common.instance.prompts import PromptProgress
+from common.instance.token_memory import Emitted
 from common.instance.waiting_line import Rank
-from common.messages import Generate, Reserve
+from common.messages import Ending, Generate, Reserve
 from common.pages.pool import PageLease
 
 
@@ -33,7 +34,7 @@ class Phase(Enum):
 class Request:
     """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
     alone. pages: to be leased on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token
-    that this instance emits next.
+    that this instance emits next. token_ids: the tokens from `asked.first` to there. told: the ending that was emitted.
     """
 
     asked: Generate | Reserve
@@ -48,3 +49,15 @@ class Request:
     phase: Phase = Phase.WAITING
     lease: PageLease | None = None
     progress: PromptProgress | None = None
+    token_ids: list[int] = field(default_factory=list)
+    told: Ending | None = None
+
+    def note(self, token_id: int) -> None:
+        """The token goes to the client, or has gone there by another instance."""
+        self.token_ids.append(token_id)
+        self.next_token += 1
+
+    @property
+    def emitted(self) -> Emitted:
+        """What can be sent again."""
+        return Emitted(self.asked.first, self.token_ids, self.told)

@@ -1,7 +1,7 @@
 """The requests of an instance, whatever its role: accepted once, served until a deadline, ended once, and then remembered.
 
-Owns the table, the waiting line, the deadlines, the drain, the peers, and the counters that both roles keep. Does not know pages,
-rows, pushes or reservations: the role's scheduler decides when a request may be removed.
+Owns the table, the waiting line, the deadlines, the drain, the peers, the memory of what was emitted, and the counters that both
+roles keep. Does not know pages, rows, pushes or reservations: the role's scheduler decides when a request may be removed.
 
     (unknown) ── accept ──► waiting, running ── end ──► ended ── remove ──► over, remembered a while ──► (unknown)
         └── refused, or its Cancel came first ────────────────────────────────┘
@@ -16,14 +16,30 @@ from common.engine.executor import EngineDescription
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
 from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, Life, unpack_ids
 from common.instance.drain import Drainage
+from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Send
 from common.instance.request import Phase, Request
+from common.instance.token_memory import Emitted, TokenMemory
 from common.instance.waiting_line import Rank, WaitingLine
-from common.messages import Counters, Failed, Generate, InstanceInfo, Peers, Probe, Probed, Reserve, Standing, Terms
+from common.messages import (
+    Counters,
+    Ending,
+    Failed,
+    Generate,
+    InstanceInfo,
+    Peers,
+    Probe,
+    Probed,
+    Repeat,
+    Reserve,
+    Standing,
+    Terms,
+)
 
 MEMORY_S = 60.0
-"""How long the key of a request that is over is remembered. A message about it may be under way that long."""
+"""How long a request that is over is remembered. A message about it may be under way that long, and its tokens may be asked for
+again."""
 
 R = TypeVar("R", bound=Request)
 
@@ -49,6 +65,7 @@ class RequestTable(Generic[R]):
         self._open: dict[Key, R] = {}
         self._deadlines: DeadlineWheel[Key] = DeadlineWheel()
         self._over: DeadlineWheel[Key] = DeadlineWheel()
+        self._memory = TokenMemory()
         self._drainage = Drainage(me.id, limits.drain_timeout_s)
         self.waiting: WaitingLine[R] = WaitingLine()
         self.peers: dict[InstanceId, Incarnation] = {}
@@ -93,7 +110,10 @@ class RequestTable(Generic[R]):
             prompt, pages = self._check(asked, peer, answer_tokens, objection)
         except TandemError as error:
             self._over.set(key, now + MEMORY_S)
-            return Failed.of(error)
+            refused = Failed.of(error)
+            if isinstance(asked, Generate):
+                self._memory.keep(key, Emitted.nothing(asked.first, refused))
+            return refused
         limit_s = self._limits.request_timeout_s
         deadline_s = now + (limit_s if asked.terms.timeout_s is None else min(asked.terms.timeout_s, limit_s))
         request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first)
@@ -162,12 +182,29 @@ class RequestTable(Generic[R]):
         assert request.phase is Phase.ENDED, f"{request.key} is removed before its end"
         del self._open[request.key]
         self._over.set(request.key, now + MEMORY_S)
+        self._memory.keep(request.key, request.emitted)
         if request.lease is not None:
             request.lease.close()
 
+    def tell(self, request: R, ending: Ending) -> Send:
+        """The ending goes to the client, after the tokens that went before."""
+        request.told = ending
+        return emit_ending(request.key, request.next_token, ending)
+
+    def repeat(self, message: Repeat) -> list[Send]:
+        """Send again what the router asks for, as far as it is known. One message for each request: nobody's turn gets long."""
+        sends: list[Send] = []
+        for key, first in message.tokens:
+            request = self._open.get(key)
+            emitted = self._memory.get(key) if request is None else request.emitted
+            delta = None if emitted is None else emitted.since(key, first)
+            sends += [] if delta is None else emit_tokens([delta])
+        return sends
+
     def overdue(self, now: float) -> list[tuple[R, Failed]]:
         """The requests to end now, each with its reason: its deadline has passed, or the drain has taken long enough."""
-        self._over.expired(now)
+        for key in self._over.expired(now):
+            self._memory.forget(key)
         overdue: list[tuple[R, Failed]] = []
         for key in self._deadlines.expired(now):
             late = DeadlinePassed(f"the request's deadline passed on {self._me.id}")

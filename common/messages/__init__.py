@@ -33,11 +33,11 @@ from common.messages.fleet import (
 )
 from common.messages.handoffs import Claim, Decline, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
 from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkState, LinkTraffic, Load
-from common.messages.requests import Cancel, Generate, Probe, Probed, Standing, Terms
+from common.messages.requests import Cancel, Generate, Probe, Probed, Repeat, Standing, Terms
 from common.messages.text import DetokenizerHeartbeat, ExpectAnswer, ForgetAnswer, TextBatch, TextDelta, TokenBatch, TokenDelta
 
 RouterInbox: TypeAlias = Register | Heartbeat | Goodbye | Probed | TextBatch | DetokenizerHeartbeat
-FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe
+FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe | Repeat
 PrefillInbox: TypeAlias = FromRouter | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
 DetokenizerInbox: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer

@@ -1,6 +1,6 @@
 """Requests: the router has them served, asks about them and cancels them.
 
-Owns what an instance is told about a request. Does not know KV or text.
+Owns what an instance is told and asked about a request. Does not know KV or text.
 """
 
 import msgspec
@@ -59,6 +59,14 @@ class Probed(Message, frozen=True):
     incarnation: Incarnation
     standings: tuple[Standing, ...]
     """One for each key of the Probe."""
+
+
+class Repeat(Message, frozen=True):
+    """router → instance: send the tokens of these requests again, and the ending if there was one. What the instance does not
+    know, or has forgotten, is answered by nothing."""
+
+    tokens: tuple[tuple[Key, int], ...]
+    """Each request, and the number of the first token to send."""
 
 
 class Cancel(Message, frozen=True):
