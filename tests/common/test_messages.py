@@ -47,6 +47,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
         key=KEY, prompt=pack_ids([1, 2, 3]), sampling=SAMPLING, decode=InstanceId("decode-1"), first=2, terms=TERMS
     ),
     messages.Probe(keys=(KEY, Key(RequestId("other"), 0))),
+    messages.Repeat(tokens=((KEY, 3), (Key(RequestId("other"), 0), 0))),
     messages.Probed(id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
     messages.Cancel(key=KEY),
     messages.Reserve(key=KEY, incarnation=LIFE, prompt=pack_ids([1]), sampling=SAMPLING, sent_s=12.5, first=1, terms=TERMS),

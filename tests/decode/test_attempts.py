@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.ids import ROUTER, Int32Array
-from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Standing, Terms, TokenDelta, Withdraw
+from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Repeat, Standing, Terms, TokenDelta, Withdraw
 from decode.scheduler import DecodeScheduler
 from tests.builders import LAYOUT, key, result
 from tests.decode.rig import LIFE, ME, WRITER, decoding, handoff, renew, reserve, reserved, scheduler, step, with_reservation
@@ -82,6 +82,34 @@ def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
     (answer,) = messages(made.receive(ROUTER, Probe(keys=tuple(key(name) for name in asked)), 1.0))
     standings = tuple(Standing(key(name), next_token) for name, next_token in asked.items())
     assert answer == Probed(id=ME, incarnation=LIFE, standings=standings)
+
+
+def repeated(made: DecodeScheduler, name: str, first: int = 0) -> list[TokenDelta]:
+    return deltas(made.receive(ROUTER, Repeat(tokens=((key(name), first),)), 1.0))
+
+
+def test_a_decode_instance_tells_an_answer_again_from_the_token_that_its_writer_sent() -> None:
+    made, grant = with_reservation(max_new_tokens=3)
+    assert repeated(made, "a") == []
+    made.receive(WRITER, handoff(grant, first_token=50), 0.0)
+    told = [repeated(made, "a")]
+    for token in (70, 71):
+        step(made, 0.1, token=token)
+        told.append(repeated(made, "a"))
+    assert is_home(made)
+    ending = Finished(reason="length")
+    assert told == [
+        [TokenDelta(key("a"), 0, tokens, end)] for tokens, end in (((50,), None), ((50, 70), None), ((50, 70, 71), ending))
+    ]
+    assert repeated(made, "a", 2) == [TokenDelta(key("a"), 2, (71,), ending)]
+
+
+def test_a_failure_that_a_decode_instance_has_told_is_told_again() -> None:
+    made = decoding()
+    step(made, 0.1, token=70)
+    (failure,) = deltas(made.tick(1e9))
+    assert isinstance(failure.ending, Failed)
+    assert repeated(made, "a") == [TokenDelta(key("a"), 0, (50, 70), failure.ending)]
 
 
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:

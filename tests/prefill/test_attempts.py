@@ -15,6 +15,7 @@ from common.messages import (
     Probed,
     Renew,
     Renewed,
+    Repeat,
     Reserve,
     Standing,
     Terms,
@@ -78,6 +79,17 @@ def test_a_failed_push_ends_the_request_with_the_number_of_the_token_after_its_f
 
 
 # --- what the router asks --------------------------------------------------------------------------------------------------
+
+
+def test_a_first_token_and_a_failure_after_it_are_told_again() -> None:
+    made, decision = begun(generate("a", 6, first=2), is_granted=True)
+    again = Repeat(tokens=((key("a"), 2),))
+    assert made.receive(ROUTER, again, 0.0) == []
+    made.step_done(result(decision.plan, [55]), 0.1)
+    assert deltas(made.receive(ROUTER, again, 0.1)) == [TokenDelta(key("a"), 2, (55,))]
+    (failure,) = deltas(made.handle(PushFailed(Ticket(1), "cable", quiescent=True), 0.2))
+    assert is_home(made)
+    assert deltas(made.receive(ROUTER, again, 0.3)) == [TokenDelta(key("a"), 2, (55,), failure.ending)]
 
 
 def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:

@@ -9,11 +9,13 @@ from common.errors import BadRequest
 from common.instance.request import Phase, Request
 from common.instance.requests import MEMORY_S, RequestTable, read_terms
 from common.instance.waiting_line import Rank
-from common.messages import Probe, Probed, Standing, Terms
+from common.messages import Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
 from tests.builders import engine, instance, key, limits
+from tests.decode.rig import reserve
 from tests.prefill.rig import generate
 
 ME = instance("p", "prefill")
+LENGTH = Finished("length")
 
 
 def table() -> RequestTable[Request]:
@@ -132,6 +134,34 @@ def test_a_probe_is_answered_with_the_next_token_or_none_for_keys_that_are_not_k
     answer = made.answer(Probe(keys=(key("over"), key("a"), key("unknown")))).message
     standings = (Standing(key("over"), None), Standing(key("a"), 7), Standing(key("unknown"), None))
     assert answer == Probed(id=ME.id, incarnation=ME.incarnation, standings=standings)
+
+
+def repeated(made: RequestTable[Request], first: int, *names: str) -> list[TokenDelta]:
+    sends = made.repeat(Repeat(tokens=tuple((key(name), first) for name in names)))
+    return [delta for send in sends if isinstance(send.message, TokenBatch) for delta in send.message.deltas]
+
+
+def test_what_was_emitted_is_told_again_until_the_request_is_forgotten() -> None:
+    made, request = opened()
+    assert repeated(made, 0, "r", "unknown") == []
+    request.note(40)
+    request.note(41)
+    assert repeated(made, 1, "r") == [TokenDelta(key(), 1, (41,))]
+    made.tell(request, LENGTH)
+    finish(made, request, 1.0)
+    for now in (1.0, 1.0 + MEMORY_S - 0.1):
+        made.overdue(now)
+        assert repeated(made, 0, "unknown", "r") == [TokenDelta(key(), 0, (40, 41), LENGTH)]
+    made.overdue(1.0 + MEMORY_S)
+    assert repeated(made, 0, "r") == []
+
+
+def test_a_refusal_is_told_again_by_the_one_who_told_it() -> None:
+    made = table()
+    refused = made.accept(generate("r", 10), None, 10_000, 0.0)
+    assert refused is not None and repeated(made, 0, "r") == [TokenDelta(key(), 0, (), refused)]
+    assert made.accept(reserve("other", 10), None, 10_000, 0.0) is not None
+    assert repeated(made, 0, "other") == [], "its writer tells the client"
 
 
 def test_terms_rank_by_priority_and_then_by_when_the_clients_request_arrived() -> None:
