@@ -28,7 +28,7 @@ from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, 
 from router.openai_answers import AnswerShape, ChatShape, CompletionShape
 from router.openai_api import ChatFields, CompletionFields, ReadRequest, read_chat, read_completion
 from router.openai_errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
-from router.responses import Answer, StreamResponse, WholeResponse
+from router.responses import DIRECT_SEND, Answer, StreamResponse, WholeResponse
 
 BODY_TIMEOUT_S = 60.0
 SPARE_CONNECTIONS = 256
@@ -196,6 +196,7 @@ class Doorkeeper:
             app = response_to(Overloaded(f"the router has {self._limit} HTTP requests open: try again shortly"))
         self._http_requests += 1
         try:
+            scope[DIRECT_SEND] = send
             with ExitStack() as scope[AT_END]:
                 await app(scope, receive, watched_send)
         except Exception:

@@ -15,6 +15,7 @@ import msgspec
 OpenAIFinish: TypeAlias = Literal["stop", "length"]
 TokenIds: TypeAlias = tuple[int, ...] | msgspec.UnsetType
 """`token_ids` of a choice. The OpenAI API does not have it; as in vLLM it is left out unless `return_token_ids` asks for it."""
+_MARK = "\ue000"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -94,16 +95,33 @@ class AnswerShape(ABC):
     include_usage: bool
     return_token_ids: bool
 
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """For each choice that has got text; see `_frame`."""
+
     chunk_object: ClassVar[str]
     whole_object: ClassVar[str]
 
-    def events(self, index: int, text: str, ids: tuple[int, ...], finish: OpenAIFinish | None, *, opens: bool) -> list[bytes]:
+    def events(self, index: int, text: str, ids: tuple[int, ...], finish: OpenAIFinish | None, *, opens: bool) -> bytes:
         """The events for news of one choice. finish: how it ends, if it does. opens: this is its first news."""
-        usage = None if self.include_usage else msgspec.UNSET
+        if text and finish is None and not opens and not self.return_token_ids:
+            frame = self._frames.get(index)
+            if frame is None:
+                frame = self._frames[index] = self._frame(index)
+            return frame[0] + _encode(text) + frame[1]
         token_ids = ids if self.return_token_ids else msgspec.UNSET
         parts = self._chunk_choices(index, text, token_ids, finish, opens=opens)
-        bodies = (_Body(self.id, self.chunk_object, self.created, self.model, (part,), usage) for part in parts)
-        return [b"data: " + _encode(body) + b"\n\n" for body in bodies]
+        return b"".join(map(self._event, parts))
+
+    def _event(self, part: _Choice) -> bytes:
+        usage = None if self.include_usage else msgspec.UNSET
+        return b"data: " + _encode(_Body(self.id, self.chunk_object, self.created, self.model, (part,), usage)) + b"\n\n"
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in an event that holds nothing else: most do."""
+        (part,) = self._chunk_choices(index, _MARK, msgspec.UNSET, None, opens=False)
+        before, mark, after = self._event(part).rpartition(_encode(_MARK))
+        assert mark, "the text is in its event"
+        return before, after
 
     def usage_event(self, completion_tokens: int) -> bytes:
         usage = Usage(self.prompt_tokens, completion_tokens, self.prompt_tokens + completion_tokens)
