@@ -1,21 +1,25 @@
 """A whole fleet in one process on simulated time: the real router core, schedulers, workers, handoff and detokenizer.
 
-Owns who is there. Replaced are only the rims: mail is a heap of encoded messages that arrive a moment later, the model is the toy
-whose tokens depend on every byte of its KV, and pages move by memmove.
+Owns who is there. Replaced are only the rims: mail is a heap of messages that arrive a moment later, the model is the toy whose
+tokens depend on every byte of its KV, and pages move by memmove. A fleet of another kind makes other engines and transports.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.config import RouterConfig
+from common.engine.executor import Executor
+from common.engine.timed import Timeline
+from common.engine.toy import ToyExecutor
 from common.ids import InstanceId, RequestId, Role, pack_ids
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
+from kv_transfer.transport import Transport
 from router.core import RouterCore
 from router.requests import RequestSpec
 from simulation.client import Client, Observer
-from simulation.clock import Clock
+from simulation.clock import Clock, LocalClock
 from simulation.instance import Instance, Name, Size
 from simulation.network import Calm, Network, Weather
 from simulation.processes import DetokenizerProcess, RouterProcess
@@ -27,11 +31,12 @@ JOIN_S, JOIN_LOOK_S = 5.0, 0.01
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is outside of the processes: time, the weather on the network, and what moves memory."""
+    """What is outside of the processes: time, the weather on the network, and what moves memory. brief: see `Network`."""
 
     clock: Clock = field(default_factory=Clock)
     weather: Weather = field(default_factory=Calm)
     memory: MemoryNetwork = field(default_factory=MemoryNetwork)
+    brief: bool = False
 
 
 class Fleet:
@@ -50,7 +55,7 @@ class Fleet:
     ) -> None:
         world = world or World()
         self.clock = world.clock
-        self.network = Network(world.clock, world.weather)
+        self.network = Network(world.clock, world.weather, world.brief)
         self.memory = world.memory
         self.observer = Observer()
         self.size = size or Size()
@@ -84,7 +89,7 @@ class Fleet:
         """An instance starts, or starts again. address: that of a former incarnation, whose mail it gets. began_s: see `Name`."""
         life = len(self.lives)
         full_name = Name(InstanceId(name), role, life, address or f"tcp://127.0.0.1:{FIRST_PORT + life}", began_s)
-        instance = Instance(full_name, self.size, self.clock, self.network, self.make_transport(), self.instance_ended)
+        instance = Instance(full_name, self.size, self.clock, self.network, self, self.instance_ended)
         self.instances[name] = instance
         self.lives.append(instance)
         return instance
@@ -96,7 +101,10 @@ class Fleet:
         self.memory.regions.pop(instance.info.pool.agent)
         return instance
 
-    def make_transport(self) -> MemoryTransport:
+    def make_engine(self, clock: LocalClock) -> Executor:
+        return ToyExecutor(self.size.pages, self.size.rows, Timeline(self.size.cost, clock))
+
+    def make_transport(self, wake: Callable[[], None]) -> Transport:
         return MemoryTransport(self.memory)
 
     def instance_ended(self, instance: Instance, reason: str) -> None:

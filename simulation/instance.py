@@ -1,14 +1,14 @@
-"""One life of a simulated instance: its real scheduler, worker and transfer loop over a toy engine and in-process memory.
+"""One life of a simulated instance: its real scheduler, worker and transfer loop, over the engine and transport of its fleet.
 
 Owns the two loops of the process, the worker's and the transfers'. Whoever made it is told when it ends by itself.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from common.engine.timed import StepCost, Timeline
-from common.engine.toy import ToyExecutor
+from common.engine.executor import Executor
+from common.engine.timed import StepCost
 from common.errors import TandemError
 from common.ids import ROUTER, Incarnation, InstanceId, Role
 from common.instance.limits import InstanceLimits
@@ -17,21 +17,29 @@ from common.instance.worker import InstanceWorker
 from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo
 from common.pages.pool import PagePool
 from decode.scheduler import DecodeScheduler
-from kv_transfer.memory import MemoryTransport
 from kv_transfer.transfer_loop import TransferLoop
+from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.network import Network, Post
 
 ROUTER_ADDRESS = "tcp://127.0.0.1:1"
-LOOK_S, EXPECT_LOOK_S, IDLE_LOOK_S = 0.025, 0.2, 1.0
-"""How often a transfer loop looks what has become of its pushes, when it has none but awaits others', and when there are none."""
 STARTUP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class Looks:
+    """How often a transfer loop looks what has become of its pushes, when it has none but awaits others', and when there are
+    none."""
+
+    busy_s: float = 0.025
+    expecting_s: float = 0.2
+    idle_s: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Size(InstanceLimits):
-    """What an instance is made of, with its limits. pages: of 4 tokens each. rows: requests that run at once."""
+    """What an instance is made of, with its limits. pages: of 4 tokens each in the toy. rows: requests that run at once."""
 
     pages: int = 64
     rows: int = 4
@@ -41,6 +49,7 @@ class Size(InstanceLimits):
     drain_timeout_s: float = 30.0
     cost: StepCost = StepCost(step_s=0.001, chunk_token_s=0.0, decode_row_s=0.0)
     verify_pages: bool = False
+    looks: Looks = Looks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,15 @@ class Name:
     began_s: float = 0.0
 
 
+class Parts(Protocol):
+    """Who makes what an instance computes and writes with."""
+
+    def make_engine(self, clock: LocalClock) -> Executor: ...
+
+    def make_transport(self, wake: Callable[[], None]) -> Transport:
+        """wake: makes the instance look at its transfers; for a transport that knows when something has happened."""
+
+
 class Instance:
     """A process. ended: called with the reason when it has drained or something in it raised a TandemError."""
 
@@ -64,7 +82,7 @@ class Instance:
         size: Size,
         clock: Clock,
         network: Network,
-        transport: MemoryTransport,
+        parts: Parts,
         ended: Callable[["Instance", str], None],
     ) -> None:
         self.name = name
@@ -72,10 +90,12 @@ class Instance:
         self.should_drain = False
         self.stopped_until_s = 0.0
         self._clock = LocalClock(clock, name.began_s)
-        self.engine = ToyExecutor(size.pages, size.rows, Timeline(size.cost, self._clock))
-        self.transport = transport
+        self._loop = Loop(clock, self)
+        self._transfer_thread = Loop(clock, _TransferThread(self, self._clock, size.looks))
+        self.engine = parts.make_engine(self._clock)
+        self.transport = parts.make_transport(lambda: self._transfer_thread.wake(0.0))
         engine = self.engine.description
-        self.transfers = TransferLoop(transport, "memory", engine.memory, engine.layout, size.pages, self._clock)
+        self.transfers = TransferLoop(self.transport, "memory", engine.memory, engine.layout, size.pages, self._clock)
         self.info = InstanceInfo(
             id=name.id,
             incarnation=Incarnation(f"{name.id}-{name.life}"),
@@ -90,10 +110,9 @@ class Instance:
         kind = PrefillScheduler if is_prefill else DecodeScheduler
         digest = self.engine.digest_pages if size.verify_pages else None
         self.scheduler = kind(self.info, engine, size, digest)
-        self._loop = Loop(clock, self)
-        self._transfer_thread = Loop(clock, _TransferThread(self, self._clock))
         inbox: Any = PrefillInbox if is_prefill else DecodeInbox
-        mailbox = network.open(name.address, self._loop.wake)
+        mailbox = network.open(name.address, self._loop.wake, name.role)
+        self._meter = network.meter(name.role)
         self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {ROUTER: ROUTER_ADDRESS})
         membership = Membership(self.info, STARTUP_TIMEOUT_S, self._clock())
         self.worker: InstanceWorker[Any] = InstanceWorker(membership, self.scheduler, self.engine, self.transfers, self._mail)
@@ -107,10 +126,12 @@ class Instance:
     def act(self) -> None:
         """One turn of the worker, as in `common.instance.worker.run`."""
         now = self._clock()
+        self._meter.begin()
         try:
             if self.should_drain:
                 self.worker.drain(now)
             self.worker.turn(now)
+            self._meter.lap("turns")
         except TandemError as error:
             self.leave(f"{type(error).__name__}: {error}")
             return
@@ -153,9 +174,10 @@ class Instance:
 class _TransferThread:
     """The thread of an instance that drives its transfers."""
 
-    def __init__(self, instance: Instance, clock: LocalClock) -> None:
+    def __init__(self, instance: Instance, clock: LocalClock, looks: Looks) -> None:
         self._instance = instance
         self._clock = clock
+        self._looks = looks
 
     def act(self) -> None:
         try:
@@ -165,8 +187,8 @@ class _TransferThread:
             self._instance.leave(f"{type(error).__name__}: {error}")
 
     def next_deadline(self) -> float:
-        transfers = self._instance.transfers
-        pace_s = LOOK_S if transfers.active else EXPECT_LOOK_S if transfers.expecting else IDLE_LOOK_S
+        transfers, looks = self._instance.transfers, self._looks
+        pace_s = looks.busy_s if transfers.active else looks.expecting_s if transfers.expecting else looks.idle_s
         looks_s = self._clock() + pace_s
         deadline = transfers.next_deadline()
         return self._clock.simulated(looks_s if deadline is None else min(looks_s, deadline))

@@ -6,6 +6,7 @@ Owns the letters and the mailboxes. Opens no socket. What becomes of a letter is
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 import msgspec
@@ -13,8 +14,10 @@ import msgspec
 from common import messages as m
 from common.ids import InstanceId, Key
 from common.messages import AnyMessage
-from common.wire import RECEIVE_LIMIT
+from common.wire import RECEIVE_LIMIT, pack_frame
 from simulation.clock import NEVER, Clock
+from simulation.meter import Meter
+from simulation.traffic import Traffic
 
 M = TypeVar("M")
 DELAY_S = 0.001
@@ -24,11 +27,12 @@ MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "Detokenize
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message on its way, as bytes. kind: its class name, for people and for `log`."""
+    """A message on its way, and its bytes. kind: its class name, for people and for `log`."""
 
     sender: InstanceId
     to: InstanceId
     kind: str
+    message: AnyMessage
     body: bytes
 
 
@@ -59,6 +63,12 @@ def keys_of(message: AnyMessage) -> set[Key]:
             assert_never(message)
 
 
+@cache
+def frame_bytes(sender: InstanceId) -> int:
+    """What the wire adds to a message of this sender."""
+    return len(pack_frame(sender, b""))
+
+
 class Weather(Protocol):
     """Who says what becomes of letters."""
 
@@ -67,17 +77,21 @@ class Weather(Protocol):
 
 
 class Calm:
-    """Every letter arrives, once, soon."""
+    """Every letter arrives, once, after the same time."""
+
+    def __init__(self, delay_s: float = DELAY_S) -> None:
+        self._delays = (delay_s,)
 
     def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
-        return (DELAY_S,)
+        return self._delays
 
 
 @dataclass(slots=True, eq=False)
 class Mailbox:
-    """What has been sent to one address. wake: called with the time at which a letter arrives."""
+    """What has been sent to one address. wake: called with the time at which a letter arrives. role: who reads it, for people."""
 
     wake: Callable[[float], None]
+    role: str
     letters: list[tuple[float, int, Letter]] = field(default_factory=list)
 
     def next_deadline(self) -> float:
@@ -93,35 +107,51 @@ class Mailbox:
 
 class Network:
     """Every mailbox by its address. log: (sender, kind, receiver), without membership. taps: told of every letter that is sent,
-    with its message and its delays."""
+    with its message and its delays. traffic: what was sent, in totals.
 
-    def __init__(self, clock: Clock, weather: Weather) -> None:
+    brief: for long runs. It keeps no log, and a message is decoded only where that is timed (`simulation/meter.py`): messages are
+    frozen, so readers may share them.
+    """
+
+    def __init__(self, clock: Clock, weather: Weather, brief: bool = False) -> None:
         self.clock = clock
         self.weather = weather
+        self.brief = brief
+        self.traffic = Traffic()
+        self.meters: dict[str, Meter] = {}
         self.log: list[tuple[str, str, str]] = []
         self.taps: list[Callable[[Letter, AnyMessage, tuple[float, ...]], None]] = []
         self._mailboxes: dict[str, Mailbox] = {}
         self._encode = msgspec.msgpack.Encoder().encode
+        self._last: AnyMessage | None = None
+        self._last_body = b""
         self.letters = 0
         """Sent so far, each copy counted."""
 
-    def open(self, address: str, wake: Callable[[float], None]) -> Mailbox:
+    def open(self, address: str, wake: Callable[[float], None], role: str) -> Mailbox:
         """The mailbox at this address, whose letters go to whoever opened it last."""
-        mailbox = self._mailboxes.setdefault(address, Mailbox(wake))
+        mailbox = self._mailboxes.setdefault(address, Mailbox(wake, role))
         mailbox.wake = wake
         return mailbox
 
-    def post(self, sender: InstanceId, to: InstanceId, address: str, message: AnyMessage) -> None:
-        """What is sent to an address at which nobody ever was is lost."""
-        letter = Letter(sender, to, type(message).__name__, self._encode(message))
+    def meter(self, role: str) -> Meter:
+        """That of all processes of this role."""
+        return self.meters.setdefault(role, Meter())
+
+    def post(self, sender: InstanceId, to: InstanceId, address: str, message: AnyMessage, role: str) -> None:
+        """What is sent to an address at which nobody ever was is lost. role: the sender's."""
+        if message is not self._last:  # what goes to many is encoded once, as on the wire
+            self._last, self._last_body = message, self._encode(message)
+        letter = Letter(sender, to, type(message).__name__, message, self._last_body)
         delays = self.weather.delays(sender, to, self.clock.now)
-        if letter.kind not in MEMBERSHIP:
+        if not self.brief and letter.kind not in MEMBERSHIP:
             self.log.append((sender, letter.kind, to))
         for tap in self.taps:
             tap(letter, message, delays)
         mailbox = self._mailboxes.get(address)
         if mailbox is None:
             return
+        self.traffic.add(role, letter.kind, mailbox.role, len(letter.body) + frame_bytes(sender))
         for delay_s in delays:
             arrives_s = self.clock.now + delay_s
             self.letters += 1
@@ -134,6 +164,7 @@ class Post(Generic[M]):
 
     def __init__(self, me: InstanceId, inbox: Any, network: Network, mailbox: Mailbox, routes: Mapping[InstanceId, str]) -> None:
         self._me = me
+        self._meter = network.meter(mailbox.role)
         self._network = network
         self._mailbox = mailbox
         self._routes = dict(routes)
@@ -146,12 +177,17 @@ class Post(Generic[M]):
         if address is None:
             self.messages_lost["no route"] += 1
         else:
-            self._network.post(self._me, to, address, message)
+            self._network.post(self._me, to, address, message, self._mailbox.role)
 
     def receive(self, most: int = RECEIVE_LIMIT) -> list[tuple[InstanceId, M]]:
-        return [
-            (letter.sender, self._decoder.decode(letter.body)) for letter in self._mailbox.take(self._network.clock.now, most)
-        ]
+        letters = self._mailbox.take(self._network.clock.now, most)
+        if self._network.brief and not self._meter.timing:
+            return [(letter.sender, letter.message) for letter in letters]  # type: ignore[misc]
+        mail: list[tuple[InstanceId, M]] = []
+        for letter in letters:
+            mail.append((letter.sender, self._decoder.decode(letter.body)))
+            self._meter.lap(letter.kind)
+        return mail
 
     def route(self, to: InstanceId, address: str | None) -> None:
         if address is None:

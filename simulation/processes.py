@@ -34,16 +34,20 @@ class RouterProcess:
         self._clock = clock
         self._loop = Loop(clock, self)
         self.core = RouterCore(ROUTER, [DETOKENIZER_ADDRESS], config, observer)
-        mailbox = network.open(ROUTER_ADDRESS, self._loop.wake)
+        mailbox = network.open(ROUTER_ADDRESS, self._loop.wake, "router")
+        self._meter = network.meter("router")
         self._mail: Post[RouterInbox] = Post(ROUTER, RouterInbox, network, mailbox, {DETOKENIZER: DETOKENIZER_ADDRESS})
         self._routes_version = 0
         self._routes: dict[InstanceId, str] = {}
 
     def act(self) -> None:
         now = self._clock.now
+        self._meter.begin()
         for _, message in self._mail.receive():
             self._deliver(self.core.receive(message, now))
+            self._meter.lap(type(message).__name__)
         self._deliver(self.core.tick(now))
+        self._meter.lap("deadlines")
 
     def next_deadline(self) -> float:
         deadline = self.core.next_deadline()
@@ -52,7 +56,9 @@ class RouterProcess:
     def submit(self, specs: Sequence[RequestSpec], client: Client) -> None:
         """Raises what the core raises."""
         now = self._clock.now
+        self._meter.begin()
         self._deliver(self.core.requests.submit(specs, client.outbox, now, now))
+        self._meter.lap("requests")
         self._loop.wake(self.next_deadline())
 
     def cancel(self, names: Sequence[RequestId]) -> None:
@@ -92,19 +98,23 @@ class DetokenizerProcess:
         self._clock = clock
         self._loop = Loop(clock, self)
         self.core = Detokenizer(words_tokenizer())
-        mailbox = network.open(DETOKENIZER_ADDRESS, self._loop.wake)
+        mailbox = network.open(DETOKENIZER_ADDRESS, self._loop.wake, "detokenizer")
+        self._meter = network.meter("detokenizer")
         self._mail: Post[DetokenizerInbox] = Post(DETOKENIZER, DetokenizerInbox, network, mailbox, {ROUTER: ROUTER_ADDRESS})
         self._beats_s = 0.0
         self._loop.wake(0.0)
 
     def act(self) -> None:
         now = self._clock.now
+        self._meter.begin()
         texts: list[TextDelta] = []
         for _, message in self._mail.receive():
             texts += self.core.receive(message, now)
+            self._meter.lap(type(message).__name__)
         texts += self.core.tick(now)
         for batch in cut(texts):
             self._mail.send(ROUTER, batch)
+        self._meter.lap("TextBatch")
         if now >= self._beats_s:
             self._beats_s = now + HEARTBEAT_S
             dropped = sum(self.core.dropped.values())

@@ -19,6 +19,7 @@ from simulation.fleet import Fleet, World
 from simulation.instance import Instance, Size
 from simulation.network import DELAY_S, Letter
 from tests.life.expected import undisturbed
+from tests.life.toys import transport_of
 
 PROMPT = [100 + n for n in range(19)]
 """Three chunks of 8 tokens, five pages of 4."""
@@ -90,7 +91,7 @@ class Scene:
     def let_pushes_go(self) -> None:
         self.fleet.memory.hold = False
         for instance in self.fleet.instances.values():
-            instance.transport.release()
+            transport_of(instance).release()
 
     def _follow(self, letter: Letter, message: AnyMessage, delays: tuple[float, ...]) -> None:
         if isinstance(message, Generate) and message.key.request_id == "r":

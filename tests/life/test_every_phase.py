@@ -15,6 +15,7 @@ from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 from router.attempts import ResumeReason
 from tests.life.expected import undisturbed
 from tests.life.scenes import MAX_TOKENS, PROMPT, Phase, Scene
+from tests.life.toys import transport_of
 
 TIMEOUT_S = 2.5
 """Longer than any phase takes to come about, and short enough that an instance that does nothing meanwhile is not given up."""
@@ -43,7 +44,7 @@ def fail_transfer(scene: Scene, quiescent: bool) -> None:
     """The pushes fail that are in flight, or that come next."""
     scene.hold_pushes()
     scene.until_pushing(PUSH_S)
-    scene.at_prefill.transport.fail("cable", quiescent)
+    transport_of(scene.at_prefill).fail("cable", quiescent)
 
 
 def let_time_pass(scene: Scene) -> None:

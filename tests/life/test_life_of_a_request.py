@@ -9,6 +9,7 @@ from common.ids import DETOKENIZER
 from common.messages import Finished
 from simulation.fleet import Fleet
 from tests.life.expected import undisturbed
+from tests.life.toys import transport_of
 
 PROMPT = [100 + n for n in range(19)]  # with pages of 4 tokens: 4 full pages and one of 3; with chunks of 8: 8 + 8 + 3
 
@@ -65,7 +66,7 @@ def test_a_client_that_leaves_during_the_push_leaves_nothing_behind() -> None:
         fleet.clock.turn()
     assert not fleet.is_home(), "pages under a push stay where they are"
     fleet.memory.hold = False
-    fleet.instances["prefill-0"].transport.release()
+    transport_of(fleet.instances["prefill-0"]).release()
     fleet.run(client)
     assert ("prefill-0", "Withdraw", "decode-0") in fleet.network.log
 

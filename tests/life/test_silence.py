@@ -10,6 +10,7 @@ from simulation.fleet import Fleet, World
 from simulation.instance import Size
 from tests.life.expected import undisturbed
 from tests.life.fabric import PAGE_BYTES
+from tests.life.toys import toy_of, transport_of
 
 PROMPT = [100 + n for n in range(19)]
 
@@ -24,7 +25,7 @@ def held(fleet: Fleet) -> Client:
 
 def let_go(fleet: Fleet) -> None:
     fleet.memory.hold = False
-    fleet.instances["prefill-0"].transport.release()
+    transport_of(fleet.instances["prefill-0"]).release()
 
 
 def assert_answered(client: Client) -> None:
@@ -113,7 +114,7 @@ def test_a_writer_that_is_not_answered_stops_in_mid_push_when_its_lease_ends() -
     client = held(fleet)
     fleet.turn_until(lambda: ("prefill-0", "TokenBatch", DETOKENIZER) in fleet.network.log)
     assert ("prefill-0", "Reserve", "decode-0") in fleet.network.log
-    fleet.instances["prefill-0"].transport.release(slices=1)
+    transport_of(fleet.instances["prefill-0"]).release(slices=1)
     written = pages_written(fleet)
     assert 0 < written < 5, "the push is under way"
     fleet.pause("decode-0", WRITE_LEASE_S + 1.0)
@@ -127,5 +128,5 @@ def test_a_writer_that_is_not_answered_stops_in_mid_push_when_its_lease_ends() -
 
 def pages_written(fleet: Fleet) -> int:
     """On decode-0."""
-    pages = fleet.instances["decode-0"].engine.pages
+    pages = toy_of(fleet.instances["decode-0"]).pages
     return int(pages.reshape(len(pages), -1).any(axis=1).sum())

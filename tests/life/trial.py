@@ -13,7 +13,7 @@ from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import ROUTER, InstanceId, RequestId, Role
 from common.messages import AnyMessage, Generate
-from kv_transfer.memory import MemoryTransport
+from kv_transfer.transport import Transport
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from simulation.client import Client
@@ -25,6 +25,7 @@ from tests.life.expected import Expected, expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.ledger import Ledger
 from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Schedule, Stall
+from tests.life.toys import toy_of
 from tests.life.weather import Cut, Storm
 
 PAGE_TOKENS = 4
@@ -124,12 +125,12 @@ class Trial(Fleet):
     def ledger_of(self, instance: Instance) -> Ledger:
         return self.ledgers[instance.info.pool.agent]
 
-    def make_transport(self) -> MemoryTransport:
+    def make_transport(self, wake: Callable[[], None]) -> Transport:
         return FabricTransport(self.fabric)
 
     def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
         instance = super().start(name, role, address, began_s or self._random.uniform(1.0, 1000.0))
-        ledger = self.ledgers[instance.info.pool.agent] = Ledger(instance.pool, instance.engine)
+        ledger = self.ledgers[instance.info.pool.agent] = Ledger(instance.pool, toy_of(instance))
         self.fabric.hosts[instance.info.pool.agent] = Host(instance.name.id, ledger)
         self._note(f"{name} starts, life {instance.name.life}")
         return instance

@@ -1,0 +1,18 @@
+"""What a simulated instance of the tests computes and writes with: the toy engine and the in-process transport.
+
+Owns nothing: it gives them their types.
+"""
+
+from common.engine.toy import ToyExecutor
+from kv_transfer.memory import MemoryTransport
+from simulation.instance import Instance
+
+
+def toy_of(instance: Instance) -> ToyExecutor:
+    assert isinstance(instance.engine, ToyExecutor)
+    return instance.engine
+
+
+def transport_of(instance: Instance) -> MemoryTransport:
+    assert isinstance(instance.transport, MemoryTransport)
+    return instance.transport
