@@ -17,11 +17,8 @@ import math
 import re
 import socket
 import struct
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -31,6 +28,8 @@ from common.errors import ConfigError, TandemError, WireError
 from common.gate import Gate
 from common.ids import InstanceId
 from common.messages import WIRE_VERSION, AnyMessage
+from common.refusals import EVENTS, RefusalWatch
+from common.tally import Tally
 from common.trust import LOOPBACK_ONLY, Trust
 
 M = TypeVar("M")
@@ -48,7 +47,6 @@ _LINGER_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
 _PEER_SILENT_MS = 15_000
 _LONGEST_WAIT_S = 3_600.0
-_LOG_EVERY_S = 10.0
 _ADDRESS = re.compile(r"tcp://(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
 _log = logging.getLogger(__name__)
@@ -97,30 +95,6 @@ def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
     return InstanceId(sender), memoryview(frame)[end:]
 
 
-class _Tally:
-    """Counts by reason. Logs each reason when it first happens, and then at most every `_LOG_EVERY_S`. For any thread."""
-
-    def __init__(self, what: str) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._what = what
-        self._quiet_until: dict[str, float] = {}
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        with self._lock:
-            return dict(self._counts)
-
-    def add(self, reason: str, detail: str) -> None:
-        with self._lock:
-            self._counts[reason] += 1
-            now, count = time.monotonic(), self._counts[reason]
-            if now < self._quiet_until.get(reason, 0.0):
-                return
-            self._quiet_until[reason] = now + _LOG_EVERY_S
-        _log.warning("%s (%s, %d so far): %s", self._what, reason, count, detail)
-
-
 @dataclass(frozen=True, eq=False)
 class _Attachment:
     loop: asyncio.AbstractEventLoop
@@ -129,11 +103,14 @@ class _Attachment:
 
 @dataclass(frozen=True, eq=False)
 class _Outbox:
-    """monitor: reports when the socket's connection breaks; None when nobody wants to know."""
+    """The one connection to an address, whatever we call who is there. monitor: reports to the attached loop when the connection
+    breaks; None when nobody wants to know. watched: the refusal watch has the monitor."""
 
     address: str
     socket: "zmq.Socket[bytes]"
-    monitor: "zmq.Socket[bytes] | None"
+    monitor: "zmq.Socket[bytes] | None" = None
+    watched: bool = False
+    names: set[InstanceId] = field(default_factory=set)
 
 
 class Mailbox(Generic[M]):
@@ -158,9 +135,12 @@ class Mailbox(Generic[M]):
         self._max_frame_bytes = max_frame_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
-        self._refused = _Tally("a frame or a connection was refused")
-        self._lost = _Tally("a message was not sent")
+        self._refused = Tally("a frame or a connection was refused")
+        self._lost = Tally("a message was not sent")
         self._outboxes: dict[InstanceId, _Outbox] = {}
+        """By name; those with the same address are the same."""
+        self._at: dict[str, _Outbox] = {}
+        self._refusals: RefusalWatch | None = None
         self._attached: _Attachment | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -196,26 +176,35 @@ class Mailbox(Generic[M]):
 
     # --- sending -------------------------------------------------------------------------------------------------------
 
-    def route(self, to: InstanceId, address: str | None) -> None:
-        """Set the address of a correspondent, or forget it (None). Messages that wait for a former address are dropped."""
+    def route(self, to: InstanceId, address: str | None, *, watch: bool = False) -> None:
+        """Set the address of a correspondent, or forget it (None). Messages that wait for a former address are dropped.
+
+        watch: `refused` tells when nobody listens there any more. Names with the same address share one connection.
+        """
         known = self._outboxes.get(to)
         if known is not None:
             if known.address == address:
                 return
             del self._outboxes[to]
-            self._close_outbox(known, linger_ms=_LINGER_MS if address is None else 0)
+            known.names.remove(to)
+            if not known.names:
+                del self._at[known.address]
+                self._close_outbox(known, linger_ms=_LINGER_MS if address is None else 0)
         if address is None:
             return
         try:
-            self._trust.check(check_address(address))
-            outbox = self._new_socket(zmq.PUSH)
-            self._gate.dress(outbox)
-            monitor = self._watched(to, outbox)
-            outbox.connect(address)
+            outbox = self._at.get(address) or self._connect(address, watch)
         except (ConfigError, zmq.ZMQError) as error:
             self._lost.add("bad address", f"{to} cannot be reached at {address!r}: {error}")
             return
-        self._outboxes[to] = _Outbox(address, outbox, monitor)
+        outbox.names.add(to)
+        self._outboxes[to] = self._at[address] = outbox
+
+    def refused(self) -> list[InstanceId]:
+        """Correspondents whose connection broke, and at whose address nobody listens any more; each break is told once."""
+        if self._refusals is None:
+            return []
+        return [name for address in self._refusals.take() if address in self._at for name in self._at[address].names]
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
         """Put a message in the outbox of `to`. Never blocks; `messages_lost` counts what cannot be put there."""
@@ -313,7 +302,7 @@ class Mailbox(Generic[M]):
         if not loop.is_closed():
             loop.remove_reader(self._inbox.fileno())
             loop.remove_reader(self._woken.fileno())
-            for outbox in self._outboxes.values():
+            for outbox in self._at.values():
                 if outbox.monitor is not None:
                     loop.remove_reader(outbox.monitor.fileno())
 
@@ -323,9 +312,12 @@ class Mailbox(Generic[M]):
             return
         self._closed = True
         self.detach()
-        for outbox in self._outboxes.values():
+        for outbox in self._at.values():
             self._close_outbox(outbox, linger_ms=_LINGER_MS)
         self._outboxes.clear()
+        self._at.clear()
+        if self._refusals is not None:
+            self._refusals.close()
         self._inbox.close(linger=0)
         self._context.term()
         self._woken.close()
@@ -333,7 +325,20 @@ class Mailbox(Generic[M]):
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _watched(self, to: InstanceId, outbox: "zmq.Socket[bytes]") -> "zmq.Socket[bytes] | None":
+    def _connect(self, address: str, watch: bool) -> _Outbox:
+        """Raises ConfigError, zmq.ZMQError."""
+        self._trust.check(check_address(address))
+        made = self._new_socket(zmq.PUSH)
+        self._gate.dress(made)
+        names: set[InstanceId] = set()
+        monitor = self._monitor(names, made)
+        if watch and monitor is None:
+            self._refusals = self._refusals or RefusalWatch(self._context, self.wake)
+            self._refusals.follow(address, made.get_monitor_socket(EVENTS))
+        made.connect(address)
+        return _Outbox(address, made, monitor, watch, names)
+
+    def _monitor(self, names: Iterable[InstanceId], outbox: "zmq.Socket[bytes]") -> "zmq.Socket[bytes] | None":
         """Monitor a socket that is about to connect, if somebody wants to know when its connection breaks."""
         here = self._attached
         if here is None or here.on_broken is None:
@@ -346,7 +351,8 @@ class Mailbox(Generic[M]):
                 monitor.recv_multipart(zmq.NOBLOCK)
                 broken = True
             if broken:
-                on_broken(to)
+                for name in list(names):
+                    on_broken(name)
 
         here.loop.add_reader(monitor.fileno(), look)
         here.loop.call_soon(look)  # the descriptor becomes readable only after the socket was once found empty
@@ -358,6 +364,8 @@ class Mailbox(Generic[M]):
                 self._attached.loop.remove_reader(outbox.monitor.fileno())
             outbox.socket.disable_monitor()
             outbox.monitor.close(linger=0)
+        elif outbox.watched:
+            outbox.socket.disable_monitor()  # the watch closes its end when it reads of that
         outbox.socket.close(linger=linger_ms)
 
     def _read(self, frame: bytes) -> tuple[InstanceId, M]:

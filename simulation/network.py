@@ -189,11 +189,14 @@ class Post(Generic[M]):
             self._meter.lap(letter.kind)
         return mail
 
-    def route(self, to: InstanceId, address: str | None) -> None:
+    def route(self, to: InstanceId, address: str | None, *, watch: bool = False) -> None:
         if address is None:
             self._routes.pop(to, None)
         else:
             self._routes[to] = address
+
+    def refused(self) -> list[InstanceId]:
+        return []
 
     def next_deadline(self) -> float:
         """When the next letter arrives."""

@@ -136,8 +136,11 @@ class Mail(Protocol[M]):
         """The messages that have arrived, at most `most`, each with its sender; none when everything has been read. Frames that
         are not a message of this inbox are dropped and counted."""
 
-    def route(self, to: InstanceId, address: str | None) -> None:
-        """Learn the address of a correspondent, or forget it (None)."""
+    def route(self, to: InstanceId, address: str | None, *, watch: bool = False) -> None:
+        """Learn the address of a correspondent, or forget it (None). watch: `refused` tells when nobody is there any more."""
+
+    def refused(self) -> list[InstanceId]:
+        """Correspondents whose connection broke, and at whose address nobody listens any more; each break is told once."""
 
     @property
     def frames_refused(self) -> Mapping[str, int]:

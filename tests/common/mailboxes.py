@@ -28,6 +28,8 @@ class FakeMail(Generic[Inbox]):
         self.sent: list[tuple[InstanceId, AnyMessage]] = []
         self.routes: dict[InstanceId, str | None] = {}
         self.asked: list[str] = []
+        self.gone: list[InstanceId] = []
+        """Whom `refused` will name."""
         self.frames_refused: dict[str, int] = {}
         self.messages_lost: dict[str, int] = {}
 
@@ -39,7 +41,11 @@ class FakeMail(Generic[Inbox]):
         arrived, self.arriving = self.arriving[:most], self.arriving[most:]
         return arrived
 
-    def route(self, to: InstanceId, address: str | None) -> None:
+    def refused(self) -> list[InstanceId]:
+        gone, self.gone = self.gone, []
+        return gone
+
+    def route(self, to: InstanceId, address: str | None, *, watch: bool = False) -> None:
         self.routes[to] = address
         self.asked.append(f"route {to} to {address}")
 

@@ -120,6 +120,21 @@ def test_a_new_address_replaces_the_former_one(make: Make) -> None:
     assert old.receive() == []
 
 
+def test_two_names_for_one_address_share_a_connection_until_both_are_forgotten(make: Make) -> None:
+    inbox, peer = make(), make(PREFILL)
+    peer.route(DETOKENIZER, inbox.address)
+    peer.route(ROUTER, inbox.address)
+    for number, message in enumerate(closes(100)):
+        peer.send(ROUTER if number % 2 else DETOKENIZER, message)
+    assert [message for _, message in received(inbox, 100)] == closes(100), "in order"
+    peer.route(DETOKENIZER, None)
+    peer.send(ROUTER, FORGET)
+    assert received(inbox, 1) == [(PREFILL, FORGET)]
+    peer.route(ROUTER, None)
+    peer.send(ROUTER, FORGET)
+    assert peer.messages_lost == {"no route": 1}
+
+
 def test_a_message_to_somebody_unknown_or_forgotten_is_counted_as_lost(make: Make) -> None:
     peer = make(PREFILL)
     peer.send(ROUTER, FORGET)
