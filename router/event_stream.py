@@ -3,15 +3,16 @@
 Owns the order of what is sent, and the silence that a comment line breaks. Does not know the fleet, and nothing of a request but
 its deltas.
 
-    news ─► (once per turn of the loop) take what is unread ─► encode ─► send ── done at once ──► nothing waits
-                       ▲                                                  └─ the client is slow ─► a task waits, and then takes
-                       └──────────────────────────────────────────────────────────────────────── what has arrived meanwhile
+    news ─► take what is unread ─► encode ─► send ── done at once ──► nothing waits
+             ▲                                └─ the client is slow ─► a task waits, then takes
+             └─────────────────────────────────────────────────────── what has arrived meanwhile
 
-No task waits for news: waking one costs more than everything else that a token costs here.
+No task waits for news: waking one costs more than everything else that a token costs here. The first news of a turn of mail is
+sent while it is handled. More of it in the same turn is sent together, when the turn is over: mail that had to wait costs less.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Coroutine, Generator, Sequence
 from itertools import chain
 from types import coroutine
 from typing import Any, Protocol
@@ -36,6 +37,10 @@ class Source(Protocol):
     """Where the stream's deltas come from."""
 
     @property
+    def turn(self) -> int:
+        """Number of the present turn of mail."""
+
+    @property
     def ended(self) -> bool:
         """Whether the last delta was taken."""
 
@@ -50,6 +55,23 @@ class EventStream:
     with the failure when the answer failed before anything was sent, or with ClientGone. Call `wake` when there is news, and
     `close` at the end.
     """
+
+    __slots__ = (
+        "_loop",
+        "_opened",
+        "_over",
+        "_send",
+        "_send_start",
+        "_sent_in_turn",
+        "_shape",
+        "_silent_since_s",
+        "_source",
+        "_start",
+        "_timer",
+        "_tokens",
+        "_waiting",
+        "_woken",
+    )
 
     def __init__(
         self,
@@ -66,6 +88,9 @@ class EventStream:
         self._over = over
         self._loop = asyncio.get_running_loop()
         self._woken = False
+        """What is unread is taken when this turn is over."""
+        self._sent_in_turn = -1
+        """The turn in which something was last sent."""
         self._waiting: asyncio.Task[None] | None = None
         """Waits for a slow client."""
         self._opened: set[int] = set()
@@ -81,15 +106,21 @@ class EventStream:
         left_s = self._silent_since_s + limit_s - self._loop.time()
         if left_s <= 0:
             if self._waiting is None and not self._woken:
-                self._attempt(lambda: self._pass_on(KEEP_ALIVE, None))
+                self._take(KEEP_ALIVE)
             left_s = limit_s
         self._timer = self._loop.call_later(left_s, self.keep_alive, limit_s)
 
     def wake(self) -> None:
-        """There is news: it is passed on in the loop's next turn, together with all that comes in this one."""
-        if not self._woken and self._waiting is None:
+        """There is news."""
+        if self._woken or self._waiting is not None:
+            return
+        turn = self._source.turn
+        if turn == self._sent_in_turn:
             self._woken = True
-            self._loop.call_soon(self._attempt, self._take)
+            self._loop.call_soon(self._take)
+        else:
+            self._sent_in_turn = turn
+            self._take()
 
     def close(self) -> None:
         for waits in (self._timer, self._waiting):
@@ -98,26 +129,23 @@ class EventStream:
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _attempt(self, act: Callable[[], object]) -> None:
-        """Act in a callback of the loop: whoever waits for the end of the stream learns of errors."""
+    def _take(self, comment: bytes = b"") -> None:
+        """Send the comment, and what is unread."""
+        self._woken = False
         if self._over.done():
             return
         try:
-            act()
-        except OSError as error:  # servers raise it for a send to a client that has gone
+            events, failed = self._encode(self._source.take())
+            self._pass_on(comment + events, failed)
+        except Exception as error:  # noqa: BLE001  others' news is handled with this: whoever awaits the end raises it
             self._over.set_exception(error)
-        except Exception as error:
-            self._over.set_exception(error)
-            raise
 
-    def _take(self) -> None:
-        """Encode and send what is unread."""
-        self._woken = False
-        deltas = self._source.take()
-        shape, opened = self._shape, self._opened
-        events: list[bytes] = []
+    def _encode(self, deltas: Sequence[ChoiceDelta]) -> tuple[bytes, Failed | None]:
+        """The events for these deltas, and the failure if they hold one."""
+        events = b""
         failed: Failed | None = None
         for delta in deltas if len(deltas) == 1 else joined(deltas):
+            index = delta.index
             finish: OpenAIFinish | None = None
             if delta.ending is not None:
                 outcome = outcome_of(delta.ending)
@@ -126,11 +154,11 @@ class EventStream:
                 else:
                     finish = outcome
             self._tokens += len(delta.token_ids)
-            opens = delta.index not in opened
-            events.append(shape.events(delta.index, delta.text, delta.token_ids, finish, opens=opens))
+            opens = index not in self._opened
             if opens:
-                opened.add(delta.index)
-        self._pass_on(b"".join(events), failed)
+                self._opened.add(index)
+            events += self._shape.events(index, delta.text, delta.token_ids, finish, opens=opens)
+        return events, failed
 
     def _pass_on(self, events: bytes, failed: Failed | None) -> None:
         """Send these events, and what follows them if they are the last."""
@@ -170,22 +198,16 @@ class EventStream:
             for message in messages:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await self._sending(message)
-        except OSError as error:  # TimeoutError is one
+        except Exception as error:  # noqa: BLE001  whoever awaits the end raises it
             if not self._over.done():
                 self._over.set_exception(ClientGone() if isinstance(error, TimeoutError) else error)
             return
-        except Exception as error:
-            if not self._over.done():
-                self._over.set_exception(error)
-            raise
         self._waiting = None
         self._silent_since_s = self._loop.time()
-        if self._over.done():
-            return
-        if is_last:
+        if not is_last:
+            self._take()
+        elif not self._over.done():
             self._over.set_result(None)
-        else:
-            self.wake()
 
 
 def begin(awaitable: Awaitable[None]) -> Coroutine[Any, Any, None] | None:

@@ -30,6 +30,8 @@ class Gateway:
         self.core = core
         self.clock = clock
         self.mail = mail
+        self.turn = 0
+        """Counts the turns of mail."""
         self._routes: dict[InstanceId, str] = {}
         self._routes_version = 0
         self._closed = False
@@ -47,6 +49,7 @@ class Gateway:
     def pump(self) -> None:
         """Take in what has arrived, within the limits of a turn. Each message counts as heard when it is read: it may have waited
         long. The mail's owner calls again while mail is left."""
+        self.turn += 1
         began_s = self.clock()
         for _ in range(TURN_MESSAGES):
             mail = self.mail.receive(1)

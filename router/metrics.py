@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,7 @@ from common.instance.ports import Mail
 from common.messages import Counters, Ending, Failed, LinkTraffic, Load, RouterInbox
 from router.attempts import ResumeReason
 from router.core import RouterCore
+from router.histogram import Histogram
 from router.members import Member
 from router.requests import Phase
 

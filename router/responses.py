@@ -28,6 +28,8 @@ DIRECT_SEND = "tandem.direct_send"
 class Answer:
     """What arrives for one client's request. Whoever dispatches it sees to it that it is closed."""
 
+    __slots__ = ("_gateway", "_outbox", "_specs", "_unended")
+
     def __init__(self, gateway: Gateway, accepted: Accepted) -> None:
         self._gateway = gateway
         self._specs = accepted.specs
@@ -54,6 +56,11 @@ class Answer:
     def ended(self) -> bool:
         """Whether every choice has ended and was taken. Each ends by its deadline."""
         return self._unended == 0
+
+    @property
+    def turn(self) -> int:
+        """Number of the present turn of mail."""
+        return self._gateway.turn
 
     def on_news(self, listen: Callable[[], object]) -> None:
         """Call this from now on whenever there is something to take."""
