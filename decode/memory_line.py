@@ -4,7 +4,8 @@ Owns the order of admission. Knows the waiting line, the page pool and the rows.
 or is computed here.
 
 The most urgent is first (`common.instance.waiting_line`), but a request that fits may pass one that does not. Once the request at
-the head has waited PATIENCE_S, nobody passes it any more, so its wait is bounded.
+the head has waited PATIENCE_S, nobody passes it any more, so its wait is bounded. A reservation that does not wait is admitted at
+once or leaves the line.
 """
 
 from common.instance.rows import Rows
@@ -22,10 +23,8 @@ def admit(waiting: WaitingLine[DecodeRequest], pool: PagePool, rows: Rows, runni
     admitted only to be preempted at once.
     """
     admitted: list[DecodeRequest] = []
-    head = waiting.head()
-    if head is None:
-        return admitted
-    may_pass = now - head.accepted_s < PATIENCE_S
+    head = next((request for request in waiting if request.waits), None)
+    may_pass = head is None or now - head.accepted_s < PATIENCE_S
     for request in waiting:
         if rows.free_count == 0 or pool.free_pages <= running:
             break
@@ -35,6 +34,6 @@ def admit(waiting: WaitingLine[DecodeRequest], pool: PagePool, rows: Rows, runni
             running += 1
             request.lease, request.row = lease, rows.take()
             admitted.append(request)
-        elif not may_pass:
+        elif request.waits and not may_pass:
             break
     return admitted

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import RowStart
-from common.ids import Key, Life
+from common.ids import Life
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, Send
 from common.instance.prompts import PromptProgress
 from common.instance.request import Phase, Request
 from common.instance.requests import RequestTable
 from common.instance.rows import Rows
-from common.messages import Decline, Ending, Failed, InstanceInfo
+from common.messages import Decline, Ending, Failed, Generate, InstanceInfo, Reserve
 from common.pages.pool import PagePool
 from decode.batch import Batch
 from kv_transfer.handoff_target import HandoffTarget
@@ -34,6 +34,11 @@ class DecodeRequest(Request):
     row: int | None = None
     untold: Failed | None = None
     settles: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """It stays in the waiting line until there is room. Otherwise its writer asks elsewhere when there is none at once."""
+        return not isinstance(self.asked, Reserve) or self.asked.waits
 
 
 class DecodeRequests:
@@ -70,7 +75,7 @@ class DecodeRequests:
         if request.peer is not None and before not in _IN_BATCH:
             self.target.cancel(request.key, now)
             if isinstance(ending, Failed):
-                actions.append(decline(request.peer, request.key, ending))
+                actions.append(decline(request.peer, request.asked, ending))
                 request.untold = ending
         elif ending is not None:
             actions.append(self.table.tell(request, ending))
@@ -93,5 +98,7 @@ class DecodeRequests:
         self.table.remove(request, now)
 
 
-def decline(writer: Life, key: Key, failed: Failed) -> Send:
-    return Send(writer.id, Decline(key=key, failed=failed))
+def decline(writer: Life, asked: Generate | Reserve, failed: Failed) -> Send:
+    """asked: the Reserve that is declined."""
+    sent_s = asked.sent_s if isinstance(asked, Reserve) else None
+    return Send(writer.id, Decline(key=asked.key, failed=failed, sent_s=sent_s))

@@ -109,13 +109,16 @@ class Reservations:
         waiting_keys = {request.key for request in waiting}
         renewal = self._target.renew(sender, message, now, lambda key: key in waiting_keys)
         actions: list[Action] = list(renewal.sends)
+        for reservation in renewal.moved:
+            self._requests.table[reservation.key].untold = None
+            actions += self._close(reservation, None, now)
         for reservation in renewal.lost:
             self.handoffs_lost += 1
             lost = Failed.of(InstanceFailed(f"the handoff from {sender} was lost"))
             actions += self._close(reservation, lost, now)
         for reservation in renewal.stuck:
             actions += self._requests.end(self._requests.table[reservation.key], None, now)
-        claimed = {claim.key for claim in message.claims}
+        claimed = {claim.key for claim in message.claims if not claim.moved}
         for request in waiting:
             assert isinstance(request.asked, Reserve)
             if request.key not in claimed and request.asked.sent_s < message.sent_s:

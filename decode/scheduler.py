@@ -6,6 +6,7 @@ Owns the plan of a decode instance. What holds memory, and how it ends, is in `r
 Two ways in, one way on:
 
     Reserve  ─► waiting line ─► Grant (pages and a row) ─► KV arrives ─► Handoff ─► joins the next step
+                    └──────► Decline, when there is no room and it does not wait
     Generate ─► waiting line ─► local prefill in chunks between decode steps ────► joins the step after its last chunk
 
 Pages are leased for the prompt, and one by one for the answer as it grows. When none is free the youngest request is preempted:
@@ -21,7 +22,7 @@ import numpy as np
 from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
-from common.errors import Preempted, Unavailable
+from common.errors import Overloaded, Preempted, Unavailable
 from common.ids import InstanceId, Life
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
@@ -98,7 +99,7 @@ class DecodeScheduler:
                 writer = Life(sender, message.incarnation)
                 self._target.heard(writer, message.sent_s, now)
                 refused = self._table.accept(message, writer, message.sampling.max_new_tokens, now)
-                return [] if refused is None else [decline(writer, message.key, refused)]
+                return [] if refused is None else [decline(writer, message, refused)]
             case Renew():
                 return self._reservations.renew(sender, message, now)
             case Handoff():
@@ -185,6 +186,7 @@ class DecodeScheduler:
                 request.phase, request.progress = Phase.COMPUTING, PromptProgress(request.row, request.prompt)
                 requests.computing[request.row] = request.progress
                 requests.start(request, sampled=0)
+        actions += self._decline_what_does_not_wait()
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
         decode_rows = self._batch.next_rows()
@@ -243,6 +245,16 @@ class DecodeScheduler:
         return Report(load, counters, links, self._table.drained)
 
     # --- memory ----------------------------------------------------------------------------------------------------------
+
+    def _decline_what_does_not_wait(self) -> list[Action]:
+        """There was no room for these reservations. Their writers ask elsewhere, and perhaps here once more, to wait."""
+        actions: list[Action] = []
+        for request in [each for each in self._table.waiting if not each.waits]:
+            assert request.peer is not None
+            self._table.forget(request)
+            full = Failed.of(Overloaded(f"{self._me.id} has no room now"))
+            actions.append(decline(request.peer, request.asked, full))
+        return actions
 
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:
         """Refuse the head of the line when it waits only for transfers that never end; but first give writers that are merely

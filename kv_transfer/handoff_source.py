@@ -4,23 +4,29 @@ Owns the state of each outgoing handoff, the tickets of its pushes, and the writ
 Knows messages and page ids; the time is an argument. Does not know what tokens mean, models, sockets or libraries.
 
     open ──Reserve──►  RESERVING ──Grant──► PUSHING ──all pages written, first token known──► Handoff ─► closed
-                           │                   │
-                        give_up             give_up, push failed, Decline, over
-                           ▼                   ▼
+                        │  │  ▲                │
+                        │  │  └── move ─────┐  │
+                        │  └─► REFUSED ─────┘  │   Decline, over, its peer cannot be reached: another peer is asked
+                     give_up               give_up, push failed, Decline, over
+                        ▼                      ▼
                         Withdraw ◄── drained (no push in flight) ── DRAINING ─► closed
                                                                        └─ not proven drained ─► STUCK, claimed for ever
+
+Before the grant nothing is written anywhere, so a handoff may move to another peer; what is computed stays and is pushed there.
+After the grant it stays where it is. The former peer may hold a reservation all the same, because its Grant is late or lost: a
+late one is answered with Withdraw, and the next renewals say that the handoff has moved.
 
 Single messages are not acknowledged. While a handoff with an instance is open, and a little longer, Renew says every second which
 handoffs are open. That extends the write lease (`kv_transfer/write_lease.py`), and shows either side what a lost message left
 behind.
 
-What comes out is of two kinds. The actions that a method returns are to be carried out, in order. The closings, which the caller
-takes with `take_closings` after each event, say which source pages no push reads any more: only then may their page lease end.
+What comes out is of two kinds. The actions that a method returns are to be carried out, in order. The news, which the caller
+takes with `take_news` after each event, say what became of a handoff, and which source pages no push reads any more: only then
+may their page lease end.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, assert_never
+from typing import assert_never
 
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
@@ -30,77 +36,9 @@ from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renew
 from common.messages.handoffs import fits
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
+from kv_transfer.outgoing import Outgoing, Session, SourceClosed, SourceGranted, SourceNews, SourceRead, SourceRefused
 from kv_transfer.traffic import Traffic, traffic_of
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
-
-HandoffStage = Literal["reserving", "pushing", "draining", "stuck"]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceClosed:
-    """The handoff is over on this side. failure: what the client is told; None when the decode instance has the request, or when
-    the request was given up on purpose.
-
-    quiescent: no push can still read the source pages. When False they must be quarantined.
-    """
-
-    key: Key
-    failure: Failed | None
-    quiescent: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRead:
-    """Nothing reads the next `pages` of the source pages any more, counted from the first: they are written, and the prompt is
-    computed."""
-
-    key: Key
-    pages: int
-
-
-Closing: TypeAlias = SourceRead | SourceClosed
-
-
-@dataclass(slots=True, eq=False)
-class _Outgoing:
-    """Pages [0, posted) are written or in flight; [posted, complete) wait for a grant or are posted next.
-
-    0 ····· read ····· posted ····· complete ····· len(source_pages)
-
-    While the last chunk is computed, the pages from `complete` on hold their first layers_complete layers, and of the pages from
-    `posted` on the first layers_posted layers are written or in flight. in_flight: the first page of each push. read: the number
-    of pages that SourceRead has reported.
-    """
-
-    key: Key
-    peer: Life
-    source_pages: Int32Array
-    reserved_s: float
-    stage: HandoffStage = "reserving"
-    target_pages: Int32Array | None = None
-    generation: Generation = Generation(0)
-    posted: int = 0
-    complete: int = 0
-    layers_complete: int = 0
-    layers_posted: int = 0
-    in_flight: dict[Ticket, int] = field(default_factory=dict)
-    read: int = 0
-    first_token: int | None = None
-    failure: Failed | None = None
-    quiescent: bool = True
-    have_pages: int = 0
-    pushed_bytes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    """The open handoffs with one decode instance. until_s: when the write lease there ends. is_dead: it has a new incarnation, so
-    that nothing more is said here."""
-
-    open: dict[Key, _Outgoing] = field(default_factory=dict)
-    until_s: float = float("-inf")
-    renewals_left: int = RENEWALS_AFTER
-    is_dead: bool = False
 
 
 class HandoffSource:
@@ -114,13 +52,13 @@ class HandoffSource:
         self._layers = layout.layers
         self._page_size = layout.page_size
         self._digest = digest
-        self._by_key: dict[Key, _Outgoing] = {}
-        self._by_ticket: dict[Ticket, _Outgoing] = {}
-        self._sessions: dict[Life, _Session] = {}
+        self._by_key: dict[Key, Outgoing] = {}
+        self._by_ticket: dict[Ticket, Outgoing] = {}
+        self._sessions: dict[Life, Session] = {}
         self._renewals: DeadlineWheel[Life] = DeadlineWheel()
         self._tickets = 0
         self.traffic = Traffic()
-        self._closings: list[Closing] = []
+        self._news: list[SourceNews] = []
         self.stale = 0
 
     def __len__(self) -> int:
@@ -130,10 +68,10 @@ class HandoffSource:
     def pushes_in_flight(self) -> int:
         return len(self._by_ticket)
 
-    def take_closings(self) -> list[Closing]:
-        """What has closed since the last call, in order."""
-        closings, self._closings = self._closings, []
-        return closings
+    def take_news(self) -> list[SourceNews]:
+        """What there is since the last call, in order."""
+        news, self._news = self._news, []
+        return news
 
     def next_deadline(self) -> float | None:
         return self._renewals.next_deadline()
@@ -143,14 +81,21 @@ class HandoffSource:
     def open(self, reserve: Reserve, peer: Life, source_pages: Int32Array) -> list[Action]:
         """Ask `peer` for a reservation. source_pages: [pages] int32, in token order; they stay leased until SourceClosed."""
         assert reserve.key not in self._by_key, f"{reserve.key} is handed off twice"
-        outgoing = _Outgoing(reserve.key, peer, source_pages, reserve.sent_s)
+        outgoing = Outgoing(reserve.key, peer, source_pages, reserve.sent_s)
         self._by_key[reserve.key] = outgoing
-        session = self._sessions.setdefault(peer, _Session())
-        session.open[reserve.key] = outgoing
-        session.renewals_left, session.is_dead = RENEWALS_AFTER, False
-        if peer not in self._renewals:
-            self._renewals.set(peer, reserve.sent_s + RENEW_S)
-        return [Send(peer.id, reserve)]
+        return self._reserve(outgoing, reserve)
+
+    def move(self, reserve: Reserve, peer: Life) -> list[Action]:
+        """Ask `peer` instead, after SourceRefused."""
+        outgoing = self._by_key[reserve.key]
+        assert outgoing.stage == "refused", f"{reserve.key} moves while it is {outgoing.stage}"
+        outgoing.stage, outgoing.peer, outgoing.reserved_s = "reserving", peer, reserve.sent_s
+        return self._reserve(outgoing, reserve)
+
+    def cannot_reach(self, peer: InstanceId, failure: Failed) -> list[Action]:
+        """No page can be written there now: what it has not granted yet is refused."""
+        waiting = [o for o in self._by_key.values() if o.peer.id == peer and o.stage == "reserving"]
+        return [action for outgoing in waiting for action in self._refuse(outgoing, failure)]
 
     def computed(self, key: Key, tokens: int, layers: int = 0, first_token: int | None = None) -> list[Action]:
         """Push what the source pages hold by now: the KV of the prompt's first `tokens` tokens, and of its last chunk, if that is
@@ -169,6 +114,9 @@ class HandoffSource:
         outgoing = self._by_key.get(key)
         if outgoing is None or outgoing.stage == "stuck":
             return []
+        if outgoing.stage == "refused":
+            self._close(outgoing, failure=None)
+            return []
         return self._drain(outgoing, failure=None)
 
     # --- what decode instances and transfers say ---------------------------------------------------------------------------
@@ -183,16 +131,7 @@ class HandoffSource:
             case Renewed():
                 return self._renewed(sender, message)
             case Grant() | Decline():
-                outgoing = self._by_key.get(message.key)
-                if outgoing is None or outgoing.peer.id != sender or outgoing.stage == "stuck":
-                    self.stale += 1
-                    return []
-                if isinstance(message, Decline):
-                    return self._declined(outgoing, message)
-                if not fits(message.incarnation, outgoing.peer.incarnation):
-                    self.stale += 1
-                    return []
-                return self._granted(outgoing, message)
+                return self._answered(sender, message)
             case _:
                 assert_never(message)
 
@@ -228,8 +167,11 @@ class HandoffSource:
             if session.is_dead:
                 self._renewals.clear(peer)  # the new incarnation would mistake them for claims on itself
             for outgoing in list(session.open.values()):
-                if outgoing.stage != "stuck":
-                    actions += self._drain(outgoing, _unavailable(f"{peer.id} left the fleet"))
+                left = _unavailable(f"{peer.id} left the fleet")
+                if outgoing.stage == "reserving":
+                    actions += self._refuse(outgoing, left)
+                elif outgoing.stage != "stuck":
+                    actions += self._drain(outgoing, left)
                 elif session.is_dead:
                     del self._by_key[outgoing.key], session.open[outgoing.key]
             if session.is_dead and not session.open:
@@ -242,8 +184,10 @@ class HandoffSource:
         for peer in self._renewals.expired(now):
             session = self._sessions[peer]
             session.renewals_left = RENEWALS_AFTER if session.open else session.renewals_left - 1
-            claims = tuple(Claim(each.key, each.generation, each.stage == "stuck") for each in session.open.values())
-            actions.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=claims)))
+            claims = [Claim(each.key, each.generation, each.stage == "stuck") for each in session.open.values()]
+            claims += [Claim(key, Generation(0), moved=True) for key in session.moved]
+            session.moved = {key: left - 1 for key, left in session.moved.items() if left > 1}
+            actions.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=tuple(claims))))
             if session.renewals_left > 0:
                 self._renewals.set(peer, now + RENEW_S)
             else:
@@ -252,8 +196,35 @@ class HandoffSource:
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _granted(self, outgoing: _Outgoing, grant: Grant) -> list[Action]:
-        if outgoing.target_pages is not None:
+    def _reserve(self, outgoing: Outgoing, reserve: Reserve) -> list[Action]:
+        peer = outgoing.peer
+        session = self._sessions.setdefault(peer, Session())
+        session.open[reserve.key] = outgoing
+        session.moved.pop(reserve.key, None)
+        session.renewals_left, session.is_dead = RENEWALS_AFTER, False
+        if peer not in self._renewals:
+            self._renewals.set(peer, reserve.sent_s + RENEW_S)
+        return [Send(peer.id, reserve)]
+
+    def _answered(self, sender: InstanceId, answer: Grant | Decline) -> list[Action]:
+        """A decode instance answered a Reserve: perhaps not the latest one, and perhaps not the one that it was sent for."""
+        outgoing = self._by_key.get(answer.key)
+        if outgoing is not None and outgoing.stage != "stuck":
+            if outgoing.peer.id == sender:
+                if isinstance(answer, Decline) and answer.sent_s in (None, outgoing.reserved_s):
+                    return self._declined(outgoing, answer)
+                if isinstance(answer, Grant) and fits(answer.incarnation, outgoing.peer.incarnation):
+                    return self._granted(outgoing, answer)
+            elif isinstance(answer, Grant):
+                # The handoff has moved. No page of this grant was or will be written, so its reader need not wait for a renewal.
+                self.stale += 1
+                withdraw = Withdraw(key=answer.key, incarnation=self._incarnation, generation=answer.generation)
+                return [Send(sender, withdraw)]
+        self.stale += 1
+        return []
+
+    def _granted(self, outgoing: Outgoing, grant: Grant) -> list[Action]:
+        if outgoing.target_pages is not None or outgoing.stage == "refused":
             self.stale += 1
             return []
         outgoing.generation = grant.generation
@@ -268,14 +239,26 @@ class HandoffSource:
         outgoing.posted = outgoing.have_pages = have
         if outgoing.stage == "reserving":
             outgoing.stage = "pushing"
+        self._news.append(SourceGranted(outgoing.key))
         return [*self._extend(outgoing.peer, grant.sent_s + grant.write_lease_s), *self._advance(outgoing)]
 
-    def _declined(self, outgoing: _Outgoing, decline: Decline) -> list[Action]:
+    def _declined(self, outgoing: Outgoing, decline: Decline) -> list[Action]:
         """There will be no grant, or the grant is taken back. In the second case the target pages wait for our Withdraw."""
-        if outgoing.target_pages is None and outgoing.stage == "reserving":
-            self._close(outgoing, decline.failed)
+        if outgoing.stage == "reserving":
+            return self._refuse(outgoing, decline.failed, is_declined=True)
+        return [] if outgoing.stage == "refused" else self._drain(outgoing, decline.failed)
+
+    def _refuse(self, outgoing: Outgoing, failure: Failed, is_declined: bool = False) -> list[Action]:
+        """There will be no grant from its peer, or none that is of use. is_declined: the peer says so, and holds nothing."""
+        outgoing.stage = "refused"
+        session = self._sessions[outgoing.peer]
+        del session.open[outgoing.key]
+        session.moved[outgoing.key] = RENEWALS_AFTER
+        self._drop_if_dead(outgoing.peer)
+        self._news.append(SourceRefused(outgoing.key, failure))
+        if is_declined:
             return []
-        return self._drain(outgoing, decline.failed)
+        return [Send(outgoing.peer.id, Withdraw(key=outgoing.key, incarnation=self._incarnation))]
 
     def _renewed(self, sender: InstanceId, renewed: Renewed) -> list[Action]:
         actions: list[Action] = []
@@ -291,8 +274,11 @@ class HandoffSource:
             is_this = generation is None or outgoing.generation in (0, generation)
             # The answer may have overtaken a Reserve that was sent just before.
             if is_this and outgoing.reserved_s <= renewed.sent_s - RENEW_S / 2:
-                lost = InstanceFailed(f"{sender} does not hold the reservation of {key}")
-                actions += self._drain(outgoing, Failed.of(lost)) if outgoing.stage != "stuck" else []
+                lost = Failed.of(InstanceFailed(f"{sender} does not hold the reservation of {key}"))
+                if outgoing.stage == "reserving":
+                    actions += self._refuse(outgoing, lost)
+                elif outgoing.stage not in ("refused", "stuck"):
+                    actions += self._drain(outgoing, lost)
         return actions
 
     def _extend(self, peer: Life, until_s: float) -> list[Action]:
@@ -302,7 +288,7 @@ class HandoffSource:
         session.until_s = until_s
         return [Allow(peer.id, peer.incarnation, until_s)]
 
-    def _advance(self, outgoing: _Outgoing) -> list[Action]:
+    def _advance(self, outgoing: Outgoing) -> list[Action]:
         """Post what may be posted; when everything is written, hand off."""
         if outgoing.stage == "draining":
             return self._close_if_drained(outgoing)
@@ -327,11 +313,11 @@ class HandoffSource:
         # The prompt is computed, so only the pushes still need its pages (and the digests, which are computed last).
         read = min(outgoing.in_flight.values(), default=outgoing.posted)
         if read > outgoing.read and self._digest is None:
-            self._closings.append(SourceRead(outgoing.key, read - outgoing.read))
+            self._news.append(SourceRead(outgoing.key, read - outgoing.read))
             outgoing.read = read
         return actions
 
-    def _handoff(self, outgoing: _Outgoing, first_token: int) -> Send:
+    def _handoff(self, outgoing: Outgoing, first_token: int) -> Send:
         pushed = outgoing.source_pages[outgoing.have_pages :]
         handoff = Handoff(
             key=outgoing.key,
@@ -343,7 +329,7 @@ class HandoffSource:
         )
         return Send(outgoing.peer.id, handoff)
 
-    def _post(self, outgoing: _Outgoing, target_pages: Int32Array, end: int, layers: range | None) -> Push:
+    def _post(self, outgoing: Outgoing, target_pages: Int32Array, end: int, layers: range | None) -> Push:
         """Push pages [posted, end), or only these layers of them."""
         self._tickets += 1
         ticket = Ticket(self._tickets)
@@ -353,13 +339,13 @@ class HandoffSource:
         peer = outgoing.peer
         return Push(ticket, peer.id, peer.incarnation, outgoing.source_pages[span], target_pages[span], layers)
 
-    def _drain(self, outgoing: _Outgoing, failure: Failed | None) -> list[Action]:
+    def _drain(self, outgoing: Outgoing, failure: Failed | None) -> list[Action]:
         if outgoing.stage != "draining":
             outgoing.stage = "draining"
             outgoing.failure = failure
         return self._close_if_drained(outgoing)
 
-    def _close_if_drained(self, outgoing: _Outgoing) -> list[Action]:
+    def _close_if_drained(self, outgoing: Outgoing) -> list[Action]:
         if outgoing.in_flight:
             return []
         if outgoing.quiescent:
@@ -368,19 +354,24 @@ class HandoffSource:
             return [Send(outgoing.peer.id, withdraw)]
         # Withdraw promises that no write is under way. Without proof it is not sent, and the claim stays.
         outgoing.stage = "stuck"
-        self._closings.append(SourceClosed(outgoing.key, outgoing.failure, quiescent=False))
+        self._news.append(SourceClosed(outgoing.key, outgoing.failure, quiescent=False))
         return []
 
-    def _close(self, outgoing: _Outgoing, failure: Failed | None) -> None:
+    def _close(self, outgoing: Outgoing, failure: Failed | None) -> None:
         """Its session ends with the last renewal; that of a dead peer with its last handoff."""
-        self._closings.append(SourceClosed(outgoing.key, failure, quiescent=True))
-        session = self._sessions[outgoing.peer]
-        del self._by_key[outgoing.key], session.open[outgoing.key]
+        self._news.append(SourceClosed(outgoing.key, failure, quiescent=True))
+        del self._by_key[outgoing.key]
+        if outgoing.stage != "refused":
+            del self._sessions[outgoing.peer].open[outgoing.key]
+            self._drop_if_dead(outgoing.peer)
+
+    def _drop_if_dead(self, peer: Life) -> None:
+        session = self._sessions[peer]
         if session.is_dead and not session.open:
-            del self._sessions[outgoing.peer]
+            del self._sessions[peer]
 
 
-def _invalid(outgoing: _Outgoing, reason: str) -> Failed:
+def _invalid(outgoing: Outgoing, reason: str) -> Failed:
     return Failed(message=f"invalid grant from {outgoing.peer.id}: {reason}")
 
 

@@ -5,6 +5,7 @@ argument. Does not know what tokens mean, models, sockets or libraries.
 
     grant ──► RESERVED ──Handoff(generation)──► landed: the lease passes to the caller
                  ├──────Withdraw─────────────────────────► the caller closes the lease
+                 ├──────Renew that says it has moved ────► likewise
                  ├──────Renew that does not claim it ────► lost (its Handoff or Withdraw did not arrive): likewise
                  ├──────the writer is silent for too long ► fenced (`kv_transfer/write_lease.py`): likewise
                  └──────cancel───► CANCELLED, until one of the above happens: likewise
@@ -53,10 +54,12 @@ class _Heard:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What a Renew brought. sends: the answer, and grants again. lost: reservations that the writer no longer knows. stuck:
-    reservations that it has given up but cannot release, because a write may still be under way."""
+    """What a Renew brought. sends: the answer, and grants again. moved: reservations that the writer never used, because another
+    reader has the request. lost: those that it no longer knows. stuck: those that it has given up but cannot release, because a
+    write may still be under way."""
 
     sends: list[Send]
+    moved: list[Reservation]
     lost: list[Reservation]
     stuck: list[Reservation]
 
@@ -135,7 +138,8 @@ class HandoffTarget:
         """A writer said which handoffs it holds open. waits: whether a key is waiting for a reservation here."""
         writer = Life(sender, renew.incarnation)
         self.heard(writer, renew.sent_s, now)
-        claims = {claim.key: claim for claim in renew.claims}
+        claims = {claim.key: claim for claim in renew.claims if not claim.moved}
+        moved_keys = {claim.key for claim in renew.claims if claim.moved}
         sends: list[Send] = []
         over: list[tuple[Key, Generation]] = []
         stuck: list[Reservation] = []
@@ -150,9 +154,11 @@ class HandoffTarget:
             elif not claim.generation:
                 # The first grant may have been lost; the writer drops a second.
                 sends.append(Send(sender, replace(reservation.grant, sent_s=self._heard[writer].sent_s)))
-        lost = [r for r in self.open.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
-        for reservation in lost:
+        gone = [r for r in self.open.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
+        for reservation in gone:
             del self.open[reservation.key]
+        moved = [reservation for reservation in gone if reservation.key in moved_keys]
+        lost = [reservation for reservation in gone if reservation.key not in moved_keys]
         answer = Renewed(
             sent_s=renew.sent_s,
             write_lease_s=WRITE_LEASE_S,
@@ -161,7 +167,7 @@ class HandoffTarget:
             incarnation=self._incarnation,
             writer=writer.incarnation,
         )
-        return Renewal([Send(sender, answer), *sends], lost, stuck)
+        return Renewal([Send(sender, answer), *sends], moved, lost, stuck)
 
     def fenced(self, now: float) -> list[Reservation]:
         """Remove and return the reservations of writers that have been silent so long that, by their own clock, they have stopped

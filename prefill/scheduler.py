@@ -5,7 +5,8 @@ Owns the requests of a prefill instance, its page pool and its rows. Opens no so
 A request's life here, top to bottom:
 
     Generate ─► waiting line
-    decide   ─► admitted: leases pages for the whole prompt, takes a row, sends Reserve to the decode instance
+    decide   ─► admitted: leases pages for the whole prompt, takes a row, sends Reserve to the best decode instance that is there,
+                 and to the next when that one has no room, leaves or cannot be reached. Placed tells the router who has granted
              ─► chunk after chunk, several prompts in one forward
     step_done ─► complete pages are pushed while the next chunk computes
              ─► last chunk: the first token goes to the client at once, the last pages are pushed, Handoff follows the last write
@@ -23,8 +24,8 @@ import msgspec
 from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
-from common.errors import BadRequest, Unavailable
-from common.ids import Incarnation, InstanceId, Life
+from common.errors import BadRequest, Overloaded, TandemError, Unavailable
+from common.ids import InstanceId, Life
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import (
@@ -37,6 +38,7 @@ from common.instance.ports import (
     PushFailed,
     Report,
     RouterLost,
+    Send,
     Settled,
 )
 from common.instance.prompts import PromptProgress, next_chunks
@@ -57,6 +59,7 @@ from common.messages import (
     LinkTraffic,
     Load,
     Peers,
+    Placed,
     Probe,
     Renewed,
     Repeat,
@@ -66,12 +69,12 @@ from common.messages import (
 )
 from common.pages.pool import PageLease, PagePool
 from kv_transfer.digests import Digest
-from kv_transfer.handoff_source import HandoffSource, SourceRead
+from kv_transfer.handoff_source import HandoffSource
+from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, SourceRead, SourceRefused
 from prefill.link_book import LinkBook
 from prefill.request import PrefillRequest
 
 PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | Peers | Drain
-_UNKNOWN = Incarnation("")
 
 
 class PrefillScheduler:
@@ -87,7 +90,7 @@ class PrefillScheduler:
         self._requests = RequestTable(PrefillRequest, me, engine, limits)
         self._links = LinkBook()
         self._computing: dict[int, PrefillRequest] = {}
-        self._pages_quarantined = 0
+        self._pages_quarantined = self._moved = 0
 
     # --- messages and events ---------------------------------------------------------------------------------------------
 
@@ -211,6 +214,7 @@ class PrefillScheduler:
             pages_pushed=traffic.total.bytes_pushed // self._engine.layout.page_bytes,
             bytes_pushed=traffic.total.bytes_pushed,
             handoffs=traffic.total.handoffs,
+            reservations_moved=self._moved,
             pushes_failed=traffic.total.pushes_failed,
             push_seconds=traffic.total.push_seconds,
             exposed_seconds=traffic.total.exposed_seconds,
@@ -222,23 +226,28 @@ class PrefillScheduler:
     # --- peers and links -------------------------------------------------------------------------------------------------
 
     def _meet(self, message: Peers, now: float) -> list[Action]:
-        """The set of decode instances is new: what goes to those that left has failed."""
-        stranded = self._requests.meet(message)
+        """The set of decode instances is new: what is pushed to those that left has failed, and what was not granted moves on."""
+        self._requests.meet(message)
         actions = [self._links.meet(message), *self._source.peers_gone(self._requests.peers.items())]
-        for request in stranded:
-            assert request.peer is not None
-            actions += self._end(request, Failed.of(Unavailable(f"{request.peer.id} left the fleet")), now)
+        for request in self._requests.waiting:
+            if request.candidates and not any(name in self._requests.peers for name in request.candidates):
+                actions += self._end(request, self._nobody_left(request), now)
         return actions
 
+    def _nobody_left(self, request: PrefillRequest) -> Failed:
+        return Failed.of(Unavailable(f"{self._me.id} reaches none of the decode instances {', '.join(request.candidates)}"))
+
     def _link_changed(self, link: LinkInfo, now: float) -> list[Action]:
-        """Handoffs on a lost link have failed. Their clients are told at once, before the pushes have ended."""
+        """Handoffs on a lost link have failed, and their clients are told at once, before the pushes have ended. Those that were
+        not granted yet move on."""
         self._links.changed(link)
-        actions: list[Action] = []
-        if link.state == "lost":
-            lost = Failed.of(Unavailable(f"the link to {link.peer} was lost: {link.detail}"))
-            for request in self._requests:
-                if request.source_open and request.peer is not None and request.peer.id == link.peer:
-                    actions += self._end(request, lost, now)
+        if link.state != "lost":
+            return []
+        lost = Failed.of(Unavailable(f"the link to {link.peer} was lost: {link.detail}"))
+        actions = self._source.cannot_reach(link.peer, lost)
+        for request in self._requests:
+            if request.source_open and request.decode is not None and request.decode.id == link.peer:
+                actions += self._end(request, lost, now)
         return actions
 
     def _is_stuck(self, request: PrefillRequest) -> bool:
@@ -250,28 +259,47 @@ class PrefillScheduler:
     # --- one request -----------------------------------------------------------------------------------------------------
 
     def _generate(self, asked: Generate, now: float) -> list[Action]:
-        peer: Life | None = None
-        objection: BadRequest | None = None
-        if asked.decode is not None:
-            peer = Life(asked.decode, self._requests.peers.get(asked.decode, _UNKNOWN))
-        elif asked.sampling.max_new_tokens > 1:
+        objection: TandemError | None = None
+        if not asked.decodes and asked.sampling.max_new_tokens > 1:
             cannot = f"{self._me.id} cannot decode: a request of more than one token needs a decode instance"
-            objection = BadRequest(cannot, field="decode")
-        refused = self._requests.accept(asked, peer, 0, now, objection)
+            objection = BadRequest(cannot, field="decodes")
+        elif asked.decodes and not any(name in self._requests.peers for name in asked.decodes):
+            objection = Unavailable(f"{self._me.id} knows none of the decode instances {', '.join(asked.decodes)}")
+        refused = self._requests.accept(asked, None, 0, now, objection)
+        request = self._requests.get(asked.key)
+        if request is not None and request.phase is Phase.WAITING:
+            request.candidates = asked.decodes
         return [] if refused is None else [emit_ending(asked.key, asked.first, refused)]
 
     def _admit(self, request: PrefillRequest, lease: PageLease, starts: list[RowStart], now: float) -> list[Action]:
-        """Give the request its pages and a row, and ask for its reservation: not earlier, so that decode memory stays free."""
+        """Give the request its pages and a row, and ask for its reservation: not earlier, so that decode memory stays free, and
+        the request goes where there is room by then."""
+        peer = self._choose(request)
+        if peer is None and request.candidates:
+            lease.close()
+            return self._end(request, self._nobody_left(request), now)
         row = self._rows.take()
-        asked, rank = request.asked, request.rank
         request.lease, request.phase = lease, Phase.COMPUTING
         request.progress = PromptProgress(row, request.prompt)
         self._computing[row] = request
-        starts.append(RowStart(row, lease.pages, asked.sampling))
-        if request.peer is None:
+        starts.append(RowStart(row, lease.pages, request.asked.sampling))
+        if peer is None:
             return []
         request.source_open = True
-        reserve = Reserve(
+        return self._source.open(self._reserve(request, now), peer, lease.pages)
+
+    def _choose(self, request: PrefillRequest) -> Life | None:
+        """Whom to ask for its reservation now; None when nobody is left."""
+        peers = self._requests.peers
+        name = request.choose(peers.keys() - self._links.lost)
+        if name is None:
+            return None
+        request.peer = Life(name, peers[name])
+        return request.peer
+
+    def _reserve(self, request: PrefillRequest, now: float) -> Reserve:
+        asked, rank = request.asked, request.rank
+        return Reserve(
             key=request.key,
             incarnation=self._me.incarnation,
             prompt=asked.prompt,
@@ -279,8 +307,20 @@ class PrefillScheduler:
             sent_s=now,
             first=asked.first,
             terms=Terms(priority=rank.priority, age_s=now - rank.arrived_s, timeout_s=request.deadline_s - now),
+            waits=request.waits,
         )
-        return self._source.open(reserve, request.peer, lease.pages)
+
+    def _refused(self, request: PrefillRequest, failure: Failed, now: float) -> list[Action]:
+        """Its peer grants no reservation: ask the next candidate, if that may help."""
+        if request.phase is Phase.ENDED:
+            return []
+        assert request.peer is not None
+        request.refused(request.peer.id, for_now=failure.kind == Overloaded.kind)
+        peer = self._choose(request) if failure.retryable else None
+        if peer is None:
+            return self._end(request, failure, now)
+        self._moved += 1
+        return self._source.move(self._reserve(request, now), peer)
 
     def _first_token(self, request: PrefillRequest, token: int, deltas: list[TokenDelta], now: float) -> list[Action]:
         """The prompt is computed: its first token is on its way to the client before anything is handed off."""
@@ -321,24 +361,41 @@ class PrefillScheduler:
             self._requests.remove(request, now)
 
     def _close_handoffs(self, now: float) -> list[Action]:
-        """Bring home the pages that handoffs have let go of, and end the requests whose handoff is over."""
+        """Act on what became of handoffs: move on, bring pages home, and end the requests whose handoff is over."""
         actions: list[Action] = []
-        for closing in self._source.take_closings():
-            request = self._requests[closing.key]
-            assert request.lease is not None and request.peer is not None
-            if isinstance(closing, SourceRead):
-                request.lease.give_back(closing.pages)
-                continue
-            request.source_open = False
-            if closing.failure is None and request.phase is Phase.HANDING_OFF:
-                handoff = LinkTraffic(handoffs=1, exposed_seconds=now - request.sampled_s)
-                self._source.traffic.add(request.peer.id, handoff)
-            if not closing.quiescent:
-                # A push that is not proven to have stopped may still read these pages: this process never uses them again.
-                self._pages_quarantined += len(request.lease)
-                request.lease = None
-            if request.phase is Phase.ENDED:
-                self._release(request, now)
-            else:
-                actions += self._end(request, closing.failure, now)
+        while news := self._source.take_news():
+            for each in news:
+                actions += self._hear(self._requests[each.key], each, now)
         return actions
+
+    def _hear(self, request: PrefillRequest, news: SourceNews, now: float) -> list[Action]:
+        assert request.lease is not None and request.peer is not None
+        match news:
+            case SourceGranted():
+                request.decode = request.peer
+                placed = Placed(id=self._me.id, incarnation=self._me.incarnation, key=request.key, decode=request.peer)
+                return [Send(request.key.router, placed)]
+            case SourceRefused():
+                return self._refused(request, news.failure, now)
+            case SourceRead():
+                request.lease.give_back(news.pages)
+                return []
+            case SourceClosed():
+                return self._closed(request, news, now)
+            case _:
+                assert_never(news)
+
+    def _closed(self, request: PrefillRequest, closed: SourceClosed, now: float) -> list[Action]:
+        assert request.lease is not None and request.peer is not None
+        request.source_open = False
+        if closed.failure is None and request.phase is Phase.HANDING_OFF:
+            handoff = LinkTraffic(handoffs=1, exposed_seconds=now - request.sampled_s)
+            self._source.traffic.add(request.peer.id, handoff)
+        if not closed.quiescent:
+            # A push that is not proven to have stopped may still read these pages: this process never uses them again.
+            self._pages_quarantined += len(request.lease)
+            request.lease = None
+        if request.phase is Phase.ENDED:
+            self._release(request, now)
+            return []
+        return self._end(request, closed.failure, now)

@@ -3,8 +3,10 @@
 Owns the tokens that it assigns to its members, until each is released. Does not know texts, clients, or why another attempt
 follows it.
 
-    first ──first token──► decode ──later tokens──►        (decode is None: first serves it alone)
+    first ──first token──► decode ──later tokens──►        (no candidates: first serves it alone)
     └─ needed until token 2 proves the handoff ─┘└─ needed
+
+Which candidate becomes its decode instance is the first member's to say (Placed). Until then only the first is needed.
 """
 
 from dataclasses import dataclass
@@ -46,38 +48,78 @@ class Attempt:
     ) -> None:
         self.key = key
         self.detokenizer = detokenizer
-        self.first, self.decode = placement.first, placement.decode
-        self.members = (self.first,) if self.decode is None else (self.first, self.decode)
+        self.first, self.candidates = placement.first, placement.decodes
+        self.decode: Member | None = None
+        """The candidate that has granted a reservation, once that is known."""
         self.next_token = first_token
         self.silent_since_s = now
         self._first_token = first_token
-        self._assigned = dict.fromkeys(self.members, prompt_tokens)
-        for member in self.members:
+        self._bearer = placement.decode or self.first
+        """To whom its later tokens are assigned: the best candidate, until it is known who decodes."""
+        self._assigned = dict.fromkeys((self.first, self._bearer), prompt_tokens)
+        for member in self._assigned:
             member.assigned_tokens += prompt_tokens
+        self._asked_where = False
         self._known_next: dict[Member, int | None] = {}
         """What members answered in this round of probes."""
         self._suspected = False
         """The last round of probes said that messages were lost."""
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """Everyone who may hold something of it."""
+        return (self.first, *(self.candidates if self.decode is None else (self.decode,)))
+
+    @property
+    def carriers(self) -> tuple[Member, ...]:
+        """The members to which its tokens are assigned."""
+        return tuple(self._assigned)
+
+    @property
+    def server(self) -> Member | None:
+        """Who sends its last tokens; None while that is not known."""
+        return self.decode if self.candidates else self.first
+
+    @property
     def needed(self) -> tuple[Member, ...]:
-        """The members without which it cannot go on. Its second token proves that the handoff is done: from then on it does not
-        need the prefill instance."""
-        return (self.decode,) if self.decode is not None and self.tokens >= 2 else self.members
+        """The members without which it cannot go on. The prefill instance finds another candidate when one is lost before its
+        grant. The attempt's second token proves that the handoff is done: from then on it does not need the prefill instance."""
+        if self.decode is None:
+            return (self.first,)
+        return (self.decode,) if self.tokens >= 2 else (self.first, self.decode)
 
     @property
     def tokens(self) -> int:
         """How many tokens it has brought."""
         return self.next_token - self._first_token
 
+    def place(self, decode: Member) -> None:
+        """This decode instance has granted its reservation. Nothing changes that: what is told later is old, or the same."""
+        if self.decode is not None or not self.candidates:
+            return
+        self.decode = decode
+        tokens = self._assigned.pop(self._bearer)
+        self._bearer.assigned_tokens -= tokens
+        decode.assigned_tokens += tokens
+        self._assigned[decode] = tokens
+        self._bearer = decode
+        self._suspected = False
+        self._known_next.clear()
+
     def advance(self, tokens: int) -> None:
         """Take in that it brought this many tokens."""
-        if self.decode is not None:
+        if self.candidates:
             self.first.assigned_tokens -= self._assigned.pop(self.first, 0)
-        server = self.members[-1]
-        server.assigned_tokens += tokens
-        self._assigned[server] += tokens
+        self._bearer.assigned_tokens += tokens
+        self._assigned[self._bearer] += tokens
         self.next_token += tokens
+
+    def should_ask_where(self) -> bool:
+        """True once: it was handed off, and Placed has not come, so that it may be lost."""
+        if self._asked_where or self.decode is not None or not self.candidates or self.tokens < 2:
+            return False
+        self._asked_where = True
+        return True
 
     def restart_silence(self, now: float) -> None:
         """Count its silence from now: a token came, or none could come until now."""

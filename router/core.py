@@ -11,7 +11,7 @@ from common.config import RouterConfig
 from common.deadlines import earliest
 from common.ids import InstanceId, text_name
 from common.instance.ports import Send
-from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, Probed, Register, RouterInbox, TextBatch
+from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, Placed, Probed, Register, RouterInbox, TextBatch
 from router.detokenizer_watch import DetokenizerWatch
 from router.fleet import Change, Fleet
 from router.policy import unready
@@ -55,6 +55,8 @@ class RouterCore:
                 return self._apply(self.fleet.register(message, now), now)
             case Goodbye():
                 return self._apply(self.fleet.goodbye(message), now)
+            case Placed():
+                return self.requests.placed(message, now)
             case Probed():
                 return self.requests.probed(message, now)
             case DetokenizerHeartbeat():

@@ -116,6 +116,11 @@ class Fleet:
             if role is None or member.info.role == role:
                 yield member
 
+    def find(self, life: Life) -> Member | None:
+        """The member that is this life, if there is one."""
+        member = self._members.get(life.id)
+        return member if member is not None and member.life == life else None
+
     def addresses(self) -> Mapping[InstanceId, str]:
         """Where to reach everyone that the router talks to, or did lately, except the detokenizer."""
         refused = {name: refusal.inbox for name, refusal in self.refused.items() if refusal.inbox is not None}

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import InstanceId, Key, RequestId, pack_ids, shard_of
+from common.ids import InstanceId, Key, Life, RequestId, pack_ids, shard_of
 from common.instance.ports import Send
-from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Probed, Terms, TextDelta
+from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
 from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
@@ -142,7 +142,7 @@ class RequestBook:
         record.attempt = attempt
         record.attempts += 1
         self._placements += 1
-        for member in attempt.members:
+        for member in attempt.carriers:
             member.chosen = self._placements
         return attempt
 
@@ -163,7 +163,7 @@ class RequestBook:
             key=attempt.key,
             prompt=spec.prompt + so_far,
             sampling=replace(spec.sampling, max_new_tokens=record.remaining_tokens),
-            decode=None if attempt.decode is None else attempt.decode.info.id,
+            decodes=tuple(member.info.id for member in attempt.candidates),
             first=first,
             terms=Terms(priority=spec.priority, age_s=now - record.received_s, timeout_s=left_s),
         )
@@ -199,7 +199,9 @@ class RequestBook:
         if outbox.unread_chars > outbox.limit_chars:
             slow = Failed(message="the client reads too slowly: its request was cancelled", kind="slow_client", status=408)
             return self._break_off(record, slow, now)
-        return [] if setback is None else self._resume(record, attempt, setback, now)
+        if setback is not None:
+            return self._resume(record, attempt, setback, now)
+        return self._retelling.ask([attempt], now) if attempt.should_ask_where() else []
 
     def _find(self, key: Key) -> tuple[Record, Attempt] | None:
         """The request whose present attempt this is, and the attempt."""
@@ -219,6 +221,29 @@ class RequestBook:
         record.token_ids += token_ids
         attempt.advance(len(token_ids))
         attempt.restart_silence(now)
+
+    # --- where it is decoded ---------------------------------------------------------------------------------------------
+
+    def placed(self, message: Placed, now: float) -> list[Send]:
+        """A prefill instance says which decode instance has granted the reservation of an attempt."""
+        return self._place(message.key, Life(message.id, message.incarnation), message.decode, now)
+
+    def _place(self, key: Key, told_by: Life, decode: Life, now: float) -> list[Send]:
+        """An attempt whose decode instance is lost meanwhile is resumed: nobody noticed when that one was lost."""
+        served = self._find(key)
+        if served is None or served[1].first.life != told_by:
+            self.stale += 1
+            return []
+        record, attempt = served
+        if attempt.decode is not None:
+            return []
+        member = self._fleet.find(decode)
+        if member is None or member.stuck:
+            lost = Failed.of(Unavailable(f"instance {decode.id} was lost while it served the request"))
+            places = () if member is None else (member,)
+            return self._resume(record, attempt, Setback(ResumeReason.LOST_INSTANCE, lost, places), now)
+        attempt.place(member)
+        return []
 
     # --- resuming --------------------------------------------------------------------------------------------------------
 
@@ -292,7 +317,10 @@ class RequestBook:
 
     def probed(self, message: Probed, now: float) -> list[Send]:
         """Take in what a member knows about some attempts."""
-        sends: list[Send] = []
+        life, sends = Life(message.id, message.incarnation), list[Send]()
+        for standing in message.standings:
+            if standing.decode is not None:
+                sends += self._place(standing.key, life, standing.decode, now)
         for record, attempt in self._retelling.probed(message):
             lost = f"messages about the request were lost, from token {attempt.next_token} on"
             sends += self._resume(record, attempt, _messages_lost(attempt, lost), now)
@@ -361,7 +389,7 @@ def _setback(attempt: Attempt, ending: Ending) -> Setback | None:
     if not isinstance(ending, Failed) or not ending.retryable:
         return None
     if ending.kind == Preempted.kind:
-        return Setback(ResumeReason.PREEMPTED, ending, attempt.members[-1:])
+        return Setback(ResumeReason.PREEMPTED, ending, () if attempt.server is None else (attempt.server,))
     return Setback(ResumeReason.FAILED_ATTEMPT, ending, attempt.needed)
 
 

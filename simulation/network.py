@@ -51,7 +51,7 @@ def keys_of(message: AnyMessage) -> set[Key]:
             return {key for key, _ in message.tokens}
         case m.Probed():
             return {standing.key for standing in message.standings}
-        case m.Generate() | m.Cancel() | m.Reserve() | m.Grant() | m.Decline() | m.Handoff() | m.Withdraw():
+        case m.Generate() | m.Cancel() | m.Placed() | m.Reserve() | m.Grant() | m.Decline() | m.Handoff() | m.Withdraw():
             return {message.key}
         case m.ExpectAnswer() | m.ForgetAnswer():
             return {message.key}

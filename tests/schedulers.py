@@ -35,7 +35,7 @@ def generate(
     tokens: int,
     max_new_tokens: int = 4,
     *,
-    decode: InstanceId | None = None,
+    decodes: tuple[InstanceId, ...] = (),
     stop_token_ids: tuple[int, ...] = (),
     first: int = 0,
     terms: Terms | None = None,
@@ -44,7 +44,7 @@ def generate(
         key=key(name),
         prompt=prompt_of(tokens),
         sampling=sampling(max_new_tokens, stop_token_ids=stop_token_ids),
-        decode=decode,
+        decodes=decodes,
         first=first,
         terms=terms or Terms(),
     )

@@ -33,8 +33,9 @@ class Phase(Enum):
 @dataclass(slots=True, eq=False)
 class Request:
     """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
-    alone. pages: to be leased on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token
-    that this instance emits next. token_ids: the tokens from `asked.first` to there. told: the ending that was emitted.
+    alone. decode: the life of the decode instance that has granted the reservation, on its prefill instance. pages: to be leased
+    on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
+    token_ids: the tokens from `asked.first` to there. told: the ending that was emitted.
     """
 
     asked: Generate | Reserve
@@ -49,6 +50,7 @@ class Request:
     phase: Phase = Phase.WAITING
     lease: PageLease | None = None
     progress: PromptProgress | None = None
+    decode: Life | None = None
     token_ids: list[int] = field(default_factory=list)
     told: Ending | None = None
 

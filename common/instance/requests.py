@@ -51,6 +51,11 @@ def read_terms(terms: Terms, now: float) -> Rank:
     return Rank(terms.priority, now - terms.age_s)
 
 
+def _is_remembered(asked: Generate | Reserve) -> bool:
+    """Whether its key is over once it is refused. A Reserve that does not wait may come again, to wait."""
+    return not isinstance(asked, Reserve) or asked.waits
+
+
 class RequestTable(Generic[R]):
     """Every request of one instance, until nothing of it is left. make: the role's record.
 
@@ -66,6 +71,8 @@ class RequestTable(Generic[R]):
         self._deadlines: DeadlineWheel[Key] = DeadlineWheel()
         self._over: DeadlineWheel[Key] = DeadlineWheel()
         self._memory = TokenMemory()
+        self._decodes: dict[Key, Life] = {}
+        """Of requests that are over: who had granted them a reservation. A router that did not hear of it asks."""
         self._drainage = Drainage(me.id, limits.drain_timeout_s)
         self.waiting: WaitingLine[R] = WaitingLine()
         self.peers: dict[InstanceId, Incarnation] = {}
@@ -109,7 +116,8 @@ class RequestTable(Generic[R]):
             rank = read_terms(asked.terms, now)
             prompt, pages = self._check(asked, peer, answer_tokens, objection)
         except TandemError as error:
-            self._over.set(key, now + MEMORY_S)
+            if _is_remembered(asked):
+                self._over.set(key, now + MEMORY_S)
             refused = Failed.of(error)
             if isinstance(asked, Generate):
                 self._memory.keep(key, Emitted.nothing(asked.first, refused))
@@ -177,12 +185,19 @@ class RequestTable(Generic[R]):
         self._deadlines.clear(request.key)
         return before
 
+    def forget(self, request: R) -> None:
+        """Refuse a waiting request as if it had never come: it may come again."""
+        self.end(request)
+        del self._open[request.key]
+
     def remove(self, request: R, now: float) -> None:
         """Nothing can touch the request's pages any more: they come home. This happens once."""
         assert request.phase is Phase.ENDED, f"{request.key} is removed before its end"
         del self._open[request.key]
         self._over.set(request.key, now + MEMORY_S)
         self._memory.keep(request.key, request.emitted)
+        if request.decode is not None:
+            self._decodes[request.key] = request.decode
         if request.lease is not None:
             request.lease.close()
 
@@ -205,6 +220,7 @@ class RequestTable(Generic[R]):
         """The requests to end now, each with its reason: its deadline has passed, or the drain has taken long enough."""
         for key in self._over.expired(now):
             self._memory.forget(key)
+            self._decodes.pop(key, None)
         overdue: list[tuple[R, Failed]] = []
         for key in self._deadlines.expired(now):
             late = DeadlinePassed(f"the request's deadline passed on {self._me.id}")
@@ -238,11 +254,14 @@ class RequestTable(Generic[R]):
 
     def answer(self, probe: Probe) -> Send:
         """What is known of these requests."""
-        found = ((key, self._open.get(key)) for key in probe.keys)
-        standings = tuple(
-            Standing(key, None if known is None or known.phase is Phase.ENDED else known.next_token) for key, known in found
-        )
+        standings = tuple(self._standing(key) for key in probe.keys)
         return Send(ROUTER, Probed(id=self._me.id, incarnation=self._me.incarnation, standings=standings))
+
+    def _standing(self, key: Key) -> Standing:
+        request = self._open.get(key)
+        if request is None:
+            return Standing(key, None, self._decodes.get(key))
+        return Standing(key, None if request.phase is Phase.ENDED else request.next_token, request.decode)
 
     def counters(self) -> Counters:
         """What both roles count."""

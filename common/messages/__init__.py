@@ -4,7 +4,8 @@ Owns the vocabulary of the wire: one file per topic, and the unions here. Knows 
 A `match` over an inbox's union ends in `assert_never`, so a new message breaks the type check at each place that must learn it.
 
     client ─HTTP─► router ─Generate─► prefill ─Reserve─────────────► decode
-                     ▲                   │  ◄─Grant | Decline──────────┤
+                     ▲                   │  ◄─Grant | Decline──────────┤   declined: the next candidate is asked
+                     │◄──────Placed──────┤                             │
                      │                   │  ─Renew─► ◄─Renewed─        │   every second while a handoff is open
                      │                   │  ══push chunk by chunk═════►│
                      │◄─TextBatch─ detok ◄─TokenBatch─┤ ─Handoff | Withdraw─►│
@@ -33,10 +34,10 @@ from common.messages.fleet import (
 )
 from common.messages.handoffs import Claim, Decline, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
 from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkState, LinkTraffic, Load
-from common.messages.requests import Cancel, Generate, Probe, Probed, Repeat, Standing, Terms
+from common.messages.requests import Cancel, Generate, Placed, Probe, Probed, Repeat, Standing, Terms
 from common.messages.text import DetokenizerHeartbeat, ExpectAnswer, ForgetAnswer, TextBatch, TextDelta, TokenBatch, TokenDelta
 
-RouterInbox: TypeAlias = Register | Heartbeat | Goodbye | Probed | TextBatch | DetokenizerHeartbeat
+RouterInbox: TypeAlias = Register | Heartbeat | Goodbye | Placed | Probed | TextBatch | DetokenizerHeartbeat
 FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe | Repeat
 PrefillInbox: TypeAlias = FromRouter | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw

@@ -39,6 +39,8 @@ class Reserve(Message, frozen=True):
     """As in Generate."""
     terms: Terms = Terms()
     """As in Generate."""
+    waits: bool = True
+    """It may wait for memory. If not, and there is no room at once, it is declined and forgotten: it may come again."""
 
 
 class Grant(Message, frozen=True):
@@ -66,7 +68,9 @@ class Decline(Message, frozen=True):
 
     key: Key
     failed: Failed
-    """What the client is told."""
+    """What the client is told, unless the writer finds another reader."""
+    sent_s: float | None = None
+    """Writer's clock: that of the Reserve which is declined. None: not said."""
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +81,8 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
     """Of the reservation; 0 while no grant has arrived."""
     stuck: bool = False
     """The writer gave it up, but a write may still be in flight, so the pages must wait."""
+    moved: bool = False
+    """No longer open here: the writer has asked another reader. Nothing was or will be written; nobody is told of an end."""
 
 
 class Renew(Message, frozen=True):
@@ -90,7 +96,7 @@ class Renew(Message, frozen=True):
     sent_s: float
     """Writer's clock; comes back in Renewed."""
     claims: tuple[Claim, ...]
-    """Every handoff between the two that is open."""
+    """Every handoff between the two that is open, and for a while those that have moved."""
 
 
 class Renewed(Message, frozen=True):

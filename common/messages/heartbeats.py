@@ -117,6 +117,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Requests handed off, on either side."""
     handoffs_lost: int = 0
     """Reservations whose writer no longer claims them, though no handoff has arrived."""
+    reservations_moved: int = 0
+    """How often another decode instance was asked for a reservation, because the former had no room, left or was out of reach."""
     pages_corrupt: int = 0
     """Pages whose digest differed after the transfer."""
     preemptions: int = 0

@@ -5,7 +5,7 @@ Owns what an instance is told and asked about a request. Does not know KV or tex
 
 import msgspec
 
-from common.ids import Incarnation, InstanceId, Key
+from common.ids import Incarnation, InstanceId, Key, Life
 from common.messages.base import Message
 from common.sampling_params import SamplingParams
 
@@ -29,12 +29,23 @@ class Generate(Message, frozen=True):
     """Packed token ids; of a resumed answer the last `first` of them are the answer's tokens so far."""
     sampling: SamplingParams
     """`max_new_tokens` counts from token `first`."""
-    decode: InstanceId | None = None
-    """Where to hand off; None when the receiver serves it alone (local prefill, or one token)."""
+    decodes: tuple[InstanceId, ...] = ()
+    """Where it may be handed off, best first: the receiver asks them for a reservation when it admits the request. None: the
+    receiver serves it alone (local prefill, or one token)."""
     first: int = 0
     """Number of the first token to emit; above 0 when an answer is resumed."""
     terms: Terms = Terms()
     """When to serve it."""
+
+
+class Placed(Message, frozen=True):
+    """prefill → router: this decode instance has granted the reservation. It stays the attempt's decode instance."""
+
+    id: InstanceId
+    incarnation: Incarnation
+    key: Key
+    decode: Life
+    """The life that granted."""
 
 
 class Probe(Message, frozen=True):
@@ -49,7 +60,9 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
     key: Key
     next_token: int | None
-    """Number of the token that it emits next; None: the instance does not know the key."""
+    """Number of the token that it emits next; None: the instance does not serve the key, or does so no longer."""
+    decode: Life | None = None
+    """From a prefill instance: as in Placed, in case that was lost. None: no reservation was granted, or it is forgotten."""
 
 
 class Probed(Message, frozen=True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common import messages
-from common.ids import ROUTER, Generation, Incarnation, InstanceId, Key, RequestId, pack_ids, unpack_ids
+from common.ids import ROUTER, Generation, Incarnation, InstanceId, Key, Life, RequestId, pack_ids, unpack_ids
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
 from common.messages.handoffs import fits
 from common.sampling_params import SamplingParams
@@ -44,10 +44,16 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.Goodbye(id=PREFILL, incarnation=LIFE),
     messages.Drain(),
     messages.Generate(
-        key=KEY, prompt=pack_ids([1, 2, 3]), sampling=SAMPLING, decode=InstanceId("decode-1"), first=2, terms=TERMS
+        key=KEY,
+        prompt=pack_ids([1, 2, 3]),
+        sampling=SAMPLING,
+        decodes=(InstanceId("decode-1"), InstanceId("decode-2")),
+        first=2,
+        terms=TERMS,
     ),
     messages.Probe(keys=(KEY, Key(RequestId("other"), 0))),
     messages.Repeat(tokens=((KEY, 3), (Key(RequestId("other"), 0), 0))),
+    messages.Placed(id=PREFILL, incarnation=LIFE, key=KEY, decode=Life(InstanceId("decode-1"), LIFE)),
     messages.Probed(id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
     messages.Cancel(key=KEY),
     messages.Reserve(key=KEY, incarnation=LIFE, prompt=pack_ids([1]), sampling=SAMPLING, sent_s=12.5, first=1, terms=TERMS),

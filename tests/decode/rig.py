@@ -35,6 +35,7 @@ def reserve(
     first: int = 0,
     terms: Terms | None = None,
     incarnation: Incarnation = WRITERS_LIFE,
+    waits: bool = True,
 ) -> Reserve:
     return Reserve(
         key=key(name),
@@ -44,6 +45,7 @@ def reserve(
         sent_s=sent_s,
         first=first,
         terms=terms or Terms(),
+        waits=waits,
     )
 
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from msgspec.structs import replace
 
-from common.ids import ROUTER, InstanceId, unpack_ids
+from common.ids import ROUTER, Generation, InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
-from common.messages import Grant, Peers, Renewed, Terms, Withdraw
+from common.messages import Claim, Decline, Grant, Peers, Renew, Renewed, Reserve, Terms, Withdraw
 from kv_transfer.write_lease import OVERRUN_S, WRITE_LEASE_S
 from tests.any_order import AGES_S, SECONDS, SETTINGS, AnyOrderMachine
 from tests.builders import instance, key
-from tests.decode.rig import handoff, renew, reserve, scheduler
+from tests.decode.rig import WRITERS_LIFE, handoff, renew, reserve, scheduler
 from tests.schedulers import drain, generate
 
 TOTAL_PAGES = 7
@@ -37,6 +38,8 @@ class AnyOrder(AnyOrderMachine):
         self.writing: dict[str, Writing] = {}
         self.may_write_until_s: dict[InstanceId, float] = {}
         self.settling: list[Settle] = []
+        self.declined: list[tuple[str, InstanceId, Reserve]] = []
+        """Reservations that did not wait, and for which there was no room."""
         self.meet("p", "q")
 
     def note(self, action: Action) -> None:
@@ -48,6 +51,12 @@ class AnyOrder(AnyOrderMachine):
                 self.may_write_until_s[action.to] = max(until_s, self.may_write_until_s.get(action.to, until_s))
                 if isinstance(answer, Grant):
                     self.writing.setdefault(answer.key.request_id, Writing(answer, action.to))
+            case Send(message=Decline() as decline):
+                name = decline.key.request_id
+                _, writer, asked = self.asked[name]
+                if isinstance(asked, Reserve) and not asked.waits and "no room now" in decline.failed.message:
+                    assert writer == action.to and name not in self.writing
+                    self.declined.append((name, writer, asked))
             case _:
                 pass
 
@@ -57,14 +66,37 @@ class AnyOrder(AnyOrderMachine):
 
     # --- what peers say --------------------------------------------------------------------------------------------------
 
-    @rule(tokens=TOKENS, answer=st.integers(2, 18), age_s=AGES_S, writer=WRITERS, priority=st.integers(0, 1))
-    def a_reserve(self, tokens: int, answer: int, age_s: float, writer: InstanceId, priority: int) -> None:
+    @rule(tokens=TOKENS, answer=st.integers(2, 18), age_s=AGES_S, writer=WRITERS, priority=st.integers(0, 1), waits=st.booleans())
+    def a_reserve(self, tokens: int, answer: int, age_s: float, writer: InstanceId, priority: int, waits: bool) -> None:
         terms = Terms(priority=priority, age_s=age_s)
-        self.ask(writer, reserve(f"r{len(self.asked)}", tokens, answer, sent_s=self.now - age_s, terms=terms))
+        asked = reserve(f"r{len(self.asked)}", tokens, answer, sent_s=self.now - age_s, terms=terms, waits=waits)
+        self.ask(writer, asked)
+
+    @precondition(lambda self: self.declined)
+    @rule()
+    def the_same_again_and_it_waits(self) -> None:
+        """Nobody else had room."""
+        name, writer, asked = self.declined.pop()
+        self.asked[name] = (self.now, writer, asked)
+        self.hear(writer, replace(asked, waits=True, sent_s=self.now))
 
     @rule(tokens=TOKENS, answer=st.integers(1, 18), age_s=AGES_S)
     def a_generate(self, tokens: int, answer: int, age_s: float) -> None:
         self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, terms=Terms(age_s=age_s)))
+
+    @rule(data=st.data(), age_s=AGES_S, writer=WRITERS, moves=st.booleans())
+    def a_move(self, data: st.DataObject, age_s: float, writer: InstanceId, moves: bool) -> None:
+        """A writer has asked another reader, and says so: it uses no grant of this one."""
+        name = data.draw(st.sampled_from(self.recent()))
+        sent_s = self.now - age_s
+        is_old = name in self.asked and isinstance(asked := self.asked[name][2], Reserve) and asked.sent_s < sent_s
+        if moves and is_old and self.asked[name][1] == writer:
+            self.writing.pop(name, None)
+            claims = tuple(
+                Claim(held.grant.key, held.grant.generation) for held in self.writing.values() if held.writer == writer
+            )
+            moved = Claim(key(name), Generation(0), moved=True)
+            self.hear(writer, Renew(incarnation=WRITERS_LIFE, sent_s=sent_s, claims=(*claims, moved)))
 
     @rule(data=st.data(), age_s=AGES_S, writer=WRITERS, knows_grants=st.booleans())
     def a_renew(self, data: st.DataObject, age_s: float, writer: InstanceId, knows_grants: bool) -> None:

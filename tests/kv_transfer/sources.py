@@ -1,5 +1,5 @@
-"""The sending end of the handoff for tests, and what it says and hears: each call returns the actions, and behind them what has
-closed. Knows no test."""
+"""The sending end of the handoff for tests, and what it says and hears: each call returns the actions, and behind them the
+news. Knows no test."""
 
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeAlias
@@ -14,13 +14,13 @@ P = ParamSpec("P")
 Method: TypeAlias = Callable[Concatenate[HandoffSource, P], list[Any]]
 
 
-def with_closings(
+def with_news(
     method: Callable[Concatenate[HandoffSource, P], list[Any]],
 ) -> Callable[Concatenate[HandoffSource, P], list[Any]]:
-    """The method's actions, and behind them what has closed."""
+    """The method's actions, and behind them the news."""
 
     def call(source: HandoffSource, /, *args: P.args, **named: P.kwargs) -> list[Any]:
-        return [*method(source, *args, **named), *source.take_closings()]
+        return [*method(source, *args, **named), *source.take_news()]
 
     return call
 
@@ -46,15 +46,17 @@ def grant(
 
 
 class Source(HandoffSource):
-    """A HandoffSource whose caller takes the closings after each event."""
+    """A HandoffSource whose caller takes the news after each event."""
 
-    open = with_closings(HandoffSource.open)
-    computed = with_closings(HandoffSource.computed)
-    give_up = with_closings(HandoffSource.give_up)
-    receive = with_closings(HandoffSource.receive)
-    transfer_ended = with_closings(HandoffSource.transfer_ended)
-    peers_gone = with_closings(HandoffSource.peers_gone)
-    tick = with_closings(HandoffSource.tick)
+    open = with_news(HandoffSource.open)
+    move = with_news(HandoffSource.move)
+    cannot_reach = with_news(HandoffSource.cannot_reach)
+    computed = with_news(HandoffSource.computed)
+    give_up = with_news(HandoffSource.give_up)
+    receive = with_news(HandoffSource.receive)
+    transfer_ended = with_news(HandoffSource.transfer_ended)
+    peers_gone = with_news(HandoffSource.peers_gone)
+    tick = with_news(HandoffSource.tick)
 
     def layers_computed(self, key: Key, layers: int) -> list[Any]:
         return self.computed(key, 0, layers)

@@ -1,6 +1,7 @@
 """The sending end of the handoff, as messages in and actions out."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_i
 from common.instance.ports import Allow, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, Withdraw
 from kv_transfer.digests import Digest
-from kv_transfer.handoff_source import SourceClosed, SourceRead
+from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceRead, SourceRefused
 from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
@@ -19,6 +20,7 @@ from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
 LIFE, OTHER = Incarnation("1"), InstanceId("other")
 PEER = Life(D, LIFE)
 SOURCE_PAGES = np.array([10, 11, 12], dtype=np.int32)
+GRANTED = SourceGranted(key())
 CLOSED = SourceClosed(key(), None, quiescent=True)
 WITHDRAW = Send(D, Withdraw(key=key(), incarnation=ME, generation=Generation(5)))
 WITHDRAWN = [WITHDRAW, CLOSED]
@@ -33,7 +35,7 @@ def opened(digest: Digest | None = None) -> Source:
 
 def granted(have_tokens: int = 0, digest: Digest | None = None) -> Source:
     source = opened(digest)
-    assert source.receive(D, grant(have_tokens=have_tokens), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S)]
+    assert source.receive(D, grant(have_tokens=have_tokens), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S), GRANTED]
     return source
 
 
@@ -220,11 +222,56 @@ FULL = Failed(message="full", kind="overloaded_error", status=429, retryable=Tru
 
 
 DECLINE = Decline(key=key(), failed=FULL)
+REFUSED = SourceRefused(key(), FULL)
 DECLINED = SourceClosed(key(), FULL, quiescent=True)
 
 
-def test_a_decline_closes_with_its_reason() -> None:
-    assert opened().receive(D, DECLINE, BEGAN_S) == [DECLINED]
+def test_a_decline_before_the_grant_refuses_with_its_reason_and_giving_up_then_closes() -> None:
+    source = opened()
+    assert source.receive(D, DECLINE, BEGAN_S) == [REFUSED]
+    assert source.give_up(key()) == [CLOSED]
+
+
+def moved(source: Source) -> Source:
+    """Its peer has declined, and another one is asked, half a second later."""
+    again = reserve(sent_s=BEGAN_S + 0.5)
+    source.receive(D, DECLINE, BEGAN_S + 0.1)
+    assert source.move(again, Life(OTHER, LIFE)) == [Send(OTHER, again)]
+    return source
+
+
+def test_what_was_computed_before_a_decline_is_pushed_to_whoever_grants() -> None:
+    source = opened()
+    source.computed(key(), 8)
+    moved(source)
+    assert pushes(source.sampled(key(), 99)) == []
+    outputs = source.receive(OTHER, grant(), BEGAN_S + 0.6)
+    assert pushes(outputs) == [([10, 11, 12], [20, 21, 22])]
+    (handoff, _) = source.transfer_ended(done(1))
+    assert isinstance(handoff, Send) and handoff.to == OTHER and isinstance(handoff.message, Handoff)
+
+
+@pytest.mark.parametrize("answer", [grant(), DECLINE], ids=["grant", "decline"])
+def test_a_late_answer_of_a_former_candidate_is_never_used(answer: Grant | Decline) -> None:
+    source = moved(opened())
+    source.computed(key(), 8)
+    assert source.receive(D, answer, BEGAN_S + 0.6) == ([WITHDRAW] if isinstance(answer, Grant) else [])
+    assert source.stale == 1 and len(source) == 1
+    assert pushes(source.receive(OTHER, grant(), BEGAN_S + 0.7)) == [([10, 11], [20, 21])]
+
+
+def test_a_decline_of_an_earlier_reserve_says_nothing_about_the_latest() -> None:
+    source = moved(opened())
+    source.receive(OTHER, DECLINE, BEGAN_S + 0.6)
+    source.move(reserve(sent_s=BEGAN_S + 0.7), PEER)
+    assert source.receive(D, msgspec.structs.replace(DECLINE, sent_s=BEGAN_S), BEGAN_S + 0.8) == []
+    assert source.receive(D, msgspec.structs.replace(DECLINE, sent_s=BEGAN_S + 0.7), BEGAN_S + 0.9) == [REFUSED]
+
+
+def test_a_peer_that_cannot_be_reached_loses_what_it_has_not_granted_and_is_told_so() -> None:
+    lost = unavailable("the link was lost")
+    assert opened().cannot_reach(D, lost) == [UNGRANTED, SourceRefused(key(), lost)]
+    assert granted().cannot_reach(D, lost) == opened().cannot_reach(OTHER, lost) == []
 
 
 def test_a_decline_after_the_grant_takes_it_back_and_is_answered_when_the_pushes_have_ended() -> None:
@@ -247,10 +294,10 @@ def test_a_grant_of_pages_that_cannot_be_there_or_of_the_wrong_size_is_refused(c
     assert isinstance(closed, SourceClosed) and reason in str(closed.failure)
 
 
-@pytest.mark.parametrize("answer", [grant(), DECLINE])
-def test_an_answer_of_another_instance_is_dropped_and_counted(answer: Grant | Decline) -> None:
+@pytest.mark.parametrize(("answer", "actions"), [(grant(), [replace(WITHDRAW, to=OTHER)]), (DECLINE, [])])
+def test_an_answer_of_another_instance_is_counted_and_a_grant_is_given_back(answer: Grant | Decline, actions: list[Any]) -> None:
     source = opened()
-    assert source.receive(OTHER, answer, BEGAN_S) == []
+    assert source.receive(OTHER, answer, BEGAN_S) == actions
     assert source.stale == 1 and len(source) == 1
     assert pushes(source.computed(key(), 8)) == []
 
@@ -278,14 +325,15 @@ def test_a_grant_with_an_impossible_time_raises_nothing_and_allows_nothing(sent_
 # --- peers -----------------------------------------------------------------------------------------------------------------
 
 
-LEFT = SourceClosed(key(), unavailable("d left the fleet"), quiescent=True)
+GONE = unavailable("d left the fleet")
+LEFT = SourceClosed(key(), GONE, quiescent=True)
 
 
 @pytest.mark.parametrize("now_there", [[], [(D, Incarnation("2"))]], ids=["left", "came back as another"])
-def test_the_handoffs_to_a_peer_that_left_fail(now_there: list[tuple[InstanceId, Incarnation]]) -> None:
+def test_a_peer_that_left_grants_nothing(now_there: list[tuple[InstanceId, Incarnation]]) -> None:
     source = opened()
     assert source.peers_gone([(D, LIFE)]) == []
-    assert source.peers_gone(now_there) == [UNGRANTED, LEFT]
+    assert source.peers_gone(now_there) == [UNGRANTED, SourceRefused(key(), GONE)]
 
 
 def test_a_handoff_to_a_peer_that_left_is_drained_before_its_pages_come_home() -> None:

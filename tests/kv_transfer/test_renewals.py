@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from common.errors import InstanceFailed
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket
 from common.instance.ports import Allow, PushDone, PushFailed, Send
-from common.messages import Failed, Renew, Renewed, Withdraw
-from kv_transfer.handoff_source import SourceClosed
+from common.messages import Decline, Failed, Renew, Renewed, Withdraw
+from kv_transfer.outgoing import SourceClosed, SourceRefused
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
@@ -32,6 +32,13 @@ class Writer:
     def open(self, name: str, peer: InstanceId = D, incarnation: Incarnation = FIRST) -> None:
         self.source.open(reserve(name, tokens=8, sent_s=self.now), Life(peer, incarnation), PAGES)
 
+    def move(self, name: str, to: InstanceId) -> None:
+        """Its peer has no room: another one is asked."""
+        full = Failed(message="full", retryable=True)
+        peer = E if to == D else D
+        assert self.source.receive(peer, Decline(key=key(name), failed=full), self.now) == [SourceRefused(key(name), full)]
+        self.source.move(reserve(name, tokens=8, sent_s=self.now), Life(to, FIRST))
+
     def grant(self, name: str, generation: int = 5) -> list[Any]:
         return self.source.receive(D, grant(name, (20, 21), generation, self.now), self.now)
 
@@ -39,15 +46,15 @@ class Writer:
         answer = Renewed(sent_s=sent_s, write_lease_s=WRITE_LEASE_S, over=tuple(key(name) for name in over))
         return self.source.receive(sender, answer, self.now)
 
-    def tick(self, seconds: float = RENEW_S) -> dict[InstanceId, list[tuple[str, int]]]:
-        """So much later: what is claimed, and from whom."""
+    def tick(self, seconds: float = RENEW_S) -> dict[InstanceId, list[tuple[str, int | str]]]:
+        """So much later: what is claimed, from whom, and in which generation; or that it has moved."""
         self.now += seconds
-        claims: dict[InstanceId, list[tuple[str, int]]] = {}
+        claims: dict[InstanceId, list[tuple[str, int | str]]] = {}
         for output in self.source.tick(self.now):
             assert isinstance(output, Send) and isinstance(output.message, Renew)
             renew = output.message
             assert renew.incarnation == ME and renew.sent_s == self.now and output.to not in claims
-            claims[output.to] = [(claim.key.request_id, claim.generation) for claim in renew.claims]
+            claims[output.to] = [(claim.key.request_id, "moved" if claim.moved else claim.generation) for claim in renew.claims]
         return claims
 
 
@@ -156,7 +163,7 @@ def test_a_handoff_that_is_over_on_the_other_side_is_drained_and_withdrawn_and_m
 def test_a_handoff_that_is_reported_over_twice_is_withdrawn_once() -> None:
     writer = Writer("a")
     writer.tick()
-    assert [type(output) for output in writer.renewed(writer.now, "a", "a", "unknown")] == [Allow, Send, SourceClosed]
+    assert [type(output) for output in writer.renewed(writer.now, "a", "a", "unknown")] == [Allow, Send, SourceRefused]
     assert [type(output) for output in writer.renewed(writer.now, "a")] == []
 
 
@@ -167,8 +174,41 @@ def test_a_reserve_that_was_sent_just_before_is_not_taken_for_over(sent_before_s
     writer.now += RENEW_S - sent_before_s
     writer.open("a")
     assert writer.tick(sent_before_s) == {D: [("old", 0), ("a", 0)]}
-    closed = [output.key for output in writer.renewed(writer.now, "a") if isinstance(output, SourceClosed)]
+    closed = [output.key for output in writer.renewed(writer.now, "a") if isinstance(output, SourceRefused)]
     assert closed == ([key("a")] if is_over else [])
+
+
+# --- handoffs that move ----------------------------------------------------------------------------------------------------
+
+
+def test_the_former_peer_of_a_handoff_that_moved_is_told_so_until_its_renewals_end() -> None:
+    writer = Writer("a")
+    writer.move("a", E)
+    assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: [("a", "moved")], E: [("a", 0)]}] * RENEWALS_AFTER
+    assert writer.tick() == {E: [("a", 0)]}
+
+
+def test_a_former_peer_with_other_handoffs_is_told_of_what_moved_as_often() -> None:
+    writer = Writer("a", "b")
+    writer.move("a", E)
+    assert [writer.tick()[D] for _ in range(RENEWALS_AFTER + 1)] == [[("b", 0), ("a", "moved")]] * RENEWALS_AFTER + [[("b", 0)]]
+
+
+def test_a_handoff_that_comes_back_is_claimed_again() -> None:
+    writer = Writer("a")
+    writer.move("a", E)
+    writer.move("a", D)
+    assert writer.tick() == {D: [("a", 0)], E: [("a", "moved")]}
+
+
+def test_what_a_former_peer_says_of_a_handoff_that_moved_changes_nothing() -> None:
+    writer = Writer("a")
+    writer.move("a", E)
+    writer.tick()
+    assert [type(output) for output in writer.renewed(writer.now, "a")] == [Allow]
+    (withdraw,) = writer.grant("a", generation=3)
+    assert withdraw == Send(D, Withdraw(key=key("a"), incarnation=ME, generation=Generation(3)))
+    assert len(writer.source) == 1
 
 
 # --- stuck handoffs --------------------------------------------------------------------------------------------------------
@@ -209,7 +249,7 @@ def test_a_stuck_handoff_is_claimed_while_its_peer_is_away_and_forgotten_when_th
 def test_a_peer_that_is_away_is_told_that_its_handoffs_are_over() -> None:
     writer = Writer("a")
     writer.source.peers_gone([])
-    assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: []}] * RENEWALS_AFTER
+    assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: [("a", "moved")]}] * RENEWALS_AFTER
     assert writer.tick() == {}
 
 
@@ -246,7 +286,7 @@ def test_a_late_answer_of_a_predecessor_is_no_lease_to_write_to_its_successor() 
     writer.now += 0.5
     writer.open("b", incarnation=SECOND)
     late = writer.renewed(writer.now - 0.5)
-    (own,) = writer.grant("b")
+    own, _ = writer.grant("b")
     assert own == Allow(D, SECOND, writer.now + WRITE_LEASE_S)
     assert all(isinstance(output, Allow) and output.until_s < own.until_s for output in late)
 

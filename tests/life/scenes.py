@@ -10,7 +10,7 @@ from enum import Enum
 from common.config import Dispatch, RouterConfig
 from common.engine.timed import StepCost
 from common.ids import InstanceId, RequestId, pack_ids
-from common.messages import AnyMessage, Generate
+from common.messages import AnyMessage, Generate, Reserve
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
 from simulation.client import Client
@@ -96,10 +96,12 @@ class Scene:
     def _follow(self, letter: Letter, message: AnyMessage, delays: tuple[float, ...]) -> None:
         if isinstance(message, Generate) and message.key.request_id == "r":
             self.attempts = message.key.attempt + 1
-            if message.decode is None:
-                self.decode = letter.to
+            if message.decodes:
+                self.prefill, self.decode = letter.to, message.decodes[0]
             else:
-                self.prefill, self.decode = letter.to, message.decode
+                self.decode = letter.to
+        if isinstance(message, Reserve) and message.key.request_id == "r":
+            self.decode = letter.to
 
 
 def _spec(name: str, prompt: list[int], max_tokens: int, timeout_s: float | None) -> RequestSpec:

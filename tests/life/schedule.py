@@ -19,7 +19,10 @@ FEWEST_PAGES, MOST_PAGES = 19, 32
 """The fewest hold the longest prompt with the longest answer."""
 LONGEST_HANG_S = 22.0
 """So long that what the instance had in flight must not go on."""
-TRIGGERS = ("Generate", "Reserve", "Grant", "Handoff", "TokenBatch", "Renew", "Withdraw", "Decline", "Renewed", "Cancel", "Probe")
+TRIGGERS = (
+    *("Generate", "Reserve", "Grant", "Decline", "Placed", "Handoff", "TokenBatch"),
+    *("Renew", "Renewed", "Withdraw", "Cancel", "Probe"),
+)
 """Kinds of letters upon which a fault may strike, so that it strikes within the protocol."""
 
 

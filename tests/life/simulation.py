@@ -77,6 +77,7 @@ def _counts(trial: Trial) -> Counter[str]:
         total = life.scheduler.report().counters
         counts["preemptions"] += total.preemptions
         counts["handoffs lost"] += total.handoffs_lost
+        counts["reservations moved"] += total.reservations_moved
         counts["pushes failed"] += total.pushes_failed
     counts["lives"] += len(trial.lives)
     counts["unproven writes"] += len(trial.fabric.unproven)

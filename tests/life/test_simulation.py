@@ -30,6 +30,7 @@ HAPPENS = (
     "ended by itself: drained",
     "preemptions",
     "handoffs lost",
+    "reservations moved",
     "pushes failed",
     "unproven writes",
 )

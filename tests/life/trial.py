@@ -12,7 +12,7 @@ from typing import assert_never
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import ROUTER, InstanceId, RequestId, Role
-from common.messages import AnyMessage, Generate
+from common.messages import AnyMessage, Generate, Reserve
 from kv_transfer.transport import Transport
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
@@ -192,9 +192,12 @@ class Trial(Fleet):
 
     def _on_letter(self, letter: Letter, message: AnyMessage, delays: Sequence[float]) -> None:
         if isinstance(message, Generate):
-            serving = (letter.to,) if message.decode is None else (letter.to, message.decode)
-            self._serving[message.key.request_id] = serving
-            self.blows[message.key.request_id] += not all(self._is_up(name) for name in serving)
+            self._serving[message.key.request_id] = (letter.to, *message.decodes)
+            could_decode = not message.decodes or any(self._is_up(name) for name in message.decodes)
+            self.blows[message.key.request_id] += not (self._is_up(letter.to) and could_decode)
+        if isinstance(message, Reserve):
+            self._serving[message.key.request_id] = (letter.sender, letter.to)
+            self.blows[message.key.request_id] += not self._is_up(letter.to)
         if not delays:
             self.blows.update({key.request_id for key in keys_of(message)})
         for deed in self._armed.pop(letter.kind, ()):

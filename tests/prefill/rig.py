@@ -29,7 +29,7 @@ def scheduler(
     return made
 
 
-generate = partial(schedulers.generate, decode=DECODE)
+generate = partial(schedulers.generate, decodes=(DECODE,))
 
 
 def reserves(actions: list[Action]) -> list[Reserve]:

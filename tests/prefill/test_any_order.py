@@ -2,15 +2,19 @@
 
 The model is who reads and writes which page. A page of a push or step in flight is in no other hands; a request ends at most
 once here; nothing is withdrawn or handed off while a push is in flight; and when every push and step has ended, every page is
-home, but for those of pushes that were never proven to have ended.
+home, but for those of pushes that were never proven to have ended. A handoff moves only before its grant, and nothing is ever
+written where a former candidate said.
 """
+
+from collections import defaultdict
 
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from common.errors import Overloaded, Unavailable
 from common.ids import ROUTER, Generation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Allow, Connect, Push, PushDone, PushFailed, Send
-from common.messages import Decline, Failed, Grant, Handoff, LinkState, Peers, Renew, Renewed, Reserve, Terms, Withdraw
+from common.messages import Decline, Failed, Grant, Handoff, LinkState, Peers, Placed, Renew, Renewed, Reserve, Terms, Withdraw
 from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.any_order import AGES_S, SECONDS, SETTINGS, AnyOrderMachine
 from tests.builders import LAYOUT, instance, key
@@ -20,6 +24,11 @@ from tests.schedulers import drain, link_changed
 TOTAL_PAGES = 8
 DECODERS = ("d", "e")
 ONE_DECODER = st.sampled_from(DECODERS).map(InstanceId)
+SOME_DECODERS = st.lists(ONE_DECODER, min_size=1, max_size=2, unique=True).map(tuple)
+LATE_PAGES = 50
+"""Target pages from this number on, of each hundred, are those of a grant that comes too late."""
+FULL = Failed.of(Overloaded("no room now"))
+DECLINES = (Failed(message="no"), Failed.of(Unavailable("it leaves")), FULL)
 
 
 class AnyOrder(AnyOrderMachine):
@@ -27,6 +36,9 @@ class AnyOrder(AnyOrderMachine):
         super().__init__(scheduler(TOTAL_PAGES, max_rows=3))
         self.lives = dict.fromkeys(DECODERS, 1)
         self.reserved: dict[str, tuple[InstanceId, Reserve]] = {}
+        self.former: dict[str, set[InstanceId]] = defaultdict(set)
+        """Who was asked for a reservation before."""
+        self.placed: set[str] = set()
         self.pushes: dict[int, tuple[str, Push]] = {}
         """In flight, by ticket, with the name of the request."""
         self.stuck: set[int] = set()
@@ -35,11 +47,23 @@ class AnyOrder(AnyOrderMachine):
     def note(self, action: Action) -> None:
         match action:
             case Send(message=Reserve() as reserve):
-                self.reserved[reserve.key.request_id] = (action.to, reserve)
+                name = str(reserve.key.request_id)
+                assert name not in self.placed, "after the grant nothing moves"
+                if name in self.reserved:
+                    self.former[name].add(self.reserved[name][0])
+                self.reserved[name] = (action.to, reserve)
+            case Send(message=Placed() as placed):
+                name = str(placed.key.request_id)
+                assert name not in self.placed, "it is said once"
+                assert placed.decode == (self.reserved[name][0], str(self.lives[placed.decode.id]))
+                self.placed.add(name)
+            case Send(message=Withdraw() as last) if self.is_former(str(last.key.request_id), action.to):
+                pass
             case Send(message=Withdraw() | Handoff() as last):
                 name = str(last.key.request_id)
                 assert name not in [pushing for pushing, _ in self.pushes.values()], "its pages are still being read"
                 assert self.reserved.pop(name)[0] == action.to, "a handoff is closed once"
+                self.former[name].add(action.to)
             case Send(message=Renew(claims=claims)):
                 claimed = {claim.key.request_id for claim in claims}
                 for name, push in self.pushes.values():
@@ -47,9 +71,13 @@ class AnyOrder(AnyOrderMachine):
                     assert not is_there or name in claimed, "what is being written is claimed"
             case Push():
                 assert action.ticket not in self.pushes
+                assert int(action.target_pages[0]) % 100 < LATE_PAGES, "a former candidate's pages are never written"
                 self.pushes[action.ticket] = (self.name_of(action), action)
             case _:
                 assert isinstance(action, Send | Allow | Connect)
+
+    def is_former(self, name: str, decoder: InstanceId) -> bool:
+        return decoder in self.former[name] and (name not in self.reserved or self.reserved[name][0] != decoder)
 
     def name_of(self, push: Push) -> str:
         """Whose pages are pushed: target pages are granted so that they say."""
@@ -61,11 +89,11 @@ class AnyOrder(AnyOrderMachine):
 
     # --- what peers say --------------------------------------------------------------------------------------------------
 
-    @rule(tokens=st.integers(1, 14), answer=st.integers(1, 5), decoder=ONE_DECODER, age_s=AGES_S, priority=st.integers(0, 1))
-    def a_generate(self, tokens: int, answer: int, decoder: InstanceId, age_s: float, priority: int) -> None:
+    @rule(tokens=st.integers(1, 14), answer=st.integers(1, 5), decoders=SOME_DECODERS, age_s=AGES_S, priority=st.integers(0, 1))
+    def a_generate(self, tokens: int, answer: int, decoders: tuple[InstanceId, ...], age_s: float, priority: int) -> None:
         terms = Terms(priority=priority, age_s=age_s)
-        to = decoder if answer > 1 else None
-        self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, decode=to, terms=terms))
+        to = decoders if answer > 1 else ()
+        self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, decodes=to, terms=terms))
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data(), is_sound=st.sampled_from([True, True, True, False]), twice=st.booleans())
@@ -85,9 +113,21 @@ class AnyOrder(AnyOrderMachine):
             self.hear(decoder, grant)
 
     @rule(data=st.data(), decoder=ONE_DECODER)
-    def a_decline(self, data: st.DataObject, decoder: InstanceId) -> None:
+    def a_late_grant(self, data: st.DataObject, decoder: InstanceId) -> None:
+        """Of a candidate that was asked before the present one."""
         name = data.draw(st.sampled_from(self.recent()))
-        self.hear(decoder, Decline(key=key(name), failed=Failed(message="no")))
+        if self.is_former(name, decoder):
+            _, _, generate = self.asked[name]
+            pages = [100 * int(name[1:]) + LATE_PAGES + n for n in range(LAYOUT.pages_for(len(unpack_ids(generate.prompt))))]
+            late = Grant(
+                key=key(name), generation=Generation(1), pages=pack_ids(pages), sent_s=self.now, write_lease_s=WRITE_LEASE_S
+            )
+            self.hear(decoder, late)
+
+    @rule(data=st.data(), decoder=ONE_DECODER, why=st.sampled_from([*DECLINES, FULL]))
+    def a_decline(self, data: st.DataObject, decoder: InstanceId, why: Failed) -> None:
+        name = data.draw(st.sampled_from(self.recent()))
+        self.hear(decoder, Decline(key=key(name), failed=why))
 
     @rule(data=st.data(), decoder=ONE_DECODER, age_s=st.floats(-1.0, 3.0))
     def a_renewed(self, data: st.DataObject, decoder: InstanceId, age_s: float) -> None:

@@ -20,7 +20,7 @@ def test_one_request_goes_from_generate_to_handoff() -> None:
     assert kinds(first.actions) == ["Reserve"] and spans(first.plan) == [(0, 8, False)]
     second = made.decide(0.0)  # launched before the first came back
     assert spans(second.plan) == [(8, 10, True)] and made.decide(0.0).plan is None
-    assert kinds(made.receive(DECODE, grant_for(first.actions), 0.0)) == ["Allow"]
+    assert kinds(made.receive(DECODE, grant_for(first.actions), 0.0)) == ["Allow", "Placed"]
     actions = made.step_done(result(first.plan), 0.1)
     assert kinds(actions) == ["Push"]
     assert finish_pushes(made, actions) == []
@@ -66,7 +66,7 @@ def test_admission_stops_while_memory_is_full_and_goes_on_when_pages_come_home()
 
 
 def test_an_answer_of_one_token_needs_no_decode_instance() -> None:
-    made, decision = begun(generate("a", 5, max_new_tokens=1, decode=None))
+    made, decision = begun(generate("a", 5, max_new_tokens=1, decodes=()))
     assert decision.actions == []
     assert deltas(made.step_done(result(decision.plan, [55]), 0.1)) == [TokenDelta(key("a"), 0, (55,), Finished(reason="length"))]
     assert is_home(made)
@@ -143,8 +143,8 @@ def test_requests_for_a_decode_instance_that_left_fail_in_every_phase() -> None:
         ({"prompt": pack_ids([1000])}, 400, "between 0 and 999"),
         ({"prompt": pack_ids([1] * 129)}, 400, "too long"),
         ({"sampling": sampling(max_new_tokens=0)}, 400, "max_tokens"),
-        ({"decode": None}, 400, "cannot decode"),
-        ({"decode": InstanceId("nobody")}, 503, "does not know the instance nobody"),
+        ({"decodes": ()}, 400, "cannot decode"),
+        ({"decodes": (InstanceId("nobody"),)}, 503, "knows none of the decode instances nobody"),
         ({"first": -1}, 400, "first must be between"),
         ({"first": 5}, 400, "first must be between"),
         ({"terms": Terms(age_s=float("nan"))}, 400, "must be numbers"),
@@ -165,7 +165,7 @@ def test_a_prompt_that_the_pool_cannot_hold_is_refused() -> None:
 
 def test_a_generate_that_comes_again_is_dropped_and_counted_while_it_runs_and_after() -> None:
     made = scheduler()
-    made.receive(ROUTER, generate("a", 5, max_new_tokens=1, decode=None), 0.0)
+    made.receive(ROUTER, generate("a", 5, max_new_tokens=1, decodes=()), 0.0)
     assert made.receive(ROUTER, generate("a", 5), 0.0) == []
     made.step_done(result(made.decide(0.0).plan, [5]), 0.1)
     assert is_home(made)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from common.config import RouterConfig
-from common.ids import DETOKENIZER, ROUTER, RequestId, pack_ids
+from common.ids import DETOKENIZER, ROUTER, Key, Life, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
@@ -15,6 +15,7 @@ from common.messages import (
     Goodbye,
     InstanceInfo,
     Load,
+    Placed,
     Probe,
     Probed,
     Register,
@@ -32,6 +33,7 @@ from tests.router.fakes import Unobserved, beat
 
 P0, D0, P1, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("p1", "prefill"), instance("d1", "decode")
 PROMPT = pack_ids(range(100, 120))
+DEFAULT = key()
 
 
 def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float = 3.0) -> Fleet:
@@ -44,9 +46,13 @@ def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float =
 
 
 class Bench:
-    """The members are linked, each with all of the other role."""
+    """The members are linked, each with all of the other role. places: whether the best candidate of each attempt grants its
+    reservation at once, and the router hears of it."""
 
-    def __init__(self, *members: InstanceInfo, config: RouterConfig | None = None, limit_chars: int = 10_000) -> None:
+    def __init__(
+        self, *members: InstanceInfo, config: RouterConfig | None = None, limit_chars: int = 10_000, places: bool = True
+    ) -> None:
+        self.places = places
         self.observer = Unobserved()
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config or RouterConfig(), self.observer)
         self.outbox = Outbox(lambda: None, limit_chars)
@@ -62,18 +68,30 @@ class Bench:
     def report(self, member: InstanceInfo, now: float, load: Load | None = None, draining: bool = False) -> list[Send]:
         """One member sends a heartbeat."""
         others = (other for other in self.members if other.role != member.role)
-        return self.core.receive(beat(member, *others, load=load, draining=draining), now)
+        return self.place(self.core.receive(beat(member, *others, load=load, draining=draining), now), now)
 
     def join(self, member: InstanceInfo, now: float) -> list[Send]:
         """A new member joins, and is linked at once."""
         self.members.append(member)
-        return [*self.core.receive(Register(instance=member), now), *self.beat(now)]
+        return [*self.place(self.core.receive(Register(instance=member), now), now), *self.beat(now)]
 
     def leave(self, member: InstanceInfo, now: float) -> list[Send]:
-        return self.core.receive(Goodbye(id=member.id, incarnation=member.incarnation), now)
+        return self.place(self.core.receive(Goodbye(id=member.id, incarnation=member.incarnation), now), now)
 
     def submit(self, *specs: RequestSpec, at: float = 0.0) -> list[Send]:
-        return self.core.requests.submit(specs, self.outbox, at, at)
+        return self.place(self.core.requests.submit(specs, self.outbox, at, at), at)
+
+    def place(self, sends: list[Send], now: float) -> list[Send]:
+        """What the router sends, after the attempts that begin with it have found their decode instances."""
+        for to, message in generates(sends) if self.places else ():
+            by_name: dict[str, Life] = {member.info.id: member.life for member in self.core.fleet.members()}
+            for decode in message.decodes[:1]:
+                assert self.placed(by_name[to], by_name[decode], now, message.key) == []
+        return sends
+
+    def placed(self, by: Life, decode: Life, now: float, of: Key = DEFAULT) -> list[Send]:
+        """A prefill instance says that this decode instance has granted the attempt's reservation."""
+        return self.core.receive(Placed(id=by.id, incarnation=by.incarnation, key=of, decode=decode), now)
 
     def serving(self, *specs: RequestSpec) -> Self:
         """A request was submitted: these choices, or a plain one."""
@@ -85,12 +103,12 @@ class Bench:
     ) -> list[Send]:
         """The detokenizer sends these characters, one token each."""
         delta = TextDelta(key(name, attempt), first, tuple(ord(char) for char in text), text, ending)
-        return self.core.receive(TextBatch(deltas=(delta,)), now)
+        return self.place(self.core.receive(TextBatch(deltas=(delta,)), now), now)
 
     def probed(self, of: InstanceInfo, next_token: int | None, now: float, name: str = "r", attempt: int = 0) -> list[Send]:
         """The instance answers a probe about an attempt."""
         standing = Standing(key(name, attempt), next_token)
-        return self.core.receive(Probed(id=of.id, incarnation=of.incarnation, standings=(standing,)), now)
+        return self.place(self.core.receive(Probed(id=of.id, incarnation=of.incarnation, standings=(standing,)), now), now)
 
     def read(self) -> str:
         return "".join(delta.text for delta in self.outbox.take())
@@ -130,4 +148,4 @@ def announced(sends: Iterable[Send]) -> list[ExpectAnswer]:
 def route(sends: Iterable[Send]) -> tuple[str, str | None]:
     """The members that serve the one attempt that starts: the first, and the decode instance."""
     ((to, message),) = generates(sends)
-    return to, message.decode
+    return to, message.decodes[0] if message.decodes else None

@@ -24,14 +24,14 @@ def test_a_request_is_announced_to_the_detokenizer_and_sent_to_the_prefill_insta
     sent = bench.submit(spec(stop=("end",)))
     assert sent == [
         Send(DETOKENIZER, ExpectAnswer(key=key(), stop=("end",), context=pack_ids(range(112, 120)), life_s=1860.0)),
-        Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decode=D0.id, terms=TERMS)),
+        Send(P0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), decodes=(D0.id,), terms=TERMS)),
     ]
     assert bench.assigned() == {"p0": 20, "d0": 20}
 
 
 def test_an_answer_of_one_token_names_no_decode_instance() -> None:
     sent = Bench(P0, D0).submit(spec(max_new_tokens=1))
-    assert isinstance(sent[1].message, Generate) and sent[1].message.decode is None
+    assert isinstance(sent[1].message, Generate) and not sent[1].message.decodes
 
 
 def test_colocated_dispatch_sends_the_request_to_the_decode_instance() -> None:
@@ -58,7 +58,7 @@ def test_the_choices_of_one_request_are_spread_over_the_fleet() -> None:
     bench = Bench(P0, D0, P1, D1)
     sent = bench.submit(spec("a", 0), spec("b", 1))
     assert {first for first, _ in generates(sent)} == {P0.id, P1.id}
-    assert {message.decode for _, message in generates(sent)} == {D0.id, D1.id}
+    assert {message.decodes[0] for _, message in generates(sent)} == {D0.id, D1.id}
 
 
 def test_beyond_max_requests_the_router_is_overloaded_and_nothing_is_dispatched() -> None:

@@ -55,7 +55,7 @@ def test_the_next_attempt_is_the_prompt_and_the_tokens_so_far_with_what_remains(
     assert generate.terms == Terms(priority=5, age_s=4.0, timeout_s=26.0)
     assert announcement.context == pack_ids([*range(112, 120), *ids])
     assert (announcement.text, announcement.stop, announcement.life_s) == ("abc", ("end",), 86.0)
-    assert {first, generate.decode}.isdisjoint({to, decode}), "they are avoided, for others can serve"
+    assert {first, generate.decodes[0]}.isdisjoint({to, decode}), "they are avoided, for others can serve"
 
 
 def test_a_resumed_answer_goes_on_where_it_stopped_and_late_text_of_the_old_attempt_is_dropped() -> None:
@@ -151,9 +151,9 @@ def test_an_instance_that_comes_back_under_its_id_does_not_inherit_requests_but_
 def test_only_the_requests_of_the_dead_instance_are_resumed() -> None:
     bench = Bench(P0, D0, D1)
     sent = bench.submit(spec("a", 0), spec("b", 1))
-    by_decode = {message.decode: message.key.request_id for _, message in generates(sent)}
+    by_decode = {message.decodes[0]: message.key.request_id for _, message in generates(sent)}
     resumed = generates(bench.leave(D0, 1.0))
-    assert [(message.key.request_id, message.decode) for _, message in resumed] == [(by_decode[D0.id], D1.id)]
+    assert [(message.key.request_id, message.decodes[0]) for _, message in resumed] == [(by_decode[D0.id], D1.id)]
 
 
 def test_the_requests_of_a_stuck_instance_go_elsewhere_once() -> None:

@@ -10,7 +10,7 @@ from random import Random
 
 from common.config import RouterConfig
 from common.errors import BadRequest, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import ROUTER, InstanceId, Key, RequestId, pack_ids, unpack_ids
+from common.ids import ROUTER, InstanceId, Key, Life, RequestId, pack_ids, unpack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
@@ -24,6 +24,7 @@ from common.messages import (
     Goodbye,
     InstanceInfo,
     Load,
+    Placed,
     Probe,
     Probed,
     Register,
@@ -34,6 +35,7 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
+from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
 from router.requests import RequestSpec
 from tests.builders import instance
@@ -74,11 +76,12 @@ class Client(Outbox):
 
 @dataclass(slots=True, eq=False)
 class Try:
-    """An attempt as the instances and the detokenizer see it. next_token: the one that they emit next. ended: how it ended on its
-    own, if the router has heard it."""
+    """An attempt as the instances and the detokenizer see it. decode: which candidate has granted its reservation, if it needs
+    one. next_token: the one that they emit next. ended: how it ended on its own, if the router has heard it."""
 
     key: Key
     members: tuple[InstanceId, ...]
+    decode: Life | None
     first: int
     end: int
     next_token: int
@@ -88,7 +91,8 @@ class Try:
     def standing(self, of: InstanceId) -> Standing:
         """The prefill instance knows it until its first token, the decode instance from then on."""
         server = self.members[-1] if self.next_token > self.first else self.members[0]
-        return Standing(self.key, self.next_token if self.known and of == server else None)
+        decode = self.decode if of == self.members[0] else None
+        return Standing(self.key, self.next_token if self.known and of == server else None, decode)
 
 
 def answer(name: RequestId, first: int, tokens: int) -> str:
@@ -153,8 +157,11 @@ class World:
             pack_ids([*map(ord, so_far)]),
         )
         assert first + message.sampling.max_new_tokens == client.answer_tokens
-        members = (to,) if message.decode is None else (to, message.decode)
-        self.tries[key] = Try(key, members, first, client.answer_tokens, first, known=not self.is_lost())
+        decodes = [self.members[name] for name in message.decodes if name in self.members]
+        decode = self.random.choice(decodes) if decodes else None
+        members = (to,) if decode is None else (to, decode.id)
+        life = None if decode is None else Life(decode.id, decode.incarnation)
+        self.tries[key] = Try(key, members, life, first, client.answer_tokens, first, known=not self.is_lost())
 
     def is_lost(self) -> bool:
         return self.random.random() < self.loss
@@ -202,6 +209,7 @@ class World:
 
     def emit(self, one: Try, tokens: int, error: TandemError | None = None) -> None:
         """Send the attempt's next tokens, with the failure or the ending that is due."""
+        self.place(one)
         first, tokens = one.next_token, min(tokens, one.end - one.next_token)
         one.next_token += tokens
         done = Finished(reason="length") if one.next_token == one.end else None
@@ -216,6 +224,12 @@ class World:
         delta = TextDelta(one.key, first, tuple(map(ord, text)), text, ending)
         for _ in range(2 if self.is_lost() else 1):  # what is lost may as well come twice
             self.hear(TextBatch(deltas=(delta,)))
+
+    def place(self, one: Try) -> None:
+        """The prefill instance says who has granted the reservation, again and again, and some of it arrives."""
+        info = self.members.get(one.members[0])
+        if one.decode is not None and info is not None and not self.is_lost():
+            self.hear(Placed(id=info.id, incarnation=info.incarnation, key=one.key, decode=one.decode))
 
     def answer_probes(self) -> None:
         """Members answer the probes with what they know now, unless the answer is lost."""
@@ -240,13 +254,14 @@ class World:
 
     def check_books(self) -> None:
         """The members carry exactly the tokens of what is open."""
-        expected: Counter[str] = Counter()
+        expected: Counter[Member] = Counter()
         for record in self.core.requests.records():
-            for member in () if record.attempt is None else record.attempt.members:
-                carries = record.attempt is not None and (member is record.attempt.members[-1] or not record.attempt.tokens)
-                expected[f"{member.life}"] += record.prompt_tokens * carries
+            if (attempt := record.attempt) is not None:
+                later = attempt.decode or (attempt.candidates or (attempt.first,))[0]
+                for member in {attempt.first, later} if attempt.tokens == 0 else {later}:
+                    expected[member] += record.prompt_tokens
         for member in self.core.fleet.members():
-            assert member.assigned_tokens == expected[f"{member.life}"]
+            assert member.assigned_tokens == expected[member]
 
     def check_over(self) -> None:
         """Every request has ended, once for its client, and at everybody who was told about it."""

@@ -84,7 +84,7 @@ def test_two_steps_are_in_flight_before_the_first_is_read() -> None:
     rig = Rig()
     rig.turn(0.0, WELCOME, THERE)
     prompt = pack_ids([100 + i for i in range(12)])
-    sent = rig.turn(0.1, Generate(key=key(), prompt=prompt, sampling=sampling(), decode=D))
+    sent = rig.turn(0.1, Generate(key=key(), prompt=prompt, sampling=sampling(), decodes=(D,)))
     assert Reserve.__name__ in sent and len(rig.executor.steps) == 2
     rig.executor.finish_one()
     rig.turn(0.2)
