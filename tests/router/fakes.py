@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from common.config import RouterConfig
 from common.errors import BadRequest
-from common.ids import ROUTER, InstanceId, Key, unpack_ids
+from common.ids import ROUTER, InstanceId, Key, Life, unpack_ids
 from common.messages import (
     AnyMessage,
     Cancel,
@@ -30,6 +30,7 @@ from common.messages import (
     InstanceInfo,
     LinkInfo,
     Load,
+    Placed,
     Register,
     RouterInbox,
     TextBatch,
@@ -157,6 +158,9 @@ class EchoFleet(FakeMail[RouterInbox]):
         if isinstance(message, ExpectAnswer):
             self._stops[message.key] = message.stop
         if isinstance(message, Generate):
+            if message.decodes:
+                by, decode = self.prefill, Life(self.decode.id, self.decode.incarnation)
+                self.say(Placed(id=by.id, incarnation=by.incarnation, key=message.key, decode=decode))
             for delta in self._answer(message):
                 self.say(TextBatch(deltas=(delta,)))
 
