@@ -155,6 +155,12 @@ class RouterConfig:
     host: str = option("127.0.0.1", "address to listen on, for HTTP and control")
     port: int = option(8000, "HTTP port; 0: pick a free one and print it")
     control_port: int = option(8001, "port where instances register; 0: pick a free one and print it")
+    share_port: Switch = option(
+        "off", "on: several routers of this host share --port: the kernel deals out connections; each also has an --own-port"
+    )
+    own_port: int = option(
+        0, "with --share-port: HTTP port of this router alone, to scrape its /metrics; 0: pick a free one and print it"
+    )
     max_requests: int = option(1024, "most requests in the system at once; more get status 429")
     default_max_tokens: int = option(0, "most answer tokens of a chat request that sets no limit; 0: what the context leaves")
     max_body: str = option("16MiB", "largest HTTP request body")
@@ -177,6 +183,8 @@ class RouterConfig:
         _require(self.dispatch in ("auto", "colocated"), "dispatch", "auto or colocated", self.dispatch)
         _require(0 <= self.port < 65536, "port", "between 0 and 65535", self.port)
         _require(0 <= self.control_port < 65536, "control-port", "between 0 and 65535", self.control_port)
+        _require(0 <= self.own_port < 65536, "own-port", "between 0 and 65535", self.own_port)
+        _require(self.share_port == "on" or self.own_port == 0, "own-port", "0 without --share-port", self.own_port)
         _require(self.max_requests >= 1, "max-requests", "at least 1", self.max_requests)
         _require(self.default_max_tokens >= 0, "default-max-tokens", "0 or more", self.default_max_tokens)
         _require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)

@@ -3,24 +3,25 @@
 Owns the order of start and stop, and the children. Does not know what a child does inside, nor when to start one again: the
 supervisor decides that (`launch/supervisor.py`).
 
-    start   router (with its detokenizer), then every instance at once, then wait until the router sees each of them and its links
-    watch   a process that ended is started again with the same flags, the router on the same ports
-    stop    the router drains, then prefill, then decode, then the router and its detokenizer
+    start   routers (with their detokenizers), then every instance at once, then wait until each router sees all of them, linked
+    watch   a process that ended is started again with the same flags, a router on the same ports
+    stop    the routers drain, then prefill, then decode, then the routers and their detokenizers
 """
 
 import logging
 import queue
 import signal
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
 import msgspec
 
-from common.addresses import LOOPBACK, port_of, reachable
+from common.addresses import LOOPBACK, bind_address, port_of, reachable
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig, parse_share
 from common.cores import core_count, divide_cores, place_on_gpus
 from common.errors import ConfigError, TandemError
@@ -34,6 +35,7 @@ from launch.reports import Broken, CloseIntake, IntakeClosed, News, Order, Progr
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
+MOST_ROUTERS = 64
 STOP_S = 10.0
 """How long the processes of one stage may take to stop before they are killed. Instances and the router get their drain time on
 top."""
@@ -53,6 +55,7 @@ class LocalPlan:
 
     prefill: int
     decode: int
+    routers: int = 1
     router: RouterConfig
     instance: InstanceConfig
     model: ModelConfig
@@ -66,7 +69,13 @@ class LocalPlan:
             raise ConfigError(f"--prefill must be 0 or more, is {self.prefill}")
         if self.decode < 1:
             raise ConfigError(f"--decode must be at least 1, is {self.decode}")
+        if not 1 <= self.routers <= MOST_ROUTERS:
+            raise ConfigError(f"--routers must be between 1 and {MOST_ROUTERS}, is {self.routers}")
         self._check_shares()
+
+    @property
+    def router_names(self) -> list[str]:
+        return [ROUTER] if self.routers == 1 else [f"{ROUTER}-{number}" for number in range(self.routers)]
 
     def names(self, role: Role) -> list[str]:
         return [f"{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
@@ -74,7 +83,7 @@ class LocalPlan:
     def parts(self) -> list[Part]:
         """What is to live."""
         instances = [Part(name, role, drains=True) for role in ROLES for name in self.names(role)]
-        return [Part(ROUTER, ROUTER, drains=False), *instances]
+        return [*(Part(name, ROUTER, drains=False) for name in self.router_names), *instances]
 
     def engines(self) -> dict[str, EngineConfig]:
         """The engine's config of each instance, by name: they share the cores and the GPUs."""
@@ -143,24 +152,44 @@ class LocalFleet:
         """Returns the URL once every instance can serve requests. Raises FleetFailed, _StopAsked."""
         plan = self._plan
         deadline = time.monotonic() + plan.instance.startup_timeout_s
-        self._commands[ROUTER] = self._router_command(plan.router)
-        self._spawn(ROUTER)
-        addresses = self._wait_until_ready([ROUTER], deadline)[ROUTER].addresses
+        routers = self._start_routers(deadline)
         self._serving = True
-        same_ports = replace(plan.router, port=port_of(addresses["http"]), control_port=port_of(addresses["control"]))
-        self._commands[ROUTER] = self._router_command(same_ports)
-        control = reachable(addresses["control"], LOOPBACK)
+        controls = ",".join(reachable(addresses["control"], LOOPBACK) for addresses in routers)
         engines = plan.engines()
         for role in ROLES:
             for name in plan.names(role):
-                config = replace(plan.instance, router=control, name=name)
+                config = replace(plan.instance, router=controls, name=name)
                 self._commands[name] = self._command(role, to_flags(config, plan.model, engines[name], plan.log, plan.security))
                 self._spawn(name)
         prefill, decode = plan.names("prefill"), plan.names("decode")
         self._wait_until_ready([*prefill, *decode], deadline)
-        self._wait_until_linked(reachable(addresses["http"], LOOPBACK), prefill, decode, deadline)
+        for addresses in routers:
+            self._wait_until_linked(reachable(addresses.get("own", addresses["http"]), LOOPBACK), prefill, decode, deadline)
         self._supervisor.started()
-        return addresses["http"]
+        return routers[0]["http"]
+
+    def _start_routers(self, deadline: float) -> list[Mapping[str, str]]:
+        """Their addresses. The first of several finds the port that they share; their control ports follow each other."""
+        names, config = self._plan.router_names, self._plan.router
+        if len(names) > 1:
+            _check_free(config.host, config.port)
+            config = replace(config, share_port="on")
+        found: list[Mapping[str, str]] = []
+        for group in (names[:1], names[1:]):
+            for name in group:
+                number = names.index(name)
+                control_port = config.control_port and config.control_port + number
+                self._commands[name] = self._router_command(replace(config, control_port=control_port))
+                self._spawn(name)
+            ready = self._wait_until_ready(group, deadline)
+            for name in group:
+                addresses = ready[name].addresses
+                config = replace(config, port=port_of(addresses["http"]))
+                own = port_of(addresses["own"]) if "own" in addresses else 0
+                same_ports = replace(config, control_port=port_of(addresses["control"]), own_port=own)
+                self._commands[name] = self._router_command(same_ports)
+                found.append(addresses)
+        return found
 
     def watch(self) -> None:
         """Keep the fleet alive; return when a signal asks to stop. Raises FleetFailed when it cannot go on."""
@@ -172,13 +201,12 @@ class LocalFleet:
 
     def stop(self) -> None:
         """Stop every child in order. Kill those that do not stop in time."""
-        router = self._children.get(ROUTER)
-        if router is not None and self._serving:
-            self._close_intake(router)
+        if self._serving:
+            self._close_intake([self._children[name] for name in self._plan.router_names])
         drained_s = self._plan.instance.drain_timeout_s + STOP_S
         for role in ROLES:
             self._stop_stage(self._plan.names(role), drained_s)
-        self._stop_stage([ROUTER], STOP_S)
+        self._stop_stage(self._plan.router_names, STOP_S)
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
@@ -263,19 +291,21 @@ class LocalFleet:
             case IntakeClosed() | Broken():
                 return  # a person need not read these: the exit that follows Broken gives the reason
 
-    def _close_intake(self, router: Child) -> None:
-        """Return when the router has drained, when it has exited, or at the deadline."""
+    def _close_intake(self, routers: Sequence[Child]) -> None:
+        """Return when each router has drained or exited, or at the deadline."""
         limit_s = self._plan.router.drain_timeout_s + STOP_S
         deadline = time.monotonic() + limit_s
-        router.order(CloseIntake())
-        while router.status is None and (left := deadline - time.monotonic()) > 0:
+        for router in routers:
+            router.order(CloseIntake())
+        drained: set[str] = set()
+        while any(router.status is None and router.name not in drained for router in routers):
             try:
-                event = self._events.get(timeout=left)
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                _log.warning("the router did not end its open answers within %g s", limit_s)
+                _log.warning("a router did not end its open answers within %g s", limit_s)
                 return
             if isinstance(event, Reported) and isinstance(event.report, IntakeClosed):
-                return
+                drained.add(event.child)
 
 
 def run(plan: LocalPlan, command: Command = launch_command) -> int:
@@ -293,7 +323,9 @@ def run(plan: LocalPlan, command: Command = launch_command) -> int:
     try:
         url = fleet.start()
         took_s = time.monotonic() - began
-        print(f"ready in {took_s:.1f} s: {plan.prefill} prefill, {plan.decode} decode on {url}\n\n{curl_line(url)}\n", flush=True)
+        routers = f"{plan.routers} routers, " if plan.routers > 1 else ""
+        parts = f"{routers}{plan.prefill} prefill, {plan.decode} decode"
+        print(f"ready in {took_s:.1f} s: {parts} on {url}\n\n{curl_line(url)}\n", flush=True)
         fleet.watch()
         print("stopping", flush=True)
     except _StopAsked:
@@ -304,6 +336,17 @@ def run(plan: LocalPlan, command: Command = launch_command) -> int:
     finally:
         fleet.stop()
     return 130 if fleet.killed else status
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises ConfigError when somebody listens there: processes that share a port may join any other's."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bind_address(host, "--host"), port))
+        except OSError as error:
+            where = f"{host}:{port}: {error.strerror}"
+            raise ConfigError(f"cannot listen for HTTP on {where}. Choose another --port, or 0") from error
 
 
 def _stop_without(parent: Parent[Order, Report], fleet: LocalFleet) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
 """Fields that `launch local` sets for its instances."""
+DECIDED_FOR_ROUTERS = ("share_port", "own_port")
+"""Fields that it sets for its routers."""
 OF_ALL = ("max_request_timeout_s", "drain_timeout_s")
 """Fields that the router and its instances have in common: one flag of `launch local` is for both."""
 INSTANCE_LIFE = (
@@ -38,7 +40,7 @@ ROUTER_LIFE = (
     "SIGTERM or Ctrl-C drains it: it refuses new requests, lets the open ones finish, then ends. A second signal ends it at once."
 )
 LOCAL_LIFE = (
-    "A process that dies is started again, the router on the same ports. An instance that was drained, by the router or by "
+    "A process that dies is started again, a router on the same ports. An instance that was drained, by the router or by "
     "SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once."
 )
 KEY_LIFE = "Copy the file to every host of the fleet, and give each process --cluster-key FILE. Who has the file is let in."
@@ -59,13 +61,17 @@ def build_parser() -> argparse.ArgumentParser:
         prog="launch", description="Starts Tandem: LLM serving with prefill and decode on separate machines.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    local = _add(commands, "local", "start a router, prefill and decode instances on this machine", _local, LOCAL_LIFE)
+    local = _add(commands, "local", "start routers, prefill and decode instances on this machine", _local, LOCAL_LIFE)
     counts = local.add_argument_group("How many")
     counts.add_argument(
         "--prefill", type=int, default=1, metavar="N", help="number of prefill instances; 0 means colocated serving (default: 1)"
     )
     counts.add_argument("--decode", type=int, default=1, metavar="M", help="number of decode instances (default: 1)")
-    add_flags(local, RouterConfig, ModelConfig, EngineConfig)
+    counts.add_argument(
+        "--routers", type=int, default=1, metavar="R", help="number of routers, which share the HTTP port (default: 1)"
+    )
+    add_flags(local, RouterConfig, without=DECIDED_FOR_ROUTERS)
+    add_flags(local, ModelConfig, EngineConfig)
     add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, *OF_ALL))
     add_flags(local, LogConfig, SecurityConfig)
     router = _add(
@@ -144,6 +150,7 @@ def _local(flags: argparse.Namespace) -> int:
     plan = LocalPlan(
         prefill=flags.prefill,
         decode=flags.decode,
+        routers=flags.routers,
         router=read_config(RouterConfig, flags),
         instance=read_config(InstanceConfig, flags, host=LOOPBACK),
         model=read_config(ModelConfig, flags),

@@ -69,7 +69,9 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
     def ready(serving: "Serving") -> None:
         for shard, detokenizer in enumerate(detokenizers):
             detokenizer.meet(reachable(serving.control, LOOPBACK), partial(serving.detokenizer_moved, shard))
-        process.report(Ready(addresses={"http": serving.url, "control": reachable(serving.control, host_for_peers())}))
+        own = {"own": serving.own_url} if config.share_port == "on" else {}
+        control = reachable(serving.control, host_for_peers())
+        process.report(Ready(addresses={"http": serving.url, **own, "control": control}))
 
     try:
         process.progress("loading the tokenizer")

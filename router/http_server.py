@@ -20,10 +20,13 @@ KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to this IPv4 address; port 0: any free port. Raises ConfigError."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket bound to this IPv4 address; port 0: any free port. shared: others may listen there too, and the kernel deals out
+    the connections. Raises ConfigError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -34,12 +37,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve_app(
-    app: Callable[..., Any], listener: socket.socket, ready: Callable[[], None], until: Coroutine[Any, Any, object]
+    app: Callable[..., Any], listeners: list[socket.socket], ready: Callable[[], None], until: Coroutine[Any, Any, object]
 ) -> None:
     """Serve until `until` is done, and raise what it raises. Then listen no more, and end open answers within `GRACE_S`. ready:
     called when the server listens."""
     server = _Server(_config(app))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=listeners))
     started = asyncio.create_task(server.listening.wait())
     stopping = asyncio.create_task(until)
     try:

@@ -31,12 +31,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A router that serves. url: of its HTTP side. control: where instances register. Both have the ports that were chosen.
+    """A router that serves. url: of its HTTP side. own_url: the same, but nobody else listens there. control: where instances
+    register. All have the ports that were chosen.
 
     detokenizer_moved: call it, on the router's loop, with number and address of a detokenizer that replaces the former one.
     """
 
     url: str
+    own_url: str
     control: str
     detokenizer_moved: Callable[[int, str], None]
 
@@ -61,8 +63,10 @@ async def serve(
     name = model.served_name or tokenizer.model_name
     host = bind_address(config.host, "--host")
     control = f"tcp://{host}:{config.control_port}"
+    shared = config.share_port == "on"
     with (
-        contextlib.closing(listen(host, config.port)) as listener,
+        contextlib.closing(listen(host, config.port, shared=shared)) as listener,
+        contextlib.closing(listen(host, config.own_port)) if shared else contextlib.nullcontext(listener) as own_listener,
         contextlib.closing(Mailbox[RouterInbox](router, RouterInbox, control, trust=trust)) as mailbox,
     ):
         metrics = RouterMetrics()
@@ -75,9 +79,9 @@ async def serve(
         ):
             api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body), config.keep_alive_s)
             app = build_app(api, metrics, config.max_requests)
-            url = f"http://{config.host}:{listener.getsockname()[1]}"
+            url, own_url = (f"http://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
-            serving = Serving(url, mailbox.address, gateway.detokenizer_moved)
+            serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved)
             drained = drain(api.door, gateway, config.drain_timeout_s, stop, at_once)
-            await serve_app(app, listener, lambda: ready(serving), drained)
+            await serve_app(app, [listener, own_listener] if shared else [listener], lambda: ready(serving), drained)

@@ -227,7 +227,7 @@ async def listening(site: Site) -> AsyncIterator[int]:
     """The site behind a real server; yields its port."""
     stop, ready = asyncio.Event(), asyncio.Event()
     with closing(listen("127.0.0.1", 0)) as listener:
-        server = asyncio.create_task(serve_app(site.app, listener, ready.set, stop.wait()))
+        server = asyncio.create_task(serve_app(site.app, [listener], ready.set, stop.wait()))
         await asyncio.wait_for(ready.wait(), 5)
         try:
             yield listener.getsockname()[1]
