@@ -5,6 +5,7 @@ answers at once.
 """
 
 import argparse
+import dataclasses
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from common.trust import Trust, read_trust, write_key
 from launch import environment, logs
 from launch.child import ChildProcess, run_child
 from launch.reports import BAD_FLAG
+from simulation import plan as simulation_plan
 
 if TYPE_CHECKING:
     from common.ids import Role  # its module imports numpy
@@ -33,6 +35,16 @@ DECIDED_FOR_ROUTERS = ("share_port", "own_port")
 """Fields that it sets for its routers."""
 OF_ALL = ("max_request_timeout_s", "drain_timeout_s")
 """Fields that the router and its instances have in common: one flag of `launch local` is for both."""
+SIMULATED = (
+    "dispatch",
+    "heartbeat_s",
+    "dead_after_s",
+    "max_attempts",
+    "peers_per_instance",
+    "request_timeout_s",
+    "resume_wait_s",
+)
+"""What `launch simulate` takes of the router's flags. It has --max-requests too, with another default."""
 INSTANCE_LIFE = (
     "SIGTERM or Ctrl-C drains it: it finishes its running requests or hands them off, then ends. A second signal ends it at once."
 )
@@ -84,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for instance in instances:
         add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig, SecurityConfig)
+    _add_simulate(commands)
     key = _add(commands, "key", "make the key of a fleet in a new file that only its owner can read", _key, KEY_LIFE)
     key.add_argument("file", metavar="FILE", help="the file to make")
     _add_bench(commands)
@@ -93,6 +106,20 @@ def build_parser() -> argparse.ArgumentParser:
     detokenizer.add_argument("--shard", type=int, required=True)
     add_flags(detokenizer, RouterConfig, ModelConfig, LogConfig, SecurityConfig)
     return parser
+
+
+def _add_simulate(commands: Any) -> None:
+    simulate = _add(
+        commands,
+        "simulate",
+        "run a whole fleet in this process on simulated time, and report what its clients and its control plane see",
+        _simulate,
+        "Routers, schedulers and protocols are the real ones; computing and transfers take the time that the flags say.",
+    )
+    add_flags(simulate, simulation_plan.FleetPlan, simulation_plan.LoadPlan)
+    others = [field.name for field in dataclasses.fields(RouterConfig) if field.name not in SIMULATED]
+    add_flags(simulate, RouterConfig, without=(*others, "max_requests"))
+    simulate.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
 
 
 def _add_bench(commands: Any) -> None:
@@ -172,6 +199,16 @@ def _router(flags: argparse.Namespace) -> int:
         serve(process, config, model, log, security)
 
     return _run("router", log, 1, body)
+
+
+def _simulate(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from launch.simulate import run
+
+    fleet, load = read_config(simulation_plan.FleetPlan, flags), read_config(simulation_plan.LoadPlan, flags)
+    router = read_config(RouterConfig, flags)
+    command = _bench_command(flags, ("--markdown",), fleet, load, router)
+    return run(fleet, load, router, command, flags.markdown)
 
 
 def _bench_transfer(flags: argparse.Namespace) -> int:

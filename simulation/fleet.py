@@ -31,12 +31,14 @@ JOIN_S, JOIN_LOOK_S = 5.0, 0.01
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What is outside of the processes: time, the weather on the network, and what moves memory. brief: see `Network`."""
+    """What is outside of the processes: time, the weather on the network, and what moves memory. brief: see `Network`.
+    observer: what the router measures."""
 
     clock: Clock = field(default_factory=Clock)
     weather: Weather = field(default_factory=Calm)
     memory: MemoryNetwork = field(default_factory=MemoryNetwork)
     brief: bool = False
+    observer: Observer = field(default_factory=Observer)
 
 
 class Fleet:
@@ -57,7 +59,7 @@ class Fleet:
         self.clock = world.clock
         self.network = Network(world.clock, world.weather, world.brief)
         self.memory = world.memory
-        self.observer = Observer()
+        self.observer = world.observer
         self.size = size or Size()
         self.router_process = RouterProcess(self.clock, self.network, config or RouterConfig(), self.observer)
         self.detokenizer_process = DetokenizerProcess(self.clock, self.network)

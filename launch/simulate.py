@@ -1,0 +1,66 @@
+"""`launch simulate`: runs a simulation and prints its report.
+
+Owns the order of things and the garbage collector's part in it. The fleet is in `simulation/`.
+"""
+
+import gc
+import time
+from pathlib import Path
+
+import msgspec
+
+from bench.hardware import Hardware, this_hardware
+from bench.tables import markdown_table, say, text_table
+from common.config import RouterConfig
+from simulation.plan import FleetPlan, LoadPlan
+from simulation.report import Figures, figures, tables
+from simulation.run import Simulation
+
+PROGRESS_S = 5.0
+GC_OBJECTS = 200_000
+"""Allocations between two collections. What a simulation keeps is not garbage, so looking for some more often only takes time."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is written to --json. took_s: on this machine."""
+
+    command: str
+    hardware: Hardware
+    took_s: float
+    found: Figures
+
+
+def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, markdown: bool) -> int:
+    """Raises ConfigError."""
+    began_s = told_s = time.monotonic()
+
+    def progress(line: str) -> None:
+        nonlocal told_s
+        if load.progress == "on" and time.monotonic() - told_s >= PROGRESS_S:
+            told_s = time.monotonic()
+            say(f"{told_s - began_s:.0f} s: simulated {line}")
+
+    hardware = this_hardware()
+    simulation = Simulation(fleet, load, config)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
+    simulation.run(progress)
+    outcome = Outcome(command=command, hardware=hardware, took_s=time.monotonic() - began_s, found=figures(simulation))
+    print(report(outcome, markdown))
+    if load.json:
+        Path(load.json).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+    return 0
+
+
+def report(outcome: Outcome, markdown: bool) -> str:
+    machine = outcome.hardware
+    ran = (
+        f"{machine.date}: ran for {outcome.took_s:.0f} s on one of {machine.cores} cores of {machine.cpu}, "
+        f"Python {machine.python}; load {machine.load:.1f} at the start."
+    )
+    if markdown:
+        body = [part for title, lines in tables(outcome.found) for part in (f"### {title}", markdown_table(lines))]
+        return "\n\n".join([f"```sh\n{outcome.command}\n```", ran, *body])
+    body = [f"{title}:\n{text_table(lines)}\n" for title, lines in tables(outcome.found)]
+    return "\n".join([ran, "", *body])

@@ -1,0 +1,86 @@
+"""What `launch simulate` simulates: the fleet, its speed and its load, as flags.
+
+Owns names, defaults and limits. Imports nothing heavy, starts nothing. The defaults that stand for hardware are assumptions, for
+a model of 8 billion parameters in bfloat16 on one H100 per instance; measure your own with `launch bench engine`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.config import Switch, option
+from common.errors import ConfigError
+
+Arrivals = Literal["poisson", "even"]
+Lengths = Literal["exponential", "constant"]
+
+_ABOVE_0 = (
+    "rate", "requests", "speed", "mean_input", "mean_output", "kv_pages", "page_size", "kv_token_bytes", "context_tokens",
+    "max_running", "chunk_tokens", "max_waiting", "max_requests", "step_s", "link_gbit", "restart_s", "slo_ttft_s", "slo_itl_s",
+)  # fmt: skip
+_AT_LEAST_0 = ("prefill", "duration_s", "chunk_token_s", "decode_row_s", "link_latency_s", "message_s", "kill_every_s", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetPlan:
+    """The fleet, and how fast its parts are assumed to be."""
+
+    prefill: int = option(2, "number of prefill instances; 0 means colocated serving")
+    decode: int = option(2, "number of decode instances")
+    step_s: float = option(0.006, "assumed: seconds of any step; the time to read the weights once")
+    chunk_token_s: float = option(40e-6, "assumed: seconds that each prompt token adds to a step")
+    decode_row_s: float = option(100e-6, "assumed: seconds that each decoding request adds to a step")
+    kv_pages: int = option(28_000, "assumed: KV pages of an instance")
+    page_size: int = option(16, "tokens per KV page")
+    kv_token_bytes: int = option(131_072, "assumed: KV bytes of a token over all layers")
+    context_tokens: int = option(131_072, "most tokens of prompt and answer together")
+    max_running: int = option(256, "most requests computed at once by an instance")
+    chunk_tokens: int = option(8192, "most prompt tokens computed in one forward")
+    max_waiting: int = option(1024, "most requests that wait in an instance; more are refused")
+    max_requests: int = option(100_000, "most requests in the system at once; more get status 429")
+    link_gbit: float = option(400.0, "assumed: speed of an instance's link for KV, in each direction, in Gbit/s")
+    link_latency_s: float = option(20e-6, "assumed: seconds that any write takes, whatever its size")
+    message_s: float = option(200e-6, "assumed: seconds that any message takes")
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.decode < 1:
+            raise ConfigError(f"--decode must be at least 1, is {self.decode}")
+        if self.kv_token_bytes % 2:
+            raise ConfigError(f"--kv-token-bytes must be even (keys and values), is {self.kv_token_bytes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """What is asked of the fleet, what happens to it, and what is reported."""
+
+    trace: str = option(
+        "", "file with the requests, in Mooncake's format: JSON lines with timestamp (ms), input_length, output_length, hash_ids"
+    )
+    speed: float = option(1.0, "play the trace so many times as fast")
+    duration_s: float = option(0.0, "send requests for so many simulated seconds; 0: all")
+    rate: float = option(4.0, "without --trace: requests per second")
+    requests: int = option(1000, "without --trace: how many requests")
+    arrivals: Arrivals = option("poisson", "without --trace: times between requests, at random (poisson) or all equal (even)")
+    lengths: Lengths = option("exponential", "without --trace: lengths vary around their means, or all equal them (constant)")
+    mean_input: int = option(2000, "without --trace: mean prompt tokens")
+    mean_output: int = option(200, "without --trace: mean answer tokens")
+    kill_every_s: float = option(0.0, "kill an instance at random about so often, in simulated seconds; 0: never")
+    restart_s: float = option(60.0, "seconds until a killed instance is there again")
+    slo_ttft_s: float = option(2.0, "a good answer's first token comes within so many seconds")
+    slo_itl_s: float = option(0.05, "and the mean time between its tokens is at most this, in seconds")
+    seed: int = option(0, "of all that is random: the same seed gives the same report")
+    progress: Switch = option("off", "on: say on stderr every few seconds how far the simulation is")
+    json: str = option("", "write all figures to this file")
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+def _check(plan: FleetPlan | LoadPlan) -> None:
+    """Raises ConfigError, which names the flag."""
+    for name, value in vars(plan).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in _ABOVE_0 and not 0 < value < float("inf"):
+            raise ConfigError(f"{flag} must be above 0, is {value}")
+        if name in _AT_LEAST_0 and not 0 <= value < float("inf"):
+            raise ConfigError(f"{flag} must be at least 0, is {value}")

@@ -1,0 +1,235 @@
+"""The figures of a simulation, and their tables.
+
+Owns what is reported, and in which words. All but the CPU times depends on nothing but the flags. Prints nothing.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from common.ids import Role
+from simulation.run import Simulation
+
+Lines = list[tuple[str, ...]]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+CPU_SHOWN_S = 0.005
+"""Less is not shown."""
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Percentiles, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Times":
+        """Zeros when there are none."""
+        values = np.asarray(seconds, dtype=np.float64) if len(seconds) else np.zeros(1)
+        return cls(*(float(value) for value in np.percentile(values, (50, 90, 99, 100))))
+
+
+class Engines(msgspec.Struct, frozen=True, kw_only=True):
+    """The instances of one role. busy_share: of their time, spent in steps. pages_mean, pages_most: share of KV pages in use, of
+    all instances over all looks, and of any instance at any look. killed: instances."""
+
+    role: Role
+    instances: int
+    steps: int
+    busy_share: float
+    pages_mean: float
+    pages_most: float
+    killed: int
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages of one kind from one role to another, and the bytes of their frames."""
+
+    kind: str
+    sender: str
+    receiver: str
+    messages: int
+    frame_bytes: int
+
+
+class Cpu(msgspec.Struct, frozen=True, kw_only=True):
+    """CPU seconds of this machine that all processes of a role took together for one kind of work: a sample. Sockets are not
+    part of it."""
+
+    role: str
+    work: str
+    seconds: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulation has found. seconds: simulated. cpu: the only part that differs from run to run.
+
+    good_requests: answers that finished and kept to both limits. first_token_s: of answers that finished. between_tokens_s: of
+    all answers. mean_between_tokens_s: one for each answer that finished.
+    """
+
+    seconds: float
+    requests: int
+    endings: dict[str, int]
+    resumes: dict[str, int]
+    preemptions: int
+    first_token_s: Times
+    between_tokens_s: Times
+    mean_between_tokens_s: Times
+    good_requests: int
+    slo_ttft_s: float
+    slo_itl_s: float
+    prompt_tokens: int
+    tokens: int
+    kv_bytes: int
+    engines: tuple[Engines, ...]
+    messages: int
+    frame_bytes: int
+    ways: tuple[Way, ...]
+    cpu: tuple[Cpu, ...]
+
+    def cpu_share(self, role: str) -> float:
+        """Of one core."""
+        return sum(each.seconds for each in self.cpu if each.role == role) / self.seconds
+
+
+def figures(simulation: Simulation) -> Figures:
+    """Of a simulation that has run."""
+    measured, fleet, load = simulation.measured, simulation.fleet, simulation.load
+    good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
+    traffic = fleet.network.traffic
+    ways = [
+        Way(kind=kind, sender=sender, receiver=receiver, messages=tally.messages, frame_bytes=tally.frame_bytes)
+        for (sender, kind, receiver), tally in traffic.by_way.items()
+    ]
+    return Figures(
+        seconds=simulation.seconds,
+        requests=sum(measured.endings.values()),
+        endings=dict(sorted(measured.endings.items())),
+        resumes=dict(sorted(Counter(str(reason) for reason in fleet.observer.resumes).items())),
+        preemptions=simulation.total_preemptions(),
+        first_token_s=Times.of(measured.first_s),
+        between_tokens_s=Times.of(measured.between_s),
+        mean_between_tokens_s=Times.of(measured.pace_s),
+        good_requests=int(np.count_nonzero(good)),
+        slo_ttft_s=load.slo_ttft_s,
+        slo_itl_s=load.slo_itl_s,
+        prompt_tokens=measured.prompt_tokens,
+        tokens=measured.tokens,
+        kv_bytes=fleet.wires.bytes_written,
+        engines=tuple(_engines(simulation, role) for role in ROLES),
+        messages=traffic.messages,
+        frame_bytes=traffic.frame_bytes,
+        ways=tuple(sorted(ways, key=lambda way: (-way.frame_bytes, way.kind, way.sender, way.receiver))),
+        cpu=tuple(
+            Cpu(role=role, work=work, seconds=seconds)
+            for role, meter in fleet.network.meters.items()
+            for work, seconds in sorted(meter.seconds().items(), key=lambda item: -item[1])
+        ),
+    )
+
+
+def _engines(simulation: Simulation, role: Role) -> Engines:
+    plan, work, pages = simulation.plan, simulation.fleet.work[role], simulation.pages[role]
+    instances = plan.prefill if role == "prefill" else plan.decode
+    return Engines(
+        role=role,
+        instances=instances,
+        steps=work.steps,
+        busy_share=work.busy_s / (simulation.seconds * max(1, instances)),
+        pages_mean=sum(pages.shares) / max(1, len(pages.shares)),
+        pages_most=pages.most,
+        killed=simulation.killed[role],
+    )
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------------
+
+
+def tables(found: Figures) -> list[tuple[str, Lines]]:
+    """Titles and lines; the first line of each is its head."""
+    return [
+        ("Requests", _requests(found)),
+        ("Time, ms", _times(found)),
+        ("Instances", _instances(found)),
+        (f"Control plane: {found.messages} messages, {_rate(found.frame_bytes / found.seconds)} in all", _messages(found)),
+        ("CPU of this machine, without sockets, in simulated time", _cpu(found)),
+    ]
+
+
+def _requests(found: Figures) -> Lines:
+    share = found.good_requests / max(1, found.requests)
+    kept = f"first token within {found.slo_ttft_s:g} s and {1e3 * found.slo_itl_s:g} ms a token"
+    lines: Lines = [("", ""), ("simulated", f"{found.seconds:.1f} s")]
+    lines += [(f"ended: {how}", str(count)) for how, count in found.endings.items()]
+    lines += [(f"resumed: {why}", str(count)) for why, count in found.resumes.items()]
+    return [
+        *lines,
+        (f"goodput: {kept}", f"{share:.1%}, {found.good_requests / found.seconds:.2f} requests/s"),
+        ("prompt tokens", f"{found.prompt_tokens} ({found.prompt_tokens / found.seconds:.0f}/s)"),
+        ("answer tokens", f"{found.tokens} ({found.tokens / found.seconds:.0f}/s)"),
+        ("KV pushed", _rate(found.kv_bytes / found.seconds)),
+        ("preemptions", str(found.preemptions)),
+    ]
+
+
+def _times(found: Figures) -> Lines:
+    named = (
+        ("time to first token", found.first_token_s),
+        ("between two tokens", found.between_tokens_s),
+        ("mean between tokens of an answer", found.mean_between_tokens_s),
+    )
+    shown = [(name, *(f"{1e3 * value:.1f}" for value in (t.p50, t.p90, t.p99, t.most))) for name, t in named]
+    return [("", "p50", "p90", "p99", "most"), *shown]
+
+
+def _instances(found: Figures) -> Lines:
+    lines: Lines = [("role", "instances", "busy", "pages in use, mean", "at most in one", "steps", "killed")]
+    return lines + [
+        (
+            each.role,
+            str(each.instances),
+            f"{each.busy_share:.1%}",
+            f"{each.pages_mean:.1%}",
+            f"{each.pages_most:.1%}",
+            str(each.steps),
+            str(each.killed),
+        )
+        for each in found.engines
+    ]
+
+
+def _messages(found: Figures) -> Lines:
+    lines: Lines = [("message", "from", "to", "messages/s", "bytes/s", "bytes each")]
+    return lines + [
+        (
+            way.kind,
+            way.sender,
+            way.receiver,
+            f"{way.messages / found.seconds:.2f}",
+            f"{way.frame_bytes / found.seconds:.0f}",
+            f"{way.frame_bytes / way.messages:.0f}",
+        )
+        for way in found.ways
+    ]
+
+
+def _cpu(found: Figures) -> Lines:
+    """The router and the detokenizer by what they do; an instance as a whole."""
+    lines: Lines = [("process", "work", "CPU seconds", "share of a core")]
+    for role in ("router", "detokenizer"):
+        lines.append((role, "all", f"{found.cpu_share(role) * found.seconds:.2f}", f"{found.cpu_share(role):.3%}"))
+        shown = [each for each in found.cpu if each.role == role and each.seconds >= CPU_SHOWN_S]
+        lines += [("", each.work, f"{each.seconds:.2f}", f"{each.seconds / found.seconds:.3%}") for each in shown]
+    for engines in found.engines:
+        share = found.cpu_share(engines.role) / max(1, engines.instances)
+        lines.append((f"{engines.role}, mean of {engines.instances}", "all", f"{share * found.seconds:.2f}", f"{share:.3%}"))
+    return lines
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.2f} MB/s"

@@ -1,0 +1,132 @@
+"""Simulations of planned fleets, held against what can be worked out by hand."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from common.config import RouterConfig
+from common.messages import AnyMessage
+from common.wire import pack_frame
+from simulation.clock import TURN_S
+from simulation.network import Letter
+from simulation.plan import FleetPlan, LoadPlan
+from simulation.report import figures
+from simulation.run import Simulation
+
+ROUTER = RouterConfig()
+FLEET = FleetPlan(prefill=1, decode=1, step_s=0.010, chunk_token_s=100e-6, decode_row_s=0.0)
+MESSAGE_S = FLEET.message_s
+
+
+def simulate(fleet: FleetPlan, **load: Any) -> Simulation:
+    simulation = Simulation(fleet, LoadPlan(**load), ROUTER)
+    simulation.run()
+    return simulation
+
+
+def steps_s(prompt_tokens: int) -> float:
+    """What computing a prompt takes by itself, chunk after chunk."""
+    chunks = -(-prompt_tokens // FLEET.chunk_tokens)
+    return chunks * FLEET.step_s + prompt_tokens * FLEET.chunk_token_s
+
+
+@pytest.mark.parametrize("tokens", [512, 8192, 20_000])
+def test_a_single_first_token_takes_its_chunks_and_the_messages_of_the_ring(tokens: int) -> None:
+    simulation = simulate(FLEET, requests=1, mean_input=tokens, mean_output=1, lengths="constant")
+    (first_s,) = simulation.measured.first_s
+    ring_s = 3 * MESSAGE_S  # Generate, TokenBatch, TextBatch
+    assert 0 <= first_s - steps_s(tokens) - ring_s <= 3 * TURN_S, "each of the three may be at its turn when the message arrives"
+
+
+def test_the_second_token_waits_for_the_last_push_the_handoff_and_a_step() -> None:
+    """With a slow link: the pages of the last of two chunks are written when it is computed, those of the first meanwhile."""
+    slow = replace(FLEET, link_gbit=8.0, link_latency_s=0.005)
+    simulation = simulate(slow, requests=1, mean_input=8192 + 1024, mean_output=2, lengths="constant")
+    write_s = 1024 * slow.kv_token_bytes / 1e9
+    first_write_s = 8192 * slow.kv_token_bytes / 1e9
+    second_chunk_s = slow.step_s + 1024 * slow.chunk_token_s
+    push_s = max(0.0, first_write_s - second_chunk_s) + write_s + slow.link_latency_s
+    handoff_s = MESSAGE_S
+    (gap_s,) = simulation.measured.between_s
+    assert gap_s == pytest.approx(push_s + handoff_s + slow.step_s, abs=5 * TURN_S)
+
+
+def test_a_prefill_instance_is_the_queue_that_the_theory_knows() -> None:
+    """Poisson arrivals, equal prompts of one chunk each, one at a time: M/D/1, whose mean wait is S rho / (2 (1 - rho)) by
+    Pollaczek and Khinchine. A prompt fills the budget of a step, so none is computed beside another."""
+    fleet = replace(FLEET, chunk_tokens=1024)
+    service_s, load = fleet.step_s + 1024 * fleet.chunk_token_s, 0.5
+    simulation = simulate(fleet, requests=4000, rate=load / service_s, mean_input=1024, mean_output=1, lengths="constant", seed=1)
+    waits_s = np.asarray(simulation.measured.first_s) - service_s - 3 * MESSAGE_S
+    expected_s = service_s * load / (2 * (1 - load))
+    assert waits_s.mean() == pytest.approx(expected_s, rel=0.12)
+    work = simulation.fleet.work["prefill"]
+    assert work.busy_s == pytest.approx(4000 * service_s)
+
+
+def test_the_same_seed_gives_the_same_report_and_another_seed_another() -> None:
+    fleet = FleetPlan(prefill=2, decode=2)
+    load = {"requests": 40, "rate": 8.0, "mean_output": 40, "kill_every_s": 2.0, "restart_s": 1.0}
+    once, again, other = (replace_cpu(simulate(fleet, **load, seed=seed)) for seed in (3, 3, 4))
+    assert once == again
+    assert once != other
+    assert sum(simulate(fleet, **load, seed=3).killed.values()) > 0
+
+
+def replace_cpu(simulation: Simulation) -> bytes:
+    """The report without the CPU times."""
+    return msgspec.json.encode(msgspec.structs.replace(figures(simulation), cpu=()))
+
+
+def test_requests_survive_the_death_of_instances() -> None:
+    simulation = simulate(FleetPlan(prefill=3, decode=3), requests=60, rate=8.0, mean_output=150, kill_every_s=2.5, restart_s=2.0)
+    found = figures(simulation)
+    assert found.endings == {"finished: length": 60}
+    assert found.resumes, "nobody died while it served somebody"
+
+
+def test_messages_and_bytes_by_type_are_those_of_the_frames_that_were_sent() -> None:
+    simulation = Simulation(FleetPlan(prefill=2, decode=2), LoadPlan(requests=20, mean_output=20), ROUTER)
+    frames: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
+
+    def count(letter: Letter, message: AnyMessage, delays: tuple[float, ...]) -> None:
+        messages[letter.kind] += 1
+        frames[letter.kind] += len(pack_frame(letter.sender, msgspec.msgpack.encode(message)))
+
+    simulation.fleet.network.taps.append(count)
+    simulation.run()
+    found = figures(simulation)
+    by_kind: Counter[str] = Counter()
+    for way in found.ways:
+        by_kind[way.kind] += way.frame_bytes
+    assert by_kind == frames
+    assert (found.messages, found.frame_bytes) == (messages.total(), frames.total())
+
+
+def test_reading_messages_without_decoding_them_changes_nothing() -> None:
+    load = LoadPlan(requests=20, mean_output=20)
+    reports = []
+    for brief in (True, False):
+        simulation = Simulation(FleetPlan(prefill=2, decode=2), load, ROUTER)
+        simulation.fleet.network.brief = brief
+        simulation.run()
+        reports.append(replace_cpu(simulation))
+    assert reports[0] == reports[1]
+
+
+def test_goodput_counts_the_answers_that_keep_to_both_limits() -> None:
+    fleet = replace(FLEET, step_s=0.010)
+    load = {"requests": 3, "rate": 0.1, "arrivals": "even", "lengths": "constant", "mean_input": 1000, "mean_output": 5}
+    for first_s, pace_s, good in ((1.0, 0.1, 3), (0.05, 0.1, 0), (1.0, 0.009, 0)):
+        assert figures(simulate(fleet, **load, slo_ttft_s=first_s, slo_itl_s=pace_s)).good_requests == good
+
+
+def test_a_request_that_no_instance_could_hold_is_refused_and_counted() -> None:
+    found = figures(simulate(replace(FLEET, kv_pages=10), requests=2, mean_input=10_000, mean_output=2, lengths="constant"))
+    assert (found.requests, sum(found.endings.values())) == (2, 2)
+    assert all(how.startswith("refused") for how in found.endings)
