@@ -15,6 +15,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["none", "fp8"]
 KVDtypeName = Literal["auto", "fp8_e4m3"]
 AttentionName = Literal["auto", "torch", "flashinfer"]
+ExecutorName = Literal["torch", "timed"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated"]
@@ -22,6 +23,7 @@ Switch = Literal["off", "on"]
 Graphs = Literal["auto", "on", "off"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
+STEP_COST = "0.005,0.00001,0.00002"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -59,6 +61,15 @@ class ModelConfig:
 class EngineConfig:
     """Device, memory and batch of one instance."""
 
+    executor: ExecutorName = option(
+        "torch",
+        "what computes steps; timed: nothing does, steps take --step-cost and answers are made-up words, to load everything but "
+        "the model",
+    )
+    step_cost: str = option(
+        "",
+        f"with --executor timed: seconds of a step, and what each prompt token and each decode row adds; default: {STEP_COST}",
+    )
     dtype: Dtype = option("auto", "data type of weights and KV; auto: float32 on CPU, bfloat16 on CUDA")
     load_format: LoadFormat = option(
         "auto", "where weights come from; auto: safetensors files; dummy: random numbers, only config and tokenizer are needed"
@@ -110,6 +121,15 @@ class EngineConfig:
         parse_memory(self.kv_memory, "kv-memory", total_bytes=2**40)
         _require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
         _require_choices(self)
+        if self.executor == "timed":
+            parse_step_cost(self.step_cost)
+            _require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
+            for name in ("load_format", "quantization", "attention", "graphs", "graph_sizes"):
+                usual = type(self).__dataclass_fields__[name].default
+                rule = "left out with --executor timed, which loads no model"
+                _require(getattr(self, name) == usual, name.replace("_", "-"), rule, getattr(self, name))
+        else:
+            _require(self.step_cost == "", "step-cost", "left out unless --executor is timed", self.step_cost)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +271,17 @@ def parse_memory(text: str, flag: str, total_bytes: int) -> int | None:
     """As `parse_bytes`, and "40%" is that share of a memory of `total_bytes`. Raises ConfigError, which names the flag."""
     percent = parse_share(text, flag)
     return parse_bytes(text, flag) if percent is None else int(total_bytes * percent / 100)
+
+
+def parse_step_cost(text: str) -> tuple[float, float, float]:
+    """Seconds of a step, of each prompt token and of each decode row; "" stands for STEP_COST. Raises ConfigError."""
+    try:
+        step_s, chunk_token_s, decode_row_s = (float(part) for part in (text or STEP_COST).split(","))
+    except ValueError:
+        step_s = chunk_token_s = decode_row_s = -1.0
+    costs = (step_s, chunk_token_s, decode_row_s)
+    _require(all(0 <= cost < math.inf for cost in costs), "step-cost", f"three numbers of seconds such as {STEP_COST}", text)
+    return costs
 
 
 def parse_share(text: str, flag: str) -> float | None:

@@ -3,7 +3,7 @@
 Owns the composition and the order of start and stop. Decides nothing.
 
     main thread      mailbox, scheduler, InstanceWorker: the loop
-    engine thread    TorchExecutor: the model
+    engine thread    TorchExecutor: the model (--executor timed has no such thread, but one that waits for the ends of steps)
     transfer thread  TransferThread: everything of the transport
 
 However the loop ends (drained, told to end at once, or because another thread failed), the router is told, everything is closed,
@@ -17,14 +17,14 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from common.addresses import bind_address, host_for_peers, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
-from common.engine.device import with_device_defaults
 from common.engine.executor import EngineDescription, Executor
-from common.engine.torch_executor import TorchExecutor
+from common.engine.step_size import with_step_size
 from common.ids import ROUTER, Incarnation, InstanceId, Role
 from common.instance.limits import InstanceLimits
 from common.instance.membership import Membership
@@ -67,10 +67,7 @@ def serve(
         try:
             mailbox: Mailbox[Any] = Mailbox(name, inbox, bind, trust=trust)
             stack.callback(mailbox.close)
-            engine = with_device_defaults(engine)
-            if role == "prefill":  # it computes no decode steps
-                engine = replace(engine, graphs="off")
-            executor = TorchExecutor(model, engine, mailbox.wake, process.progress)
+            engine, executor = _executor(role, model, engine, mailbox.wake, process.progress)
             stack.callback(executor.close)
             process.progress("registering memory for transfers")
             transfers = _transfers(instance, executor.description, mailbox)
@@ -114,6 +111,24 @@ def _turn_until_drained(process: ChildProcess, worker: InstanceWorker[Any], mail
 
     process.on_stop(drain)
     run_worker(worker, wait, time.monotonic, told.is_set)
+
+
+def _executor(
+    role: Role, model: ModelConfig, engine: EngineConfig, wake: Callable[[], None], progress: Callable[[str], None]
+) -> tuple[EngineConfig, Executor]:
+    """The executor, and the config that it follows. torch is imported only for an executor that computes: that takes seconds."""
+    if engine.executor == "timed":
+        from common.engine.timed_checkpoint import TimedCheckpoint
+
+        engine = with_step_size(engine, "cpu")
+        return engine, TimedCheckpoint(model, engine, wake)
+    from common.engine.device import with_device_defaults
+    from common.engine.torch_executor import TorchExecutor
+
+    engine = with_device_defaults(engine)
+    if role == "prefill":  # it computes no decode steps
+        engine = replace(engine, graphs="off")
+    return engine, TorchExecutor(model, engine, wake, progress)
 
 
 def _transfers(instance: InstanceConfig, engine: EngineDescription, mailbox: Mailbox[Any]) -> TransferThread:

@@ -33,6 +33,8 @@ DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
 """Fields that `launch local` sets for its instances."""
 DECIDED_FOR_ROUTERS = ("share_port", "own_port")
 """Fields that it sets for its routers."""
+OF_TIMED = ("executor", "step_cost")
+"""Fields that benchmarks of the engine do not have: they measure what computes."""
 OF_ALL = ("max_request_timeout_s", "drain_timeout_s")
 """Fields that the router and its instances have in common: one flag of `launch local` is for both."""
 SIMULATED = (
@@ -133,11 +135,11 @@ def _add_bench(commands: Any) -> None:
         "measure how much of the KV transfer overlaps with computing, and when the first token arrives",
         _bench_overlap,
     )
-    add_flags(overlap, overlap_plan.OverlapBench, EngineConfig)
+    add_flags(overlap, overlap_plan.OverlapBench, EngineConfig, without=OF_TIMED)
     engine = _add(
         benches, "engine", "build, check and time the engine on one device: decode steps, prefill, memory, pushes", _bench_engine
     )
-    add_flags(engine, engine_plan.EngineBench, EngineConfig)
+    add_flags(engine, engine_plan.EngineBench, EngineConfig, without=OF_TIMED)
     control = _add(
         benches, "control", "measure what the control plane costs at the router, for fleets of different sizes", _bench_control
     )
@@ -184,7 +186,7 @@ def _local(flags: argparse.Namespace) -> int:
         engine=engine,
         log=read_config(LogConfig, flags),
         security=security,
-        gpus=count_gpus() if engine.device == "auto" else 0,
+        gpus=count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0,
     )
     return run(plan)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.engine.plan import SHAPES
 from common.config import EngineConfig, ModelConfig
-from common.engine.models.port import ServedShape
+from common.engine.models.served_shape import ServedShape
 from common.ids import Int64Array
 from common.model_path import model_name
 

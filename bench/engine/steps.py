@@ -20,8 +20,7 @@ from bench.figures import Spread
 from common.config import DEMO_MODEL, ModelConfig
 from common.engine.kv_memory import torch_dtype
 from common.engine.model_runner import ModelRunner
-from common.engine.models.port import ServedShape
-from common.engine.models.registry import read_served_shape
+from common.engine.models.served_shape import ServedShape, read_served_shape
 from common.engine.pending import PendingStep
 from common.engine.plan import Chunk, Plan, RowStart
 from common.model_path import resolve_model_path

@@ -7,13 +7,16 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from common.engine.models.shape import CONFIG
 from common.errors import ConfigError
 from common.model_path import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the import takes a second, and a fingerprint needs none
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_REPORTS, _LEAST_REPORT_BYTES = 20, 2**30
@@ -101,7 +104,7 @@ def _dtypes(file: Path) -> dict[str, str]:
     return dtypes
 
 
-def read_weights(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
+def read_weights(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, "Tensor"]]:
     """Every tensor of the checkpoint by name, as it is in the file, one after the other. Raises ConfigError.
 
     progress: is told the bytes read of all, at the start and now and then.

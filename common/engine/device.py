@@ -3,17 +3,12 @@
 Owns those defaults. Knows no models and no memory.
 """
 
-import dataclasses
-
 import torch
 
 from common.config import Dtype, EngineConfig
+from common.engine.step_size import with_step_size
 from common.errors import ConfigError
 from common.pages.layout import KVDtype
-
-CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
-"""A GPU needs thousands of tokens in a forward to be busy; on a CPU, shorter chunks overlap better with pushes."""
-MAX_RUNNING = {"cpu": 64, "cuda": 256}
 
 
 def device_of(name: str) -> torch.device:
@@ -39,9 +34,4 @@ def dtype_of(name: Dtype, device: torch.device) -> KVDtype:
 
 def with_device_defaults(engine: EngineConfig) -> EngineConfig:
     """The config with numbers where it says 0 for what the device suggests. Raises ConfigError."""
-    kind = device_of(engine.device).type
-    return dataclasses.replace(
-        engine,
-        chunk_tokens=engine.chunk_tokens or CHUNK_TOKENS[kind],
-        max_running=engine.max_running or MAX_RUNNING[kind],
-    )
+    return with_step_size(engine, "cuda" if device_of(engine.device).type == "cuda" else "cpu")

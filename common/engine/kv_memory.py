@@ -1,8 +1,7 @@
 """The KV memory: one page-major tensor, and strided views of it per layer.
 
-Owns the bytes of the pool. After its pages lies one spare page that belongs to nobody: links are
-measured by writing there, and rows that only fill a batch write there. Does
-not know how many pages there should be (`kv_budget.py`) or which are free (`common/pages/pool.py`).
+Owns the bytes of the pool. Rows that only fill a batch write to its spare page. Does not know how many pages there should be
+(`kv_budget.py`) or which are free (`common/pages/pool.py`).
 """
 
 import torch
@@ -12,9 +11,7 @@ from common.errors import MemoryShort
 from common.ids import Int32Array
 from common.pages.digest import digest
 from common.pages.host_memory import host_memory
-from common.pages.layout import ITEM_BYTES, KVDtype, KVLayout, MemoryRegion
-
-SPARE_PAGES = 1
+from common.pages.layout import ITEM_BYTES, SPARE_PAGES, KVDtype, KVLayout, MemoryRegion
 
 
 class KVMemory:

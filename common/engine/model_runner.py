@@ -15,11 +15,12 @@ from common.engine.device import device_of, dtype_of, with_device_defaults
 from common.engine.executor import EngineDescription
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.kernels.choice import make_kernels
-from common.engine.kv_budget import KVBudget, KVMemoryMeter, auto_host_kv_bytes, check_context, given_kv_bytes, kv_budget
+from common.engine.kv_budget import KVBudget, auto_host_kv_bytes, check_context, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory, torch_dtype
+from common.engine.kv_meter import KVMemoryMeter, total_bytes
 from common.engine.models.loading import Loading
-from common.engine.models.port import ServedShape
-from common.engine.models.registry import load_model, model_fingerprint, read_served_shape
+from common.engine.models.registry import load_model, model_fingerprint
+from common.engine.models.served_shape import ServedShape, read_served_shape
 from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner
@@ -53,7 +54,7 @@ class ModelRunner:
             dtype=dtype_name if engine.kv_dtype == "auto" else "float8_e4m3fn",
         )
         check_attention(engine.attention, layout, self._dtype, self._device)
-        given = given_kv_bytes(engine.kv_memory, self._device)
+        given = given_kv_bytes(engine.kv_memory, str(self._device), total_bytes(self._device))
         check_context(shape.context_tokens, engine.context_tokens)  # refused before the weights are loaded
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)

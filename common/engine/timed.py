@@ -1,16 +1,19 @@
 """The timed executor: steps take the time that a cost gives them and compute nothing. For simulation and load tests.
 
-Owns when each step ends. Reads only the clock it was given; nothing runs in the background. Touches no memory.
+Owns when each step ends, and the words that answers are made of. Reads only the clock it was given; nothing runs in the
+background. Writes to no page. `timed_checkpoint.py` makes one for a real process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
+from common.pages.digest import digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +56,38 @@ class TimedStep:
 
 
 class TimedExecutor:
-    """Implements `common.engine.executor.Executor`. Every sampled token is `token`."""
+    """Implements `common.engine.executor.Executor`.
 
-    def __init__(self, description: EngineDescription, timeline: Timeline, token: int = 10) -> None:
+    words: [words] the token ids that answers consist of, in this order again and again; a request's seed chooses the first. So a
+    token depends on (seed, position), and an answer that is resumed elsewhere goes on as it would have. pages: [pages, bytes] the
+    pool; left out, pages have no bytes.
+    """
+
+    def __init__(
+        self,
+        description: EngineDescription,
+        timeline: Timeline,
+        words: Sequence[int] = (10,),
+        pages: NDArray[np.uint8] | None = None,
+    ) -> None:
         self.description = description
         self._timeline = timeline
-        self._token = token
+        self._words = np.array(words, dtype=np.int32)
+        self.pages = np.zeros((description.total_pages, 0), dtype=np.uint8) if pages is None else pages
+        self._next = np.zeros(description.max_rows, dtype=np.int64)
+        """For each row, seed and length: which word follows."""
 
     def launch(self, plan: Plan) -> TimedStep:
-        tokens = np.full(len(plan.sampled_rows), self._token, dtype=np.int32)
+        for start in plan.starts:
+            self._next[start.row] = start.sampling.seed % len(self._words) + start.length
+        for chunk in plan.chunks:
+            self._next[chunk.row] += len(chunk.token_ids)
+        self._next[plan.decode_rows] += 1
+        tokens = self._words[self._next[plan.sampled_rows] % len(self._words)]
         return TimedStep(StepResult(plan, tokens), self._timeline.add(plan), self._timeline.clock)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
-        """Zeros: nothing is ever computed into a page, so all pages are equal, and the CRC-32 of no bytes is 0."""
-        return bytes(4 * len(pages))
+        return digest(self.pages[page] for page in pages.tolist())
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -19,6 +19,8 @@ PageOrder = Literal["layer", "head"]
 KVDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8"]
 ITEM_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 LAYOUT_VERSION = 1
+SPARE_PAGES = 1
+"""Pages behind a pool that are never given out: links are measured by writing there."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):

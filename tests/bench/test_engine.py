@@ -27,7 +27,7 @@ from bench.figures import Spread
 from bench.hardware import this_hardware
 from common.config import EngineConfig
 from common.engine.kv_memory import KVMemory
-from common.engine.models.registry import read_served_shape
+from common.engine.models.served_shape import read_served_shape
 from common.engine.plan import Plan, StepResult
 from common.engine.toy import ToyExecutor, ToyStep
 from common.errors import ConfigError

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from common.config import (
+    STEP_COST,
     EngineConfig,
     InstanceConfig,
     LogConfig,
@@ -14,6 +15,7 @@ from common.config import (
     SecurityConfig,
     parse_bytes,
     parse_memory,
+    parse_step_cost,
 )
 from common.errors import ConfigError
 
@@ -164,3 +166,26 @@ def test_a_malformed_amount_of_memory_is_refused(text: str) -> None:
 )
 def test_memory_is_an_amount_or_a_share_of_the_whole(text: str, expected: int | None) -> None:
     assert parse_memory(text, "kv-memory", total_bytes=1000) == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "given"),
+    [
+        ("--step-cost", {"executor": "timed", "step_cost": "0.005,0.1"}),
+        ("--step-cost", {"executor": "timed", "step_cost": "0.005,-0.1,0"}),
+        ("--step-cost", {"executor": "timed", "step_cost": "inf,0,0"}),
+        ("--step-cost", {"step_cost": "0.005,0,0"}),
+        ("--device", {"executor": "timed", "device": "cuda:1"}),
+        ("--quantization", {"executor": "timed", "quantization": "fp8"}),
+        ("--load-format", {"executor": "timed", "load_format": "dummy"}),
+        ("--graphs", {"executor": "timed", "graphs": "on"}),
+    ],
+)
+def test_the_timed_executor_refuses_what_it_would_ignore(flag: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        EngineConfig(**given)
+
+
+def test_a_step_cost_is_three_numbers_of_seconds() -> None:
+    assert parse_step_cost("0.5,0.25,0") == (0.5, 0.25, 0.0)
+    assert parse_step_cost("") == parse_step_cost(STEP_COST)

@@ -13,35 +13,6 @@ from common.engine.attention.port import LayerAttention
 from common.engine.kernels.port import HeadNorm, Rotation
 
 
-class ServedShape(Protocol):
-    """What an instance must know of a model before its weights are loaded. Sizes of one layer are those of all.
-
-    intermediate: the widest activation of an mlp. context_tokens: the longest sequence that the model is for. eos_token_ids: the
-    tokens that end an answer.
-    """
-
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def intermediate(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def context_tokens(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-
 class StepAttention(Protocol):
     """The attention of one step, over the KV pages. Both methods write the layer's keys and values to their pages first, and
     return [tokens, heads, head_dim]. Call one of them once for each layer, in the order of the layers."""

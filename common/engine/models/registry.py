@@ -15,20 +15,11 @@ from common.engine.kernels.port import Kernels
 from common.engine.models.decoder import Decoder
 from common.engine.models.loading import Loading
 from common.engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
-from common.engine.models.port import Model, ServedShape
-from common.engine.models.shape import CONFIG, DEFAULTS, ModelShape, read_architecture, read_shape
+from common.engine.models.port import Model
+from common.engine.models.served_shape import ServedShape
+from common.engine.models.shape import CONFIG, ModelShape
 from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError, MemoryShort
-
-
-def read_served_shape(path: Path) -> ServedShape:
-    """The shape of the checkpoint in a folder, before its weights are read. Raises ConfigError if nothing can serve it."""
-    architecture = read_architecture(path)
-    if architecture in DEFAULTS:
-        return read_shape(path)
-    from common.engine.models.transformers_shape import read_transformers_shape
-
-    return read_transformers_shape(path, architecture)
 
 
 def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.engine.models.config_values import ConfigValues
 from common.engine.models.end_of_sequence import read_eos
-from common.engine.models.rotary import Rope, context_of, read_rope
+from common.engine.models.rope import Rope, context_of, read_rope
 from common.errors import ConfigError
 from common.model_path import read_json
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from common.engine.attention.port import LayerAttention
 from common.engine.kernels.port import HeadNorm, Rotation
-from common.engine.models.port import ServedShape
+from common.engine.models.served_shape import ServedShape
 
 PROMPT_TOKENS = 24
 _STEPS = (((0, 0, 13), (1, 0, 7)), ((0, 13, 23), (1, 7, 8)), ((0, 23, 24), (1, 8, 24)))

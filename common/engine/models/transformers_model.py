@@ -19,7 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from common.engine.attention.port import LayerAttention
 from common.engine.checkpoint import check_weights, weight_files
 from common.engine.models.loading import Loading
-from common.engine.models.port import ServedShape, StepAttention
+from common.engine.models.port import StepAttention
+from common.engine.models.served_shape import ServedShape
 from common.engine.models.transformers_check import (
     PROMPT_TOKENS,
     Definition,

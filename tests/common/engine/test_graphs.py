@@ -17,7 +17,8 @@ from common.engine.kernels.choice import make_kernels
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.kv_memory import KVMemory
 from common.engine.models.loading import Loading
-from common.engine.models.registry import load_model, read_served_shape
+from common.engine.models.registry import load_model
+from common.engine.models.served_shape import read_served_shape
 from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner

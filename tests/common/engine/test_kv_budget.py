@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from common.engine import kv_budget as module
-from common.engine.kv_budget import KVBudget, KVMemoryMeter, auto_host_kv_bytes, given_kv_bytes, kv_budget
+from common.engine.kv_budget import KVBudget, auto_host_kv_bytes, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory
+from common.engine.kv_meter import KVMemoryMeter, total_bytes
 from common.errors import ConfigError, MemoryShort
 from common.pages.layout import KVLayout
 
@@ -98,15 +99,19 @@ def test_too_few_pages_may_be_more_later_if_their_memory_was_measured_but_not_if
     assert not refused.value.retryable
 
 
+def _given(kv_memory: str, device: torch.device) -> int | None:
+    return given_kv_bytes(kv_memory, str(device), total_bytes(device))
+
+
 def test_a_share_is_one_of_the_devices_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, GIB)
-    assert given_kv_bytes("40%", torch.device("cuda", 0)) == 32 * GIB
-    assert given_kv_bytes("512MiB", torch.device("cuda", 0)) == GIB // 2
-    assert given_kv_bytes("auto", torch.device("cuda", 0)) is None
+    assert _given("40%", torch.device("cuda", 0)) == 32 * GIB
+    assert _given("512MiB", torch.device("cuda", 0)) == GIB // 2
+    assert _given("auto", torch.device("cuda", 0)) is None
     with pytest.raises(ConfigError, match=r"--kv-memory 81GiB is more than cuda:0 has, which is 80.00 GiB"):
-        given_kv_bytes("81GiB", torch.device("cuda", 0))
+        _given("81GiB", torch.device("cuda", 0))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert given_kv_bytes("10%", torch.device("cpu")) == pytest.approx(whole / 10, rel=0.01)
+    assert _given("10%", torch.device("cpu")) == pytest.approx(whole / 10, rel=0.01)
 
 
 def test_on_cpu_the_share_is_of_the_hosts_memory_unless_it_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from common.engine.plan import Chunk, Plan
+from common.engine.plan import Chunk, Plan, RowStart
 from common.engine.timed import StepCost, TimedExecutor, Timeline
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
 from tests.builders import HandClock, engine
 
 COST = StepCost(step_s=1.0, chunk_token_s=0.1, decode_row_s=0.01)
@@ -17,7 +19,7 @@ def plan(chunk_tokens: int, decode_rows: int) -> Plan:
 
 def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
     clock = HandClock(100.0)
-    step = TimedExecutor(engine(), Timeline(COST, clock), token=12).launch(plan(5, 3))
+    step = TimedExecutor(engine(), Timeline(COST, clock), words=[12]).launch(plan(5, 3))
     assert step.ends_s == pytest.approx(101.53)
     clock.now_s = 101.52
     assert step.poll() is None
@@ -42,3 +44,34 @@ def test_growing_rows_costs_nothing_and_all_pages_are_equal() -> None:
     rows = np.arange(3, dtype=np.int32)
     assert executor.launch(Plan(1, decode_rows=rows, grown_rows=rows, grown_pages=rows)).ends_s == pytest.approx(101.03)
     assert executor.digest_pages(rows) == bytes(12)
+
+
+def test_a_token_depends_on_seed_and_position_so_an_answer_that_is_resumed_in_another_row_goes_on() -> None:
+    words = [11, 12, 13, 14, 15]
+
+    def answer(prompt: int, tokens: int, row: int, seed: int, decodes_only: bool = False) -> list[int]:
+        executor = TimedExecutor(engine(), Timeline(COST, HandClock(1e9)), words)
+        sampling = SamplingParams(max_new_tokens=tokens, seed=seed)
+        alone, found = np.array([row], dtype=np.int32), list[int]()
+        held = np.zeros(1, dtype=np.int32)
+
+        def run(plan: Plan) -> Int32Array:
+            step = executor.launch(plan)
+            return step.result.tokens
+
+        if decodes_only:
+            run(Plan(1, starts=(RowStart(row, held, sampling, prompt - 1, last_token=99),)))
+        else:
+            first = Chunk(row, 0, np.zeros(prompt - 1, dtype=np.int32), last=False)
+            last = Chunk(row, prompt - 1, np.zeros(1, dtype=np.int32), last=True)
+            assert not len(run(Plan(1, starts=(RowStart(row, held, sampling),), chunks=(first,))))
+            found += run(Plan(2, chunks=(last,))).tolist()
+        while len(found) < tokens:
+            found += run(Plan(3, decode_rows=alone)).tolist()
+        return found
+
+    whole = answer(prompt=6, tokens=8, row=0, seed=2**62)
+    assert set(whole) == set(words)
+    assert answer(prompt=9, tokens=5, row=2, seed=2**62) == whole[3:], "computed anew from the third token on"
+    assert answer(prompt=9, tokens=5, row=3, seed=2**62, decodes_only=True) == whole[3:], "handed over with its KV"
+    assert answer(prompt=6, tokens=8, row=0, seed=2**62 + 1) == [*whole[1:], answer(6, 9, 0, 2**62)[-1]]

@@ -17,7 +17,7 @@ from transformers.models.granite import modeling_granite
 
 from common.engine.attention.port import LayerAttention
 from common.engine.models.loading import Loading
-from common.engine.models.registry import read_served_shape
+from common.engine.models.served_shape import read_served_shape
 from common.engine.models.transformers_check import Different, described_mask
 from common.engine.models.transformers_model import TransformersModel, load_transformers_model
 from common.errors import ConfigError
