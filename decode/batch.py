@@ -75,7 +75,7 @@ class Batch:
         """One sampled token for each of `rows` came back. Returns two masks over them: stopped by a token, and at the limit."""
         self.sampled[rows] += 1
         assert (self.sampled[rows] <= self._planned[rows]).all()
-        stopped = self._heeds_eos[rows] & np.isin(tokens, self._eos)
+        stopped = self._heeds_eos[rows] & (tokens[:, None] == self._eos).any(axis=1)
         if self._stop_ids:
             named = [int(t) in self._stop_ids.get(int(r), ()) for r, t in zip(rows, tokens, strict=True)]
             stopped |= np.array(named, dtype=bool)

@@ -68,12 +68,16 @@ class Plan:
     @property
     def sampled_rows(self) -> Int32Array:
         """Rows that sample a token, in the order of `StepResult.tokens`: last chunks first, then decode rows. [rows] int32."""
+        if not self.chunks:
+            return self.decode_rows
         last = np.array([chunk.row for chunk in self.chunks if chunk.last], dtype=np.int32)
         return np.concatenate([last, self.decode_rows])
 
     @property
     def rows(self) -> Int32Array:
         """Rows that the forward computes, each once. [rows] int32."""
+        if not self.chunks:
+            return self.decode_rows
         chunks = np.array([chunk.row for chunk in self.chunks], dtype=np.int32)
         return np.concatenate([chunks, self.decode_rows])
 
