@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from common.instance.ports import Mail
 from common.messages import Counters, Ending, Failed, LinkTraffic, Load, RouterInbox
 from router.attempts import ResumeReason
+from router.connections import Dropped
 from router.core import RouterCore
 from router.histogram import Histogram
 from router.members import Member
@@ -52,6 +53,14 @@ class RouterMetrics:
         )
         self._attempts = histogram("tandem_attempts", "Attempts of a request.", ATTEMPT_BUCKETS)
         self._responses = Counter("tandem_http_responses", "HTTP responses.", ("path", "status"), registry=registry)
+        self._dropped = Counter(
+            "tandem_http_connections_dropped",
+            "Connections that were closed because no head of a request came in time, or because too many waited.",
+            ("reason",),
+            registry=registry,
+        )
+        for why in Dropped:
+            self._dropped.labels(why.value)
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -72,6 +81,9 @@ class RouterMetrics:
 
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
+
+    def connection_dropped(self, why: Dropped) -> None:
+        self._dropped.labels(why.value).inc()
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

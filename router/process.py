@@ -7,6 +7,7 @@ and starts the detokenizers' processes.
 import asyncio
 import contextlib
 import logging
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from common.messages import RouterInbox
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
-from router.app import Api, build_app
+from router.app import SPARE_CONNECTIONS, Api, build_app
+from router.connections import WaitingConnections
 from router.core import RouterCore
 from router.drain import drain
 from router.gateway import Gateway
@@ -59,6 +61,7 @@ async def serve(
     ready: called once, when both addresses are listening.
     Raises ConfigError when an address cannot be listened on or the tokenizer cannot be loaded.
     """
+    _allow_many_files()
     tokenizer = TokenizerManager(model.model)
     name = model.served_name or tokenizer.model_name
     host = bind_address(config.host, "--host")
@@ -84,4 +87,12 @@ async def serve(
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved)
             drained = drain(api.door, gateway, config.drain_timeout_s, stop, at_once)
-            await serve_app(app, [listener, own_listener] if shared else [listener], lambda: ready(serving), drained)
+            waiting = WaitingConnections(config.max_requests + SPARE_CONNECTIONS, metrics.connection_dropped)
+            listeners = [listener, own_listener] if shared else [listener]
+            await serve_app(app, listeners, lambda: ready(serving), drained, waiting)
+
+
+def _allow_many_files() -> None:
+    """Every stream and every instance takes file descriptors, and systems start processes with as few as 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

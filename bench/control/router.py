@@ -5,7 +5,6 @@ Owns the process and the prober's. Knows the command line, and nothing of the in
 
 import sys
 import time
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ import msgspec
 
 from bench.control.lines import Get, Got, Pings, ProberOrder, ProberReport, Ready, RouterReport, Tell, Watch
 from bench.local_fleet import FleetFailed
+from bench.processes import cpu_s, resident_mb
 from common.processes.child import KILL_S, ChildEnded, Respondent
 from common.processes.lines import Broken
 
@@ -61,13 +61,11 @@ class RouterUnderMeasure:
     def cpu_s(self) -> float:
         """The CPU time of all its threads so far, in user and system mode, without the detokenizer's process."""
         assert self._child is not None
-        # The clock of another process: https://man7.org/linux/man-pages/man3/clock_getcpuclockid.3.html, as glibc makes its id.
-        return time.clock_gettime((~self._child.pid << 3) | 2)
+        return cpu_s(self._child.pid)
 
     def resident_mb(self) -> float:
         assert self._child is not None
-        status = Path(f"/proc/{self._child.pid}/status").read_text()
-        return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+        return resident_mb(self._child.pid)
 
     def pings(self) -> Pings:
         """Those since it was last asked."""

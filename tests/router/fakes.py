@@ -38,6 +38,7 @@ from common.messages import (
 )
 from router.app import Api, build_app
 from router.attempts import ResumeReason
+from router.connections import WaitingConnections
 from router.core import RouterCore
 from router.gateway import Gateway
 from router.http_server import listen, serve_app
@@ -223,11 +224,12 @@ class Site:
 
 
 @asynccontextmanager
-async def listening(site: Site) -> AsyncIterator[int]:
-    """The site behind a real server; yields its port."""
+async def listening(site: Site, most_waiting: int = 100) -> AsyncIterator[int]:
+    """The site behind a real server; yields its port. most_waiting: connections without a request in progress."""
     stop, ready = asyncio.Event(), asyncio.Event()
     with closing(listen("127.0.0.1", 0)) as listener:
-        server = asyncio.create_task(serve_app(site.app, [listener], ready.set, stop.wait()))
+        waiting = WaitingConnections(most_waiting, site.metrics.connection_dropped)
+        server = asyncio.create_task(serve_app(site.app, [listener], ready.set, stop.wait(), waiting))
         await asyncio.wait_for(ready.wait(), 5)
         try:
             yield listener.getsockname()[1]

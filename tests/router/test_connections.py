@@ -1,0 +1,99 @@
+"""Connections that wait are bounded in number and in time, on real sockets, while everybody else is served."""
+
+import asyncio
+import json
+
+import pytest
+
+from router import connections
+from router.connections import Dropped
+from tests.router.calls import chat, get
+from tests.router.fakes import EchoFleet, Site, listening
+
+pytestmark = pytest.mark.anyio
+SHORT_S = 0.05
+PLAIN = b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n"
+BODY = json.dumps(chat(stream=True)).encode()
+QUESTION = b"POST /v1/chat/completions HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+async def dropped(site: Site, why: Dropped) -> float:
+    lines = (await get(site, "/metrics")).text.splitlines()
+    return next(
+        float(line.split()[1]) for line in lines if line.startswith(f'tandem_http_connections_dropped_total{{reason="{why}"}}')
+    )
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server ends the connection."""
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    except ConnectionError:
+        return b""
+
+
+async def answered(port: int, question: bytes = PLAIN) -> bytes:
+    """What a client gets that asks as it should."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(question)
+    answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n" if b"POST" in question else b"}"), 5)
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("dribble", [b"", b"GET /health HTTP/1.1\r\nHo", b"\r\n", b"G"])
+async def test_a_connection_whose_request_does_not_arrive_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, dribble: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
+    async with Site() as site, listening(site) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(dribble)
+        assert await ended(reader) == b""
+        assert await dropped(site, Dropped.NO_HEAD) == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("dribble", [b"\r\n", b"GET /health HTTP/1.1\r\n"])
+async def test_a_request_that_dribbles_in_behind_an_answer_is_dropped_too(
+    monkeypatch: pytest.MonkeyPatch, dribble: bytes
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
+    async with Site() as site, listening(site) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(PLAIN)
+        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+        writer.write(dribble)
+        assert await ended(reader) == b""
+        assert await dropped(site, Dropped.NO_HEAD) == 1
+        writer.close()
+
+
+async def test_an_open_answer_and_a_resting_connection_outlive_the_time_of_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", SHORT_S)
+    async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
+        streaming, stream = await asyncio.open_connection("127.0.0.1", port)
+        stream.write(QUESTION)
+        await asyncio.wait_for(streaming.readuntil(b'"content":"e"'), 5)
+        resting, rest = await asyncio.open_connection("127.0.0.1", port)
+        rest.write(PLAIN)
+        await asyncio.wait_for(resting.readuntil(b"}"), 5)
+        _, silent = await asyncio.open_connection("127.0.0.1", port)
+        while not await dropped(site, Dropped.NO_HEAD):
+            await asyncio.sleep(SHORT_S)
+        rest.write(PLAIN)
+        assert b"200 OK" in await asyncio.wait_for(resting.readuntil(b"}"), 5)
+        assert len(site.core.requests) == 1
+        for writer in (stream, rest, silent):
+            writer.close()
+
+
+async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room() -> None:
+    async with Site() as site, listening(site, most_waiting=2) as port:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        for reader, _ in idle[:3]:
+            assert await ended(reader) == b""
+        assert b"[DONE]" in await answered(port, QUESTION), "who asks at once is served"
+        assert await dropped(site, Dropped.TOO_MANY) == 4
+        for _, writer in idle:
+            writer.close()
