@@ -7,7 +7,7 @@ a model of 8 billion parameters in bfloat16 on one H100 per instance; measure yo
 from dataclasses import dataclass
 from typing import Literal
 
-from common.config import Switch, option
+from common.config import Switch, option, parse_step_cost
 from common.errors import ConfigError
 
 Arrivals = Literal["poisson", "even"]
@@ -15,9 +15,9 @@ Lengths = Literal["exponential", "constant"]
 
 _ABOVE_0 = (
     "rate", "requests", "speed", "mean_input", "mean_output", "kv_pages", "page_size", "kv_token_bytes", "context_tokens",
-    "max_running", "chunk_tokens", "max_waiting", "max_requests", "step_s", "link_gbit", "restart_s", "slo_ttft_s", "slo_itl_s",
+    "max_running", "chunk_tokens", "max_waiting", "max_requests", "link_gbit", "restart_s", "slo_ttft_s", "slo_itl_s",
 )  # fmt: skip
-_AT_LEAST_0 = ("prefill", "duration_s", "chunk_token_s", "decode_row_s", "link_latency_s", "message_s", "kill_every_s", "seed")
+_AT_LEAST_0 = ("prefill", "duration_s", "link_latency_s", "message_s", "kill_every_s", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,10 @@ class FleetPlan:
 
     prefill: int = option(2, "number of prefill instances; 0 means colocated serving")
     decode: int = option(2, "number of decode instances")
-    step_s: float = option(0.006, "assumed: seconds of any step; the time to read the weights once")
-    chunk_token_s: float = option(40e-6, "assumed: seconds that each prompt token adds to a step")
-    decode_row_s: float = option(100e-6, "assumed: seconds that each decoding request adds to a step")
+    step_cost: str = option(
+        "0.006,0.00004,0.0001",
+        "assumed: seconds of a step (the time to read the weights), and what each prompt token and each decode row adds",
+    )
     kv_pages: int = option(28_000, "assumed: KV pages of an instance")
     page_size: int = option(16, "tokens per KV page")
     kv_token_bytes: int = option(131_072, "assumed: KV bytes of a token over all layers")
@@ -43,6 +44,8 @@ class FleetPlan:
 
     def __post_init__(self) -> None:
         _check(self)
+        if parse_step_cost(self.step_cost)[0] == 0:
+            raise ConfigError(f"--step-cost: a step must take some time, is {self.step_cost!r}")
         if self.decode < 1:
             raise ConfigError(f"--decode must be at least 1, is {self.decode}")
         if self.kv_token_bytes % 2:

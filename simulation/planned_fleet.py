@@ -6,7 +6,7 @@ Owns the engines' busy time. Computes nothing and moves no bytes; everything tha
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import RouterConfig
+from common.config import RouterConfig, parse_step_cost
 from common.engine.executor import EngineDescription, Executor
 from common.engine.plan import Plan
 from common.engine.timed import StepCost, TimedExecutor, Timeline
@@ -39,7 +39,7 @@ def size_of(plan: FleetPlan, config: RouterConfig) -> Size:
         max_waiting=plan.max_waiting,
         request_timeout_s=config.max_request_timeout_s,
         drain_timeout_s=config.drain_timeout_s,
-        cost=StepCost(plan.step_s, plan.chunk_token_s, plan.decode_row_s),
+        cost=StepCost(*parse_step_cost(plan.step_cost)),
         looks=LOOKS,
     )
 

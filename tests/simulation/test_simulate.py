@@ -18,7 +18,8 @@ from simulation.report import figures
 from simulation.run import Simulation
 
 ROUTER = RouterConfig()
-FLEET = FleetPlan(prefill=1, decode=1, step_s=0.010, chunk_token_s=100e-6, decode_row_s=0.0)
+FLEET = FleetPlan(prefill=1, decode=1, step_cost="0.010,0.0001,0")
+STEP_S, TOKEN_S = 0.010, 100e-6
 MESSAGE_S = FLEET.message_s
 
 
@@ -31,7 +32,7 @@ def simulate(fleet: FleetPlan, **load: Any) -> Simulation:
 def steps_s(prompt_tokens: int) -> float:
     """What computing a prompt takes by itself, chunk after chunk."""
     chunks = -(-prompt_tokens // FLEET.chunk_tokens)
-    return chunks * FLEET.step_s + prompt_tokens * FLEET.chunk_token_s
+    return chunks * STEP_S + prompt_tokens * TOKEN_S
 
 
 @pytest.mark.parametrize("tokens", [512, 8192, 20_000])
@@ -48,18 +49,18 @@ def test_the_second_token_waits_for_the_last_push_the_handoff_and_a_step() -> No
     simulation = simulate(slow, requests=1, mean_input=8192 + 1024, mean_output=2, lengths="constant")
     write_s = 1024 * slow.kv_token_bytes / 1e9
     first_write_s = 8192 * slow.kv_token_bytes / 1e9
-    second_chunk_s = slow.step_s + 1024 * slow.chunk_token_s
+    second_chunk_s = STEP_S + 1024 * TOKEN_S
     push_s = max(0.0, first_write_s - second_chunk_s) + write_s + slow.link_latency_s
     handoff_s = MESSAGE_S
     (gap_s,) = simulation.measured.between_s
-    assert gap_s == pytest.approx(push_s + handoff_s + slow.step_s, abs=5 * TURN_S)
+    assert gap_s == pytest.approx(push_s + handoff_s + STEP_S, abs=5 * TURN_S)
 
 
 def test_a_prefill_instance_is_the_queue_that_the_theory_knows() -> None:
     """Poisson arrivals, equal prompts of one chunk each, one at a time: M/D/1, whose mean wait is S rho / (2 (1 - rho)) by
     Pollaczek and Khinchine. A prompt fills the budget of a step, so none is computed beside another."""
     fleet = replace(FLEET, chunk_tokens=1024)
-    service_s, load = fleet.step_s + 1024 * fleet.chunk_token_s, 0.5
+    service_s, load = STEP_S + 1024 * TOKEN_S, 0.5
     simulation = simulate(fleet, requests=4000, rate=load / service_s, mean_input=1024, mean_output=1, lengths="constant", seed=1)
     waits_s = np.asarray(simulation.measured.first_s) - service_s - 3 * MESSAGE_S
     expected_s = service_s * load / (2 * (1 - load))
@@ -120,10 +121,9 @@ def test_reading_messages_without_decoding_them_changes_nothing() -> None:
 
 
 def test_goodput_counts_the_answers_that_keep_to_both_limits() -> None:
-    fleet = replace(FLEET, step_s=0.010)
     load = {"requests": 3, "rate": 0.1, "arrivals": "even", "lengths": "constant", "mean_input": 1000, "mean_output": 5}
     for first_s, pace_s, good in ((1.0, 0.1, 3), (0.05, 0.1, 0), (1.0, 0.009, 0)):
-        assert figures(simulate(fleet, **load, slo_ttft_s=first_s, slo_itl_s=pace_s)).good_requests == good
+        assert figures(simulate(FLEET, **load, slo_ttft_s=first_s, slo_itl_s=pace_s)).good_requests == good
 
 
 def test_a_request_that_no_instance_could_hold_is_refused_and_counted() -> None:
