@@ -14,7 +14,7 @@ Knows messages and page ids; the time is an argument. Does not know what tokens 
 
 Before the grant nothing is written anywhere, so a handoff may move to another peer; what is computed stays and is pushed there.
 After the grant it stays where it is. The former peer may hold a reservation all the same, because its Grant is late or lost: a
-late one is answered with Withdraw, and the next renewals say that the handoff has moved.
+late one is answered with Withdraw, and renewals say that the handoff has moved until it has heard so.
 
 Single messages are not acknowledged. While a handoff with an instance is open, and a little longer, Renew says every second which
 handoffs are open. That extends the write lease (`kv_transfer/write_lease.py`), and shows either side what a lost message left
@@ -36,7 +36,7 @@ from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renew
 from common.messages.handoffs import fits
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
-from kv_transfer.outgoing import Outgoing, Session, SourceClosed, SourceGranted, SourceNews, SourceRead, SourceRefused
+from kv_transfer.outgoing import Moved, Outgoing, Session, SourceClosed, SourceGranted, SourceNews, SourceRead, SourceRefused
 from kv_transfer.traffic import Traffic, traffic_of
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
 
@@ -183,12 +183,14 @@ class HandoffSource:
         actions: list[Action] = []
         for peer in self._renewals.expired(now):
             session = self._sessions[peer]
-            session.renewals_left = RENEWALS_AFTER if session.open else session.renewals_left - 1
+            for moved in session.moved.values():
+                moved.say(now)
             claims = [Claim(each.key, each.generation, each.stage == "stuck") for each in session.open.values()]
             claims += [Claim(key, Generation(0), moved=True) for key in session.moved]
-            session.moved = {key: left - 1 for key, left in session.moved.items() if left > 1}
+            session.moved = {key: moved for key, moved in session.moved.items() if not moved.is_over}
+            session.renewals_left = RENEWALS_AFTER if session.open else session.renewals_left - 1
             actions.append(Send(peer.id, Renew(incarnation=self._incarnation, sent_s=now, claims=tuple(claims))))
-            if session.renewals_left > 0:
+            if session.renewals_left > 0 or session.moved:
                 self._renewals.set(peer, now + RENEW_S)
             else:
                 del self._sessions[peer]
@@ -253,7 +255,7 @@ class HandoffSource:
         outgoing.stage = "refused"
         session = self._sessions[outgoing.peer]
         del session.open[outgoing.key]
-        session.moved[outgoing.key] = RENEWALS_AFTER
+        session.moved[outgoing.key] = Moved()
         self._drop_if_dead(outgoing.peer)
         self._news.append(SourceRefused(outgoing.key, failure))
         if is_declined:
@@ -265,6 +267,8 @@ class HandoffSource:
         peers = {peer for peer in self._sessions if peer.id == sender and fits(renewed.incarnation, peer.incarnation)}
         for peer in peers:
             actions += self._extend(peer, renewed.sent_s + renewed.write_lease_s)
+            for moved in self._sessions[peer].moved.values():
+                moved.is_heard = moved.is_heard or moved.since_s <= renewed.sent_s
         generations = renewed.generations or (None,) * len(renewed.over)
         for key, generation in zip(renewed.over, generations, strict=False):
             outgoing = self._by_key.get(key)

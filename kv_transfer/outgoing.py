@@ -8,7 +8,10 @@ from typing import Literal, TypeAlias
 
 from common.ids import Generation, Int32Array, Key, Life, Ticket
 from common.messages import Failed
-from kv_transfer.write_lease import RENEWALS_AFTER
+from kv_transfer.write_lease import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
+
+MOST_RENEWALS = int((WRITE_LEASE_S + MARGIN_S) / RENEW_S)
+"""A reader that hears none of so many has given up what it holds."""
 
 HandoffStage = Literal["reserving", "refused", "pushing", "draining", "stuck"]
 
@@ -85,12 +88,32 @@ class Outgoing:
 
 
 @dataclass(slots=True, eq=False)
+class Moved:
+    """A handoff that has left a decode instance before its grant. said: how many renewals said so. since_s: when the first of
+    them was sent. is_heard: one of them was answered."""
+
+    said: int = 0
+    since_s: float = float("inf")
+    is_heard: bool = False
+
+    def say(self, now: float) -> None:
+        self.said += 1
+        self.since_s = min(self.since_s, now)
+
+    @property
+    def is_over(self) -> bool:
+        """It need not be said again. A Reserve may arrive later than the answer does. A reader that answers nothing for long
+        takes its pages back by itself."""
+        return self.said >= (RENEWALS_AFTER if self.is_heard else MOST_RENEWALS)
+
+
+@dataclass(slots=True, eq=False)
 class Session:
-    """The open handoffs with one decode instance. moved: those that have left it, with the number of renewals that still say so.
-    until_s: when the write lease there ends. is_dead: it has a new incarnation, so that nothing more is said here."""
+    """The open handoffs with one decode instance. moved: those that have left it, as long as renewals say so. until_s: when the
+    write lease there ends. is_dead: it has a new incarnation, so that nothing more is said here."""
 
     open: dict[Key, Outgoing] = field(default_factory=dict)
-    moved: dict[Key, int] = field(default_factory=dict)
+    moved: dict[Key, Moved] = field(default_factory=dict)
     until_s: float = float("-inf")
     renewals_left: int = RENEWALS_AFTER
     is_dead: bool = False

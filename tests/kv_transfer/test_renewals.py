@@ -10,7 +10,7 @@ from common.errors import InstanceFailed
 from common.ids import Generation, Incarnation, InstanceId, Life, Ticket
 from common.instance.ports import Allow, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Renew, Renewed, Withdraw
-from kv_transfer.outgoing import SourceClosed, SourceRefused
+from kv_transfer.outgoing import MOST_RENEWALS, SourceClosed, SourceRefused
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
@@ -181,17 +181,26 @@ def test_a_reserve_that_was_sent_just_before_is_not_taken_for_over(sent_before_s
 # --- handoffs that move ----------------------------------------------------------------------------------------------------
 
 
-def test_the_former_peer_of_a_handoff_that_moved_is_told_so_until_its_renewals_end() -> None:
-    writer = Writer("a")
+@pytest.mark.parametrize("others", [(), ("b",)], ids=["alone", "with others"])
+@pytest.mark.parametrize(
+    ("heard_at", "times"), [(1, RENEWALS_AFTER), (5, 6), (None, MOST_RENEWALS)], ids=["at once", "late", "never"]
+)
+def test_the_former_peer_of_a_handoff_that_moved_is_told_so_until_it_has_heard_it(
+    heard_at: int | None, times: int, others: tuple[str, ...]
+) -> None:
+    """And some times more, because a Reserve may still be on its way; or until it has taken its pages back in any case."""
+    writer = Writer("a", *others)
     writer.move("a", E)
-    assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: [("a", "moved")], E: [("a", 0)]}] * RENEWALS_AFTER
-    assert writer.tick() == {E: [("a", 0)]}
-
-
-def test_a_former_peer_with_other_handoffs_is_told_of_what_moved_as_often() -> None:
-    writer = Writer("a", "b")
-    writer.move("a", E)
-    assert [writer.tick()[D] for _ in range(RENEWALS_AFTER + 1)] == [[("b", 0), ("a", "moved")]] * RENEWALS_AFTER + [[("b", 0)]]
+    writer.renewed(writer.now)
+    told = 0
+    for number in range(1, MOST_RENEWALS + 3):
+        claims = writer.tick().get(D, [])
+        assert [name for name, generation in claims if generation == 0] == list(others)
+        told += ("a", "moved") in claims
+        if number == heard_at:
+            writer.renewed(writer.now)
+    assert told == times
+    assert (D in writer.tick()) == bool(others)
 
 
 def test_a_handoff_that_comes_back_is_claimed_again() -> None:
@@ -249,7 +258,7 @@ def test_a_stuck_handoff_is_claimed_while_its_peer_is_away_and_forgotten_when_th
 def test_a_peer_that_is_away_is_told_that_its_handoffs_are_over() -> None:
     writer = Writer("a")
     writer.source.peers_gone([])
-    assert [writer.tick() for _ in range(RENEWALS_AFTER)] == [{D: [("a", "moved")]}] * RENEWALS_AFTER
+    assert [writer.tick() for _ in range(MOST_RENEWALS)] == [{D: [("a", "moved")]}] * MOST_RENEWALS
     assert writer.tick() == {}
 
 
