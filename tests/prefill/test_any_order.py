@@ -112,6 +112,13 @@ class AnyOrder(AnyOrderMachine):
         for _ in range(1 + twice):
             self.hear(decoder, grant)
 
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), why=st.sampled_from([FULL, *DECLINES]))
+    def its_candidate_declines(self, data: st.DataObject, why: Failed) -> None:
+        name = data.draw(st.sampled_from(sorted(self.reserved)))
+        decoder, reserve = self.reserved[name]
+        self.hear(decoder, Decline(key=reserve.key, failed=why, sent_s=reserve.sent_s))
+
     @rule(data=st.data(), decoder=ONE_DECODER)
     def a_late_grant(self, data: st.DataObject, decoder: InstanceId) -> None:
         """Of a candidate that was asked before the present one."""
@@ -124,7 +131,7 @@ class AnyOrder(AnyOrderMachine):
             )
             self.hear(decoder, late)
 
-    @rule(data=st.data(), decoder=ONE_DECODER, why=st.sampled_from([*DECLINES, FULL]))
+    @rule(data=st.data(), decoder=ONE_DECODER, why=st.sampled_from(DECLINES))
     def a_decline(self, data: st.DataObject, decoder: InstanceId, why: Failed) -> None:
         name = data.draw(st.sampled_from(self.recent()))
         self.hear(decoder, Decline(key=key(name), failed=why))
