@@ -208,9 +208,9 @@ def _simulate(flags: argparse.Namespace) -> int:
     from launch.simulate import run
 
     fleet, load = read_config(simulation_plan.FleetPlan, flags), read_config(simulation_plan.LoadPlan, flags)
-    router = read_config(RouterConfig, flags)
+    router = read_config(RouterConfig, flags, max_requests=RouterConfig().max_requests)
     command = _bench_command(flags, ("--markdown",), fleet, load, router)
-    return run(fleet, load, router, command, flags.markdown)
+    return run(fleet, load, dataclasses.replace(router, max_requests=fleet.max_requests), command, flags.markdown)
 
 
 def _bench_transfer(flags: argparse.Namespace) -> int:

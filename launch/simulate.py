@@ -40,12 +40,14 @@ def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, ma
             told_s = time.monotonic()
             say(f"{told_s - began_s:.0f} s: simulated {line}")
 
-    hardware = this_hardware()
+    hardware, usual = this_hardware(), gc.get_threshold()
+    gc.set_threshold(GC_OBJECTS)
     simulation = Simulation(fleet, load, config)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GC_OBJECTS)
     simulation.run(progress)
+    gc.unfreeze()
+    gc.set_threshold(*usual)
     outcome = Outcome(command=command, hardware=hardware, took_s=time.monotonic() - began_s, found=figures(simulation))
     print(report(outcome, markdown))
     if load.json:
