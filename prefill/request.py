@@ -1,6 +1,6 @@
 """A request on a prefill instance: what it adds to the shared record. Decides nothing: `scheduler.py` does."""
 
-from collections.abc import Container
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.ids import InstanceId
@@ -22,10 +22,10 @@ class PrefillRequest(Request):
     source_open: bool = False
     sampled_s: float = 0.0
 
-    def choose(self, there: Container[InstanceId]) -> InstanceId | None:
+    def choose(self, is_there: Callable[[InstanceId], bool]) -> InstanceId | None:
         """Whom to ask now; None when nobody is left. Each candidate that is there is asked in turn, and has no time to wait for
         room. Then the best of them is asked again, and the request waits. One that is alone is asked to let it wait at once."""
-        able = [name for name in self.candidates if name in there]
+        able = [name for name in self.candidates if is_there(name)]
         untried = [name for name in able if name not in self.full]
         self.waits = not untried or len(able) == 1
         return next(iter(untried or able), None)

@@ -291,7 +291,7 @@ class PrefillScheduler:
     def _choose(self, request: PrefillRequest) -> Life | None:
         """Whom to ask for its reservation now; None when nobody is left."""
         peers = self._requests.peers
-        name = request.choose(peers.keys() - self._links.lost)
+        name = request.choose(lambda name: name in peers and name not in self._links.lost)
         if name is None:
             return None
         request.peer = Life(name, peers[name])
