@@ -15,6 +15,7 @@ from bench import overlap_plan
 from bench import plan as transfer_plan
 from bench.control import plan as control_plan
 from bench.engine import plan as engine_plan
+from bench.router import plan as router_plan
 from common.addresses import LOOPBACK, bind_address
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
@@ -144,7 +145,17 @@ def _add_bench(commands: Any) -> None:
         benches, "control", "measure what the control plane costs at the router, for fleets of different sizes", _bench_control
     )
     add_flags(control, control_plan.ControlBench)
-    parsers = ((transfer, TRANSFER_SWITCHES), (overlap, BENCH_SWITCHES), (engine, BENCH_SWITCHES), (control, BENCH_SWITCHES))
+    router = _add(
+        benches, "router", "measure what a router adds to requests and tokens, and how many streams it carries", _bench_router
+    )
+    add_flags(router, router_plan.RouterBench)
+    parsers = (
+        (transfer, TRANSFER_SWITCHES),
+        (overlap, BENCH_SWITCHES),
+        (engine, BENCH_SWITCHES),
+        (control, BENCH_SWITCHES),
+        (router, BENCH_SWITCHES),
+    )
     for parser, switches in parsers:
         for flag, explanation in switches.items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -252,6 +263,15 @@ def _bench_control(flags: argparse.Namespace) -> int:
     bench = read_config(control_plan.ControlBench, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench)
     return run(with_defaults(bench, control_plan.QUICK if flags.quick else {}), command, flags.markdown)
+
+
+def _bench_router(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from bench.router.run import run
+
+    bench = read_config(router_plan.RouterBench, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench)
+    return run(with_defaults(bench, router_plan.QUICK if flags.quick else {}), command, flags.markdown)
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:

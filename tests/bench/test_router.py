@@ -1,0 +1,49 @@
+"""`launch bench router` with fleets that run: a quick run, and what it leaves; what its load generator makes of bad answers."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.router.lines import Load
+from bench.router.load import carry_out
+
+pytestmark = pytest.mark.anyio
+
+
+def test_a_quick_run_measures_prints_and_writes_what_was_asked_for(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "launch.main", "bench", "router", "--quick", "--markdown", "--requests", "24"]
+    done = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("```sh\nlaunch bench router --quick --markdown --requests=24 --json=")
+    outcome = json.loads(figures.read_text())
+    assert [each["beside"] for each in outcome["first_token"]] == [0, 64]
+    assert all(0 < each["p50_ms"] <= each["p99_ms"] for each in outcome["first_token"] if not each["beside"])
+    (streams,) = outcome["streams"]
+    assert (streams["streams"], streams["failed"], outcome["requests"]["failed"]) == (8, 0, 0)
+    assert streams["tokens_per_s"] > 0 and streams["router_us"] > 0
+    assert outcome["open"] is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\nno instance is live", "no instance is live"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"text":" one"}\n\ndata: [DONE]\n\n0\r\n\r\n', "2 tokens are missing"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"text":" one"}\n\n', "connection was lost"),
+    ],
+)
+async def test_an_answer_that_is_refused_cut_or_too_short_is_a_failure_with_its_reason(answer: bytes, reason: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        loaded = await carry_out(Load(url=url, model="m", requests=2, parallel=2, tokens=3, pids=()))
+    assert loaded.failed == 2 and all(reason in each for each in loaded.reasons)
