@@ -12,6 +12,7 @@ from simulation.fleet import Fleet, World
 from simulation.instance import Size
 from simulation.network import DELAY_S, Letter
 from tests.life.expected import undisturbed
+from tests.life.toys import transport_of
 
 PROMPT = [100 + n for n in range(19)]
 SIZE = Size(rows=2, cost=StepCost(step_s=0.05, chunk_token_s=0.0, decode_row_s=0.0))
@@ -125,6 +126,29 @@ def test_a_candidate_that_granted_in_vain_because_nothing_of_it_arrives_gets_its
     assert scene.fleet.instances[former].scheduler.report().load.reservations == 1, "the Reserve was on its way"
     scene.finish(client)
     assert scene.placed == [name for name in (D0, D1) if name != former]
+
+
+def test_a_candidate_whose_link_is_lost_before_its_grant_is_replaced_while_what_was_granted_there_is_resumed() -> None:
+    """Nothing that it says to the prefill instance arrives, so the write lease ends under a push that goes on."""
+    scene = Scene(Size(rows=2, pages=64, cost=SIZE.cost))
+    fleet = scene.fleet
+    fleet.memory.hold = True
+    other = fleet.submit("other", [200] * 19, 12)
+    fleet.turn_until(lambda: fleet.instances[P].scheduler.report().load.pushes_in_flight > 0)
+    (at,) = [name for name in (D0, D1) if fleet.instances[name].scheduler.report().load.reservations]
+    heavy = fleet.submit("heavy", [300] * 60, 2)  # the other one has more to do, so that `at` is the best for the next
+    fleet.run_for(0.01)
+    scene.lose(at, P, 8.0)
+    client = scene.ask()
+    fleet.turn_until(lambda: bool(scene.asked))
+    assert scene.asked == [(at, False)]
+    fleet.turn_until(lambda: len(scene.asked) == 2)
+    fleet.memory.hold = False
+    transport_of(fleet.instances[P]).release()
+    fleet.run(other, heavy)
+    assert other.token_ids == undisturbed([200] * 19, 12)
+    scene.finish(client, ResumeReason.FAILED_ATTEMPT)
+    assert scene.placed == [name for name in (D0, D1) if name != at], "it is the other one's attempt that was resumed"
 
 
 def test_a_lost_placed_is_healed_by_the_second_token_and_the_loss_of_who_decodes_is_noticed() -> None:
