@@ -1,7 +1,7 @@
 """The intake: turns what a client wrote into requests in tokens.
 
-Owns the tokenizing (on threads of its own, so that a long prompt does not block the loop), the limits of the context, ids and
-seeds. Does not know HTTP, instances or messages.
+Owns the tokenizing (on threads of its own, so that a long prompt blocks neither the loop nor short prompts), the limits of the
+context, ids and seeds. Does not know HTTP, instances or messages.
 """
 
 import asyncio
@@ -23,7 +23,15 @@ from router.openai_api import ALL_TOKENS, COMPLETION_MAX_TOKENS, ChatRequest, Co
 from router.requests import RequestSpec
 
 SEED_BITS = 63
-ENCODING_THREADS = 4
+ENCODING_THREADS, LONG_ENCODING_THREADS = 4, 2
+LONG_CHARS = 2**16
+"""Longer texts have threads of their own: each takes from tens of milliseconds to seconds."""
+USUAL_TOKEN_CHARS = 4
+"""A text with more characters than this for each token of the context is probably too long. So its tokens are counted first,
+piece by piece, until they are too many: all of a text of 16 MiB takes seconds."""
+CUT_TOKENS = 64
+"""A piece may have so many tokens more than its part of the text: the cut splits tokens, and a piece gets special tokens of its
+own."""
 MAX_TOKEN_CHARS = 512
 """No tokenizer has longer tokens, so a text with more characters than this for each token of the context is too long."""
 
@@ -65,25 +73,26 @@ class Intake:
         self._model = model
         self._chat_max_tokens = config.default_max_tokens or None
         self._longest_timeout_s = config.max_request_timeout_s
-        # Several threads, so that one very long prompt does not delay the others.
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
+        self._long_threads = ThreadPoolExecutor(max_workers=LONG_ENCODING_THREADS, thread_name_prefix="long-tokenizer")
         self._encoding = 0
 
     async def accept_chat(self, request: ChatRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
-        chars = sum(len(text) for message in request.messages for text in message.values())
-        self._check(request, "messages", chars, self.context_tokens)
-        prompts = await self._encode(self._tokenizer.encode_chat, (request.messages,), request.fields.n)
+        texts = [text for message in request.messages for text in message.values()]
+        self._check(request, "messages", sum(map(len, texts)), self.context_tokens)
+        prompts = await self._encode(self._tokenizer.encode_chat, (request.messages,), (texts,), request.fields.n, "messages")
         return self._accept("chatcmpl-", prompts, request, "messages", self._chat_max_tokens)
 
     async def accept_completion(self, request: CompletionRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
         self._check(request, "prompt", max(map(len, request.prompts)), self.context_tokens)
-        encode = self._tokenizer.encode
-        prompts = await self._encode(
-            lambda prompt: encode(prompt) if isinstance(prompt, str) else list(prompt), request.prompts, request.fields.n
+        encode, prompts = self._tokenizer.encode, request.prompts
+        texts = [[prompt] if isinstance(prompt, str) else [] for prompt in prompts]
+        encoded = await self._encode(
+            lambda prompt: encode(prompt) if isinstance(prompt, str) else list(prompt), prompts, texts, request.fields.n, "prompt"
         )
-        return self._accept("cmpl-", prompts, request, "prompt", COMPLETION_MAX_TOKENS)
+        return self._accept("cmpl-", encoded, request, "prompt", COMPLETION_MAX_TOKENS)
 
     @property
     def context_tokens(self) -> int:
@@ -92,7 +101,8 @@ class Intake:
         return own if model is None else min(own, model.context_tokens)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, request: ReadRequest, prompt_field: str, longest: int, context: int) -> None:
         """Check what depends on the served model and on flags, before time is spent on the prompt. longest: the length of the
@@ -107,16 +117,44 @@ class Intake:
             message = f"{prompt_field} is far longer than the model's context of {context} tokens"
             raise BadRequest(message, field=prompt_field, code="context_length_exceeded")
 
-    async def _encode(self, encode: Callable[[P], list[int]], prompts: Sequence[P], n: int) -> list[list[int]]:
-        """Token ids of each prompt. Choices that wait here, n for each prompt, count against --max-requests. Raises Overloaded,
-        and what `encode` raises."""
-        choices = len(prompts) * n
+    async def _encode(
+        self,
+        encode: Callable[[P], list[int]],
+        prompts: Sequence[P],
+        texts: Sequence[Sequence[str]],
+        n: int,
+        prompt_field: str,
+    ) -> list[list[int]]:
+        """Token ids of each prompt. texts: what each consists of. Choices that wait here, n for each prompt, count against
+        --max-requests. Raises Overloaded, BadRequest, and what `encode` raises."""
+        choices, context = len(prompts) * n, self.context_tokens
         self._core.requests.require_room(self._encoding + choices)
         self._encoding += choices
+
+        def work() -> list[list[int]]:
+            for parts in texts:
+                self._require_fit(parts, context, prompt_field)
+            return list(map(encode, prompts))
+
+        chars = sum(len(text) for parts in texts for text in parts)
+        threads = self._long_threads if chars > LONG_CHARS else self._threads
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, list, map(encode, prompts))
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
         finally:
             self._encoding -= choices
+
+    def _require_fit(self, texts: Sequence[str], context: int, prompt_field: str) -> None:
+        """Raises BadRequest when a prompt of these texts is sure to be longer than the context, after no more work than a prompt
+        takes that just fits."""
+        if sum(map(len, texts)) <= max(LONG_CHARS, context * USUAL_TOKEN_CHARS):
+            return
+        tokens = 0
+        for text in texts:
+            for first in range(0, len(text), LONG_CHARS):
+                tokens += max(0, len(self._tokenizer.encode(text[first : first + LONG_CHARS])) - CUT_TOKENS)
+                if tokens >= context:
+                    message = f"{prompt_field} has more tokens than the model's context of {context}: shorten it"
+                    raise BadRequest(message, field=prompt_field, code="context_length_exceeded")
 
     def _accept(
         self, prefix: str, prompts: list[list[int]], request: ReadRequest, prompt_field: str, default_max_tokens: int | None

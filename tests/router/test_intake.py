@@ -1,0 +1,92 @@
+"""Long texts wait for each other and nobody else waits for them; those that cannot fit are refused after little work."""
+
+import asyncio
+import json
+import threading
+from contextlib import closing
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import BadRequest
+from router import intake
+from router.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
+from router.openai_api import ChatRequest, CompletionRequest, read_chat, read_completion
+from tests.router.calls import chat, completion
+from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site
+
+pytestmark = pytest.mark.anyio
+LONG_CHARS = 100
+
+
+class WatchedTokenizer(CharTokenizer):
+    """A token for every `chars` characters. Texts of more than LONG_CHARS wait until `go` is set. encoded: characters so far."""
+
+    def __init__(self, chars: int = 1) -> None:
+        self.chars = chars
+        self.go = threading.Event()
+        self.encoded = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.encoded += len(text)
+        if len(text) > LONG_CHARS:
+            self.go.wait(60)
+        return [ord(char) for char in text[:: self.chars]]
+
+
+@pytest.fixture(autouse=True)
+def _texts_are_long_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "LONG_CHARS", LONG_CHARS)
+
+
+def accepting(site: Site, tokenizer: WatchedTokenizer) -> Intake:
+    return Intake(site.core, tokenizer, MODEL, RouterConfig())
+
+
+def chat_of(text: str) -> ChatRequest:
+    return read_chat(json.dumps(chat(text)).encode())
+
+
+def completion_of(*prompts: str) -> CompletionRequest:
+    return read_completion(json.dumps(completion(list(prompts))).encode())
+
+
+async def test_short_texts_overtake_long_ones_however_many_there_are() -> None:
+    async with Site() as site:
+        tokenizer = WatchedTokenizer(chars=10)
+        with closing(accepting(site, tokenizer)) as accepting_intake:
+            long = [
+                asyncio.create_task(accepting_intake.accept_completion(completion_of(f"{number}" * 2 * LONG_CHARS)))
+                for number in range(ENCODING_THREADS + LONG_ENCODING_THREADS + 1)
+            ]
+            for text in ("hello", "again"):
+                assert (await asyncio.wait_for(accepting_intake.accept_chat(chat_of(text)), 10)).prompt_tokens == 1
+            assert not any(task.done() for task in long)
+            tokenizer.go.set()
+            assert [accepted.prompt_tokens for accepted in await asyncio.gather(*long)] == [20] * len(long)
+
+
+@pytest.mark.parametrize("texts", [1, 3])
+async def test_a_text_that_cannot_fit_is_refused_after_the_work_of_one_that_just_fits(texts: int) -> None:
+    async with Site() as site:
+        tokenizer = WatchedTokenizer()
+        with closing(accepting(site, tokenizer)) as accepting_intake:
+            text = "x" * 60_000
+            for accepting_it in (
+                accepting_intake.accept_chat(chat_of(text)),
+                accepting_intake.accept_completion(completion_of(*["short"] * (texts - 1), text)),
+            ):
+                tokenizer.encoded = 0
+                with pytest.raises(BadRequest, match=f"more tokens than the model's context of {CONTEXT}") as refused:
+                    await accepting_it
+                assert refused.value.code == "context_length_exceeded"
+                assert tokenizer.encoded < 5 * CONTEXT
+
+
+async def test_a_text_of_few_tokens_is_accepted_whatever_its_length() -> None:
+    async with Site() as site:
+        tokenizer = WatchedTokenizer(chars=200)
+        tokenizer.go.set()
+        with closing(accepting(site, tokenizer)) as accepting_intake:
+            accepted = await accepting_intake.accept_completion(completion_of("x" * 20_000))
+            assert accepted.prompt_tokens == 100
