@@ -10,6 +10,7 @@ knows what the old one was told.
 """
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 DETOKENIZER = "detokenizer"
 DETOKENIZER_START_S = 120.0
 DETOKENIZER_STOP_S = 5.0
+GC_THRESHOLDS = 20_000, 20, 20
+"""For `gc.set_threshold`. A turn of mail makes thousands of objects that end with it."""
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
             detokenizer.meet(reachable(serving.control, LOOPBACK), partial(serving.detokenizer_moved, shard))
         own = {"own": serving.own_url} if config.share_port == "on" else {}
         control = reachable(serving.control, host_for_peers())
+        _settle_memory()
         process.report(Ready(addresses={"http": serving.url, **own, "control": control}))
 
     try:
@@ -91,6 +95,14 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
         process.on_stop(lambda: None)
         process.on_order(lambda order: None)
         await asyncio.gather(*(detokenizer.stop() for detokenizer in detokenizers))
+
+
+def _settle_memory() -> None:
+    """What was made until now stays, so the garbage collector need not see it again. Most of what comes later is freed without
+    the collector: it looks less often, because it stops the loop for longer the more requests and instances there are."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 class _Duties:

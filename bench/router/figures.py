@@ -68,9 +68,9 @@ class RouterOutcome(Outcome, frozen=True, kw_only=True):
     open: Open | None
 
 
-def first_token_of(loaded: Loaded, beside: int, step_s: float) -> FirstToken:
-    """step_s: what the executor takes for the first token."""
-    ordered = sorted(1e3 * (each - step_s) for each in loaded.ttft_s)
+def first_token_of(loaded: Loaded, beside: int) -> FirstToken:
+    """Of requests whose first token takes the executor no time."""
+    ordered = sorted(1e3 * each for each in loaded.ttft_s)
     return FirstToken(
         beside=beside, requests=len(ordered), p50_ms=ordered[len(ordered) // 2], p99_ms=ordered[int(0.99 * (len(ordered) - 1))]
     )

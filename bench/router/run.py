@@ -38,10 +38,8 @@ LONGEST_ANSWER = 2000
 """Tokens of one answer at most: prompt and answer must fit the demo model's context."""
 REQUESTS_AT_ONCE = 64
 BESIDE = 64
-FIRST_STEP_S = 0.01
-"""What the executor takes for the first token, and for each token of the streams beside."""
-OPEN_STEP_S = 1.0
-"""In which each of the streams that are open at once gets a token."""
+BESIDE_STEP_S, OPEN_STEP_S = 0.01, 1.0
+"""In which each of the streams beside, and each of those that are open at once, gets a token."""
 MOST_ROWS = 4096
 FLAGS = ("--executor=timed", "--transport=cma", "--dtype=bfloat16", "--log-level=warning")
 STEADY = "CPU times per token and per request are affected least."
@@ -75,12 +73,12 @@ def run(bench: RouterBench, command: str, markdown: bool) -> int:
 def _measure_requests(bench: RouterBench) -> tuple[list[FirstToken], Requests]:
     few = max(4, bench.requests // 4)
     say(f"requests: one by one, many at once, and beside {BESIDE} streams")
-    with _fleet(bench, FIRST_STEP_S) as fleet, _generator() as load, _generator() as others:
+    with _fleet(bench, BESIDE_STEP_S / BESIDE) as fleet, _generator() as load, _generator() as others:
         load.carry_out(fleet.load(20, 4, 8))  # what is made at the first use is made
-        alone = first_token_of(load.carry_out(fleet.load(few, 1, 1)), 0, FIRST_STEP_S)
+        alone = first_token_of(load.carry_out(fleet.load(few, 1, 1)), 0)
         requests = requests_of(load.carry_out(fleet.load(bench.requests, REQUESTS_AT_ONCE, 1)), REQUESTS_AT_ONCE)
         others.begin(fleet.load(BESIDE, BESIDE, min(LONGEST_ANSWER, 4 * few)))
-        beside = first_token_of(load.carry_out(fleet.load(few, 1, 1)), BESIDE, FIRST_STEP_S)
+        beside = first_token_of(load.carry_out(fleet.load(few, 1, 1)), BESIDE)
         others.end()
     return [alone, beside], requests
 
@@ -88,7 +86,7 @@ def _measure_requests(bench: RouterBench) -> tuple[list[FirstToken], Requests]:
 def _measure_streams(bench: RouterBench, number: int) -> Streams:
     say(f"{number} streams")
     tokens = max(2, min(LONGEST_ANSWER, int(bench.rate * bench.seconds / number)))
-    with _fleet(bench, number / bench.rate, number) as fleet, _generator() as load:
+    with _fleet(bench, 1 / bench.rate, number) as fleet, _generator() as load:
         load.carry_out(fleet.load(20, 4, 8))
         return streams_of(load.carry_out(fleet.load(number, number, tokens)), number)
 
@@ -96,7 +94,8 @@ def _measure_streams(bench: RouterBench, number: int) -> Streams:
 def _measure_open(bench: RouterBench) -> Open:
     say(f"{bench.open} streams open at once")
     decodes = math.ceil(bench.open / MOST_ROWS)
-    with _fleet(bench, OPEN_STEP_S, bench.open, f"--decode={decodes}", "--chunk-tokens=8192") as fleet, _generator() as load:
+    row_s = OPEN_STEP_S * decodes / bench.open
+    with _fleet(bench, row_s, bench.open, f"--decode={decodes}", "--chunk-tokens=8192") as fleet, _generator() as load:
         load.carry_out(fleet.load(4, 4, 2))
         return open_of(load.carry_out(fleet.load(bench.open, bench.open, int(bench.open_s / OPEN_STEP_S))), bench.open)
 
@@ -113,10 +112,11 @@ class _Fleet:
 
 
 @contextlib.contextmanager
-def _fleet(bench: RouterBench, step_s: float, streams: int = 256, *flags: str) -> Iterator[_Fleet]:
-    """streams: as many as may be open. step_s: of each step of an instance."""
+def _fleet(bench: RouterBench, row_s: float, streams: int = 256, *flags: str) -> Iterator[_Fleet]:
+    """streams: as many as may be open. row_s: seconds for a token of one stream; a step takes as many times that as there are
+    streams. Prompts take no time, so all that the first token takes is added to the executor's time."""
     own = (
-        f"--step-cost={step_s},0,0",
+        f"--step-cost=0,0,{row_s}",
         f"--max-running={min(MOST_ROWS, max(REQUESTS_AT_ONCE, streams))}",
         f"--max-waiting={2 * max(streams, 1024)}",
         f"--max-requests={2 * max(streams, 1024)}",
