@@ -24,6 +24,7 @@ from router.cluster import cluster_page
 from router.drain import Door
 from router.gateway import Gateway
 from router.intake import Accepted, Intake, unknown_model
+from router.member_metrics import member_metrics
 from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics
 from router.openai_answers import AnswerShape, ChatShape, CompletionShape
 from router.openai_api import ChatFields, CompletionFields, ReadRequest, read_chat, read_completion
@@ -124,12 +125,13 @@ class Api:
         return _json({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
     async def metrics(self) -> Response:
-        """Metrics of the router, of every instance and of every link, in Prometheus' text format."""
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """Metrics of the router and of every instance, in Prometheus' text format."""
+        text = self._metrics.text() + await member_metrics(self._gateway.core.fleet.members())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def cluster(self) -> Response:
         """What every instance last reported, which instances left or were refused, and the router's open requests."""
-        return _json(cluster_page(self._gateway.core))
+        return _json(await cluster_page(self._gateway.core))
 
     async def drain(self, instance: str) -> Response:
         """Give the instance no more requests. It serves what it has, and leaves."""

@@ -4,18 +4,29 @@ router's open requests.
 Owns the shape of the page. Does not know HTTP.
 """
 
+import asyncio
 from collections import Counter
 from typing import Any
 
+from msgspec import Raw
+from msgspec.json import encode
 from msgspec.structs import asdict
 
 from router.core import RouterCore
 from router.members import Member
 from router.requests import Phase
 
+PIECE = 50
+"""How many instances are described in one turn of the loop."""
 
-def cluster_page(core: RouterCore) -> dict[str, Any]:
-    """The page as builtins and messages, ready for JSON."""
+
+async def cluster_page(core: RouterCore) -> dict[str, Any]:
+    """The page as builtins, messages and pieces of JSON, ready for JSON. The loop turns between two pieces."""
+    pieces: list[bytes] = []
+    members = list(core.fleet.members())
+    for first in range(0, len(members), PIECE):
+        pieces.append(b",".join([encode(_instance(member)) for member in members[first : first + PIECE]]))
+        await asyncio.sleep(0)
     phases = Counter(record.phase for record in core.requests.records())
     return {
         "router": {
@@ -30,7 +41,7 @@ def cluster_page(core: RouterCore) -> dict[str, Any]:
             {"shard": shard, "silent": watch.silent} | ({} if watch.last is None else asdict(watch.last))
             for shard, watch in enumerate(core.detokenizers)
         ],
-        "instances": [_instance(member) for member in core.fleet.members()],
+        "instances": Raw(b"[" + b",".join(pieces) + b"]"),
         "departed": [
             {
                 "id": departure.member.info.id,

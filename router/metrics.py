@@ -1,34 +1,29 @@
-"""Metrics in the Prometheus text format: what the router measures, and what its instances report.
+"""Metrics in the Prometheus text format: what the router measures and counts. Those of instances are in `router.member_metrics`.
 
 Owns the names (prefix `tandem_`) and a registry of its own, so that two routers can live in one process. Implements
 `request_book.Observer`. Does not know HTTP routes or where the numbers come from.
 """
 
+from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.instance.ports import Mail
-from common.messages import Counters, Ending, Failed, LinkTraffic, Load, RouterInbox
+from common.messages import Ending, Failed, RouterInbox
 from router.attempts import ResumeReason
 from router.connections import Dropped
 from router.core import RouterCore
 from router.histogram import Histogram
-from router.members import Member
 from router.requests import Phase
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
-INSTANCE_LABELS = ("instance", "role")
-LINK_LABELS = ("instance", "peer")
 FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
-Reported: TypeAlias = tuple[tuple[str, str], msgspec.Struct]
-"""What an instance says of itself or of a link, with the labels."""
 
 
 class RouterMetrics:
@@ -90,7 +85,7 @@ class RouterMetrics:
 
 
 class FleetCollector(Collector):
-    """The last reports of the instances, and the router's open requests."""
+    """The router's open requests, and what it refused or dropped."""
 
     def __init__(self, core: RouterCore) -> None:
         self._core = core
@@ -98,21 +93,12 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         requests, fleet = self._core.requests, self._core.fleet
         yield GaugeMetricFamily("tandem_requests_open", "Requests in the system.", len(requests))
-        phases = [((phase.value,), sum(record.phase is phase for record in requests.records())) for phase in Phase]
-        yield _family(GaugeMetricFamily, "tandem_requests_in_phase", "Open requests by phase.", ("phase",), phases)
+        phases = Tally(record.phase for record in requests.records())
+        counts = [((phase.value,), float(phases[phase])) for phase in Phase]
+        yield _family(GaugeMetricFamily, "tandem_requests_in_phase", "Open requests by phase.", ("phase",), counts)
         stale = [(("text",), requests.stale), (("probe",), requests.stale_standings), (("membership",), fleet.stale)]
         yield _family(CounterMetricFamily, "tandem_router_messages_stale", "Late messages that were dropped.", ("kind",), stale)
         yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", fleet.refusals)
-        members = list(fleet.members())
-        yield _family(
-            GaugeMetricFamily,
-            "tandem_instance_up",
-            "1 for a member that takes requests, 0 for one that drains, is stuck or has too many pages quarantined.",
-            INSTANCE_LABELS,
-            [(_labels(member), float(member.trouble is None)) for member in members],
-        )
-        yield from _reported(members)
-        yield from _links(members)
 
 
 class DetokenizerCollector(Collector):
@@ -150,41 +136,6 @@ class MailCollector(Collector):
             yield _family(CounterMetricFamily, name, what, ("reason",), [((reason,), count) for reason, count in counts.items()])
 
 
-def _reported(members: Sequence[Member]) -> Iterator[Metric]:
-    """A gauge for each field of Load, a counter for each field of Counters: a new field is a new metric."""
-    loads = [(_labels(member), member.load) for member in members]
-    yield from _of_each_field(Load, GaugeMetricFamily, "instance", "As reported by the instance.", INSTANCE_LABELS, loads)
-    counters = [(_labels(member), member.counters) for member in members]
-    what = "As reported by the instance since it started."
-    yield from _of_each_field(Counters, CounterMetricFamily, "instance", what, INSTANCE_LABELS, counters)
-
-
-def _links(members: Iterable[Member]) -> Iterator[Metric]:
-    """What prefill instances report about each of their links."""
-    links = [
-        ((member.info.id, str(link.peer)), link)
-        for member in members
-        if member.info.role == "prefill"
-        for link in member.links.values()
-    ]
-    up = [(labels, float(link.state == "ready")) for labels, link in links]
-    yield _family(GaugeMetricFamily, "tandem_link_up", "1 for a link that is ready.", LINK_LABELS, up)
-    speeds = [(labels, link.bytes_per_s) for labels, link in links if link.bytes_per_s is not None]
-    what = "As measured when the link came up."
-    yield _family(GaugeMetricFamily, "tandem_link_bytes_per_second", what, LINK_LABELS, speeds)
-    traffic = [(labels, link.traffic) for labels, link in links]
-    what = "As reported by the instance that pushes."
-    yield from _of_each_field(LinkTraffic, CounterMetricFamily, "link", what, LINK_LABELS, traffic)
-
-
-def _of_each_field(
-    struct: type[msgspec.Struct], kind: type[FamilyT], prefix: str, what: str, names: Sequence[str], reports: Sequence[Reported]
-) -> Iterator[Metric]:
-    for field in struct.__struct_fields__:
-        values = [(labels, float(msgspec.structs.asdict(report)[field])) for labels, report in reports]
-        yield _family(kind, f"tandem_{prefix}_{field}", what, names, values)
-
-
 def _family(
     kind: type[FamilyT], name: str, what: str, names: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
 ) -> FamilyT:
@@ -193,7 +144,3 @@ def _family(
     for labels, value in values:
         family.add_metric(labels, value)
     return family
-
-
-def _labels(member: Member) -> tuple[str, str]:
-    return member.info.id, member.info.role

@@ -1,14 +1,22 @@
 """The pages about the router and its fleet, and what people do there: models, health, readiness, metrics, draining."""
 
+from random import Random
+from typing import Any, TypeVar
+
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from common.ids import DETOKENIZER
-from common.messages import DetokenizerHeartbeat, Drain, LinkInfo, LinkTraffic, Load, Register
+from common.ids import DETOKENIZER, InstanceId
+from common.messages import Counters, DetokenizerHeartbeat, Drain, LinkInfo, LinkTraffic, Load, Register
+from router.member_metrics import member_metrics
+from router.members import Member
+from tests.builders import instance
 from tests.router.calls import assert_error, chat, get, metric, post, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
 
 pytestmark = pytest.mark.anyio
+T = TypeVar("T", Load, Counters)
 
 
 async def test_models_lists_the_one_model_and_knows_it_by_name(site: Site) -> None:
@@ -107,7 +115,7 @@ async def test_cluster_shows_every_instance_with_ranks_load_and_links(site: Site
     assert decode["incarnation"] == "1" and {"load", "counters", "pages_free"} <= decode.keys()
 
 
-async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_in_the_metrics(site: Site) -> None:
+async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_their_states_in_the_metrics(site: Site) -> None:
     traffic = LinkTraffic(pushes=3, runs=9, bytes_pushed=2**20, push_seconds=0.5, pushes_broken=1)
     prefill, decode = site.fleet.prefill, site.fleet.decode
     link = LinkInfo(
@@ -125,9 +133,8 @@ async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_in
     (shown,) = page["instances"][0]["links"]
     assert (shown["detail"], shown["bytes_per_s"], shown["warning"]) == ("NIXL UCX: TCP over eth0", 1e9, "slow")
     assert shown["traffic"] == msgspec.to_builtins(traffic)
-    for name, value in (("up", 1), ("bytes_per_second", 1e9), ("runs_total", 9), ("pushes_broken_total", 1)):
-        assert metric(text, f'tandem_link_{name}{{instance="p0",peer="d0"}}') == value
-    assert 'tandem_link_up{instance="d0"' not in text, "nothing is pushed from there"
+    for state, links in (("ready", 1), ("connecting", 0), ("lost", 0)):
+        assert metric(text, f'tandem_instance_links{{instance="p0",role="prefill",state="{state}"}}') == links
 
 
 async def test_metrics_count_responses_endings_and_what_instances_report(site: Site) -> None:
@@ -142,6 +149,43 @@ async def test_metrics_count_responses_endings_and_what_instances_report(site: S
     assert metric(text, "tandem_requests_open") == 0
     assert metric(text, 'tandem_instance_bytes_pushed_total{instance="p0",role="prefill"}') == 0
     assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 1
+
+
+async def test_the_metrics_say_every_figure_that_every_instance_reported(site: Site) -> None:
+    chance = Random(7)
+
+    def anything(report: type[T]) -> T:
+        fields = msgspec.structs.fields(report)
+        figures: dict[str, Any] = {
+            field.name: chance.randrange(10**12) if field.type is int else chance.random() * 10**9 for field in fields
+        }
+        return report(**figures)
+
+    reports = {info.id: (anything(Load), anything(Counters)) for info in (site.fleet.prefill, site.fleet.decode)}
+    for info in (site.fleet.prefill, site.fleet.decode):
+        load, counters = reports[info.id]
+        site.fleet.say(msgspec.structs.replace(beat(info, load=load), counters=counters))
+    await until(lambda: all((member.load, member.counters) == reports[member.info.id] for member in site.core.fleet.members()))
+    said = {
+        (sample.name, sample.labels["instance"]): (family.type, sample.value)
+        for family in text_string_to_metric_families((await get(site, "/metrics")).text)
+        for sample in family.samples
+        if "instance" in sample.labels and "state" not in sample.labels
+    }
+    expected: dict[tuple[str, str], tuple[str, float]] = {}
+    for name, (load, counters) in reports.items():
+        expected |= {(f"tandem_instance_{key}", name): ("gauge", value) for key, value in msgspec.structs.asdict(load).items()}
+        for key, value in msgspec.structs.asdict(counters).items():
+            expected[f"tandem_instance_{key}_total", name] = ("counter", value)
+        expected["tandem_instance_up", name] = ("gauge", 0.0)  # so many seconds without progress
+    assert said == expected
+
+
+async def test_labels_are_escaped_as_the_format_demands() -> None:
+    odd = 'a"b\\c\nd'
+    member = Member(msgspec.structs.replace(instance("p0", "prefill"), id=InstanceId(odd)), Load())
+    families = text_string_to_metric_families((await member_metrics([member])).decode())
+    assert {sample.labels["instance"] for family in families for sample in family.samples} == {odd}
 
 
 async def test_metrics_count_what_the_routers_mailbox_dropped_by_reason_and_whom_the_fleet_refused(site: Site) -> None:
