@@ -1,6 +1,6 @@
 """The intake: turns what a client wrote into requests in tokens.
 
-Owns the tokenizing (on threads of its own, so that a long prompt blocks neither the loop nor short prompts), the limits of the
+Owns the tokenizing (on threads of its own, so that long prompts block neither the loop nor short prompts), the limits of the
 context, ids and seeds. Does not know HTTP, instances or messages.
 """
 
@@ -24,6 +24,8 @@ from router.requests import RequestSpec
 
 SEED_BITS = 63
 ENCODING_THREADS, LONG_ENCODING_THREADS = 4, 2
+SHORT_CHARS = 1_000
+"""Shorter texts are encoded on the loop's thread: that takes less time than waking another thread and waiting for its turn."""
 LONG_CHARS = 2**16
 """Longer texts have threads of their own: each takes from tens of milliseconds to seconds."""
 USUAL_TOKEN_CHARS = 4
@@ -139,6 +141,8 @@ class Intake:
         chars = sum(len(text) for parts in texts for text in parts)
         threads = self._long_threads if chars > LONG_CHARS else self._threads
         try:
+            if chars < SHORT_CHARS:
+                return work()
             return await asyncio.get_running_loop().run_in_executor(threads, work)
         finally:
             self._encoding -= choices

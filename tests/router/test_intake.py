@@ -37,6 +37,7 @@ class WatchedTokenizer(CharTokenizer):
 @pytest.fixture(autouse=True)
 def _texts_are_long_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "LONG_CHARS", LONG_CHARS)
+    monkeypatch.setattr(intake, "SHORT_CHARS", 3)
 
 
 def accepting(site: Site, tokenizer: WatchedTokenizer) -> Intake:
