@@ -43,6 +43,9 @@ SEND_LIMIT = 10_000
 RECEIVE_LIMIT = 4_096
 """Most frames that one `receive` reads; the rest stays for the next."""
 
+MOST_SOCKETS = 32_768
+"""Each address that is routed takes three, and ZeroMQ's own limit of 1,023 would end a fleet at 340 instances."""
+
 _LINGER_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
 _PEER_SILENT_MS = 15_000
@@ -144,6 +147,7 @@ class Mailbox(Generic[M]):
         self._attached: _Attachment | None = None
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._inbox = self._new_socket(zmq.PULL)
         try:
             self._gate = Gate(self._context, self._inbox, trust.key, self._refused.add)
