@@ -73,7 +73,8 @@ def run(bench: RouterBench, command: str, markdown: bool) -> int:
 def _measure_requests(bench: RouterBench) -> tuple[list[FirstToken], Requests]:
     few = max(4, bench.requests // 4)
     say(f"requests: one by one, many at once, and beside {BESIDE} streams")
-    with _fleet(bench, BESIDE_STEP_S / BESIDE) as fleet, _generator() as load, _generator() as others:
+    # Prompts take no time, so all that the first token takes is added to the executor's time.
+    with _fleet(bench, f"0,0,{BESIDE_STEP_S / BESIDE}") as fleet, _generator() as load, _generator() as others:
         load.carry_out(fleet.load(20, 4, 8))  # what is made at the first use is made
         alone = first_token_of(load.carry_out(fleet.load(few, 1, 1)), 0)
         requests = requests_of(load.carry_out(fleet.load(bench.requests, REQUESTS_AT_ONCE, 1)), REQUESTS_AT_ONCE)
@@ -86,7 +87,7 @@ def _measure_requests(bench: RouterBench) -> tuple[list[FirstToken], Requests]:
 def _measure_streams(bench: RouterBench, number: int) -> Streams:
     say(f"{number} streams")
     tokens = max(2, min(LONGEST_ANSWER, int(bench.rate * bench.seconds / number)))
-    with _fleet(bench, 1 / bench.rate, number) as fleet, _generator() as load:
+    with _fleet(bench, f"{number / bench.rate},0,0", number) as fleet, _generator() as load:
         load.carry_out(fleet.load(20, 4, 8))
         return streams_of(load.carry_out(fleet.load(number, number, tokens)), number)
 
@@ -94,8 +95,10 @@ def _measure_streams(bench: RouterBench, number: int) -> Streams:
 def _measure_open(bench: RouterBench) -> Open:
     say(f"{bench.open} streams open at once")
     decodes = math.ceil(bench.open / MOST_ROWS)
-    row_s = OPEN_STEP_S * decodes / bench.open
-    with _fleet(bench, row_s, bench.open, f"--decode={decodes}", "--chunk-tokens=8192") as fleet, _generator() as load:
+    with (
+        _fleet(bench, f"{OPEN_STEP_S},0,0", bench.open, f"--decode={decodes}", "--chunk-tokens=8192") as fleet,
+        _generator() as load,
+    ):
         load.carry_out(fleet.load(4, 4, 2))
         return open_of(load.carry_out(fleet.load(bench.open, bench.open, int(bench.open_s / OPEN_STEP_S))), bench.open)
 
@@ -112,11 +115,10 @@ class _Fleet:
 
 
 @contextlib.contextmanager
-def _fleet(bench: RouterBench, row_s: float, streams: int = 256, *flags: str) -> Iterator[_Fleet]:
-    """streams: as many as may be open. row_s: seconds for a token of one stream; a step takes as many times that as there are
-    streams. Prompts take no time, so all that the first token takes is added to the executor's time."""
+def _fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str) -> Iterator[_Fleet]:
+    """cost: of each step, as --step-cost takes it. streams: as many as may be open."""
     own = (
-        f"--step-cost=0,0,{row_s}",
+        f"--step-cost={cost}",
         f"--max-running={min(MOST_ROWS, max(REQUESTS_AT_ONCE, streams))}",
         f"--max-waiting={2 * max(streams, 1024)}",
         f"--max-requests={2 * max(streams, 1024)}",
