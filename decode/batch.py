@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.ids import Int32Array
+from common.ids import Int32Array, Int64Array
 from common.sampling_params import SamplingParams
 
 
@@ -34,9 +34,26 @@ class Batch:
         self._room = np.zeros(rows, dtype=np.int32)
         self._stop_ids: dict[int, frozenset[int]] = {}
 
+    @property
+    def running(self) -> int:
+        """Rows whose request has not ended."""
+        return int(self.live.sum())
+
+    def pages(self, share: float, page_size: int) -> tuple[Int64Array, Int64Array]:
+        """For each live row the pages that it holds, and how many more it needs if it samples this share of the tokens that it
+        still may. [rows] int64 each."""
+        rows = np.flatnonzero(self.live)
+        planned, held = self._planned[rows], self._room[rows].astype(np.int64) // page_size
+        fed = self._prompt[rows] + planned - 1 + np.ceil(share * (self._limit[rows] - planned)).astype(np.int64)
+        return held, np.maximum(0, -(-fed // page_size) - held)  # the last token of an answer is never fed back
+
+    def answer(self, row: int) -> tuple[int, int]:
+        """Tokens that the row has sampled, and the most that it may."""
+        return int(self.sampled[row]), int(self._limit[row])
+
     def join(self, row: int, sampling: SamplingParams, prompt: int, room: int, *, sampled: int) -> None:
         """A request takes the row; prompt and room in tokens. sampled: 1 when its first token is known, so that it decodes from
-        the next plan on; 0 when its prompt must be computed here first."""
+        the next plan on; 0 while its KV is on its way or its prompt must be computed here first."""
         self._decoding[row] = sampled > 0
         self.live[row] = True
         self._heeds_eos[row] = not sampling.ignore_eos

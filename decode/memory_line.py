@@ -11,29 +11,34 @@ once or leaves the line.
 from common.instance.rows import Rows
 from common.instance.waiting_line import WaitingLine
 from common.pages.pool import PagePool
+from decode.growth import Growth
 from decode.requests import DecodeRequest
 
 PATIENCE_S = 2.0
+LOOKED_AT = 32
+"""So many of those that do not fit are looked at per step: the line may be long."""
 
 
-def admit(waiting: WaitingLine[DecodeRequest], pool: PagePool, rows: Rows, running: int, now: float) -> list[DecodeRequest]:
-    """The requests whose turn it is and that fit: each has left the line, and holds its pages and a row.
-
-    running: requests that may each need another page soon. As many pages are left free for them; otherwise a request would be
-    admitted only to be preempted at once.
-    """
+def admit(waiting: WaitingLine[DecodeRequest], pool: PagePool, rows: Rows, growth: Growth, now: float) -> list[DecodeRequest]:
+    """The requests whose turn it is and that fit: each has left the line, and holds its pages and a row."""
     admitted: list[DecodeRequest] = []
+    if not len(waiting) or rows.free_count == 0:
+        return admitted
+    forecast = growth.forecast(pool.free_pages)
     head = next((request for request in waiting if request.waits), None)
     may_pass = head is None or now - head.accepted_s < PATIENCE_S
+    looks = LOOKED_AT
     for request in waiting:
-        if rows.free_count == 0 or pool.free_pages <= running:
+        if rows.free_count == 0 or pool.free_pages <= forecast.running or looks == 0:
             break
-        lease = pool.lease(request.pages) if request.pages + running <= pool.free_pages else None
-        if lease is not None:
+        fits = request.pages + forecast.running <= pool.free_pages
+        if fits and forecast.admits(request.pages, len(request.prompt), request.asked.sampling.max_new_tokens):
             waiting.leave(request.key)
-            running += 1
-            request.lease, request.row = lease, rows.take()
+            request.lease, request.row = pool.lease(request.pages), rows.take()
+            assert request.lease is not None
             admitted.append(request)
-        elif request.waits and not may_pass:
+            continue
+        looks -= 1
+        if request.waits and not may_pass:
             break
     return admitted

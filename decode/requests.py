@@ -1,7 +1,7 @@
 """The requests of a decode instance that hold memory: how one joins the batch, and how it ends and leaves.
 
-Owns the page pool, the rows, the running batch and the reservations, because a request may leave only when all four have let go
-of it. Does not decide who is admitted, planned or preempted.
+Owns the page pool, the rows, the running batch with its forecast, and the reservations, because a request may leave only when all
+have let go of it. Does not decide who is admitted, planned or preempted.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from common.instance.rows import Rows
 from common.messages import Decline, Ending, Failed, Generate, InstanceInfo, Reserve
 from common.pages.pool import PagePool
 from decode.batch import Batch
+from decode.growth import Growth
 from kv_transfer.handoff_target import HandoffTarget
 
 _IN_BATCH = (Phase.COMPUTING, Phase.DECODING)
@@ -51,17 +52,24 @@ class DecodeRequests:
         self.pool = PagePool(engine.total_pages)
         self.rows = Rows(engine.max_rows)
         self.batch = Batch(engine.max_rows, engine.eos_token_ids)
+        self.growth = Growth(self.batch, self._page_size, limits.answer_share)
         self.target = HandoffTarget(me.incarnation)
         self.by_row: dict[int, DecodeRequest] = {}
         self.computing: dict[int, PromptProgress] = {}
         self.starts: list[RowStart] = []
 
+    def hold(self, request: DecodeRequest, sampled: int = 0) -> None:
+        """The request has its pages and its row. sampled: see `Batch.join`."""
+        assert request.row is not None and request.lease is not None
+        self.by_row[request.row] = request
+        room = len(request.lease) * self._page_size
+        self.batch.join(request.row, request.asked.sampling, len(request.prompt), room, sampled=sampled)
+
     def start(self, request: DecodeRequest, sampled: int, length: int = 0, last_token: int | None = None) -> None:
         """The request is in the batch from the next plan on. sampled: see `Batch.join`. length, last_token: see `RowStart`."""
         assert request.row is not None and request.lease is not None
-        pages, sampling = request.lease.pages, request.asked.sampling
-        self.batch.join(request.row, sampling, len(request.prompt), len(pages) * self._page_size, sampled=sampled)
-        self.starts.append(RowStart(request.row, pages, sampling, length, last_token))
+        self.hold(request, sampled)
+        self.starts.append(RowStart(request.row, request.lease.pages, request.asked.sampling, length, last_token))
 
     def end(self, request: DecodeRequest, ending: Ending | None, now: float) -> list[Action]:
         """The one door. `ending` is told to the client, or None when the client knows or another instance tells it.
@@ -80,6 +88,8 @@ class DecodeRequests:
         elif ending is not None:
             actions.append(self.table.tell(request, ending))
         if request.row is not None:
+            if before is Phase.DECODING and not isinstance(ending, Failed):
+                self.growth.ended(request.row)
             self.batch.leave(request.row)
             self.computing.pop(request.row, None)
         self.release(request, now)

@@ -177,9 +177,9 @@ class DecodeScheduler:
     def decide(self, now: float) -> Decision:
         requests = self._requests
         actions, grown = self._grow(now)
-        for request in admit(self._table.waiting, requests.pool, requests.rows, int(self._batch.live.sum()), now):
+        for request in admit(self._table.waiting, requests.pool, requests.rows, requests.growth, now):
             assert request.row is not None
-            requests.by_row[request.row] = request
+            requests.hold(request)
             if request.peer is not None:
                 actions += self._reservations.grant(request, request.peer, now)
             else:
@@ -281,6 +281,7 @@ class DecodeScheduler:
             holders = [r for r in by_row.values() if r.phase is not Phase.ENDED]
             for victim in choose_victims(holders, lacking, coming):
                 self._preemptions += 1
+                self._requests.growth.preempted()
                 if victim.row in grown:
                     del grown[victim.row]
                 preempted = Failed.of(Preempted(f"{self._me.id} needs the memory for an older request"))

@@ -32,13 +32,18 @@ def engine(total_pages: int = 64, max_rows: int = 4, context_tokens: int = 128) 
 
 
 def limits(
-    chunk_tokens: int = 8, max_waiting: int = 16, request_timeout_s: float = 60.0, drain_timeout_s: float = 30.0
+    chunk_tokens: int = 8,
+    max_waiting: int = 16,
+    request_timeout_s: float = 60.0,
+    drain_timeout_s: float = 30.0,
+    answer_share: float = 0.0,
 ) -> InstanceLimits:
     return InstanceLimits(
         chunk_tokens=chunk_tokens,
         max_waiting=max_waiting,
         request_timeout_s=request_timeout_s,
         drain_timeout_s=drain_timeout_s,
+        answer_share=answer_share,
     )
 
 

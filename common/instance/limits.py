@@ -9,10 +9,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class InstanceLimits:
     """chunk_tokens: most prompt tokens of one forward. max_waiting: most requests that wait. request_timeout_s: longest life of a
-    request here. drain_timeout_s: how long a draining instance lets its requests run before it ends them.
+    request here. drain_timeout_s: how long a draining instance lets its requests run before it ends them. answer_share: what part
+    of max_tokens answers are expected to need, until some have ended.
     """
 
     chunk_tokens: int
     max_waiting: int
     request_timeout_s: float
     drain_timeout_s: float
+    answer_share: float = 1.0
