@@ -169,6 +169,7 @@ def _size(random: Random, verify_pages: bool) -> Size:
         drain_timeout_s=random.choice((0.0, 2.0, 30.0)),
         cost=StepCost(step_s=random.choice((0.01, 0.03, 0.1)), chunk_token_s=0.001, decode_row_s=0.001),
         verify_pages=verify_pages,
+        answer_share=random.choice((0.0, 1.0)),
     )
 
 
