@@ -197,6 +197,9 @@ class RouterConfig:
     )
     resume_wait_s: float = option(5.0, "seconds that a started request waits for an instance when none is left")
     detokenizers: int = option(1, "detokenizer processes, which share the answers; one takes about 100,000 tokens/s")
+    peers_per_instance: int = option(
+        64, "decode instances that a prefill instance links to, where there are more; 0: to all of them"
+    )
     dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
 
     def __post_init__(self) -> None:
@@ -217,6 +220,7 @@ class RouterConfig:
         _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
         _require(1 <= self.detokenizers <= 64, "detokenizers", "between 1 and 64", self.detokenizers)
         _require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
+        _require(self.peers_per_instance >= 0, "peers-per-instance", "0 or more", self.peers_per_instance)
         _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
         _require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
         _require_choices(self)

@@ -7,9 +7,9 @@ plans or steps.
 from common.engine.executor import EngineDescription
 from common.errors import InstanceFailed, Unavailable
 from common.ids import InstanceId, Key, Life
-from common.instance.ports import Action, Expect, Settle
+from common.instance.ports import Action, Expect, PeersChanged, Settle
 from common.instance.request import Phase
-from common.messages import Failed, Handoff, InstanceInfo, Peers, Renew, Reserve, Withdraw
+from common.messages import Failed, Handoff, InstanceInfo, Renew, Reserve, Withdraw
 from common.messages.handoffs import fits
 from decode.landing import find_objection
 from decode.requests import DecodeRequest, DecodeRequests
@@ -32,24 +32,25 @@ class Reservations:
         self._digest = digest
         self._expected = Expect(0)
         self._measured_by_s = 0.0
-        self._has_distant_writers = False
+        self._distant: set[InstanceId] = set()
+        """Writers on other hosts."""
         self.pages_received = self.bytes_received = self.handoffs = self.handoffs_lost = self.pages_corrupt = 0
 
     # --- writers and their writes ------------------------------------------------------------------------------------------
 
-    def meet(self, message: Peers, now: float) -> list[Action]:
-        """The set of writers is new. Those that left get no reservation any more; the ones that they have end when they say so or
-        are silent for too long."""
-        table = self._requests.table
-        if any(table.peers.get(peer.id) != peer.incarnation for peer in message.instances):
+    def meet(self, change: PeersChanged, now: float) -> list[Action]:
+        """Other writers. Those that left get no reservation any more; the ones that they have end when they say so or are silent
+        for too long."""
+        if change.joined:
             self._measured_by_s = now + MEASURED_S
-        self._has_distant_writers = any(rank.host not in self._hosts for peer in message.instances for rank in peer.ranks)
-        return [action for request in table.meet(message) for action in self._requests.end(request, None, now)]
+        self._distant.difference_update(change.left, (peer.id for peer in change.joined))
+        self._distant.update(peer.id for peer in change.joined if any(rank.host not in self._hosts for rank in peer.ranks))
+        return [action for request in self._requests.table.meet(change) for action in self._requests.end(request, None, now)]
 
     def expect(self, now: float) -> list[Action]:
         """How many writes of peers are expected, if that has changed."""
         writes = len(self._target.open) + (now < self._measured_by_s)
-        expected = Expect(writes, distant=writes > 0 and self._has_distant_writers)
+        expected = Expect(writes, distant=writes > 0 and bool(self._distant))
         if expected == self._expected:
             return []
         self._expected = expected

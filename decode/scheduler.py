@@ -32,6 +32,7 @@ from common.instance.ports import (
     Event,
     LayersDone,
     LinkChanged,
+    PeersChanged,
     PushDone,
     PushFailed,
     Report,
@@ -48,9 +49,7 @@ from common.messages import (
     Generate,
     Handoff,
     InstanceInfo,
-    LinkInfo,
     Load,
-    Peers,
     Probe,
     Renew,
     Repeat,
@@ -66,7 +65,7 @@ from decode.reservations import Reservations
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 
-DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Peers | Drain
+DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Drain
 
 
 class DecodeScheduler:
@@ -113,8 +112,6 @@ class DecodeScheduler:
                 return [self._table.answer(message)]
             case Repeat():
                 return [*self._table.repeat(message)]
-            case Peers():
-                return self._reservations.meet(message, now)
             case Drain():
                 ended = self._table.drain(now)
                 return [action for request, failed in ended for action in self._requests.end(request, failed, now)]
@@ -126,6 +123,8 @@ class DecodeScheduler:
             case Settled():
                 self._reservations.settled(event.key, now)
                 return []
+            case PeersChanged():
+                return self._reservations.meet(event, now)
             case RouterLost():
                 return [action for request in self._table for action in self._requests.end(request, None, now)]
             case PushDone() | PushFailed() | LinkChanged() | LayersDone():
@@ -240,9 +239,7 @@ class DecodeScheduler:
             preemptions=self._preemptions,
             messages_stale=shared.messages_stale + self._target.stale,
         )
-        peers = self._table.peers.items()
-        links = tuple(LinkInfo(peer=peer, incarnation=incarnation, state="ready") for peer, incarnation in peers)
-        return Report(load, counters, links, self._table.drained)
+        return Report(load, counters, self._table.drained)
 
     # --- memory ----------------------------------------------------------------------------------------------------------
 

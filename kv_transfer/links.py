@@ -108,22 +108,25 @@ class Links:
             if now - began_s > QUICK_S:
                 self._opens_s = now + (now - began_s)
 
-    def reconcile(self, peers: tuple[InstanceInfo, ...]) -> None:
-        """Make the links to these peers, and close all others."""
-        wanted = {peer.id: peer for peer in peers}
-        for link in list(self._links.values()):
-            peer = wanted.get(link.info.id)
-            if peer is None or peer.incarnation != link.info.incarnation:
-                del self._links[link.info.id]
-                self._stalls.clear(link.info.id)
-                self._retries.clear(link.info.id)
-                self._transport.close(link.info.pool.agent)
-                link.state, link.probe = "lost", None
+    def reconcile(self, peers: tuple[InstanceInfo, ...], left: tuple[InstanceId, ...]) -> None:
+        """Make the links to these peers, in place of those to their former lives, and close those to peers that left."""
+        for gone in left:
+            self._close(gone)
         for peer in peers:
-            if peer.id not in self._links:
+            if self.find(peer.id, peer.incarnation) is None:
+                self._close(peer.id)
                 self._links[peer.id] = Link(peer, "connecting")
                 self._new.append(self._links[peer.id])
         self.open_waiting()
+
+    def _close(self, peer: InstanceId) -> None:
+        """Forget the link to the peer, whatever its life, if there is one."""
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._stalls.clear(peer)
+            self._retries.clear(peer)
+            self._transport.close(link.info.pool.agent)
+            link.state, link.probe = "lost", None
 
     def lose(self, agent: str, reason: str) -> None:
         """The transport has lost this agent."""

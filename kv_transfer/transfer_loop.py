@@ -145,7 +145,7 @@ class TransferLoop:
             command = self._commands.popleft()
             match command:
                 case Connect():
-                    self._links.reconcile(command.peers)
+                    self._links.reconcile(command.peers, command.left)
                 case Push():
                     self._begin(command)
                 case Allow():

@@ -25,7 +25,7 @@ from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
-from common.ids import InstanceId, Life
+from common.ids import ROUTER, InstanceId, Life
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import (
@@ -34,6 +34,7 @@ from common.instance.ports import (
     Event,
     LayersDone,
     LinkChanged,
+    PeersChanged,
     PushDone,
     PushFailed,
     Report,
@@ -58,12 +59,12 @@ from common.messages import (
     LinkInfo,
     LinkTraffic,
     Load,
-    Peers,
     Placed,
     Probe,
     Renewed,
     Repeat,
     Reserve,
+    TellLinks,
     Terms,
     TokenDelta,
 )
@@ -74,7 +75,7 @@ from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, Source
 from prefill.link_book import LinkBook
 from prefill.request import PrefillRequest
 
-PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | Peers | Drain
+PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | TellLinks | Drain
 
 
 class PrefillScheduler:
@@ -88,7 +89,7 @@ class PrefillScheduler:
         self._rows = Rows(engine.max_rows)
         self._source = HandoffSource(me.incarnation, engine.layout, digest)
         self._requests = RequestTable(PrefillRequest, me, engine, limits)
-        self._links = LinkBook()
+        self._links = LinkBook(me.id, me.incarnation)
         self._computing: dict[int, PrefillRequest] = {}
         self._pages_quarantined = self._moved = 0
 
@@ -108,8 +109,8 @@ class PrefillScheduler:
                 actions = [*self._requests.repeat(message)]
             case Grant() | Decline() | Renewed():
                 actions = self._source.receive(sender, message, now)
-            case Peers():
-                actions = self._meet(message, now)
+            case TellLinks():
+                actions = [Send(sender, self._links.all_links(self._source.traffic.to))]
             case Drain():
                 for request, failed in self._requests.drain(now):
                     actions += self._end(request, failed, now)
@@ -130,6 +131,8 @@ class PrefillScheduler:
                         actions += self._source.computed(request.key, chunk.start, event.layers)
             case LinkChanged():
                 actions = self._link_changed(event.link, now)
+            case PeersChanged():
+                actions = self._meet(event, now)
             case RouterLost():
                 for request in self._requests:
                     actions += self._end(request, None, now)
@@ -143,6 +146,9 @@ class PrefillScheduler:
         actions = self._source.tick(now)
         for request, failed in self._requests.overdue(now):
             actions += self._end(request, failed, now)
+        news = self._links.news()
+        if news is not None:
+            actions.append(Send(ROUTER, news))
         return actions + self._close_handoffs(now)
 
     def step_done(self, result: StepResult, now: float) -> list[Action]:
@@ -220,16 +226,15 @@ class PrefillScheduler:
             exposed_seconds=traffic.total.exposed_seconds,
             messages_stale=shared.messages_stale + self._source.stale,
         )
-        links = tuple(msgspec.structs.replace(link, traffic=traffic.to(peer)) for peer, link in self._links.known.items())
-        return Report(load, counters, links, self._requests.drained)
+        return Report(load, counters, self._requests.drained, self._links.version)
 
     # --- peers and links -------------------------------------------------------------------------------------------------
 
-    def _meet(self, message: Peers, now: float) -> list[Action]:
-        """The set of decode instances is new: what is pushed to those that left has failed, and what was not granted moves on."""
-        self._requests.meet(message)
-        actions = [self._links.meet(message), *self._source.peers_gone(self._requests.peers.items())]
-        for request in self._requests.waiting:
+    def _meet(self, change: PeersChanged, now: float) -> list[Action]:
+        """Other decode instances: what is pushed to those that left has failed, and what was not granted moves on."""
+        self._requests.meet(change)
+        actions = [self._links.meet(change), *self._source.peers_gone(self._requests.peers.items())]
+        for request in self._requests.waiting if change.left else ():
             if request.candidates and not any(name in self._requests.peers for name in request.candidates):
                 actions += self._end(request, self._nobody_left(request), now)
         return actions

@@ -129,8 +129,11 @@ class Api:
         text = self._metrics.text() + await member_metrics(self._gateway.core.fleet.members())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def cluster(self) -> Response:
-        """What every instance last reported, which instances left or were refused, and the router's open requests."""
+    async def cluster(self, links: str | None = None) -> Response:
+        """What every instance last reported, which instances left or were refused, and the router's open requests. links: only
+        the links of this prefill instance, with their traffic, as it tells them now."""
+        if links is not None:
+            return _json(msgspec.structs.asdict(await self._gateway.links_of(InstanceId(links))))
         return _json(await cluster_page(self._gateway.core))
 
     async def drain(self, instance: str) -> Response:

@@ -36,6 +36,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
             "unread_chars": sum({id(record.outbox): record.outbox.unread_chars for record in core.requests.records()}.values()),
             "messages_stale": core.requests.stale + core.requests.stale_standings + core.fleet.stale,
             "unready": core.unready(),
+            "settled": core.fleet.settled,
         },
         "detokenizers": [
             {"shard": shard, "silent": watch.silent} | ({} if watch.last is None else asdict(watch.last))
@@ -74,5 +75,7 @@ def _instance(member: Member) -> dict[str, Any]:
         "load": member.load,
         "counters": member.counters,
         "assigned_tokens": member.assigned_tokens,
-        "links": list(member.links.values()),
+        "peers": len(member.partners),
+        "links": Counter(member.links.values()),
+        "usable": len(member.usable),
     }

@@ -11,7 +11,7 @@ from common.config import RouterConfig
 from common.deadlines import earliest
 from common.ids import InstanceId, text_name
 from common.instance.ports import Send
-from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, Placed, Probed, Register, RouterInbox, TextBatch
+from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, LinkReport, Placed, Probed, Register, RouterInbox, TextBatch
 from router.detokenizer_watch import DetokenizerWatch
 from router.fleet import Change, Fleet
 from router.policy import unready
@@ -38,7 +38,7 @@ class RouterCore:
     ) -> None:
         self._config = config
         self.detokenizer_names = tuple(text_name(router, shard) for shard in range(len(detokenizers)))
-        self.fleet = Fleet(router, detokenizers, config.heartbeat_s, config.dead_after_s, vocab_size)
+        self.fleet = Fleet(router, detokenizers, config.heartbeat_s, config.dead_after_s, vocab_size, config.peers_per_instance)
         self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names)
         self.detokenizers = [DetokenizerWatch(config.dead_after_s) for _ in detokenizers]
         """By number, as their names."""
@@ -53,6 +53,8 @@ class RouterCore:
                 return self._apply(self.fleet.heartbeat(message, now), now)
             case Register():
                 return self._apply(self.fleet.register(message, now), now)
+            case LinkReport():
+                return self._apply(self.fleet.links_reported(message), now)
             case Goodbye():
                 return self._apply(self.fleet.goodbye(message), now)
             case Placed():
@@ -94,10 +96,14 @@ class RouterCore:
         mute = {name for name, watch in watched if watch.silent or not caught_up}
         return sends + self.requests.tick(now, mute=mute)
 
+    def flush(self, now: float) -> list[Send]:
+        """What was gathered to be sent together. Call it at the end of each turn."""
+        return self.fleet.flush(now)
+
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None when nothing is due."""
         silent_s = (watch.silent_at_s for watch in self.detokenizers)
-        return earliest(*silent_s, self.fleet.next_deadline(), self.requests.next_deadline())
+        return earliest(*silent_s, self.fleet.next_deadline(), self.fleet.next_flush(), self.requests.next_deadline())
 
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""

@@ -3,15 +3,16 @@
 Owns membership, the last report of each member, and the deadlines after which a silent member is lost. Opens no socket and reads
 no clock. Does not know requests. `eligibility` says who may be a member, `members` which members take requests.
 
-    Register ─► Welcome + Peers      (repeated: each answer is complete, so losing one only costs time)
+    Register ─► Welcome
              └► Refused(reason)      a mismatch, a former incarnation or an absurd description; shown on the /cluster page
     Heartbeat ─► Welcome             the router's own heartbeat; a stranger gets none, and registers in time
               └► Drain               while a member that was told to leave does not report that it drains
     Goodbye, a newer incarnation, or silence (of `dead_after_s`, or of two heartbeats after the connection broke)
-              ─► the member is lost, and the other role gets new Peers
+              ─► the member is lost
+    flush ─► Peers                   what has changed for each member (`router.acquaintance`)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,8 +22,21 @@ from common.deadlines import DeadlineWheel
 from common.errors import BadRequest, ConfigError
 from common.ids import InstanceId, Life, Role
 from common.instance.ports import Send
-from common.messages import Drain, Goodbye, Heartbeat, InstanceInfo, Load, ModelIdentity, Peers, Refused, Register, Welcome
+from common.messages import (
+    Drain,
+    Goodbye,
+    Heartbeat,
+    InstanceInfo,
+    LinkReport,
+    Load,
+    ModelIdentity,
+    Refused,
+    Register,
+    TellLinks,
+    Welcome,
+)
 from common.wire import check_address
+from router.acquaintance import Acquaintance
 from router.eligibility import difference, malformed
 from router.members import Member
 
@@ -77,7 +91,8 @@ class Change:
 
 
 class Fleet:
-    """Membership as a state machine. vocab_size: of the router's tokenizer, or None to take any."""
+    """Membership as a state machine. vocab_size: of the router's tokenizer, or None to take any. peers_per_instance: see
+    RouterConfig."""
 
     def __init__(
         self,
@@ -86,10 +101,12 @@ class Fleet:
         heartbeat_s: float,
         dead_after_s: float,
         vocab_size: int | None = None,
+        peers_per_instance: int = 0,
     ) -> None:
         self._welcome = Welcome(
             router=router, detokenizers=tuple(detokenizers), heartbeat_s=heartbeat_s, dead_after_s=dead_after_s
         )
+        self._acquaintance = Acquaintance(router, heartbeat_s, peers_per_instance)
         self._dead_after_s = dead_after_s
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
@@ -97,9 +114,15 @@ class Fleet:
         self._replaced: dict[Life, None] = {}
         self.refused: dict[InstanceId, Refusal] = {}
         """Who was refused lately, each under a name of its own: id#incarnation."""
+        self._curious: dict[InstanceId, list[Callable[[LinkReport], object]]] = {}
+        """Who waits for a member's report of all its links."""
         self._silence: DeadlineWheel[InstanceId] = DeadlineWheel()
         self.next_deadline = self._silence.next_deadline
         """When the next member is lost unless it is heard from; None when nobody is waited for."""
+        self.next_flush = self._acquaintance.next_deadline
+        """When `flush` has something to send; None when it has nothing."""
+        self.flush = self._acquaintance.flush
+        """What the members are to be told of each other now: call it at the end of each turn."""
         self.model: ModelIdentity | None = None
         """What every member serves: the first member decides it for those that follow. None when there is no member."""
         self.stale = 0
@@ -126,6 +149,11 @@ class Fleet:
         refused = {name: refusal.inbox for name, refusal in self.refused.items() if refusal.inbox is not None}
         lately = {name: departure.member.info.inbox for name, departure in self.departed.items()}
         return refused | lately | {member.info.id: member.info.inbox for member in self._members.values()}
+
+    @property
+    def settled(self) -> bool:
+        """All members have been told of each other."""
+        return self._acquaintance.settled
 
     # --- messages and time -----------------------------------------------------------------------------------------------
 
@@ -155,18 +183,39 @@ class Fleet:
         self._silence.set(message.id, now + self._dead_after_s)
         if back is None:  # a member that is back was greeted by `register`
             change.sends.append(Send(message.id, self._welcome))
-        self._take_report(member, message, change)
+        self._take_report(member, message, change, now)
         return change
 
-    def _take_report(self, member: Member, report: Heartbeat, change: Change) -> None:
-        took_requests, was_stuck, links = member.trouble is None, member.stuck, member.ready_links
+    def _take_report(self, member: Member, report: Heartbeat, change: Change, now: float) -> None:
+        took_requests, was_stuck = member.trouble is None, member.stuck
         member.take_report(report)
+        more, sends = self._acquaintance.heard(report, now)
+        change.sends += sends
         if member.told_to_drain and not member.reports_draining:
             change.sends.append(Send(member.info.id, Drain()))
         if member.stuck and not was_stuck:
             change.lost.append(member)
-        if (member.trouble is None and not took_requests) or member.ready_links - links:
+        if (member.trouble is None and not took_requests) or more:
             change.more_can_serve = True
+
+    def ask_links(self, instance: InstanceId, answer: Callable[[LinkReport], object]) -> list[Send]:
+        """Ask a prefill member for all its links with their traffic. answer: called with its next report of all of them.
+        Raises UnknownInstance, BadRequest."""
+        if self._find(instance).info.role != "prefill":
+            raise BadRequest(f"{instance} is a decode instance: prefill instances tell of the links to it")
+        self._curious.setdefault(instance, []).append(answer)
+        return [Send(instance, TellLinks())]
+
+    def links_reported(self, message: LinkReport) -> Change:
+        """A prefill member tells of its links."""
+        member = self._members.get(message.id)
+        if member is None or member.info.incarnation != message.incarnation:
+            self.stale += 1
+            return Change()
+        if message.since is None:
+            for answer in self._curious.pop(message.id, ()):
+                answer(message)
+        return Change(more_can_serve=self._acquaintance.reported(message))
 
     def goodbye(self, message: Goodbye) -> Change:
         member = self._members.get(message.id)
@@ -177,11 +226,15 @@ class Fleet:
 
     def drain(self, instance: InstanceId) -> list[Send]:
         """Give the member no more requests, and tell it to leave until it reports that it drains. Raises UnknownInstance."""
+        self._find(instance).drain()
+        return [Send(instance, Drain())]
+
+    def _find(self, instance: InstanceId) -> Member:
+        """Raises UnknownInstance."""
         member = self._members.get(instance)
         if member is None:
             raise UnknownInstance(f"no instance {instance[:NAME_SHOWN]!r} is a member of the fleet: see /cluster")
-        member.drain()
-        return [Send(instance, Drain())]
+        return member
 
     def connection_broken(self, instance: InstanceId, now: float) -> None:
         """A hint that the member's process has ended. A live one sends a heartbeat before two of them are due."""
@@ -219,13 +272,12 @@ class Fleet:
                 member.drain()
         elif former is not None:
             _remember(self._replaced, former.member.life, None, REPLACED_REMEMBERED)
-        for other in self._members.values():
-            other.forget_link(info.id)  # reported before this member joined: they will link to it anew
         self._members[info.id] = member
         self.model = info.model
         self._silence.set(info.id, now + self._dead_after_s)
         self.addresses_version += 1
-        return self._greet(member, message.address) + self._tell_others(info.role)
+        self._acquaintance.join(member)
+        return self._greet(member, message.address)
 
     def _remove(self, member: Member, reason: str, *, silent: bool) -> Change:
         info = member.info
@@ -233,22 +285,16 @@ class Fleet:
         if not self._members:
             self.model = None
         self._silence.clear(info.id)
+        self._curious.pop(info.id, None)
         _remember(self.departed, info.id, Departure(member, reason, silent), REMEMBERED)
         self.addresses_version += 1
-        return Change(self._tell_others(info.role), [member])
+        self._acquaintance.leave(member)
+        return Change(lost=[member])
 
     def _greet(self, member: Member, address: str) -> list[Send]:
         """address: at which it registered; it may know several routers."""
         welcome = replace(self._welcome, address=address) if address else self._welcome
-        return [Send(member.info.id, welcome), Send(member.info.id, self._peers_of(member.info.role))]
-
-    def _tell_others(self, role: Role) -> list[Send]:
-        """The set of `role` changed: everyone of the other role gets the whole set."""
-        others = [member.info for member in self._members.values() if member.info.role != role]
-        return [Send(other.id, self._peers_of(other.role)) for other in others]
-
-    def _peers_of(self, role: Role) -> Peers:
-        return Peers(instances=tuple(member.info for member in self._members.values() if member.info.role != role))
+        return [Send(member.info.id, welcome)]
 
     # --- refusals --------------------------------------------------------------------------------------------------------
 
@@ -269,8 +315,8 @@ class Fleet:
             return f"a newer incarnation of {info.id} has taken its place"
         if self._vocab_size not in (None, info.model.vocab_size):
             return f"its vocabulary is {info.model.vocab_size}, but that of the router's model is {self._vocab_size}"
-        others = (member.info for member in self._members.values() if member.info.id != info.id)
-        return next((reason for other in others if (reason := difference(info, other)) is not None), None)
+        other = next((member.info for member in self._members.values() if member.info.id != info.id), None)
+        return None if other is None else difference(info, other)  # who differs from one differs from all
 
 
 def _good_address(inbox: str) -> str | None:

@@ -10,13 +10,16 @@ nothing blocks.
 import asyncio
 from collections.abc import Callable, Iterable
 
+from common.errors import DeadlinePassed
 from common.ids import InstanceId
 from common.instance.ports import Mail, Send
-from common.messages import RouterInbox
+from common.messages import LinkReport, RouterInbox
 from router.core import RouterCore
 
 TURN_S, TURN_MESSAGES = 0.02, 1_024
 """How long one turn takes in mail, and how many messages at most."""
+LINKS_S = 2.0
+"""How long an instance may take to tell of its links."""
 BACKLOG_S = 30.0
 """A router that has not caught up with its mail for this long takes silence for what it is: what is left to read cannot be from
 those that it waits for, because mail is read from all of them in turn."""
@@ -51,16 +54,38 @@ class Gateway:
         long. The mail's owner calls again while mail is left."""
         self.turn += 1
         began_s = self.clock()
+        caught_up = self._take_in(began_s)
+        if caught_up:
+            self._behind_since_s = None
+        elif self._behind_since_s is None:
+            self._behind_since_s = began_s
+        self.deliver(self.core.flush(self.clock()))
+
+    def _take_in(self, began_s: float) -> bool:
+        """Whether everything that had arrived was read."""
         for _ in range(TURN_MESSAGES):
             mail = self.mail.receive(1)
             if not mail:
-                self._behind_since_s = None
-                return
+                return True
             self.deliver(self.core.receive(mail[0][1], self.clock()))
             if self.clock() - began_s >= TURN_S:
                 break
-        if self._behind_since_s is None:
-            self._behind_since_s = began_s
+        return False
+
+    async def links_of(self, instance: InstanceId) -> LinkReport:
+        """All links of a prefill instance, with their traffic, as it tells them now. Raises UnknownInstance, BadRequest,
+        DeadlinePassed."""
+        told: asyncio.Future[LinkReport] = asyncio.get_running_loop().create_future()
+
+        def answer(report: LinkReport) -> None:
+            if not told.done():
+                told.set_result(report)
+
+        self.deliver(self.core.fleet.ask_links(instance, answer))
+        try:
+            return await asyncio.wait_for(told, LINKS_S)
+        except TimeoutError as error:
+            raise DeadlinePassed(f"{instance} did not tell of its links within {LINKS_S:g} s") from error
 
     def connection_broken(self, instance: InstanceId) -> None:
         """The instance closed the connection to its inbox."""
@@ -110,4 +135,4 @@ class Gateway:
         self.pump()
         now = self.clock()
         caught_up = self._behind_since_s is None or now - self._behind_since_s > BACKLOG_S
-        self.deliver(self.core.tick(now, caught_up=caught_up))
+        self.deliver(self.core.tick(now, caught_up=caught_up) + self.core.flush(now))

@@ -51,7 +51,7 @@ def _family(kind: Kind, name: str, what: str, labels: Sequence[str], values: Seq
 
 
 def _links_by_state(member: Member) -> Counter[LinkState]:
-    return Counter(link.state for link in member.links.values())
+    return Counter(member.links.values())
 
 
 def _escaped(value: str) -> str:

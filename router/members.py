@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.ids import InstanceId, Life
-from common.messages import Counters, Heartbeat, InstanceInfo, LinkInfo, Load
+from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load
+from router.sample_set import SampleSet
 
 QUARANTINE_DIVISOR = 4
 """An instance takes no requests while more than one page in four is quarantined: transfers fail there, and little memory is
@@ -32,7 +33,10 @@ class Member:
     """One life of an instance in the fleet.
 
     told_to_drain: by this router. reports_draining: by the member itself.
-    trouble: why it takes no requests; None when it takes them. ready_links: the peers to which it reports a ready link.
+    trouble: why it takes no requests; None when it takes them.
+    partners: the members of the other role that it works with. links: of a prefill member, the state of each partner's link that
+    it has reported. usable: of a prefill member, the partners that its requests can go to: the link is ready, and the partner
+    knows of it. `router.acquaintance` keeps the three.
     capacity_tokens: how many tokens of KV fit its memory when it is empty.
     assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
     chosen: number of the last placement on this member. Among equally loaded members, the one with the lowest number is next.
@@ -41,7 +45,9 @@ class Member:
     info: InstanceInfo
     load: Load
     counters: Counters = field(default_factory=Counters)
-    links: dict[InstanceId, LinkInfo] = field(default_factory=dict)
+    partners: dict[InstanceId, "Member"] = field(default_factory=dict)
+    links: dict[InstanceId, LinkState] = field(default_factory=dict)
+    usable: "SampleSet[Member]" = field(default_factory=lambda: SampleSet[Member]())
     told_to_drain: bool = False
     reports_draining: bool = False
     assigned_tokens: int = 0
@@ -49,7 +55,6 @@ class Member:
     life: Life = field(init=False)
     capacity_tokens: int = field(init=False)
     trouble: Trouble | None = field(init=False)
-    ready_links: frozenset[Life] = field(init=False)
 
     def __post_init__(self) -> None:
         self.life = Life(self.info.id, self.info.incarnation)
@@ -67,7 +72,6 @@ class Member:
 
     def take_report(self, report: Heartbeat) -> None:
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
-        self.links = {link.peer: link for link in report.links}
         self._judge()
 
     def drain(self) -> None:
@@ -75,14 +79,8 @@ class Member:
         self.told_to_drain = True
         self._judge()
 
-    def forget_link(self, peer: InstanceId) -> None:
-        """Ignore what it reported about its link to this peer."""
-        if self.links.pop(peer, None) is not None:
-            self._judge()
-
     def _judge(self) -> None:
         """Derive what every placement asks from what was last reported."""
-        self.ready_links = frozenset(Life(link.peer, link.incarnation) for link in self.links.values() if link.state == "ready")
         load, total_pages = self.load, self.info.pool.total_pages
         self.trouble = None
         if self.draining:

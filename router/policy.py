@@ -94,8 +94,8 @@ def _all_in_trouble(fleet: Fleet, role: Role) -> str | None:
 
 
 def _paired(prefill: Member, decode: Member) -> bool:
-    """Both ends report the link: the decode instance expects what the prefill instance pushes."""
-    return decode.life in prefill.ready_links and prefill.life in decode.ready_links
+    """Both ends know of the link."""
+    return decode in prefill.usable
 
 
 def _burden(member: Member) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from simulation.traffic import Traffic
 
 M = TypeVar("M")
 DELAY_S = 0.001
-MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "DetokenizerHeartbeat"})
+MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "TellLinks", "LinkReport", "DetokenizerHeartbeat"})
 """Kinds of letters that are sent all the time."""
 
 
@@ -57,7 +57,7 @@ def keys_of(message: AnyMessage) -> set[Key]:
             return {message.key}
         case m.Register() | m.Heartbeat() | m.Goodbye() | m.DetokenizerHeartbeat() | m.Welcome() | m.Refused() | m.Peers():
             return set()
-        case m.Drain():
+        case m.Drain() | m.TellLinks() | m.LinkReport():
             return set()
         case _:
             assert_never(message)

@@ -46,7 +46,7 @@ class RouterProcess:
         for _, message in self._mail.receive():
             self._deliver(self.core.receive(message, now))
             self._meter.lap(type(message).__name__)
-        self._deliver(self.core.tick(now))
+        self._deliver(self.core.tick(now) + self.core.flush(now))
         self._meter.lap("deadlines")
 
     def next_deadline(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.engine.plan import Plan
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
-from common.instance.ports import Action, Decision, LinkChanged, RouterLost, Scheduler, Send, Settle, Settled
+from common.instance.ports import Action, Decision, LinkChanged, PeersChanged, RouterLost, Scheduler, Send, Settle, Settled
 from common.messages import (
     AnyMessage,
     Decline,
@@ -16,6 +16,7 @@ from common.messages import (
     Failed,
     Generate,
     Grant,
+    InstanceInfo,
     LinkInfo,
     LinkState,
     Renewed,
@@ -23,7 +24,18 @@ from common.messages import (
     TokenBatch,
     TokenDelta,
 )
+from decode.scheduler import DecodeScheduler
+from prefill.scheduler import PrefillScheduler
 from tests.builders import key, sampling
+
+
+def meet(made: Scheduler[Any], there: Sequence[InstanceInfo], now: float) -> list[Action]:
+    """The instances of the other role are these now, and no others."""
+    assert isinstance(made, PrefillScheduler | DecodeScheduler)
+    known = (made._requests.table if isinstance(made, DecodeScheduler) else made._requests).peers
+    left = tuple(name for name in known if name not in [info.id for info in there])
+    joined = tuple(info for info in there if known.get(info.id) != info.incarnation)
+    return made.handle(PeersChanged(joined, left), now) if joined or left else []
 
 
 def prompt_of(tokens: int) -> bytes:

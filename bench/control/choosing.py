@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from common.config import RouterConfig
-from common.ids import ROUTER, Life
-from common.messages import Counters, Heartbeat, InstanceInfo, Load, Register
+from common.ids import ROUTER
+from common.messages import Counters, Heartbeat, InstanceInfo, LinkReport, Load, Peers, Register
 from common.messages.heartbeats import LinkInfo
 from router.core import RouterCore
 from router.metrics import RouterMetrics
@@ -24,13 +24,20 @@ def choose_us(infos: Sequence[InstanceInfo]) -> float:
     core = RouterCore(ROUTER, ["tcp://127.0.0.1:1"], RouterConfig(), RouterMetrics())
     for info in infos:
         core.receive(Register(instance=info), 0.0)
-    links = {
-        role: tuple(_link(Life(info.id, info.incarnation)) for info in infos if info.role != role)
-        for role in ("prefill", "decode")
-    }
+    told = {send.to: send.message for send in core.flush(0.0) if isinstance(send.message, Peers)}
     for info in infos:
+        peers = told[info.id]
+        links = tuple(_link(peer) for peer in peers.joined)
+        core.receive(LinkReport(id=info.id, incarnation=info.incarnation, version=1, links=links), 0.0)
         load = Load(pages_free=info.pool.total_pages, pages_total=info.pool.total_pages)
-        beat = Heartbeat(id=info.id, incarnation=info.incarnation, load=load, counters=Counters(), links=links[info.role])
+        beat = Heartbeat(
+            id=info.id,
+            incarnation=info.incarnation,
+            load=load,
+            counters=Counters(),
+            peers_version=peers.version,
+            links_version=1,
+        )
         core.receive(beat, 0.0)
     rounds = []
     for _ in range(ROUNDS):
@@ -41,5 +48,5 @@ def choose_us(infos: Sequence[InstanceInfo]) -> float:
     return 1e6 * min(rounds)
 
 
-def _link(peer: Life) -> LinkInfo:
+def _link(peer: InstanceInfo) -> LinkInfo:
     return LinkInfo(peer=peer.id, incarnation=peer.incarnation, state="ready")

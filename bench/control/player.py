@@ -1,28 +1,31 @@
 """The player: a fleet of instances without engines, played from one process over real ZeroMQ.
 
 Owns their sockets and their time, and counts the bytes of every message in both directions. Each played instance says what the
-product's instances say, because it says it through their `Membership`; every link that it is told to make is ready at once. It is
-never given a request. Does not know what is measured.
+product's instances say, because it says it through their `Membership` and `PeerSets`; every link that it is told to make is ready
+at once. It is never given a request. Does not know what is measured.
 """
 
 import heapq
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
 from bench.local_fleet import FleetFailed
 from common.config import DEMO_MODEL
-from common.ids import Incarnation, InstanceId, Life, Role
-from common.instance.membership import Membership
+from common.ids import Incarnation, InstanceId, Role
+from common.instance.membership import Membership, State
+from common.instance.peer_sets import PeerSets
+from common.instance.ports import PeersChanged
 from common.messages import (
     AnyMessage,
     Counters,
     InstanceInfo,
     LinkInfo,
+    LinkReport,
     LinkTraffic,
     Load,
     ModelIdentity,
@@ -31,6 +34,7 @@ from common.messages import (
     PrefillInbox,
     RankInfo,
     Refused,
+    TellLinks,
     Welcome,
 )
 from common.pages.layout import KVLayout
@@ -52,17 +56,31 @@ _decoder = msgspec.msgpack.Decoder[PrefillInbox](PrefillInbox)
 
 @dataclass(slots=True, eq=False)
 class Played:
-    """One instance. peers: those it was told of. heard: it was answered after it had reported the links to all of them."""
+    """One instance. links: to those it was told of. untold: whose link was not reported yet. links_version: of the last report.
+    said: it has said all that is new. heard: it was answered after that."""
 
     info: InstanceInfo
     membership: Membership
     inbox: "zmq.Socket[bytes]"
     outbox: "zmq.Socket[bytes]"
-    peers: frozenset[Life] = frozenset()
-    links: tuple[LinkInfo, ...] = ()
-    reported: bool = False
+    peers: PeerSets = field(default_factory=PeerSets)
+    links: dict[InstanceId, LinkInfo] = field(default_factory=dict)
+    untold: dict[InstanceId, None] = field(default_factory=dict)
+    links_version: int = 0
+    said: bool = False
     heard: bool = False
     router: InstanceId | None = None
+
+    def meet(self, change: PeersChanged | None) -> None:
+        """Link to other peers; the router is to hear of it."""
+        self.said = self.heard = False
+        if change is not None:
+            for gone in change.left:
+                self.links.pop(gone, None)
+                self.untold.pop(gone, None)
+            for info in change.joined:
+                self.links[info.id] = _link(info)
+                self.untold[info.id] = None
 
 
 class Player:
@@ -106,9 +124,12 @@ class Player:
 
     @property
     def settled(self) -> bool:
-        """Every instance knows its peers as they are, and the router has heard of all links."""
-        lives = {role: frozenset(_life(each) for each in self._played.values() if each.info.role == role) for role in _OTHER}
-        return all(each.heard and each.peers == lives[_OTHER[each.info.role]] for each in self._played.values())
+        """Every instance has peers, and knows none that is gone, and the router has heard of all links."""
+        names = {role: {each.info.id for each in self._played.values() if each.info.role == role} for role in _OTHER}
+        return all(
+            each.heard and bool(each.links) and names[_OTHER[each.info.role]] >= each.links.keys()
+            for each in self._played.values()
+        )
 
     def routers(self) -> set[InstanceId | None]:
         """The routers that the instances are members of; None: of no router yet."""
@@ -156,7 +177,8 @@ class Player:
             _, name = heapq.heappop(self._due)
             played = self._played.get(name)
             if played is not None:
-                self._report(played, now)
+                if played.membership.next_deadline <= now:
+                    self._report(played, now)
                 heapq.heappush(self._due, (played.membership.next_deadline, name))
 
     def _read(self, played: Played) -> None:
@@ -172,28 +194,37 @@ class Player:
                     played.membership.receive(message)
                     if isinstance(message, Welcome):
                         self._welcomed(played, message)
-                case Peers():
-                    self._meet(played, message)
+                case Peers() if played.router is not None:
+                    played.meet(played.peers.receive(played.router, message))
+                    self._report(played, time.monotonic())
+                case TellLinks():
+                    self._send(played, _report(played, None, tuple(played.links.values())))
                 case _:
                     raise FleetFailed(f"a played instance got a {type(message).__name__}")
 
     def _welcomed(self, played: Played, message: Welcome) -> None:
         """An instance keeps its links when its router is another one, and waits for that one's word on its peers."""
         if played.router != message.router:
-            played.router, played.peers, played.reported = message.router, frozenset(), False
-        played.heard = played.reported
-
-    def _meet(self, played: Played, message: Peers) -> None:
-        peers = frozenset(_life_of(info) for info in message.instances)
-        if peers != played.peers:
-            played.peers, played.reported, played.heard = peers, False, False
-            played.links = tuple(_link(peer) for peer in sorted(peers))
+            if played.router is not None:
+                played.peers.retire(played.router, time.monotonic())
+            played.router, played.said = message.router, False
+        played.heard = played.said
 
     def _report(self, played: Played, now: float) -> None:
+        change = played.peers.tick(now)
+        if change is not None:
+            played.meet(change)
+        if played.untold and played.info.role == "prefill":
+            links, since = tuple(played.links[peer] for peer in played.untold), played.links_version
+            played.links_version += 1
+            self._send(played, _report(played, since, links))
+        played.untold.clear()
+        peers_version = 0 if played.router is None else played.peers.version(played.router)
         load = Load(pages_free=PAGES, pages_total=PAGES)
-        for send in played.membership.due(now, load, Counters(), played.links, False):
+        state = State(load, Counters(), peers_version, played.links_version, draining=False)
+        for send in played.membership.due(now, state):
             self._send(played, send.message)
-        played.reported = played.membership.joined
+        played.said = played.membership.joined and peers_version > 0
 
     def _send(self, played: Played, message: AnyMessage) -> None:
         frame = pack_frame(played.info.id, _encode(message))
@@ -245,7 +276,12 @@ def describe(number: int, model: ModelIdentity, port: int) -> InstanceInfo:
 _OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
 
 
-def _link(peer: Life) -> LinkInfo:
+def _report(played: Played, since: int | None, links: tuple[LinkInfo, ...]) -> LinkReport:
+    info = played.info
+    return LinkReport(id=info.id, incarnation=info.incarnation, version=played.links_version, since=since, links=links)
+
+
+def _link(peer: InstanceInfo) -> LinkInfo:
     traffic = LinkTraffic(pushes=100, runs=1000, bytes_pushed=10**9, push_seconds=1.5, handoffs=50, exposed_seconds=0.2)
     return LinkInfo(
         peer=peer.id,
@@ -256,11 +292,3 @@ def _link(peer: Life) -> LinkInfo:
         host_bytes_per_s=2e10,
         traffic=traffic,
     )
-
-
-def _life(played: Played) -> Life:
-    return _life_of(played.info)
-
-
-def _life_of(info: InstanceInfo) -> Life:
-    return Life(info.id, info.incarnation)

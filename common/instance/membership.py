@@ -7,29 +7,43 @@ it. If that is the same router, it was only held up, and still waits for every a
 answers for ABANDON_AFTER_S, nobody waits for the answers any more.
 """
 
+from dataclasses import dataclass
+
 from common.errors import PeerRefused
-from common.ids import ROUTER
+from common.ids import ROUTER, InstanceId
 from common.instance.ports import Send
-from common.messages import Counters, Goodbye, Heartbeat, InstanceInfo, LinkInfo, Load, Refused, Register, Welcome
+from common.messages import Counters, Goodbye, Heartbeat, InstanceInfo, Load, Refused, Register, Welcome
 
 REGISTER_EVERY_S = 0.25
-HEARTBEATS_PER_REGISTER = 10
 ABANDON_AFTER_S = 300.0
 """A router that has not answered for this long has failed: no stop, swap or burst of work takes minutes. Most requests have ended
 by then; the rest would only hold memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    """How the instance is, as its heartbeats say it. peers_version, links_version: what it has heard of peers, and has said of
+    links."""
+
+    load: Load
+    counters: Counters
+    peers_version: int
+    links_version: int
+    draining: bool
+
+
 class Membership:
-    """The instance's half of joining and staying. detokenizer: the detokenizer's address, once it is known."""
+    """The instance's half of joining and staying. detokenizer: the detokenizer's address, once it is known. router: the life that
+    welcomed it last."""
 
     def __init__(self, info: InstanceInfo, startup_timeout_s: float, now: float) -> None:
         self.info = info
         self.detokenizer: str | None = None
+        self.router: InstanceId | None = None
         self._give_up_s: float | None = now + startup_timeout_s
         self._next_s = now
         self._welcome: Welcome | None = None
         """The latest, from the router whose requests this instance serves. None: it serves no router's."""
-        self._beats = 0
         self._sent_s: float | None = None
         self._unanswered_s = 0.0
 
@@ -48,7 +62,7 @@ class Membership:
         if isinstance(message, Refused):
             raise PeerRefused(f"the router refused {self.info.id}: {message.reason}")
         is_other = self._welcome is not None and self._welcome.router != message.router
-        self._welcome, self.detokenizer = message, message.detokenizers[0]
+        self._welcome, self.detokenizer, self.router = message, message.detokenizers[0], message.router
         self._give_up_s, self._unanswered_s = None, 0.0
         return is_other
 
@@ -60,7 +74,7 @@ class Membership:
         self._welcome = None
         return True
 
-    def due(self, now: float, load: Load, counters: Counters, links: tuple[LinkInfo, ...], draining: bool) -> list[Send]:
+    def due(self, now: float, state: State) -> list[Send]:
         """The messages to send at `next_deadline`, which then moves on. Raises PeerRefused at the start-up deadline."""
         if self._welcome is not None:
             # At most `heartbeat_s` counts between two messages: a process that was stopped has sent none.
@@ -72,17 +86,15 @@ class Membership:
             self._next_s = now + (REGISTER_EVERY_S if self._welcome is None else self._welcome.heartbeat_s)
             return [Send(ROUTER, Register(instance=self.info))]
         self._next_s = now + self._welcome.heartbeat_s
-        self._beats += 1
         beat = Heartbeat(
             id=self.info.id,
             incarnation=self.info.incarnation,
-            load=load,
-            counters=counters,
-            links=links,
-            draining=draining,
+            load=state.load,
+            counters=state.counters,
+            peers_version=state.peers_version,
+            links_version=state.links_version,
+            draining=state.draining,
         )
-        if self._beats % HEARTBEATS_PER_REGISTER == 0:
-            return [Send(ROUTER, beat), Send(ROUTER, Register(instance=self.info))]
         return [Send(ROUTER, beat)]
 
     def hurry(self, now: float) -> None:

@@ -23,9 +23,11 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """The whole set of peers to write to. Links to new peers are made in the background, links to missing ones are closed."""
+    """Changes of the set of peers to write to: links to `peers` are made in the background, in place of links to former lives of
+    theirs, and links to those that left are closed. A link to the same life that is there already stays as it is."""
 
     peers: tuple[InstanceInfo, ...]
+    left: tuple[InstanceId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +169,16 @@ class RouterLost:
     """The router that sent the requests is gone: nobody waits for their answers any more."""
 
 
-Event: TypeAlias = TransferEvent | LayersDone | RouterLost
+@dataclass(frozen=True, slots=True)
+class PeersChanged:
+    """The instances of the other role to work with are others now. joined: those that are new, or new incarnations. left: those
+    that are there no longer, in no incarnation."""
+
+    joined: tuple[InstanceInfo, ...] = ()
+    left: tuple[InstanceId, ...] = ()
+
+
+Event: TypeAlias = TransferEvent | LayersDone | PeersChanged | RouterLost
 """What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
 the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""
 
@@ -195,12 +206,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How an instance is. drained: it was told to drain, and nothing is left, or what is left will never end."""
+    """How an instance is. drained: it was told to drain, and nothing is left, or what is left will never end. links_version: of
+    its last LinkReport; 0 where there is none."""
 
     load: Load
     counters: Counters
-    links: tuple[LinkInfo, ...]
     drained: bool
+    links_version: int = 0
 
 
 M_contra = TypeVar("M_contra", contravariant=True)

@@ -18,7 +18,7 @@ from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, Life, u
 from common.instance.drain import Drainage
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
-from common.instance.ports import Send
+from common.instance.ports import PeersChanged, Send
 from common.instance.request import Phase, Request
 from common.instance.token_memory import Emitted, TokenMemory
 from common.instance.waiting_line import Rank, WaitingLine
@@ -28,7 +28,6 @@ from common.messages import (
     Failed,
     Generate,
     InstanceInfo,
-    Peers,
     Probe,
     Probed,
     Repeat,
@@ -244,9 +243,11 @@ class RequestTable(Generic[R]):
 
     # --- peers and reports -------------------------------------------------------------------------------------------------
 
-    def meet(self, message: Peers) -> list[R]:
-        """The set of peers is new. Returns the waiting requests whose peer has left."""
-        self.peers = {peer.id: peer.incarnation for peer in message.instances}
+    def meet(self, change: PeersChanged) -> list[R]:
+        """Other peers. Returns the waiting requests whose peer has left."""
+        for gone in change.left:
+            self.peers.pop(gone, None)
+        self.peers.update((peer.id, peer.incarnation) for peer in change.joined)
         return [request for request in self.waiting if request.peer is not None and not self.knows(request.peer)]
 
     def knows(self, peer: Life) -> bool:

@@ -11,12 +11,13 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from common.deadlines import DeadlineWheel
+from common.deadlines import DeadlineWheel, earliest
 from common.engine.executor import Executor, StepHandle
 from common.engine.plan import Plan
 from common.ids import DETOKENIZER, ROUTER, InstanceId
-from common.instance.membership import Membership
-from common.instance.ports import Action, LayersDone, LinkChanged, Mail, RouterLost, Scheduler, Send, Transfers
+from common.instance.membership import Membership, State
+from common.instance.peer_sets import PeerSets
+from common.instance.ports import Action, LayersDone, Mail, PeersChanged, RouterLost, Scheduler, Send, Transfers
 from common.messages import Drain, Peers, Refused, Welcome
 
 STEPS_IN_FLIGHT = 2
@@ -39,7 +40,7 @@ class _InFlight:
 
 
 class InstanceWorker(Generic[M]):
-    """One instance. M is the union of messages that its scheduler takes; Welcome and Refused are the worker's."""
+    """One instance. M is the union of messages that its scheduler takes; the worker takes Welcome, Refused and Peers itself."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class InstanceWorker(Generic[M]):
         scheduler: Scheduler[M | Drain],
         executor: Executor,
         transfers: Transfers,
-        mail: Mail[M | Welcome | Refused | Drain],
+        mail: Mail[M | Welcome | Refused | Peers | Drain],
     ) -> None:
         self._membership = membership
         self._scheduler = scheduler
@@ -55,7 +56,7 @@ class InstanceWorker(Generic[M]):
         self._transfers = transfers
         self._mail = mail
         self._in_flight: deque[_InFlight] = deque()
-        self._peers: set[InstanceId] = set()
+        self._peers = PeerSets()
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._draining = False
 
@@ -67,15 +68,15 @@ class InstanceWorker(Generic[M]):
                     self._welcomed(message, now)
                 case Drain():
                     self.drain(now)
+                case Peers():
+                    self._meet(self._peers.receive(ROUTER, message), now)
+                    self._membership.hurry(now)  # the router uses no link of which it does not know that both ends know of it
                 case _:
-                    if isinstance(message, Peers):
-                        self._meet(message, now)
                     self._act(self._scheduler.receive(sender, message, now))
         for event in self._transfers.poll():
-            if isinstance(event, LinkChanged):
-                self._membership.hurry(now)
             self._act(self._scheduler.handle(event, now))
         self._take_steps(now)
+        self._meet(self._peers.tick(now), now)
         for gone in self._former.expired(now):
             self._mail.route(gone, None)
         self._act(self._scheduler.tick(now))
@@ -97,8 +98,9 @@ class InstanceWorker(Generic[M]):
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
-        known = (self._scheduler.next_deadline(), self._former.next_deadline(), step_ends, self._membership.next_deadline)
-        return min(at for at in known if at is not None)
+        peers = earliest(self._former.next_deadline(), self._peers.next_deadline())
+        known = earliest(self._scheduler.next_deadline(), peers, step_ends)
+        return self._membership.next_deadline if known is None else min(known, self._membership.next_deadline)
 
     @property
     def joined(self) -> bool:
@@ -149,27 +151,31 @@ class InstanceWorker(Generic[M]):
         load = msgspec.structs.replace(report.load, oldest_step_s=step_s, oldest_transfer_s=transfer_s)
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
         counters = msgspec.structs.replace(report.counters, frames_refused=refused, messages_lost=lost)
-        self._act(self._membership.due(now, load, counters, report.links, self._draining))
+        state = State(load, counters, self._peers.version(ROUTER), report.links_version, self._draining)
+        self._act(self._membership.due(now, state))
 
     def _welcomed(self, message: Welcome | Refused, now: float) -> None:
+        former = self._membership.router
         if self._membership.receive(message):
             self._act(self._scheduler.handle(RouterLost(), now))
+        if self._membership.router != former:
+            self._peers.retire(ROUTER, now)
         self._mail.route(DETOKENIZER, self._membership.detokenizer)
 
-    def _meet(self, message: Peers, now: float) -> None:
-        """The set of peers is new: learn their addresses.
+    def _meet(self, change: PeersChanged | None, now: float) -> None:
+        """Other peers: learn their addresses, and tell the scheduler.
 
         The address of a peer that left is kept for a while. It may only have been silent, and still wait for a message about its
         pages.
         """
-        peers = {peer.id for peer in message.instances}
-        for gone in self._peers - peers:
+        if change is None:
+            return
+        for gone in change.left:
             self._former.set(gone, now + ROUTE_MEMORY_S)
-        self._peers = peers
-        for peer in message.instances:
+        for peer in change.joined:
             self._former.clear(peer.id)
             self._mail.route(peer.id, peer.inbox)
-        self._membership.hurry(now)
+        self._act(self._scheduler.handle(change, now))
 
 
 Clock = Callable[[], float]

@@ -30,16 +30,17 @@ from common.messages.fleet import (
     RankInfo,
     Refused,
     Register,
+    TellLinks,
     Welcome,
 )
 from common.messages.handoffs import Claim, Decline, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
-from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkState, LinkTraffic, Load
+from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkReport, LinkState, LinkTraffic, Load
 from common.messages.requests import Cancel, Generate, Placed, Probe, Probed, Repeat, Standing, Terms
 from common.messages.text import DetokenizerHeartbeat, ExpectAnswer, ForgetAnswer, TextBatch, TextDelta, TokenBatch, TokenDelta
 
-RouterInbox: TypeAlias = Register | Heartbeat | Goodbye | Placed | Probed | TextBatch | DetokenizerHeartbeat
+RouterInbox: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed | Probed | TextBatch | DetokenizerHeartbeat
 FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe | Repeat
-PrefillInbox: TypeAlias = FromRouter | Grant | Decline | Renewed
+PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
 DetokenizerInbox: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer
 AnyMessage: TypeAlias = RouterInbox | PrefillInbox | DecodeInbox | DetokenizerInbox

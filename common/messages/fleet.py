@@ -135,10 +135,24 @@ class Refused(Message, frozen=True):
 
 
 class Peers(Message, frozen=True):
-    """router → instance: all instances of the other role."""
+    """router → instance: which instances of the other role to work with, as changes or as the whole set. An instance applies
+    changes only to the version that they follow. Its heartbeats say which version it has; when that is not the latest, the router
+    sends the whole set again."""
 
-    instances: tuple[InstanceInfo, ...]
-    """The whole set; it replaces the former one."""
+    version: int
+    """Of the set with this message applied. It rises with every message, and no other life of a router uses the same numbers."""
+    since: int | None = None
+    """The version that these changes follow; None: `joined` begins the whole set."""
+    joined: tuple[InstanceInfo, ...] = ()
+    """Those that are new, or new incarnations."""
+    left: tuple[InstanceId, ...] = ()
+    """Those to work with no longer."""
+    more: bool = False
+    """The whole set is too large for one message and goes on in the next: act when it is complete."""
+
+
+class TellLinks(Message, frozen=True):
+    """router → prefill instance: send a LinkReport of all links, with their traffic."""
 
 
 class Goodbye(Message, frozen=True):

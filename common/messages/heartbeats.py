@@ -1,6 +1,6 @@
-"""What an instance reports about itself at every heartbeat: its load, its totals and its links.
+"""What an instance reports about itself: its load and its totals at every heartbeat, its links when they change.
 
-Owns the figures. Does not know who uses them: `router/metrics.py` makes a metric of each field of Load, Counters and LinkTraffic.
+Owns the figures. Does not know who uses them: `router/metrics.py` makes a metric of each field of Load and Counters.
 """
 
 from operator import add
@@ -61,8 +61,8 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Speed that this host could reach instead; None: not known."""
     warning: str = ""
     """For people; not empty when the link is much slower than the host could be."""
-    traffic: LinkTraffic = LinkTraffic()
-    """Totals of this instance towards the peer."""
+    traffic: LinkTraffic | None = None
+    """Totals of this instance towards the peer, in answer to TellLinks; None otherwise."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +146,22 @@ class Heartbeat(Message, frozen=True):
     """Now."""
     counters: Counters
     """Since it began."""
-    links: tuple[LinkInfo, ...] = ()
-    """One for each peer."""
+    peers_version: int = 0
+    """Of the last Peers that it has applied, from the router that it writes to; 0: none."""
+    links_version: int = 0
+    """Of its last LinkReport; 0: none. The router asks with TellLinks when it has missed one."""
     draining: bool = False
     """It takes no more requests."""
+
+
+class LinkReport(Message, frozen=True):
+    """prefill instance → router: the links that changed since the last report, or all of them."""
+
+    id: InstanceId
+    incarnation: Incarnation
+    version: int
+    """Rises with every report of changes."""
+    since: int | None = None
+    """The report that these changes follow; None: `links` are all that there are, with their traffic."""
+    links: tuple[LinkInfo, ...] = ()
+    """As they are now. Links to peers that left are not reported: the router knows."""

@@ -3,15 +3,15 @@
 Owns their shapes. Knows no test.
 """
 
-from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
+from common.ids import Generation, Incarnation, InstanceId, unpack_ids
 from common.instance.ports import Action
-from common.messages import Claim, Grant, Handoff, Peers, Renew, Reserve, Terms
+from common.messages import Claim, Grant, Handoff, Renew, Reserve, Terms
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.digests import Digest
 from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
 from tests.schedulers import generate as generate
-from tests.schedulers import grants, planned, prompt_of
+from tests.schedulers import grants, meet, planned, prompt_of
 
 ME, WRITER = InstanceId("d"), InstanceId("p")
 LIFE, WRITERS_LIFE = Incarnation("d1"), Incarnation("1")
@@ -23,7 +23,7 @@ def scheduler(
     bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting)
     made = DecodeScheduler(instance(ME, "decode", LIFE), engine(total_pages, max_rows), bounds, digest)
     met_s = -2 * MEASURED_S  # the writer's link was measured long ago
-    made.receive(ROUTER, Peers(instances=(instance("p", "prefill"),)), met_s)
+    meet(made, [instance("p", "prefill")], met_s)
     return made
 
 

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from common.ids import ROUTER, Generation, InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
-from common.messages import Claim, Decline, Grant, Peers, Renew, Renewed, Reserve, Terms, Withdraw
+from common.messages import Claim, Decline, Grant, Renew, Renewed, Reserve, Terms, Withdraw
 from kv_transfer.write_lease import OVERRUN_S, WRITE_LEASE_S
 from tests.any_order import AGES_S, SECONDS, SETTINGS, AnyOrderMachine
 from tests.builders import instance, key
 from tests.decode.rig import WRITERS_LIFE, handoff, renew, reserve, scheduler
-from tests.schedulers import drain, generate
+from tests.schedulers import drain, generate, meet
 
 TOTAL_PAGES = 7
 TOKENS = st.integers(1, 9)
@@ -62,7 +62,8 @@ class AnyOrder(AnyOrderMachine):
 
     def meet(self, *writers: str) -> None:
         there = tuple(instance(writer, "prefill") for writer in writers)
-        self.hear(ROUTER, Peers(instances=there))
+        self.do(meet(self.made, there, self.now))
+        self.turn()
 
     # --- what peers say --------------------------------------------------------------------------------------------------
 

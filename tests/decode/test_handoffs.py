@@ -10,13 +10,27 @@ import pytest
 
 from common.ids import ROUTER, Incarnation
 from common.instance.ports import Action, Connect, Expect, Settle, Settled
-from common.messages import Cancel, Grant, LinkInfo, Peers, Withdraw
+from common.messages import Cancel, Grant, Withdraw
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 from tests.builders import engine, instance, key, limits
 from tests.decode.rig import WRITER, handoff, renew, reserve, scheduler, with_reservation
-from tests.schedulers import abandon, declined, deltas, drain, failures, granted, grants, is_home, kinds, planned, renewed, settle
+from tests.schedulers import (
+    abandon,
+    declined,
+    deltas,
+    drain,
+    failures,
+    granted,
+    grants,
+    is_home,
+    kinds,
+    meet,
+    planned,
+    renewed,
+    settle,
+)
 
 SILENCE_S = WRITE_LEASE_S + MARGIN_S
 SUCCESSOR = Incarnation("2")
@@ -38,7 +52,7 @@ def test_a_renewal_is_answered_and_claimed_reservations_go_on() -> None:
 def test_a_successor_that_withdraws_frees_nothing_that_its_predecessor_may_still_write() -> None:
     """The successor has inherited the mail of its name: a Generate of the same key, and then its Cancel."""
     made, grant = with_reservation()
-    made.receive(ROUTER, Peers(instances=(instance("p", "prefill", SUCCESSOR),)), 1.0)
+    meet(made, [instance("p", "prefill", SUCCESSOR)], 1.0)
     assert made.receive(WRITER, Withdraw(key=grant.key, incarnation=SUCCESSOR), 1.5) == []
     made.tick(SILENCE_S - 0.1)
     assert not is_home(made), "the predecessor may have pushes in flight"
@@ -246,7 +260,7 @@ def test_the_reservations_of_a_silent_writer_come_home_when_it_cannot_write_any_
 
 def test_a_writer_that_the_router_does_not_see_keeps_its_reservations_as_long_as_it_speaks() -> None:
     made, grant = with_reservation()
-    made.receive(ROUTER, Peers(instances=()), 1.0)
+    meet(made, [], 1.0)
     for second in range(1, 30):
         made.receive(WRITER, renew(float(second), ("a", grant.generation)), float(second))
         assert made.tick(float(second)) == []
@@ -257,7 +271,7 @@ def test_a_writer_that_the_router_does_not_see_keeps_its_reservations_as_long_as
 def test_a_waiting_request_leaves_the_line_when_its_writer_leaves_the_fleet() -> None:
     made, _ = with_reservation(max_rows=1)
     made.receive(WRITER, reserve("b", 6), 0.0)
-    assert made.receive(ROUTER, Peers(instances=(instance("p", "prefill", "2"),)), 1.0) == []
+    assert meet(made, [instance("p", "prefill", "2")], 1.0) == []
     assert (made.report().load.waiting_requests, made.report().load.reservations) == (0, 1)
 
 
@@ -301,21 +315,20 @@ def unmet() -> DecodeScheduler:
     return DecodeScheduler(instance("d", "decode"), engine(), limits())
 
 
-THERE = Peers(instances=(instance("p", "prefill"),))
+THERE = [instance("p", "prefill")]
 
 
-def test_a_decode_instance_reports_its_links_as_ready_and_makes_none() -> None:
+def test_a_decode_instance_makes_no_links() -> None:
     made = unmet()
-    actions = [*made.receive(ROUTER, THERE, 0.0), *made.tick(0.0)]
-    assert made.report().links == (LinkInfo(peer=WRITER, incarnation=Incarnation("1"), state="ready"),)
+    actions = [*meet(made, THERE, 0.0), *made.tick(0.0)]
     assert not any(isinstance(action, Connect) for action in actions)
 
 
 def test_the_writes_with_which_a_new_writer_measures_its_link_are_expected() -> None:
     made = unmet()
-    said = [*made.receive(ROUTER, THERE, 0.0), *made.tick(0.0), *made.tick(MEASURED_S / 2)]
+    said = [*meet(made, THERE, 0.0), *made.tick(0.0), *made.tick(MEASURED_S / 2)]
     assert said == [Expect(1)]
-    said += [*made.receive(ROUTER, THERE, MEASURED_S), *made.tick(MEASURED_S)]
+    said += [*meet(made, THERE, MEASURED_S), *made.tick(MEASURED_S)]
     assert said == [Expect(1), Expect(0)], "a writer that is known is not measured again"
 
 
@@ -323,17 +336,17 @@ def test_writes_from_another_host_are_expected_as_distant() -> None:
     made = unmet()
     there = instance("p", "prefill")
     elsewhere = tuple(msgspec.structs.replace(rank, host="elsewhere") for rank in there.ranks)
-    made.receive(ROUTER, Peers(instances=(msgspec.structs.replace(there, ranks=elsewhere),)), 0.0)
+    meet(made, [msgspec.structs.replace(there, ranks=elsewhere)], 0.0)
     assert made.tick(0.0) == [Expect(1, distant=True)]
 
 
 def test_a_writer_of_another_host_that_joins_while_one_of_this_host_is_measured_is_expected_as_distant() -> None:
     made = unmet()
-    assert [*made.receive(ROUTER, THERE, 0.0), *made.tick(0.0)] == [Expect(1)]
+    assert [*meet(made, THERE, 0.0), *made.tick(0.0)] == [Expect(1)]
     other = instance("q", "prefill")
     elsewhere = tuple(msgspec.structs.replace(rank, host="elsewhere") for rank in other.ranks)
-    both = Peers(instances=(*THERE.instances, msgspec.structs.replace(other, ranks=elsewhere)))
-    assert [*made.receive(ROUTER, both, 1.0), *made.tick(1.0)] == [Expect(1, distant=True)]
+    both = [*THERE, msgspec.structs.replace(other, ranks=elsewhere)]
+    assert [*meet(made, both, 1.0), *made.tick(1.0)] == [Expect(1, distant=True)]
     assert made.tick(1.0 + MEASURED_S) == [Expect(0)]
 
 

@@ -53,7 +53,7 @@ class Router:
                     self.incarnation = message.instance.incarnation
                     self.mailbox.route(message.instance.id, message.instance.inbox)
                     self._welcome()
-                    self.mailbox.send(message.instance.id, messages.Peers(instances=()))
+                    self.mailbox.send(message.instance.id, messages.Peers(version=1))
                 case messages.Heartbeat():
                     self.heartbeats.append(message)
                     self._welcome()

@@ -2,9 +2,10 @@
 
 from common.engine.timed import StepCost
 from common.ids import DETOKENIZER
-from common.messages import Finished
+from common.messages import Finished, LinkTraffic
 from kv_transfer.memory import MemoryNetwork
 from kv_transfer.write_lease import WRITE_LEASE_S
+from prefill.scheduler import PrefillScheduler
 from simulation.client import Client
 from simulation.fleet import Fleet, World
 from simulation.instance import Size
@@ -34,9 +35,10 @@ def assert_answered(client: Client) -> None:
 
 
 def link_detail(fleet: Fleet) -> str:
-    """What prefill-0 says of its link."""
-    (prefill,) = fleet.router.fleet.members("prefill")
-    (link,) = prefill.links.values()
+    """What prefill-0 knows of its link."""
+    scheduler = fleet.instances["prefill-0"].scheduler
+    assert isinstance(scheduler, PrefillScheduler)
+    (link,) = scheduler._links.all_links(lambda peer: LinkTraffic()).links
     return link.detail
 
 

@@ -14,12 +14,12 @@ from hypothesis.stateful import invariant, precondition, rule
 from common.errors import Overloaded, Unavailable
 from common.ids import ROUTER, Generation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Allow, Connect, Push, PushDone, PushFailed, Send
-from common.messages import Decline, Failed, Grant, Handoff, LinkState, Peers, Placed, Renew, Renewed, Reserve, Terms, Withdraw
+from common.messages import Decline, Failed, Grant, Handoff, LinkState, Placed, Renew, Renewed, Reserve, Terms, Withdraw
 from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.any_order import AGES_S, SECONDS, SETTINGS, AnyOrderMachine
 from tests.builders import LAYOUT, instance, key
 from tests.prefill.rig import generate, scheduler
-from tests.schedulers import drain, link_changed
+from tests.schedulers import drain, link_changed, meet
 
 TOTAL_PAGES = 8
 DECODERS = ("d", "e")
@@ -85,7 +85,8 @@ class AnyOrder(AnyOrderMachine):
 
     def meet(self, *gone: str) -> None:
         there = tuple(instance(name, "decode", str(self.lives[name])) for name in DECODERS if name not in gone)
-        self.hear(ROUTER, Peers(instances=there))
+        self.do(meet(self.made, there, self.now))
+        self.turn()
 
     # --- what peers say --------------------------------------------------------------------------------------------------
 

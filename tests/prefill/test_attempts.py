@@ -9,8 +9,8 @@ from common.messages import (
     Cancel,
     Decline,
     Failed,
+    LinkReport,
     LinkTraffic,
-    Peers,
     Probe,
     Probed,
     Renew,
@@ -18,6 +18,7 @@ from common.messages import (
     Repeat,
     Reserve,
     Standing,
+    TellLinks,
     Terms,
     TokenDelta,
     Withdraw,
@@ -25,7 +26,7 @@ from common.messages import (
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 from tests.builders import LAYOUT, instance, key, result
 from tests.prefill.rig import DECODE, LIFE, ME, begun, finish_pushes, generate, grant_for, handoffs, pushing, reserves, scheduler
-from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, link_changed, messages
+from tests.schedulers import abandon, deltas, drain, failures, is_home, kinds, link_changed, meet, messages
 
 
 def reserved(actions: list[Action]) -> list[str]:
@@ -202,7 +203,8 @@ def test_the_requests_on_a_lost_link_are_resumed_at_once_and_their_pages_come_ho
 def test_what_was_pushed_to_a_peer_is_reported_with_its_link() -> None:
     made, push = pushing()
     finish_pushes(made, push)
-    (link,) = made.report().links
+    (report,) = [message for message in messages(made.receive(ROUTER, TellLinks(), 1.0)) if isinstance(message, LinkReport)]
+    (link,) = report.links
     traffic = LinkTraffic(
         pushes=1, runs=1, bytes_pushed=LAYOUT.page_bytes, push_seconds=0.1, handoffs=1, exposed_seconds=1.0 - 0.1
     )
@@ -246,14 +248,14 @@ def test_a_request_that_cannot_fit_beside_quarantined_pages_is_refused_and_the_n
 
 def test_a_request_whose_peer_left_is_drained_and_then_fails_so_that_it_is_resumed() -> None:
     made, _ = pushing()
-    assert made.receive(ROUTER, Peers(instances=()), 1.0) == [Connect(())]
+    assert meet(made, [], 1.0) == [Connect((), (DECODE,))]
     actions = made.handle(PushFailed(Ticket(1), "the link was closed", quiescent=True), 1.1)
     assert kinds(actions) == ["Withdraw", "TokenBatch"] and "left the fleet" in failures(actions)["a"].message
 
 
 def test_a_successor_of_a_decode_instance_hears_of_its_own_handoffs_only() -> None:
     made, _ = pushing()
-    made.receive(ROUTER, Peers(instances=(instance("d", "decode", "2"),)), 0.5)
+    meet(made, [instance("d", "decode", "2")], 0.5)
     made.receive(ROUTER, generate("b", 4), 0.5)
     assert reserved(made.decide(0.5).actions) == ["b"]
     assert [renews(made.tick(second)) for second in (1.0, 1.5, 2.5)] == [[], [["b"]], [["b"]]]
@@ -324,7 +326,7 @@ def test_withdrawals_are_never_sent_while_a_push_is_in_flight() -> None:
     said += made.tick(1.0)
     said += made.receive(DECODE, Renewed(sent_s=1.0, write_lease_s=WRITE_LEASE_S, over=(key("a"),)), 1.1)
     said += made.handle(LOST, 1.2)
-    said += made.receive(ROUTER, Peers(instances=()), 1.3)
+    said += meet(made, [], 1.3)
     said += made.tick(60.0)
     assert not any(isinstance(message, Withdraw | Reserve) for message in messages(said))
     assert kinds(finish_pushes(made, push)) == ["Withdraw"] and is_home(made)

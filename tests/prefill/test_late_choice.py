@@ -6,11 +6,11 @@ from msgspec.structs import replace
 from common.errors import BadRequest, Overloaded, Preempted, TandemError, Unavailable
 from common.ids import ROUTER, Incarnation, InstanceId, Life
 from common.instance.ports import Action, Push, Send
-from common.messages import Decline, Failed, Handoff, Peers, Placed, Reserve, Withdraw
+from common.messages import Decline, Failed, Handoff, Placed, Reserve, Withdraw
 from prefill.scheduler import PrefillScheduler
 from tests.builders import instance, key, result
 from tests.prefill.rig import LIFE, ME, finish_pushes, grant_for, scheduler
-from tests.schedulers import failures, generate, is_home, kinds, link_changed, planned
+from tests.schedulers import failures, generate, is_home, kinds, link_changed, meet, planned
 
 D, E, F = (InstanceId(name) for name in "def")
 FULL, LEAVES = Overloaded("no room now"), Unavailable("it is leaving the fleet")
@@ -31,7 +31,7 @@ class Writer:
 
     def meet(self, peers: str, incarnation: str = "1") -> list[Action]:
         there = tuple(instance(name, "decode", incarnation) for name in peers)
-        return self.made.receive(ROUTER, Peers(instances=there), 0.0)
+        return meet(self.made, there, 0.0)
 
     def admitted(self) -> "Writer":
         """Its first chunk is planned, and the best candidate is asked."""
@@ -114,7 +114,7 @@ def test_a_candidate_that_is_lost_before_its_grant_is_told_so_and_the_next_one_i
         case "leaves":
             actions = writer.meet("e")
         case "comes back as another":
-            actions = writer.made.receive(ROUTER, Peers(instances=(instance("d", "decode", "2"), instance("e", "decode"))), 0.1)
+            actions = meet(writer.made, [instance("d", "decode", "2"), instance("e", "decode")], 0.1)
         case _:
             actions = writer.made.handle(link_changed("d", "lost"), 0.1)
     said = [(each.to, type(each.message)) for each in actions if isinstance(each, Send)]

@@ -7,10 +7,10 @@ import pytest
 
 from common.ids import ROUTER, InstanceId, Key, pack_ids
 from common.instance.ports import Send
-from common.messages import Cancel, Decline, Failed, Finished, Handoff, Peers, Terms, TokenDelta, Withdraw
+from common.messages import Cancel, Decline, Failed, Finished, Handoff, Terms, TokenDelta, Withdraw
 from tests.builders import EOS, LAYOUT, key, result, sampling
 from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, scheduler, spans
-from tests.schedulers import deltas, failures, is_home, kinds
+from tests.schedulers import deltas, failures, is_home, kinds, meet
 
 
 def test_one_request_goes_from_generate_to_handoff() -> None:
@@ -129,7 +129,7 @@ def test_requests_for_a_decode_instance_that_left_fail_in_every_phase() -> None:
     for name in ("computing", "waiting"):
         made.receive(ROUTER, generate(name, 4), 0.0)
     decision = made.decide(0.0)
-    actions = made.receive(ROUTER, Peers(instances=()), 0.1)
+    actions = meet(made, [], 0.1)
     assert {delta.key.request_id for delta in deltas(actions)} == {"computing", "waiting"}
     made.step_done(result(decision.plan, [5]), 0.2)
     assert is_home(made)

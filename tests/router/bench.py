@@ -29,7 +29,7 @@ from router.fleet import Fleet
 from router.outbox import Outbox
 from router.requests import RequestSpec
 from tests.builders import instance, key
-from tests.router.fakes import Unobserved, beat
+from tests.router.fakes import Unobserved, flush, hear, says
 
 P0, D0, P1, D1 = instance("p0", "prefill"), instance("d0", "decode"), instance("p1", "prefill"), instance("d1", "decode")
 PROMPT = pack_ids(range(100, 120))
@@ -41,7 +41,7 @@ def new_fleet(*members: InstanceInfo, linked: bool = True, dead_after_s: float =
     for member in members:
         fleet.register(Register(instance=member), 0.0)
     for member in members if linked else ():
-        fleet.heartbeat(beat(member, *(other for other in members if other.role != member.role)), 0.0)
+        hear(fleet, member, *(other for other in members if other.role != member.role), now=0.0)
     return fleet
 
 
@@ -63,12 +63,14 @@ class Bench:
 
     def beat(self, now: float, *without: InstanceInfo) -> list[Send]:
         """All members but these send a heartbeat."""
+        flush(self.core.fleet, now)
         return [send for member in self.members if member not in without for send in self.report(member, now)]
 
     def report(self, member: InstanceInfo, now: float, load: Load | None = None, draining: bool = False) -> list[Send]:
         """One member sends a heartbeat."""
         others = (other for other in self.members if other.role != member.role)
-        return self.place(self.core.receive(beat(member, *others, load=load, draining=draining), now), now)
+        said = says(self.core.fleet, member, *others, load=load, draining=draining)
+        return self.place([send for message in said for send in self.core.receive(message, now)], now)
 
     def join(self, member: InstanceInfo, now: float) -> list[Send]:
         """A new member joins, and is linked at once."""

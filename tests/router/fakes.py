@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from typing import Self
+from typing import Self, cast
 
 import httpx
 from fastapi import FastAPI
@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from common.config import RouterConfig
 from common.errors import BadRequest
 from common.ids import ROUTER, InstanceId, Key, Life, unpack_ids
+from common.instance.ports import Send
 from common.messages import (
     AnyMessage,
     Cancel,
@@ -29,10 +30,13 @@ from common.messages import (
     Heartbeat,
     InstanceInfo,
     LinkInfo,
+    LinkReport,
     Load,
+    Peers,
     Placed,
     Register,
     RouterInbox,
+    TellLinks,
     TextBatch,
     TextDelta,
 )
@@ -40,6 +44,7 @@ from router.app import Api, build_app
 from router.attempts import ResumeReason
 from router.connections import WaitingConnections
 from router.core import RouterCore
+from router.fleet import Change, Fleet
 from router.gateway import Gateway
 from router.http_server import listen, serve_app
 from router.intake import Intake
@@ -98,11 +103,56 @@ def link(peer: InstanceInfo) -> LinkInfo:
     return LinkInfo(peer=peer.id, incarnation=peer.incarnation, state="ready")
 
 
-def beat(of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, draining: bool = False) -> Heartbeat:
-    """A heartbeat with a ready link to each of the peers."""
-    links = tuple(link(peer) for peer in peers)
-    load = load or Load()
-    return Heartbeat(id=of.id, incarnation=of.incarnation, load=load, counters=Counters(), links=links, draining=draining)
+def beat(
+    of: InstanceInfo, load: Load | None = None, draining: bool = False, peers_version: int = 0, links_version: int = 0
+) -> Heartbeat:
+    return Heartbeat(
+        id=of.id,
+        incarnation=of.incarnation,
+        load=load or Load(),
+        counters=Counters(),
+        peers_version=peers_version,
+        links_version=links_version,
+        draining=draining,
+    )
+
+
+def says(
+    fleet: Fleet, of: InstanceInfo, *peers: InstanceInfo, load: Load | None = None, draining: bool = False
+) -> list[RouterInbox]:
+    """What a member sends that has taken in all that it was told: a prefill instance has ready links to these peers and to no
+    others, a decode instance knows all its peers, or none if there are none here."""
+    told = fleet._acquaintance._told.get(of.id)
+    if told is None:
+        return [beat(of, load, draining)]
+    if of.role == "decode":
+        return [beat(of, load, draining, told.version if peers else 0)]
+    version = told.links_version + 1
+    report = LinkReport(id=of.id, incarnation=of.incarnation, version=version, links=tuple(link(peer) for peer in peers))
+    return [report, beat(of, load, draining, told.version, version)]
+
+
+def hear(
+    fleet: Fleet, of: InstanceInfo, *peers: InstanceInfo, now: float, load: Load | None = None, draining: bool = False
+) -> Change:
+    """What follows from what a member says: see `says`."""
+    flush(fleet, now)
+    all_changes = Change()
+    for message in says(fleet, of, *peers, load=load, draining=draining):
+        if isinstance(message, LinkReport):
+            change = fleet.links_reported(message)
+        else:
+            change = fleet.heartbeat(cast(Heartbeat, message), now)
+        all_changes.sends += change.sends
+        all_changes.lost += change.lost
+        all_changes.more_can_serve = all_changes.more_can_serve or change.more_can_serve
+    return all_changes
+
+
+def flush(fleet: Fleet, now: float) -> list[Send]:
+    """What members are told of each other now, however long ago they were told something."""
+    fleet._acquaintance._gather_until_s = now
+    return fleet.flush(now)
 
 
 class EchoFleet(FakeMail[RouterInbox]):
@@ -129,12 +179,12 @@ class EchoFleet(FakeMail[RouterInbox]):
         self._stops: dict[Key, tuple[str, ...]] = {}
         self._arrived: deque[RouterInbox] = deque()
         self._turning = False
+        self.tells: tuple[LinkInfo, ...] = ()
+        """What the prefill instance answers when it is asked for its links; nothing: it does not answer."""
 
     def join(self) -> None:
         for one in (self.prefill, self.decode):
             self.say(Register(instance=one))
-        self.say(beat(self.prefill, self.decode))
-        self.say(beat(self.decode, self.prefill))
 
     def say(self, message: RouterInbox) -> None:
         """Send it to the router. Only one message goes in each turn of the loop, so that clients see them one by one."""
@@ -156,6 +206,11 @@ class EchoFleet(FakeMail[RouterInbox]):
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
         super().send(to, message)
+        if isinstance(message, Peers):
+            self._meet(to, message)
+        if isinstance(message, TellLinks) and self.tells:
+            of = self.prefill
+            self.say(LinkReport(id=of.id, incarnation=of.incarnation, version=1, links=self.tells))
         if isinstance(message, ExpectAnswer):
             self._stops[message.key] = message.stop
         if isinstance(message, Generate):
@@ -164,6 +219,16 @@ class EchoFleet(FakeMail[RouterInbox]):
                 self.say(Placed(id=by.id, incarnation=by.incarnation, key=message.key, decode=decode))
             for delta in self._answer(message):
                 self.say(TextBatch(deltas=(delta,)))
+
+    def _meet(self, who: InstanceId, message: Peers) -> None:
+        """The instance takes in its peers, and the prefill instance links to them at once."""
+        if who == self.prefill.id:
+            links = tuple(link(peer) for peer in message.joined)
+            of = self.prefill
+            self.say(LinkReport(id=of.id, incarnation=of.incarnation, version=1, links=links))
+            self.say(beat(of, peers_version=message.version, links_version=1))
+        else:
+            self.say(beat(self.decode, peers_version=message.version))
 
     def cancelled(self) -> set[Key]:
         """Requests that were cancelled at the instances and closed at the detokenizer."""

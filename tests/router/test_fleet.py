@@ -14,7 +14,6 @@ from common.messages import (
     WIRE_VERSION,
     Drain,
     Goodbye,
-    Heartbeat,
     InstanceInfo,
     Load,
     Peers,
@@ -26,7 +25,7 @@ from router.fleet import REMEMBERED, REPLACED_REMEMBERED, Fleet, UnknownInstance
 from tests.builders import instance
 from tests.router import bench
 from tests.router.bench import D0, D1, P0
-from tests.router.fakes import beat
+from tests.router.fakes import beat, flush, hear
 
 DEAD_AFTER_S = 4.0
 new_fleet = partial(bench.new_fleet, linked=False, dead_after_s=DEAD_AFTER_S)
@@ -42,57 +41,100 @@ def ids(fleet: Fleet) -> list[str]:
     return [member.info.id for member in fleet.members()]
 
 
-def peers(*infos: InstanceInfo) -> Peers:
-    return Peers(instances=infos)
+Told = dict[str, tuple[list[str], list[str]]]
+
+
+def told(fleet: Fleet, now: float = 1.0) -> Told:
+    """Who is told of which peers that joined and left, now."""
+    news: Told = {}
+    for send in flush(fleet, now):
+        assert isinstance(send.message, Peers)
+        news[send.to] = ([info.id for info in send.message.joined], list(send.message.left))
+    return news
 
 
 WELCOME = Welcome(router=ROUTER, detokenizers=("tcp://detokenizer:1",), heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S)
 
 
 def test_an_instance_that_registers_gets_its_peers_and_the_other_role_hears_about_it(fleet: Fleet) -> None:
+    assert told(fleet) == {"p0": (["d0"], []), "d0": (["p0"], [])}
     change = fleet.register(Register(instance=D1), 1.0)
-    assert change.sends == [Send(D1.id, WELCOME), Send(D1.id, peers(P0)), Send(P0.id, peers(D0, D1))]
-    assert change.lost == []
+    assert (change.sends, change.lost) == ([Send(D1.id, WELCOME)], [])
+    assert told(fleet) == {"d1": (["p0"], []), "p0": (["d1"], [])}
 
 
-def test_registering_again_is_answered_again_but_tells_nobody_else(fleet: Fleet) -> None:
+def test_registering_again_is_answered_again_but_tells_nobody_anything_new(fleet: Fleet) -> None:
     version = fleet.addresses_version
-    assert fleet.register(Register(instance=D0), 1.0).sends == [Send(D0.id, WELCOME), Send(D0.id, peers(P0))]
-    assert fleet.addresses_version == version
+    told(fleet)
+    assert fleet.register(Register(instance=D0), 1.0).sends == [Send(D0.id, WELCOME)]
+    assert (fleet.addresses_version, told(fleet)) == (version, {})
+
+
+def test_what_changes_within_a_moment_is_told_together_and_as_one_message_to_all_who_are_told_the_same() -> None:
+    decodes = [instance(f"d{number}", "decode") for number in range(9)]
+    prefills = [instance(f"p{number}", "prefill") for number in range(9)]
+    fleet = new_fleet()
+    for now, info in enumerate((*decodes, *prefills)):
+        fleet.register(Register(instance=info), now / 1000)
+    sends = fleet.flush(0.02)
+    assert [send.to for send in sends] == ["d0"] or len(sends) == 18
+    fleet = new_fleet(*decodes, *prefills)
+    sends = fleet.flush(0.0)
+    assert len(sends) == 18 and len({id(send.message) for send in sends}) == 2
+    fleet.goodbye(Goodbye(id=decodes[0].id, incarnation=decodes[0].incarnation))
+    fleet.goodbye(Goodbye(id=decodes[1].id, incarnation=decodes[1].incarnation))
+    assert fleet.flush(0.1) == [], "more may change"
+    assert {send.to for send in fleet.flush(0.3)} == {info.id for info in prefills}
+    assert fleet.flush(9.0) == []
+
+
+def test_a_member_that_does_not_confirm_what_it_was_told_is_told_the_whole_set_again(fleet: Fleet) -> None:
+    fleet.flush(0.0)
+    fleet.heartbeat(beat(P0), 0.4)
+    assert fleet.flush(0.4) == [], "its answer may be under way"
+    fleet.heartbeat(beat(P0), 0.9)
+    ((send),) = fleet.flush(0.9)
+    assert isinstance(send.message, Peers)
+    assert (send.to, send.message.since, send.message.joined) == (P0.id, None, (D0,))
+    fleet.heartbeat(beat(P0, peers_version=send.message.version), 2.0)
+    assert fleet.flush(2.0) == []
 
 
 def test_registering_again_keeps_the_last_report() -> None:
     fleet = new_fleet(D0)
-    fleet.heartbeat(beat(D0, load=Load(running_tokens=7)), 1.0)
+    hear(fleet, D0, load=Load(running_tokens=7), now=1.0)
     fleet.register(Register(instance=D0), 1.5)
     assert next(fleet.members()).load.running_tokens == 7
 
 
 def test_a_silent_member_is_lost_and_its_peers_hear_of_it(fleet: Fleet) -> None:
-    fleet.heartbeat(beat(P0), 2.0)
+    hear(fleet, P0, now=2.0)
     assert fleet.next_deadline() == DEAD_AFTER_S
     assert fleet.tick(2.9).lost == []
     change = fleet.tick(DEAD_AFTER_S)
     assert [member.info for member in change.lost] == [D0]
-    assert change.sends == [Send(P0.id, peers())]
+    assert told(fleet) == {"p0": ([], ["d0"])}
     assert ids(fleet) == ["p0"]
     assert fleet.next_deadline() == 2.0 + DEAD_AFTER_S
 
 
 def test_a_member_that_was_only_silent_is_a_member_again_at_its_next_heartbeat(fleet: Fleet) -> None:
-    fleet.heartbeat(beat(P0), 2.0)
+    hear(fleet, P0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
-    change = fleet.heartbeat(beat(D0, load=Load(running_tokens=3)), 4.0)
-    assert change.sends == [Send(D0.id, WELCOME), Send(D0.id, peers(P0)), Send(P0.id, peers(D0))]
+    assert told(fleet) == {"p0": ([], ["d0"])}
+    change = hear(fleet, D0, load=Load(running_tokens=3), now=4.0)
+    assert change.sends == [Send(D0.id, WELCOME)]
+    assert told(fleet) == {"d0": (["p0"], []), "p0": (["d0"], [])}
     assert [member.load.running_tokens for member in fleet.members("decode")] == [3]
     assert fleet.departed == {}
 
 
 def test_a_goodbye_removes_at_once_and_heartbeats_that_follow_are_stale(fleet: Fleet) -> None:
+    told(fleet)
     change = fleet.goodbye(Goodbye(id=D0.id, incarnation=D0.incarnation))
     assert [member.info for member in change.lost] == [D0]
-    assert change.sends == [Send(P0.id, peers())]
-    assert fleet.heartbeat(beat(D0), 1.0).sends == []
+    assert told(fleet) == {"p0": ([], ["d0"])}
+    assert hear(fleet, D0, now=1.0).sends == []
     assert (ids(fleet), fleet.stale) == (["p0"], 1)
     assert [(name, departure.reason) for name, departure in fleet.departed.items()] == [("d0", "left")]
 
@@ -104,10 +146,11 @@ def test_a_goodbye_of_a_former_incarnation_does_not_remove_its_successor() -> No
 
 
 def test_a_newer_incarnation_takes_the_place_of_the_older(fleet: Fleet) -> None:
+    told(fleet)
     change = fleet.register(Register(instance=D0_NEXT), 1.0)
     assert [member.info for member in change.lost] == [D0]
-    assert change.sends[-1] == Send(P0.id, peers(D0_NEXT))
-    assert Send(D0_NEXT.id, WELCOME) in change.sends
+    assert change.sends == [Send(D0_NEXT.id, WELCOME)]
+    assert told(fleet) == {"d0": (["p0"], []), "p0": (["d0"], [])}
     assert fleet.addresses()[D0.id] == D0_NEXT.inbox
 
 
@@ -121,10 +164,10 @@ def test_a_replaced_incarnation_is_refused_at_its_own_address_and_its_successor_
 
 
 def test_an_incarnation_that_wakes_after_its_successor_joined_is_refused_and_the_successor_stays(fleet: Fleet) -> None:
-    fleet.heartbeat(beat(P0), 2.0)
+    hear(fleet, P0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
     fleet.register(Register(instance=D0_NEXT), 3.5)
-    woken = fleet.heartbeat(beat(D0), 4.0)
+    woken = hear(fleet, D0, now=4.0)
     assert (woken.sends, woken.lost, fleet.stale) == ([], [], 1)
     change = fleet.register(Register(instance=D0), 4.0)
     (refusal,) = change.sends
@@ -150,33 +193,40 @@ def test_how_many_replaced_incarnations_are_remembered_is_bounded() -> None:
 
 
 def test_a_prefill_instance_that_was_only_silent_meets_its_peers_again_and_they_meet_it(fleet: Fleet) -> None:
-    fleet.heartbeat(beat(D0, P0), 2.0)
-    assert fleet.tick(DEAD_AFTER_S).sends == [Send(D0.id, peers())]
-    assert fleet.heartbeat(beat(P0, D0), 4.0).sends == [Send(P0.id, WELCOME), Send(P0.id, peers(D0)), Send(D0.id, peers(P0))]
+    hear(fleet, D0, P0, now=2.0)
+    assert [member.info for member in fleet.tick(DEAD_AFTER_S).lost] == [P0]
+    assert told(fleet) == {"d0": ([], ["p0"])}
+    assert hear(fleet, P0, D0, now=4.0).sends == [Send(P0.id, WELCOME)]
+    assert told(fleet) == {"p0": (["d0"], []), "d0": (["p0"], [])}
     assert fleet.next_deadline() == 2.0 + DEAD_AFTER_S
     assert fleet.tick(2.0 + DEAD_AFTER_S).lost != [], "of d0"
     assert fleet.next_deadline() == 4.0 + DEAD_AFTER_S
 
 
 def test_reports_of_links_to_a_silent_member_are_void_when_it_returns(fleet: Fleet) -> None:
-    fleet.heartbeat(beat(P0, D0), 2.0)
+    hear(fleet, P0, D0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
-    fleet.heartbeat(beat(P0, D0), 3.5)  # sent before it heard that d0 is gone
-    fleet.heartbeat(beat(D0, P0), 4.0)
+    hear(fleet, P0, D0, now=3.5)  # sent before it heard that d0 is gone
+    hear(fleet, D0, P0, now=4.0)
+    hear(fleet, D0, P0, now=4.1)
     prefill, decode = fleet.members()
-    assert (decode.life in prefill.ready_links, prefill.life in decode.ready_links) == (False, True)
-    fleet.heartbeat(beat(P0, D0), 4.5)
-    assert decode.life in prefill.ready_links
+    assert (list(prefill.partners.values()), list(prefill.usable)) == ([decode], [])
+    hear(fleet, P0, D0, now=4.5)
+    assert list(prefill.usable) == [decode]
 
 
 def test_everyone_that_was_silent_at_once_comes_back_and_knows_the_others() -> None:
     fleet = new_fleet(P0, D0, D1)
     assert len(fleet.tick(DEAD_AFTER_S).lost) == 3
     for member in (D0, P0, D1):
-        fleet.heartbeat(beat(member), 4.0)
+        hear(fleet, member, now=4.0)
     assert ids(fleet) == ["d0", "p0", "d1"]
-    last = fleet.register(Register(instance=P0), 4.0).sends[-1]
-    assert last == Send(P0.id, peers(D0, D1))
+    flush(fleet, 5.0)
+    assert {member.info.id: set(member.partners) for member in fleet.members()} == {
+        "p0": {"d0", "d1"},
+        "d0": {"p0"},
+        "d1": {"p0"},
+    }
 
 
 # --- heartbeats ----------------------------------------------------------------------------------------------------------
@@ -184,12 +234,12 @@ def test_everyone_that_was_silent_at_once_comes_back_and_knows_the_others() -> N
 
 def test_every_heartbeat_of_a_member_is_answered_so_that_it_knows_the_router_lives(fleet: Fleet) -> None:
     for now in (1.0, 1.5):
-        assert fleet.heartbeat(beat(D0, P0), now).sends == [Send(D0.id, WELCOME)]
+        assert hear(fleet, D0, P0, now=now).sends == [Send(D0.id, WELCOME)]
 
 
 def test_a_heartbeat_of_a_stranger_is_not_answered_and_is_counted_as_stale(fleet: Fleet) -> None:
-    assert fleet.heartbeat(beat(D1), 1.0).sends == []
-    assert fleet.heartbeat(beat(instance("d0", "decode", incarnation="0")), 1.0).sends == []
+    assert hear(fleet, D1, now=1.0).sends == []
+    assert hear(fleet, instance("d0", "decode", incarnation="0"), now=1.0).sends == []
     assert (ids(fleet), fleet.stale) == (["p0", "d0"], 2)
 
 
@@ -199,13 +249,14 @@ def test_a_new_detokenizer_is_named_to_every_member_and_to_those_that_come(fleet
     assert fleet.register(Register(instance=D1), 1.0).sends[0] == Send(D1.id, moved)
 
 
-@pytest.mark.parametrize("more", [beat(D0, P0), beat(P0, D0)])
-def test_only_a_report_that_lets_more_members_serve_says_so(fleet: Fleet, more: Heartbeat) -> None:
-    assert fleet.heartbeat(more, 1.0).more_can_serve, "a link"
-    assert not fleet.heartbeat(more, 1.5).more_can_serve
-    assert not fleet.heartbeat(replace(more, draining=True), 2.0).more_can_serve
-    assert fleet.heartbeat(more, 2.5).more_can_serve, "it drains no more"
-    assert not fleet.heartbeat(replace(more, links=()), 3.0).more_can_serve
+@pytest.mark.parametrize(("one", "other"), [(D0, P0), (P0, D0)], ids=["decode", "prefill"])
+def test_only_a_report_that_lets_more_members_serve_says_so(fleet: Fleet, one: InstanceInfo, other: InstanceInfo) -> None:
+    hear(fleet, other, one, now=0.5)
+    assert hear(fleet, one, other, now=1.0).more_can_serve, "a link"
+    assert not hear(fleet, one, other, now=1.5).more_can_serve
+    assert not hear(fleet, one, other, draining=True, now=2.0).more_can_serve
+    assert hear(fleet, one, other, now=2.5).more_can_serve, "it drains no more"
+    assert not hear(fleet, one, now=3.0).more_can_serve
     assert fleet.register(Register(instance=D1), 3.5).more_can_serve
     assert not fleet.register(Register(instance=D1), 3.5).more_can_serve
 
@@ -214,12 +265,12 @@ STUCK = Load(oldest_step_s=31.0)
 
 
 def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_member(fleet: Fleet) -> None:
-    assert fleet.heartbeat(beat(D0, P0, load=Load(oldest_step_s=29.0)), 1.0).lost == []
-    assert [member.info for member in fleet.heartbeat(beat(D0, P0, load=STUCK), 2.0).lost] == [D0]
-    assert fleet.heartbeat(beat(D0, P0, load=STUCK), 2.5).lost == []
+    assert hear(fleet, D0, P0, load=Load(oldest_step_s=29.0), now=1.0).lost == []
+    assert [member.info for member in hear(fleet, D0, P0, load=STUCK, now=2.0).lost] == [D0]
+    assert hear(fleet, D0, P0, load=STUCK, now=2.5).lost == []
     assert ids(fleet) == ["p0", "d0"]
-    fleet.heartbeat(beat(D0, P0), 3.0)
-    assert [member.info for member in fleet.heartbeat(beat(D0, P0, load=STUCK), 3.5).lost] == [D0]
+    hear(fleet, D0, P0, now=3.0)
+    assert [member.info for member in hear(fleet, D0, P0, load=STUCK, now=3.5).lost] == [D0]
 
 
 # --- draining ------------------------------------------------------------------------------------------------------------
@@ -230,17 +281,17 @@ def test_a_member_is_told_to_drain_until_it_says_that_it_does(fleet: Fleet) -> N
     (_, member) = fleet.members()
     assert (member.draining, member.trouble is None) == (True, False)
     for now in (1.0, 1.5):
-        assert Send(D0.id, Drain()) in fleet.heartbeat(beat(D0, P0), now).sends, "the message was lost, or is on its way"
-    assert fleet.heartbeat(beat(D0, P0, draining=True), 2.0).sends == [Send(D0.id, WELCOME)]
-    assert Send(D0.id, Drain()) in fleet.heartbeat(beat(D0, P0), 2.5).sends
+        assert Send(D0.id, Drain()) in hear(fleet, D0, P0, now=now).sends, "the message was lost, or is on its way"
+    assert hear(fleet, D0, P0, draining=True, now=2.0).sends == [Send(D0.id, WELCOME)]
+    assert Send(D0.id, Drain()) in hear(fleet, D0, P0, now=2.5).sends
     assert member.trouble is not None
 
 
 def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_again(fleet: Fleet) -> None:
     fleet.drain(D0.id)
-    fleet.heartbeat(beat(P0), 2.0)
+    hear(fleet, P0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
-    assert Send(D0.id, Drain()) in fleet.heartbeat(beat(D0), 5.0).sends
+    assert Send(D0.id, Drain()) in hear(fleet, D0, now=5.0).sends
     assert [member.trouble is None for member in fleet.members("decode")] == [False]
 
 
@@ -395,7 +446,7 @@ def test_the_fleet_remembers_a_bounded_number_of_strangers() -> None:
 
 def test_a_member_whose_connection_broke_is_dead_when_two_heartbeats_pass_without_one(fleet: Fleet) -> None:
     for member in (P0, D0):
-        fleet.heartbeat(beat(member), 10.0)
+        hear(fleet, member, now=10.0)
     fleet.connection_broken(P0.id, 10.1)
     assert fleet.next_deadline() == 11.1
     assert [member.info.id for member in fleet.tick(11.1).lost] == ["p0"]
@@ -405,7 +456,7 @@ def test_a_member_whose_connection_broke_is_dead_when_two_heartbeats_pass_withou
 def test_a_member_that_beats_after_its_connection_broke_lives() -> None:
     fleet = new_fleet(P0)
     fleet.connection_broken(P0.id, 1.0)
-    fleet.heartbeat(beat(P0), 1.4)
+    hear(fleet, P0, now=1.4)
     assert fleet.tick(2.1).lost == [] and fleet.next_deadline() == 1.4 + DEAD_AFTER_S
 
 

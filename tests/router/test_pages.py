@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.ids import DETOKENIZER, InstanceId
 from common.messages import Counters, DetokenizerHeartbeat, Drain, LinkInfo, LinkTraffic, Load, Register
+from router import gateway
 from router.member_metrics import member_metrics
 from router.members import Member
 from tests.builders import instance
@@ -68,7 +69,7 @@ async def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:
 async def test_an_instance_in_trouble_makes_the_fleet_unready_and_is_shown_with_the_reason(
     site: Site, load: Load, state: str, reason: str, summary: str
 ) -> None:
-    site.fleet.say(beat(site.fleet.decode, site.fleet.prefill, load=load))
+    site.fleet.say(beat(site.fleet.decode, load=load))
     await until(lambda: site.core.unready())
     ready, page = await get(site, "/ready"), (await get(site, "/cluster")).json()
     text = (await get(site, "/metrics")).text
@@ -111,11 +112,11 @@ async def test_cluster_shows_every_instance_with_ranks_load_and_links(site: Site
     prefill, decode = page["instances"]
     assert (prefill["id"], prefill["role"], prefill["state"], prefill["pages_total"]) == ("p0", "prefill", "live", 64)
     assert prefill["ranks"] == [{"rank": 0, "pid": 1, "host": "localhost", "device": "cpu"}]
-    assert [(link["peer"], link["state"]) for link in prefill["links"]] == [("d0", "ready")]
+    assert (prefill["peers"], prefill["links"], prefill["usable"]) == (1, {"ready": 1}, 1)
     assert decode["incarnation"] == "1" and {"load", "counters", "pages_free"} <= decode.keys()
 
 
-async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_their_states_in_the_metrics(site: Site) -> None:
+async def test_the_links_of_an_instance_are_asked_for_by_its_name_and_their_states_are_in_the_metrics(site: Site) -> None:
     traffic = LinkTraffic(pushes=3, runs=9, bytes_pushed=2**20, push_seconds=0.5, pushes_broken=1)
     prefill, decode = site.fleet.prefill, site.fleet.decode
     link = LinkInfo(
@@ -127,14 +128,24 @@ async def test_the_speed_and_traffic_of_each_link_are_on_the_cluster_page_and_th
         warning="slow",
         traffic=traffic,
     )
-    site.fleet.say(msgspec.structs.replace(beat(prefill), links=(link,)))
-    await until(lambda: any(member.links.get(decode.id) == link for member in site.core.fleet.members()))
-    page, text = (await get(site, "/cluster")).json(), (await get(site, "/metrics")).text
-    (shown,) = page["instances"][0]["links"]
+    site.fleet.tells = (link,)
+    page, text = (await get(site, "/cluster?links=p0")).json(), (await get(site, "/metrics")).text
+    assert page["id"] == prefill.id
+    (shown,) = page["links"]
     assert (shown["detail"], shown["bytes_per_s"], shown["warning"]) == ("NIXL UCX: TCP over eth0", 1e9, "slow")
     assert shown["traffic"] == msgspec.to_builtins(traffic)
     for state, links in (("ready", 1), ("connecting", 0), ("lost", 0)):
         assert metric(text, f'tandem_instance_links{{instance="p0",role="prefill",state="{state}"}}') == links
+
+
+async def test_links_are_asked_for_of_a_member_only_and_one_that_does_not_answer_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "LINKS_S", 0.05)
+    stranger, decode, silent = [await get(site, f"/cluster?links={name}") for name in ("p9", "d0", "p0")]
+    assert "'p9' is a member" in assert_error(stranger, 404, "invalid_request_error", None)
+    assert "d0 is a decode instance" in assert_error(decode, 400, "invalid_request_error", None)
+    assert "p0 did not tell of its links" in assert_error(silent, 504, "timeout_error", None)
 
 
 async def test_metrics_count_responses_endings_and_what_instances_report(site: Site) -> None:

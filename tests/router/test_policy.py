@@ -13,7 +13,7 @@ from router.fleet import Fleet
 from router.policy import choose, unready
 from tests.builders import instance
 from tests.router.bench import D0, D1, P0, P1, new_fleet
-from tests.router.fakes import beat
+from tests.router.fakes import hear
 
 DISPATCHES: tuple[Dispatch, ...] = ("auto", "colocated")
 
@@ -41,16 +41,16 @@ def test_a_request_goes_through_a_linked_pair() -> None:
 
 def test_the_least_loaded_in_tokens_is_taken_not_the_one_with_fewest_requests() -> None:
     fleet = new_fleet(P0, P1, D0, D1)
-    fleet.heartbeat(beat(P0, D0, D1, load=Load(waiting_requests=1, waiting_tokens=900)), 1.0)
-    fleet.heartbeat(beat(P1, D0, D1, load=Load(waiting_requests=5, waiting_tokens=50, running_tokens=50)), 1.0)
-    fleet.heartbeat(beat(D0, P0, P1, load=Load(running_requests=1, running_tokens=400)), 1.0)
-    fleet.heartbeat(beat(D1, P0, P1, load=Load(running_requests=3, running_tokens=300)), 1.0)
+    hear(fleet, P0, D0, D1, load=Load(waiting_requests=1, waiting_tokens=900), now=1.0)
+    hear(fleet, P1, D0, D1, load=Load(waiting_requests=5, waiting_tokens=50, running_tokens=50), now=1.0)
+    hear(fleet, D0, P0, P1, load=Load(running_requests=1, running_tokens=400), now=1.0)
+    hear(fleet, D1, P0, P1, load=Load(running_requests=3, running_tokens=300), now=1.0)
     assert chosen(fleet) == ("p1", "d1")
 
 
 def test_tokens_assigned_since_the_last_report_count_as_load() -> None:
     fleet = new_fleet(P0, P1, D0)
-    fleet.heartbeat(beat(P1, D0, load=Load(waiting_tokens=20)), 1.0)
+    hear(fleet, P1, D0, load=Load(waiting_tokens=20), now=1.0)
     assert chosen(fleet) == ("p0", "d0")
     next(member for member in fleet.members() if member.info.id == "p0").assigned_tokens = 21
     assert chosen(fleet) == ("p1", "d0")
@@ -58,33 +58,33 @@ def test_tokens_assigned_since_the_last_report_count_as_load() -> None:
 
 def test_a_pair_is_used_only_when_both_ends_report_the_link() -> None:
     fleet = new_fleet(P0, D0, D1, linked=False)
-    fleet.heartbeat(beat(P0, D0, D1), 1.0)
+    hear(fleet, P0, D0, D1, now=1.0)
     assert chosen(fleet)[1] is None
-    fleet.heartbeat(beat(D1, P0), 1.0)
+    hear(fleet, D1, P0, now=1.0)
     assert chosen(fleet) == ("p0", "d1")
 
 
 def test_a_link_to_a_former_incarnation_is_no_link(fleet: Fleet) -> None:
     successor = instance("d0", "decode", incarnation="2")
     fleet.register(Register(instance=successor), 1.0)
-    fleet.heartbeat(beat(successor, P0), 1.0)
+    hear(fleet, successor, P0, now=1.0)
     assert chosen(fleet) == ("d0", None)
-    fleet.heartbeat(beat(P0, successor), 1.0)
+    hear(fleet, P0, successor, now=1.0)
     assert chosen(fleet) == ("p0", "d0")
 
 
 def test_a_prefill_instance_without_a_link_is_passed_over_even_if_it_is_idle() -> None:
     fleet = new_fleet(P0, P1, D0)
-    fleet.heartbeat(beat(P0), 1.0)
-    fleet.heartbeat(beat(P1, D0, load=Load(waiting_tokens=1000)), 1.0)
+    hear(fleet, P0, now=1.0)
+    hear(fleet, P1, D0, load=Load(waiting_tokens=1000), now=1.0)
     assert chosen(fleet) == ("p1", "d0")
 
 
 def test_a_draining_instance_gets_nothing_new() -> None:
     fleet = new_fleet(P0, D0, D1)
-    fleet.heartbeat(beat(D0, P0, draining=True), 1.0)
+    hear(fleet, D0, P0, draining=True, now=1.0)
     assert chosen(fleet) == ("p0", "d1")
-    fleet.heartbeat(beat(P0, D0, D1, draining=True), 1.0)
+    hear(fleet, P0, D0, D1, draining=True, now=1.0)
     assert chosen(fleet) == ("d1", None)
 
 
@@ -93,27 +93,27 @@ WORN = Load(pages_quarantined=17, pages_total=64)
 
 def test_an_instance_gets_nothing_new_while_more_than_a_quarter_of_its_pages_is_quarantined() -> None:
     fleet = new_fleet(P0, P1, D0, D1)
-    fleet.heartbeat(beat(P0, D0, D1, load=WORN), 1.0)
-    fleet.heartbeat(beat(D1, P0, P1, load=WORN), 1.0)
+    hear(fleet, P0, D0, D1, load=WORN, now=1.0)
+    hear(fleet, D1, P0, P1, load=WORN, now=1.0)
     assert chosen(fleet) == chosen(fleet) == ("p1", "d0")
     assert unready(fleet, "auto") == []
-    fleet.heartbeat(beat(P0, D0, D1, load=Load(pages_quarantined=16, pages_total=64)), 2.0)
+    hear(fleet, P0, D0, D1, load=Load(pages_quarantined=16, pages_total=64), now=2.0)
     assert chosen(fleet, max_new_tokens=1) == ("p0", None)
 
 
 def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unready_and_says_so(fleet: Fleet) -> None:
-    fleet.heartbeat(beat(D0, P0, load=WORN), 1.0)
+    hear(fleet, D0, P0, load=WORN, now=1.0)
     with pytest.raises(Unavailable, match="17 of 64"):
         chosen(fleet)
     for dispatch in DISPATCHES:
         (reason,) = unready(fleet, dispatch)
         assert "no decode instance takes requests" in reason and "d0 is quarantined: 17 of 64" in reason
-    fleet.heartbeat(beat(D0, P0), 2.0)
+    hear(fleet, D0, P0, now=2.0)
     assert unready(fleet, "auto") == []
 
 
 def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready(fleet: Fleet) -> None:
-    fleet.heartbeat(beat(P0, D0, load=WORN), 1.0)
+    hear(fleet, P0, D0, load=WORN, now=1.0)
     assert chosen(fleet) == ("d0", None)
     assert ["p0 is quarantined: 17 of 64" in reason for reason in unready(fleet, "auto")] == [True]
     assert unready(fleet, "colocated") == []
@@ -144,7 +144,7 @@ def test_a_placement_names_the_next_best_decode_instances_too() -> None:
     others = [instance(f"d{number}", "decode") for number in range(6)]
     fleet = new_fleet(P0, *others)
     for info, tokens in zip(others, (50, 10, 60, 30, 20, 40), strict=True):
-        fleet.heartbeat(beat(info, P0, load=Load(running_tokens=tokens)), 1.0)
+        hear(fleet, info, P0, load=Load(running_tokens=tokens), now=1.0)
     placement = choose(fleet, "auto", 10, 5)
     assert [member.info.id for member in placement.decodes] == ["d1", "d4", "d3", "d5"]
     assert placement.decode is placement.decodes[0]
@@ -179,13 +179,13 @@ def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_unready(
 @pytest.mark.parametrize("load", [Load(oldest_step_s=30.5), Load(oldest_transfer_s=31.0)])
 def test_a_stuck_instance_gets_nothing_new(load: Load) -> None:
     fleet = new_fleet(P0, D0, D1)
-    fleet.heartbeat(beat(D0, P0, load=load), 1.0)
+    hear(fleet, D0, P0, load=load, now=1.0)
     assert chosen(fleet) == ("p0", "d1")
     assert unready(fleet, "auto") == []
-    fleet.heartbeat(beat(D1, P0, load=load), 1.0)
+    hear(fleet, D1, P0, load=load, now=1.0)
     (reason,) = unready(fleet, "auto")
     assert "d0 is stuck" in reason and "d1 is stuck" in reason
-    fleet.heartbeat(beat(D0, P0, load=Load(oldest_step_s=30.0, oldest_transfer_s=30.0)), 2.0)
+    hear(fleet, D0, P0, load=Load(oldest_step_s=30.0, oldest_transfer_s=30.0), now=2.0)
     assert chosen(fleet) == ("p0", "d0")
 
 
@@ -207,8 +207,8 @@ def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Flee
 
 def test_a_request_does_not_go_back_to_where_it_failed_while_others_can_serve() -> None:
     fleet = new_fleet(P0, P1, D0, D1)
-    fleet.heartbeat(beat(P1, D0, D1, load=Load(waiting_tokens=900)), 1.0)
-    fleet.heartbeat(beat(D1, P0, P1, load=Load(running_tokens=900)), 1.0)
+    hear(fleet, P1, D0, D1, load=Load(waiting_tokens=900), now=1.0)
+    hear(fleet, D1, P0, P1, load=Load(running_tokens=900), now=1.0)
     assert chosen(fleet) == ("p0", "d0")
     assert chosen(fleet, avoid=[P0, D0]) == ("p1", "d1")
     assert chosen(fleet, avoid=[P0]) == ("p1", "d0")

@@ -40,7 +40,7 @@ from router.outbox import ChoiceDelta, Outbox
 from router.requests import RequestSpec
 from tests.builders import instance
 from tests.router.bench import PROMPT
-from tests.router.fakes import Unobserved, beat
+from tests.router.fakes import Unobserved, flush, says
 
 ERRORS: tuple[TandemError, ...] = (
     Preempted("an older request needs the memory"),
@@ -193,7 +193,9 @@ class World:
             peers = [other for other in self.members.values() if other.role != info.role]
             whim = self.random.random() / odd if odd else 1.0
             load = Load(oldest_step_s=31.0) if whim < 0.3 else Load()
-            self.hear(beat(info, *peers if whim >= 0.6 else (), load=load, draining=0.3 <= whim < 0.6))
+            flush(self.core.fleet, self.now)
+            for message in says(self.core.fleet, info, *peers if whim >= 0.6 else (), load=load, draining=0.3 <= whim < 0.6):
+                self.hear(message)
 
     def submit(self, answer_tokens: int, limit_chars: int = 100_000) -> Client:
         """Raises Unavailable."""

@@ -14,12 +14,12 @@ from common.ids import ROUTER, InstanceId, Int32Array
 from common.instance.membership import Membership
 from common.instance.ports import Action, Decision, Event, LayersDone, Report, Scheduler, TransferCommand, TransferEvent
 from common.instance.worker import InstanceWorker
-from common.messages import Counters, Drain, Heartbeat, Load, Refused, Welcome
+from common.messages import Counters, Drain, Heartbeat, Load, Peers, Refused, Welcome
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
 
-Inbox = PrefillMessage | Welcome | Refused | Drain
+Inbox = PrefillMessage | Welcome | Refused | Peers | Drain
 WELCOME = Welcome(router=InstanceId("router-1"), detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
 
 
@@ -121,7 +121,7 @@ class FakeScheduler:
         return self.deadline_s
 
     def report(self) -> Report:
-        return Report(Load(pages_free=5), Counters(steps=6), (), self.drained)
+        return Report(Load(pages_free=5), Counters(steps=6), self.drained)
 
 
 class Rig:

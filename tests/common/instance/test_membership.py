@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import PeerRefused
 from common.ids import ROUTER, InstanceId
-from common.instance.membership import ABANDON_AFTER_S, HEARTBEATS_PER_REGISTER, REGISTER_EVERY_S, Membership
+from common.instance.membership import ABANDON_AFTER_S, REGISTER_EVERY_S, Membership, State
 from common.instance.ports import Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Welcome
 from tests.builders import instance
@@ -26,7 +26,7 @@ class Member:
 
     def beat(self) -> list[str]:
         """What is sent now."""
-        sends = self.membership.due(self.now, Load(), Counters(), (), draining=False)
+        sends = self.membership.due(self.now, State(Load(), Counters(), 0, 0, draining=False))
         assert all(send.to == ROUTER for send in sends)
         return [type(send.message).__name__ for send in sends]
 
@@ -75,21 +75,18 @@ def test_a_refusal_is_told_with_its_reason() -> None:
         Member().membership.receive(Refused(reason="page size differs"))
 
 
-def test_every_so_many_heartbeats_it_registers_again_so_that_a_router_that_forgot_it_learns_of_it(member: Member) -> None:
-    sent: list[list[str]] = []
-    for _ in range(2 * HEARTBEATS_PER_REGISTER):
-        sent.append(member.next())
-        member.membership.receive(WELCOME)
-    assert [number for number, names in enumerate(sent, 1) if names == ["Heartbeat", "Register"]] == [
-        HEARTBEATS_PER_REGISTER,
-        2 * HEARTBEATS_PER_REGISTER,
-    ]
-
-
 def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
     load, counters = Load(pages_free=3), Counters(steps=5)
-    (send,) = member.membership.due(100.0, load, counters, (), draining=True)
-    beat = Heartbeat(id=INFO.id, incarnation=INFO.incarnation, load=load, counters=counters, draining=True)
+    (send,) = member.membership.due(100.0, State(load, counters, 7, 8, draining=True))
+    beat = Heartbeat(
+        id=INFO.id,
+        incarnation=INFO.incarnation,
+        load=load,
+        counters=counters,
+        peers_version=7,
+        links_version=8,
+        draining=True,
+    )
     assert send == Send(ROUTER, beat)
 
 
@@ -139,7 +136,7 @@ def test_hurried_heartbeats_do_not_count_as_silence(member: Member) -> None:
     for _ in range(100):
         member.now += 0.001
         member.membership.hurry(member.now)
-        assert member.next() in (["Heartbeat"], ["Heartbeat", "Register"])
+        assert member.next() == ["Heartbeat"]
         assert member.membership.joined
 
 

@@ -4,16 +4,16 @@ import msgspec
 import pytest
 
 from common.errors import PeerRefused, TransferError
-from common.ids import DETOKENIZER, Incarnation, InstanceId, Ticket, pack_ids
-from common.instance.membership import ABANDON_AFTER_S, HEARTBEATS_PER_REGISTER
+from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids
+from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Connect, LinkChanged, PushDone, Settled
 from common.instance.worker import ROUTE_MEMORY_S, run
-from common.messages import Cancel, Drain, Generate, LinkInfo, LinkState, Peers, Refused, Reserve, TokenBatch
+from common.messages import Cancel, Drain, Generate, LinkInfo, LinkReport, LinkState, Peers, Refused, Reserve, TokenBatch
 from tests.builders import instance, key, sampling
 from tests.common.instance.rig import WELCOME, FakedRig, Rig
 
 D = InstanceId("d")
-THERE, GONE = Peers(instances=(instance("d", "decode"),)), Peers(instances=())
+THERE, GONE = Peers(version=1, joined=(instance("d", "decode"),)), Peers(version=2)
 
 
 def link(state: LinkState, incarnation: str = "1", detail: str = "") -> LinkInfo:
@@ -37,8 +37,7 @@ def test_an_instance_registers_until_it_is_welcome_and_then_reports() -> None:
     joined = rig.worker.joined
     assert joined and rig.mail.routes == {str(DETOKENIZER): "tcp://127.0.0.1:9"}
     assert rig.turn(1.0) == []
-    sent = [rig.turn(1.5 + beat, WELCOME) for beat in range(HEARTBEATS_PER_REGISTER)]
-    assert sent.count(["Heartbeat", "Register"]) == 1, "a restarted router learns of its instances"
+    assert [rig.turn(1.5 + beat, WELCOME) for beat in range(5)] == 5 * [["Heartbeat"]]
 
 
 def test_a_refused_instance_says_why() -> None:
@@ -136,25 +135,46 @@ def test_a_heartbeat_counts_what_the_mail_refused_and_lost() -> None:
 
 def test_links_are_reported_as_they_change() -> None:
     rig = Rig()
-    assert rig.heartbeat(0.0, WELCOME, THERE).links == (link("connecting"),)
-    assert rig.transfers.submitted == [Connect(THERE.instances)]
+    rig.turn(0.0, WELCOME)
+    assert reported(rig, 0.1, THERE) == [(link("connecting"),)]
+    assert rig.transfers.submitted == [Connect(THERE.joined)]
     ready = link("ready", detail="cma")
     rig.transfers.events.append(LinkChanged(ready))
-    assert rig.heartbeat(0.1).links == (ready,)
-    assert rig.heartbeat(0.2, GONE).links == ()
-    assert rig.transfers.submitted[-1] == Connect(())
+    assert reported(rig, 0.2) == [(ready,)]
+    assert reported(rig, 0.3) == [], "nothing has changed"
+    assert reported(rig, 0.4, GONE) == [], "the router knows that it has left"
+    assert rig.transfers.submitted[-1] == Connect((), (D,))
+
+
+def test_a_heartbeat_says_which_peers_the_instance_knows_and_which_links_it_has_told() -> None:
+    rig = Rig()
+    first = rig.heartbeat(0.0, WELCOME)
+    beat = rig.heartbeat(0.1, THERE)
+    assert [(each.peers_version, each.links_version) for each in (first, beat)] == [(0, 0), (1, 1)]
+    skipped = Peers(version=9, since=8, left=(D,))
+    assert rig.heartbeat(0.2, skipped).peers_version == 1, "it lacks what came between"
+
+
+def reported(rig: Rig, now: float, *messages: Peers) -> list[tuple[LinkInfo, ...]]:
+    """The links of the reports that a turn sends."""
+    rig.mail.sent.clear()
+    rig.mail.arriving += [(ROUTER, message) for message in messages]
+    rig.worker.turn(now)
+    return [message.links for _, message in rig.mail.sent if isinstance(message, LinkReport)]
 
 
 @pytest.mark.parametrize(
     ("peers", "links"),
-    [(GONE, ()), (Peers(instances=(instance("d", "decode", "2"),)), (link("connecting", "2"),))],
+    [(GONE, []), (Peers(version=2, since=1, joined=(instance("d", "decode", "2"),)), [(link("connecting", "2"),)])],
     ids=["a peer that has left", "a former incarnation"],
 )
-def test_a_link_event_of_somebody_who_is_not_there_any_more_is_not_reported(peers: Peers, links: tuple[LinkInfo, ...]) -> None:
+def test_a_link_event_of_somebody_who_is_not_there_any_more_is_not_reported(
+    peers: Peers, links: list[tuple[LinkInfo, ...]]
+) -> None:
     rig = Rig()
     rig.turn(0.0, WELCOME, THERE)
     rig.transfers.events.append(LinkChanged(link("lost")))
-    assert rig.heartbeat(1.0, peers).links == links
+    assert reported(rig, 1.0, peers) == links
 
 
 def test_a_peer_that_left_can_be_written_to_for_a_while() -> None:
@@ -162,8 +182,8 @@ def test_a_peer_that_left_can_be_written_to_for_a_while() -> None:
     rig = Rig()
     rig.turn(0.0, WELCOME, THERE)
     rig.turn(1.0, GONE)
-    rig.turn(2.0, THERE)
-    rig.turn(100.0, GONE)
+    rig.turn(2.0, msgspec.structs.replace(THERE, version=3))
+    rig.turn(100.0, msgspec.structs.replace(GONE, version=4))
     assert rig.mail.routes[D] is not None
     rig.worker.turn(100.0 + ROUTE_MEMORY_S)
     assert rig.mail.routes[D] is None
