@@ -8,7 +8,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from common.addresses import LOOPBACK, reachable
 
@@ -28,13 +28,22 @@ class FleetPage:
             return ["the router does not answer"]
         members = {instance["id"]: instance for instance in cluster["instances"]}
         reasons = [f"{name} has not joined the fleet" for name in (*prefill, *decode) if name not in members]
-        for name, peers in [(name, decode) for name in prefill] + [(name, prefill) for name in decode]:
-            links = {link["peer"]: link for link in members.get(name, {}).get("links", ())}
-            for peer in peers:
-                link = links.get(peer, {"state": "missing", "detail": ""})
-                if link["state"] != "ready":
-                    reasons.append(f"the link of {name} to {peer} is {link['state']} {link['detail']}".rstrip())
+        if not reasons and not cluster["router"]["settled"]:
+            reasons.append("the instances are being told of each other")
+        for name in prefill if not reasons else ():
+            if members[name]["usable"] < members[name]["peers"]:
+                reasons += self._links_missing(name)
         return reasons or [str(reason) for reason in cluster["router"]["unready"]]
+
+    def _links_missing(self, name: str) -> list[str]:
+        """Why this prefill instance cannot use all its links. It tells more of them than the page of all instances does."""
+        links = (self.get(f"/cluster?links={quote(name)}") or {}).get("links", ())
+        reasons = [
+            f"the link of {name} to {link['peer']} is {link['state']} {link['detail']}".rstrip()
+            for link in links
+            if link["state"] != "ready"
+        ]
+        return reasons or [f"{name} and its peers have not all heard of each other"]
 
     def get(self, path: str) -> Any:
         """The JSON of a page, or None when there is no answer."""

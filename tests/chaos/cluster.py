@@ -97,17 +97,9 @@ def _not_whole(page: Json, names: Collection[str], peers: Collection[str], forme
             lacks.append(f"{name} is no member")
         elif member["state"] != "live":
             lacks.append(f"{name} is {member['state']}")
-    if not lacks:
-        pairs = [(name, peer) for name in names for peer in peers]
-        lacks = [
-            f"{one} has no ready link to {other}"
-            for one, other in (*pairs, *((peer, name) for name, peer in pairs))
-            if not _is_linked(members[one], members[other])
-        ]
+    decodes = sum(members[name]["role"] == "decode" for name in (*names, *peers) if name in members)
+    for name in (*names, *peers) if not lacks else ():
+        member = members[name]
+        if member["role"] == "prefill" and member["usable"] < decodes:
+            lacks.append(f"{name} can use {member['usable']} of {decodes} links")
     return lacks
-
-
-def _is_linked(member: Json, peer: Json) -> bool:
-    """Whether it has a ready link to this very incarnation of the peer."""
-    wanted = (peer["id"], peer["incarnation"], "ready")
-    return any((link["peer"], link["incarnation"], link["state"]) == wanted for link in member["links"])

@@ -145,6 +145,9 @@ def test_the_pages_of_the_api_answer(fleet: RunningFleet) -> None:
     cluster = fleet.cluster()
     assert sorted(instance["role"] for instance in cluster["instances"]) == ["decode", "decode", "prefill"]
     for instance in cluster["instances"]:
-        assert instance["ranks"][0]["pid"] > 0 and instance["links"]
-        assert {link["state"] for link in instance["links"]} == {"ready"}
+        assert instance["ranks"][0]["pid"] > 0 and instance["peers"]
+        assert instance["role"] == "decode" or instance["links"] == {"ready": instance["usable"]}
+    told = fleet.get("/cluster?links=prefill-0").json()
+    assert sorted(link["peer"] for link in told["links"]) == ["decode-0", "decode-1"]
+    assert all(link["state"] == "ready" and link["traffic"]["pushes"] >= 0 for link in told["links"])
     assert fleet.get("/nowhere").json()["error"]["message"]

@@ -11,7 +11,7 @@ from kv_transfer.link_speed import FIRST_BYTES, MOST_BYTES, MOST_RUNS, PROBES, L
 from kv_transfer.links import RETRY_S, STALL_S, TURN_S
 from kv_transfer.wires import LOOPBACK_DEVICE, RDMA, TCP, Wire
 from tests.builders import LAYOUT
-from tests.kv_transfer.two import PAGES, Two, linked, refused
+from tests.kv_transfer.two import PAGES, PEER, Two, linked, refused
 
 MEASURING = linked("connecting", "memmove: measuring")
 PROBE_S = 0.25
@@ -103,7 +103,7 @@ def test_a_measurement_without_progress_is_given_up(two: Two) -> None:
 
 
 def test_a_peer_that_leaves_while_it_is_measured_is_forgotten(two: Two) -> None:
-    two.source.loop.submit(Connect(()))
+    two.source.loop.submit(Connect((), (PEER,)))
     for _ in range(PROBES):
         assert let_go(two) == []
     assert two.source.loop.idle

@@ -12,7 +12,7 @@ from common.instance.ports import Connect, Expect, LinkChanged, PushDone, Settle
 from kv_transfer.links import RETRY_MOST_S, RETRY_S, SLOWEST_BYTES_PER_S, STALL_S
 from kv_transfer.transfer_loop import SETTLE_POLLS
 from tests.builders import LAYOUT, key
-from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked, refused
+from tests.kv_transfer.two import LIFE, PEER, SlowTransport, Two, failed, linked, refused
 
 NO_LINK = "there is no link to d"
 
@@ -98,7 +98,7 @@ def test_a_peer_that_came_back_with_another_incarnation_gets_a_new_link(connecte
 
 def test_what_is_in_flight_to_a_peer_that_left_ends(held: Two) -> None:
     assert held.pushed(1) == []
-    assert held.told(Connect(())) == [failed(1, "the link was closed", quiescent=True)]
+    assert held.told(Connect((), (PEER,))) == [failed(1, "the link was closed", quiescent=True)]
 
 
 def test_a_peer_that_dies_is_reported_and_pushes_to_it_fail(connected: Two) -> None:
@@ -124,7 +124,7 @@ def test_a_push_writes_its_pages_and_reports_bytes_and_seconds(held: Two) -> Non
 def test_a_push_before_the_link_is_made_or_after_its_peer_left_fails_and_is_quiescent(two: Two) -> None:
     assert two.pushed(1) == [refused(1, NO_LINK)]
     two.connect()
-    two.source.loop.submit(Connect(()))
+    two.source.loop.submit(Connect((), (PEER,)))
     assert two.pushed(1) == [refused(1, NO_LINK)]
 
 
@@ -248,7 +248,7 @@ def test_a_link_that_stays_lost_is_tried_less_and_less_often(two: Two) -> None:
 def test_a_peer_that_left_is_not_tried_again(connected: Two) -> None:
     del connected.network.regions[connected.target.loop.descriptor.agent]
     assert connected.source.events() == [linked("lost", "the agent died")]
-    connected.source.loop.submit(Connect(()))
+    connected.source.loop.submit(Connect((), (PEER,)))
     assert connected.after(10 * RETRY_MOST_S) == []
 
 

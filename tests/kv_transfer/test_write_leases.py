@@ -13,7 +13,7 @@ from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import LeaseOverrun
 from kv_transfer.write_lease import MARGIN_S, OVERRUN_S, RENEW_S, WRITE_LEASE_S
 from tests.builders import LAYOUT
-from tests.kv_transfer.two import LIFE, SlowTransport, Two, failed, linked, refused
+from tests.kv_transfer.two import LIFE, PEER, SlowTransport, Two, failed, linked, refused
 
 EXPIRED = linked("lost", "the lease ended: it does not answer")
 NO_LEASE = "the lease to write to d has ended"
@@ -107,7 +107,7 @@ def test_a_lease_for_another_incarnation_or_an_unknown_peer_does_not_count() -> 
 
 def test_a_peer_that_came_back_needs_a_new_lease() -> None:
     two = leased()
-    two.source.loop.submit(Connect(()))
+    two.source.loop.submit(Connect((), (PEER,)))
     two.source.loop.submit(Connect((two.target.info(),)))
     assert two.pushed(1) == [linked("ready", "memmove"), refused(1, NO_LEASE)]
 
@@ -184,7 +184,7 @@ def test_a_reader_that_answers_again_saves_the_process_with_its_write_in_flight(
 def test_a_write_is_watched_after_its_peer_has_left_the_fleet(comes_back: bool) -> None:
     """It may only be out of the router's sight, and gives the pages away when it has not heard of us for long enough."""
     two = writing(SlowTransport)
-    two.source.loop.submit(Connect(()))
+    two.source.loop.submit(Connect((), (PEER,)))
     if comes_back:
         two.told(Connect((two.target.info(),)))
     two.clock.now += WRITE_LEASE_S + OVERRUN_S
@@ -194,7 +194,7 @@ def test_a_write_is_watched_after_its_peer_has_left_the_fleet(comes_back: bool) 
 
 def test_a_peer_that_left_with_a_write_in_flight_is_not_tried_again() -> None:
     two = writing(SlowTransport)
-    two.told(Connect(()))
+    two.told(Connect((), (PEER,)))
     assert two.after(WRITE_LEASE_S) == []
     two.source.transport.release()
     assert two.source.events() == [PushDone(Ticket(1), LAYOUT.page_bytes, WRITE_LEASE_S)]

@@ -11,40 +11,31 @@ from common.errors import ConfigError
 from launch.fleet_page import FleetPage, curl_line
 
 
-def link(peer: str, state: str = "ready", detail: str = "") -> dict[str, str]:
-    return {"peer": peer, "state": state, "detail": detail}
+def cluster(*names: str, usable: int = 1, unready: tuple[str, ...] = (), settled: bool = True) -> dict[str, Any]:
+    """The page of a fleet with these members, of whose links so many can be used."""
+    members = [{"id": name, "peers": 1, "usable": usable} for name in names]
+    return {"router": {"unready": list(unready), "settled": settled}, "instances": members}
 
 
-def cluster(instances: dict[str, list[dict[str, str]]], unready: tuple[str, ...] = ()) -> dict[str, Any]:
-    members = [{"id": name, "links": links} for name, links in instances.items()]
-    return {"router": {"unready": list(unready)}, "instances": members}
-
-
-COMPLETE = {"prefill-0": [link("decode-0")], "decode-0": [link("prefill-0")]}
+COMPLETE = ("prefill-0", "decode-0")
 CASES: list[tuple[str, dict[str, Any] | None, list[str]]] = [
-    ("complete", cluster(COMPLETE), []),
+    ("complete", cluster(*COMPLETE), []),
     ("silent", None, ["the router does not answer"]),
-    ("unready", cluster(COMPLETE, ("no decode instance",)), ["no decode instance"]),
+    ("unready", cluster(*COMPLETE, unready=("no decode instance",)), ["no decode instance"]),
     (
         "a member that did not join",
-        cluster({"prefill-0": []}),
-        [
-            "decode-0 has not joined the fleet",
-            "the link of prefill-0 to decode-0 is missing",
-            "the link of decode-0 to prefill-0 is missing",
-        ],
+        cluster("prefill-0", usable=0),
+        ["decode-0 has not joined the fleet"],
     ),
-    (
-        "a link that was lost",
-        cluster(COMPLETE | {"prefill-0": [link("decode-0", "lost", "refused")]}),
-        ["the link of prefill-0 to decode-0 is lost refused"],
-    ),
+    ("peers that have not met", cluster(*COMPLETE, usable=0, settled=False), ["the instances are being told of each other"]),
+    ("a link that was lost", cluster(*COMPLETE, usable=0), ["the link of prefill-0 to decode-0 is lost refused"]),
 ]
 
 
 @pytest.mark.parametrize(("page", "reasons"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_what_is_missing_is_named(page: dict[str, Any] | None, reasons: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FleetPage, "get", lambda self, path: page)
+    links = {"links": [{"peer": "decode-0", "state": "lost", "detail": "refused"}]}
+    monkeypatch.setattr(FleetPage, "get", lambda self, path: links if path == "/cluster?links=prefill-0" else page)
     assert FleetPage("http://127.0.0.1:1").missing(["prefill-0"], ["decode-0"]) == reasons
 
 

@@ -25,7 +25,7 @@ from router.fleet import REMEMBERED, REPLACED_REMEMBERED, Fleet, UnknownInstance
 from tests.builders import instance
 from tests.router import bench
 from tests.router.bench import D0, D1, P0
-from tests.router.fakes import beat, flush, hear
+from tests.router.fakes import flush, hear
 
 DEAD_AFTER_S = 4.0
 new_fleet = partial(bench.new_fleet, linked=False, dead_after_s=DEAD_AFTER_S)
@@ -68,36 +68,6 @@ def test_registering_again_is_answered_again_but_tells_nobody_anything_new(fleet
     told(fleet)
     assert fleet.register(Register(instance=D0), 1.0).sends == [Send(D0.id, WELCOME)]
     assert (fleet.addresses_version, told(fleet)) == (version, {})
-
-
-def test_what_changes_within_a_moment_is_told_together_and_as_one_message_to_all_who_are_told_the_same() -> None:
-    decodes = [instance(f"d{number}", "decode") for number in range(9)]
-    prefills = [instance(f"p{number}", "prefill") for number in range(9)]
-    fleet = new_fleet()
-    for now, info in enumerate((*decodes, *prefills)):
-        fleet.register(Register(instance=info), now / 1000)
-    sends = fleet.flush(0.02)
-    assert [send.to for send in sends] == ["d0"] or len(sends) == 18
-    fleet = new_fleet(*decodes, *prefills)
-    sends = fleet.flush(0.0)
-    assert len(sends) == 18 and len({id(send.message) for send in sends}) == 2
-    fleet.goodbye(Goodbye(id=decodes[0].id, incarnation=decodes[0].incarnation))
-    fleet.goodbye(Goodbye(id=decodes[1].id, incarnation=decodes[1].incarnation))
-    assert fleet.flush(0.1) == [], "more may change"
-    assert {send.to for send in fleet.flush(0.3)} == {info.id for info in prefills}
-    assert fleet.flush(9.0) == []
-
-
-def test_a_member_that_does_not_confirm_what_it_was_told_is_told_the_whole_set_again(fleet: Fleet) -> None:
-    fleet.flush(0.0)
-    fleet.heartbeat(beat(P0), 0.4)
-    assert fleet.flush(0.4) == [], "its answer may be under way"
-    fleet.heartbeat(beat(P0), 0.9)
-    ((send),) = fleet.flush(0.9)
-    assert isinstance(send.message, Peers)
-    assert (send.to, send.message.since, send.message.joined) == (P0.id, None, (D0,))
-    fleet.heartbeat(beat(P0, peers_version=send.message.version), 2.0)
-    assert fleet.flush(2.0) == []
 
 
 def test_registering_again_keeps_the_last_report() -> None:
@@ -247,18 +217,6 @@ def test_a_new_detokenizer_is_named_to_every_member_and_to_those_that_come(fleet
     moved = replace(WELCOME, detokenizers=("tcp://detokenizer:2",))
     assert fleet.detokenizer_moved(0, "tcp://detokenizer:2") == [Send(P0.id, moved), Send(D0.id, moved)]
     assert fleet.register(Register(instance=D1), 1.0).sends[0] == Send(D1.id, moved)
-
-
-@pytest.mark.parametrize(("one", "other"), [(D0, P0), (P0, D0)], ids=["decode", "prefill"])
-def test_only_a_report_that_lets_more_members_serve_says_so(fleet: Fleet, one: InstanceInfo, other: InstanceInfo) -> None:
-    hear(fleet, other, one, now=0.5)
-    assert hear(fleet, one, other, now=1.0).more_can_serve, "a link"
-    assert not hear(fleet, one, other, now=1.5).more_can_serve
-    assert not hear(fleet, one, other, draining=True, now=2.0).more_can_serve
-    assert hear(fleet, one, other, now=2.5).more_can_serve, "it drains no more"
-    assert not hear(fleet, one, now=3.0).more_can_serve
-    assert fleet.register(Register(instance=D1), 3.5).more_can_serve
-    assert not fleet.register(Register(instance=D1), 3.5).more_can_serve
 
 
 STUCK = Load(oldest_step_s=31.0)

@@ -1,0 +1,51 @@
+"""What members are told of each other, and when a pair can be used: messages to the fleet, and its answers."""
+
+import pytest
+
+from common.messages import Goodbye, InstanceInfo, Peers, Register
+from router.fleet import Fleet
+from tests.builders import instance
+from tests.router.bench import D0, D1, P0, new_fleet
+from tests.router.fakes import beat, hear
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return new_fleet(P0, D0, linked=False)
+
+
+def test_what_changes_within_a_moment_is_told_together_and_as_one_message_to_all_who_are_told_the_same() -> None:
+    decodes = [instance(f"d{number}", "decode") for number in range(9)]
+    prefills = [instance(f"p{number}", "prefill") for number in range(9)]
+    fleet = new_fleet(*decodes, *prefills, linked=False)
+    sends = fleet.flush(0.0)
+    assert len(sends) == 18 and len({id(send.message) for send in sends}) == 2
+    fleet.goodbye(Goodbye(id=decodes[0].id, incarnation=decodes[0].incarnation))
+    fleet.goodbye(Goodbye(id=decodes[1].id, incarnation=decodes[1].incarnation))
+    assert fleet.flush(0.1) == [], "more may change"
+    assert {send.to for send in fleet.flush(0.3)} == {info.id for info in prefills}
+    assert fleet.flush(9.0) == []
+
+
+def test_a_member_that_does_not_confirm_what_it_was_told_is_told_the_whole_set_again(fleet: Fleet) -> None:
+    fleet.flush(0.0)
+    fleet.heartbeat(beat(P0), 0.4)
+    assert fleet.flush(0.4) == [], "its answer may be under way"
+    fleet.heartbeat(beat(P0), 0.9)
+    (send,) = fleet.flush(0.9)
+    assert isinstance(send.message, Peers)
+    assert (send.to, send.message.since, send.message.joined) == (P0.id, None, (D0,))
+    fleet.heartbeat(beat(P0, peers_version=send.message.version), 2.0)
+    assert fleet.flush(2.0) == []
+
+
+@pytest.mark.parametrize(("one", "other"), [(D0, P0), (P0, D0)], ids=["decode", "prefill"])
+def test_only_a_report_that_lets_more_members_serve_says_so(fleet: Fleet, one: InstanceInfo, other: InstanceInfo) -> None:
+    hear(fleet, other, one, now=0.5)
+    assert hear(fleet, one, other, now=1.0).more_can_serve, "a link"
+    assert not hear(fleet, one, other, now=1.5).more_can_serve
+    assert not hear(fleet, one, other, draining=True, now=2.0).more_can_serve
+    assert hear(fleet, one, other, now=2.5).more_can_serve, "it drains no more"
+    assert not hear(fleet, one, now=3.0).more_can_serve
+    assert fleet.register(Register(instance=D1), 3.5).more_can_serve
+    assert not fleet.register(Register(instance=D1), 3.5).more_can_serve

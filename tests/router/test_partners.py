@@ -1,0 +1,138 @@
+"""Which pairs link: against a plain definition of favourites, and what joins and losses change."""
+
+from hashlib import blake2b
+from random import Random
+
+import pytest
+
+from common.ids import InstanceId
+from router.partners import AT_LEAST, Pair, Partners
+
+
+class Pairs:
+    """Partners, and the pairs that they have made and not dropped."""
+
+    def __init__(self, limit: int) -> None:
+        self.partners = Partners(limit)
+        self.prefill: set[InstanceId] = set()
+        self.decode: set[InstanceId] = set()
+        self.linked: set[Pair] = set()
+
+    def join(self, *names: str) -> "Pairs":
+        for name in map(InstanceId, names):
+            self.partners.join(name, "prefill" if name.startswith("p") else "decode")
+            (self.prefill if name.startswith("p") else self.decode).add(name)
+        return self
+
+    def leave(self, *names: str) -> "Pairs":
+        for name in map(InstanceId, names):
+            self.partners.leave(name, "prefill" if name.startswith("p") else "decode")
+            (self.prefill if name.startswith("p") else self.decode).discard(name)
+            self.linked = {pair for pair in self.linked if name not in pair}
+        return self
+
+    def settle(self) -> tuple[set[Pair], set[Pair]]:
+        """What was made and what was dropped."""
+        done = self.partners.settle()
+        assert len(set(done.made)) == len(done.made) and not set(done.made) & self.linked
+        assert set(done.dropped) <= self.linked
+        self.linked = (self.linked | set(done.made)) - set(done.dropped)
+        return set(done.made), set(done.dropped)
+
+    def partners_of(self, name: str) -> int:
+        return sum(name in pair for pair in self.linked)
+
+
+def names(role: str, count: int) -> list[str]:
+    return [f"{role}{number}" for number in range(count)]
+
+
+def test_up_to_the_limit_all_pairs_are_linked_and_without_a_limit_always() -> None:
+    for limit, count in ((5, 5), (0, 40)):
+        pairs = Pairs(limit).join(*names("p", count), *names("d", count))
+        pairs.settle()
+        assert len(pairs.linked) == count * count
+
+
+def test_beyond_the_limit_each_prefill_instance_has_so_many_partners_and_each_decode_instance_some() -> None:
+    pairs = Pairs(limit=8).join(*names("p", 20), *names("d", 100))
+    pairs.settle()
+    assert all(pairs.partners_of(name) >= 8 for name in names("p", 20))
+    assert all(pairs.partners_of(name) >= AT_LEAST for name in names("d", 100))
+    assert len(pairs.linked) <= 20 * 8 + 100 * AT_LEAST
+
+
+def test_two_routers_choose_alike_in_whatever_order_they_meet_the_instances() -> None:
+    everyone = [*names("p", 30), *names("d", 30)]
+    one, other = Pairs(6).join(*everyone), Pairs(6).join(*Random(1).sample(everyone, len(everyone)))
+    one.settle(), other.settle()
+    assert one.linked == other.linked
+
+
+def test_those_that_lose_partners_get_others_at_once_and_nothing_else_changes() -> None:
+    pairs = Pairs(limit=8).join(*names("p", 40), *names("d", 40))
+    pairs.settle()
+    before = set(pairs.linked)
+    gone = names("d", 10)
+    made, dropped = pairs.leave(*gone).settle()
+    kept = {pair for pair in before if pair.decode not in gone}
+    assert pairs.linked == kept | made and not dropped
+    assert all(pairs.partners_of(name) >= 8 for name in names("p", 40))
+    assert {pair.prefill for pair in made} <= {pair.prefill for pair in before - kept}, "only they make new links"
+
+
+def test_a_newcomer_changes_little_and_takes_no_link_away() -> None:
+    pairs = Pairs(limit=8).join(*names("p", 100), *names("d", 100))
+    pairs.settle()
+    made, dropped = pairs.join("d100").settle()
+    assert not dropped and AT_LEAST <= len(made) <= 4 * 8 and {pair.decode for pair in made} == {"d100"}
+
+
+def test_a_set_that_grew_to_twice_the_limit_is_cut_to_the_favourites() -> None:
+    pairs = Pairs(limit=4)
+    pairs.join("p0").settle()
+    for number in range(200):
+        pairs.join(f"d{number}")
+        pairs.join(*(f"p{1 + number}",)).settle()
+        favourites = 4 + sum(AT_LEAST >= 1 and pair.prefill == "p0" for pair in wanted(pairs) - favoured(pairs, 4))
+        assert pairs.partners_of("p0") <= max(8, favourites)
+
+
+def favoured(pairs: Pairs, limit: int) -> set[Pair]:
+    """By definition: of each prefill instance its favourites."""
+    ranked = {p: sorted(pairs.decode, key=lambda d: rank(pairs, p, d), reverse=True)[:limit] for p in pairs.prefill}
+    return {Pair(p, d) for p, them in ranked.items() for d in them}
+
+
+def wanted(pairs: Pairs) -> set[Pair]:
+    ranked = {d: sorted(pairs.prefill, key=lambda p: rank(pairs, p, d), reverse=True)[:AT_LEAST] for d in pairs.decode}
+    return {Pair(p, d) for d, them in ranked.items() for p in them} | favoured(pairs, 4)
+
+
+def rank(pairs: Pairs, prefill: InstanceId, decode: InstanceId) -> int:
+    """The splitmix64 finalizer over both names' hashes, in plain integers."""
+    mask = 2**64 - 1
+
+    def of(name: str) -> int:
+        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") | 1
+
+    theirs = of(decode)
+    bits = of(prefill) ^ (((theirs << 31) | (theirs >> 33)) & mask)
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+    return (bits ^ (bits >> 31)) | 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_any_joins_and_losses_every_favourite_is_linked(seed: int) -> None:
+    random, pairs = Random(seed), Pairs(4)
+    for _ in range(60):
+        there = sorted(pairs.prefill | pairs.decode)
+        if there and random.random() < 0.4:
+            pairs.leave(random.choice(there))
+        else:
+            pairs.join(*{f"{random.choice('pd')}{random.randrange(40)}"} - set(there))
+        if random.random() < 0.5:
+            pairs.settle()
+            assert wanted(pairs) <= pairs.linked
+            assert all(pair.prefill in pairs.prefill and pair.decode in pairs.decode for pair in pairs.linked)
