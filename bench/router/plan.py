@@ -16,7 +16,7 @@ class RouterBench:
 
     streams: str = option("1,64,1024", "numbers of streams at once, one after the other")
     rate: float = option(
-        20_000.0, "tokens a second that the instances make for all streams together, each token in a step of its own"
+        20_000.0, "most tokens a second that the instances make for all streams together; a stream gets one in each step"
     )
     seconds: float = option(5.0, "about how long each number of streams lasts")
     requests: int = option(

@@ -40,6 +40,8 @@ REQUESTS_AT_ONCE = 64
 BESIDE = 64
 BESIDE_STEP_S, OPEN_STEP_S = 0.01, 1.0
 """In which each of the streams beside, and each of those that are open at once, gets a token."""
+LEAST_STEP_S = 0.0005
+"""Steps that are shorter outrun the decode instance's own loop, and then tokens do not come one by one."""
 MOST_ROWS = 4096
 FLAGS = ("--executor=timed", "--transport=cma", "--dtype=bfloat16", "--log-level=warning")
 STEADY = "CPU times per token and per request are affected least."
@@ -87,7 +89,7 @@ def _measure_requests(bench: RouterBench) -> tuple[list[FirstToken], Requests]:
 def _measure_streams(bench: RouterBench, number: int) -> Streams:
     say(f"{number} streams")
     tokens = max(2, min(LONGEST_ANSWER, int(bench.rate * bench.seconds / number)))
-    with _fleet(bench, f"{number / bench.rate},0,0", number) as fleet, _generator() as load:
+    with _fleet(bench, f"{max(LEAST_STEP_S, number / bench.rate)},0,0", number) as fleet, _generator() as load:
         load.carry_out(fleet.load(20, 4, 8))
         return streams_of(load.carry_out(fleet.load(number, number, tokens)), number)
 
