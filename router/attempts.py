@@ -41,10 +41,17 @@ class Setback:
 
 class Attempt:
     """detokenizer: who makes text of its tokens. first_token: number of the first token that it is to bring. prompt_tokens: the
-    length of the prompt that its members get."""
+    length of the prompt that its members get. growth_tokens: how many tokens it is expected to bring."""
 
     def __init__(
-        self, key: Key, detokenizer: InstanceId, placement: Placement, first_token: int, prompt_tokens: int, now: float
+        self,
+        key: Key,
+        detokenizer: InstanceId,
+        placement: Placement,
+        first_token: int,
+        prompt_tokens: int,
+        growth_tokens: int,
+        now: float,
     ) -> None:
         self.key = key
         self.detokenizer = detokenizer
@@ -59,6 +66,8 @@ class Attempt:
         self._assigned = dict.fromkeys((self.first, self._bearer), prompt_tokens)
         for member in self._assigned:
             member.assigned_tokens += prompt_tokens
+        self._growth_tokens = growth_tokens
+        self._bearer.growth_tokens += growth_tokens
         self._asked_where = False
         self._known_next: dict[Member, int | None] = {}
         """What members answered in this round of probes."""
@@ -102,6 +111,8 @@ class Attempt:
         self._bearer.assigned_tokens -= tokens
         decode.assigned_tokens += tokens
         self._assigned[decode] = tokens
+        self._bearer.growth_tokens -= self._growth_tokens
+        decode.growth_tokens += self._growth_tokens
         self._bearer = decode
         self._suspected = False
         self._known_next.clear()
@@ -112,6 +123,7 @@ class Attempt:
             self.first.assigned_tokens -= self._assigned.pop(self.first, 0)
         self._bearer.assigned_tokens += tokens
         self._assigned[self._bearer] += tokens
+        self._grow_less(tokens)
         self.next_token += tokens
 
     def should_ask_where(self) -> bool:
@@ -140,6 +152,13 @@ class Attempt:
         for member, tokens in self._assigned.items():
             member.assigned_tokens -= tokens
         self._assigned.clear()
+        self._grow_less(self._growth_tokens)
+
+    def _grow_less(self, tokens: int) -> None:
+        """So many of the tokens that are still expected are not any more; all of them, if there are fewer."""
+        fewer = min(tokens, self._growth_tokens)
+        self._growth_tokens -= fewer
+        self._bearer.growth_tokens -= fewer
 
     # --- probes --------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ no clock. Does not know requests. `eligibility` says who may be a member, `membe
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -37,6 +38,7 @@ from common.messages import (
 )
 from common.wire import check_address
 from router.acquaintance import Acquaintance
+from router.candidates import Candidates
 from router.eligibility import difference, malformed
 from router.members import Member
 
@@ -107,6 +109,7 @@ class Fleet:
             router=router, detokenizers=tuple(detokenizers), heartbeat_s=heartbeat_s, dead_after_s=dead_after_s
         )
         self._acquaintance = Acquaintance(router, heartbeat_s, peers_per_instance)
+        self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
         self._dead_after_s = dead_after_s
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
@@ -189,6 +192,7 @@ class Fleet:
     def _take_report(self, member: Member, report: Heartbeat, change: Change, now: float) -> None:
         took_requests, was_stuck = member.trouble is None, member.stuck
         member.take_report(report)
+        self.candidates.judge(member)
         more, sends = self._acquaintance.heard(report, now)
         change.sends += sends
         if member.told_to_drain and not member.reports_draining:
@@ -226,7 +230,9 @@ class Fleet:
 
     def drain(self, instance: InstanceId) -> list[Send]:
         """Give the member no more requests, and tell it to leave until it reports that it drains. Raises UnknownInstance."""
-        self._find(instance).drain()
+        member = self._find(instance)
+        member.drain()
+        self.candidates.judge(member)
         return [Send(instance, Drain())]
 
     def _find(self, instance: InstanceId) -> Member:
@@ -277,6 +283,7 @@ class Fleet:
         self._silence.set(info.id, now + self._dead_after_s)
         self.addresses_version += 1
         self._acquaintance.join(member)
+        self.candidates.judge(member)
         return self._greet(member, message.address)
 
     def _remove(self, member: Member, reason: str, *, silent: bool) -> Change:
@@ -289,6 +296,7 @@ class Fleet:
         _remember(self.departed, info.id, Departure(member, reason, silent), REMEMBERED)
         self.addresses_version += 1
         self._acquaintance.leave(member)
+        self.candidates.leave(member)
         return Change(lost=[member])
 
     def _greet(self, member: Member, address: str) -> list[Send]:

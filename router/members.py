@@ -39,6 +39,8 @@ class Member:
     knows of it. `router.acquaintance` keeps the three.
     capacity_tokens: how many tokens of KV fit its memory when it is empty.
     assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
+    assigned_before: as many were assigned when it last reported. growth_tokens: by how many tokens the assigned requests are
+    expected to grow here.
     chosen: number of the last placement on this member. Among equally loaded members, the one with the lowest number is next.
     """
 
@@ -51,6 +53,8 @@ class Member:
     told_to_drain: bool = False
     reports_draining: bool = False
     assigned_tokens: int = 0
+    assigned_before: int = 0
+    growth_tokens: int = 0
     chosen: int = 0
     life: Life = field(init=False)
     capacity_tokens: int = field(init=False)
@@ -70,8 +74,23 @@ class Member:
         """It reports, but a step or transfer in it does not move: it will not serve what it was given."""
         return max(self.load.oldest_step_s, self.load.oldest_transfer_s) > STUCK_S
 
+    @property
+    def tokens_to_do(self) -> int:
+        """What it reported, which counts the requests of all routers, and what this router has assigned since or taken off. At
+        least what this router has assigned: a decode instance does not know of what its writers have not reached yet."""
+        reported = self.load.waiting_tokens + self.load.running_tokens
+        return max(reported + self.assigned_tokens - self.assigned_before, self.assigned_tokens)
+
+    @property
+    def tokens_free(self) -> int:
+        """How many tokens of its memory nobody needs, if the assigned requests grow as expected. Less than 0 when it has too much
+        to do."""
+        free = self.load.pages_free * self.info.pool.layout.page_size - (self.assigned_tokens - self.assigned_before)
+        return min(free, self.capacity_tokens - self.assigned_tokens) - self.growth_tokens
+
     def take_report(self, report: Heartbeat) -> None:
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
+        self.assigned_before = self.assigned_tokens
         self._judge()
 
     def drain(self) -> None:

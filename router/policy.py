@@ -1,19 +1,26 @@
-"""The policy: which instances serve a request. Pure functions of the fleet as it is.
+"""The policy: which instances serve a request.
 
-Owns the choice. Knows only the sizes of a request. Does not know messages or time.
+Owns the choice. Knows only the sizes of a request. Does not know messages or time. A choice compares a few random candidates, so
+it costs the same for ten instances and for a thousand.
 """
 
 from collections.abc import Set
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
 from common.ids import Life, Role
+from router.candidates import Candidates
 from router.fleet import Fleet
 from router.members import Member
 
 CANDIDATES = 4
 """How many decode instances a placement names: the next one is asked when the best has no room by then."""
+ANSWER_TOKENS = 512
+"""An answer is expected to need as many tokens, or its limit when that is lower: limits are often far above what answers need."""
+REASONS = 4
+"""How many instances in trouble a reason names."""
 NO_LINK = "no prefill instance has a ready link to a decode instance"
 
 
@@ -34,7 +41,7 @@ class Placement:
 def choose(
     fleet: Fleet, dispatch: Dispatch, prompt_tokens: int, max_new_tokens: int, avoid: Set[Life] = frozenset()
 ) -> Placement:
-    """Place a request of this size on the least loaded members (in tokens) that can serve it.
+    """Place a request of this size on members that can serve it: the least loaded for their memory, of some random ones.
 
     auto: a prefill instance and then a decode instance, when they are linked; a prefill instance alone for an answer of one
     token; a decode instance alone when no prefill instance can take the prompt or has a link. colocated: a decode instance alone,
@@ -43,62 +50,99 @@ def choose(
     decode instance alone, can serve it.
     Raises Unavailable when nobody can serve it now, BadRequest when no instance's memory could ever hold it.
     """
-    prefills = [] if dispatch == "colocated" else [member for member in fleet.members("prefill") if member.trouble is None]
-    able = [member for member in prefills if member.capacity_tokens >= prompt_tokens]
-    fresh = [member for member in able if member.life not in avoid]
-    decodes = [member for member in fleet.members("decode") if member.trouble is None]
-    holders = [member for member in decodes if member.capacity_tokens >= prompt_tokens + max_new_tokens - 1]
-    if max_new_tokens == 1 and (fresh or (able and not holders)):
-        return Placement(min(fresh or able, key=_burden))
-    if not decodes:
-        raise Unavailable(
-            _all_in_trouble(fleet, "decode") or ("no decode instance is live" if prefills else "no instance is live")
-        )
+    candidates = fleet.candidates
+    load = _Weighing(prompt_tokens, max_new_tokens)
+    able = [] if dispatch == "colocated" else candidates.able("prefill", prompt_tokens)
+    holders = candidates.able("decode", prompt_tokens + max_new_tokens - 1)
+    if max_new_tokens == 1:
+        alone = candidates.draw(able, lambda member: member.life not in avoid)
+        if not alone and not holders:
+            alone = candidates.draw(able, lambda member: True)
+        if alone:
+            return Placement(min(alone, key=load.at_prefill))
     if not holders:
-        largest = max(member.capacity_tokens for member in decodes)
-        raise BadRequest(
-            f"prompt and max_tokens need {prompt_tokens + max_new_tokens} tokens of KV memory, but the largest decode instance "
-            f"holds {largest}: shorten the prompt or lower max_tokens",
-            field="max_tokens",
-        )
-    holders = [member for member in holders if member.life not in avoid] or holders
-    linked = [member for member in fresh if any(_paired(member, decode) for decode in holders)]
-    if not linked:
-        return Placement(min(holders, key=_burden))
-    first = min(linked, key=_burden)
-    return Placement(first, tuple(sorted((decode for decode in holders if _paired(first, decode)), key=_burden)[:CANDIDATES]))
+        raise _nobody_holds(candidates, dispatch, prompt_tokens + max_new_tokens)
+    spared: Set[Life] = frozenset()
+    if any(holder.life not in avoid for holder in islice(holders, len(avoid) + 1)):
+        spared = avoid
+    for some in candidates.rounds(able):
+        for first in sorted((member for member in some if member.life not in avoid), key=load.at_prefill):
+            decodes = _partners(candidates, first, holders, spared)
+            if decodes:
+                return Placement(first, tuple(sorted(decodes, key=load.at_decode)[:CANDIDATES]))
+    return Placement(min(candidates.draw(holders, lambda member: member.life not in spared), key=load.at_decode))
+
+
+def expected_answer(max_new_tokens: int) -> int:
+    """How many tokens an answer is expected to have."""
+    return min(max_new_tokens, ANSWER_TOKENS)
 
 
 def unready(fleet: Fleet, dispatch: Dispatch) -> list[str]:
     """Why the fleet could not serve a request now, or only with a part of its instances; empty when all is well."""
+    candidates = fleet.candidates
     reasons: list[str] = []
     try:
         placement = choose(fleet, dispatch, prompt_tokens=1, max_new_tokens=2)
     except (Unavailable, BadRequest) as error:
         reasons.append(str(error))
     else:
-        if dispatch == "auto" and placement.decode is None and any(member.trouble is None for member in fleet.members("prefill")):
+        if dispatch == "auto" and placement.decode is None and candidates.line("prefill"):
             reasons.append(NO_LINK)
-    wanted = dispatch == "auto" and any(not member.draining for member in fleet.members("prefill"))
-    trouble = _all_in_trouble(fleet, "prefill") if wanted else None
+    wanted = dispatch == "auto" and candidates.ailing("prefill")
+    trouble = _all_in_trouble(candidates, "prefill") if wanted else None
     return reasons if trouble is None else [*reasons, trouble]
 
 
-def _all_in_trouble(fleet: Fleet, role: Role) -> str | None:
+def _partners(candidates: Candidates, prefill: Member, holders: list[Member], spared: Set[Life]) -> list[Member]:
+    """Some of the decode instances that can take over from this prefill instance."""
+    usable = prefill.usable
+
+    def suits(decode: Member) -> bool:
+        return decode in usable and decode.trouble is None and decode.capacity_tokens >= least and decode.life not in spared
+
+    least = holders[0].capacity_tokens
+    return candidates.draw(holders if len(holders) < len(usable) else usable, suits)
+
+
+def _nobody_holds(candidates: Candidates, dispatch: Dispatch, tokens: int) -> Unavailable | BadRequest:
+    """No decode instance that takes requests has so much memory."""
+    line = candidates.line("decode")
+    if not line:
+        nobody = "no decode instance is live" if dispatch == "auto" and candidates.line("prefill") else "no instance is live"
+        return Unavailable(_all_in_trouble(candidates, "decode") or nobody)
+    return BadRequest(
+        f"prompt and max_tokens need {tokens} tokens of KV memory, but the largest decode instance "
+        f"holds {line[-1].capacity_tokens}: shorten the prompt or lower max_tokens",
+        field="max_tokens",
+    )
+
+
+def _all_in_trouble(candidates: Candidates, role: Role) -> str | None:
     """Why no instance of this role takes requests; None when one does, or when there are none."""
-    troubles = [(member.info.id, member.trouble) for member in fleet.members(role)]
-    reasons = [f"{name} is {trouble.state}: {trouble.reason}" for name, trouble in troubles if trouble is not None]
-    if not reasons or len(reasons) < len(troubles):
+    ailing, leaving = candidates.ailing(role), candidates.leaving(role)
+    count = len(ailing) + len(leaving)
+    if candidates.line(role) or not count:
         return None
+    named = [(member.info.id, member.trouble) for member in islice(chain(ailing, leaving), REASONS)]
+    reasons = [f"{name} is {trouble.state}: {trouble.reason}" for name, trouble in named if trouble is not None]
+    if count > REASONS:
+        reasons.append(f"and {count - REASONS} more")
     return f"no {role} instance takes requests ({'; '.join(reasons)})"
 
 
-def _paired(prefill: Member, decode: Member) -> bool:
-    """Both ends know of the link."""
-    return decode in prefill.usable
+class _Weighing:
+    """How much members would have to do if they got a request of this size, for what their memory holds. Among equals, the member
+    that was chosen longest ago comes first."""
 
+    def __init__(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._held_tokens = prompt_tokens + expected_answer(max_new_tokens)
 
-def _burden(member: Member) -> tuple[int, int]:
-    """The tokens it has to do: those that it reported or those that were assigned to it since, whichever is more. Ties go to the
-    member that was chosen longest ago."""
-    return max(member.load.waiting_tokens + member.load.running_tokens, member.assigned_tokens), member.chosen
+    def at_prefill(self, member: Member) -> tuple[float, int]:
+        return (member.tokens_to_do + self._prompt_tokens) / member.capacity_tokens, member.chosen
+
+    def at_decode(self, member: Member) -> tuple[bool, float, int]:
+        """Those without room for it come last: it would wait there, or drive another out."""
+        tokens = member.tokens_to_do + member.growth_tokens + self._held_tokens
+        return member.tokens_free < self._held_tokens, tokens / member.capacity_tokens, member.chosen

@@ -29,7 +29,7 @@ from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
-from router.policy import choose
+from router.policy import choose, expected_answer
 from router.requests import TOKEN_BYTES, Record, RequestSpec
 from router.retelling import Retelling
 
@@ -132,13 +132,12 @@ class RequestBook:
 
     def _start_attempt(self, record: Record, now: float) -> Attempt:
         """Place the request's next attempt. Nobody is told yet. Raises Unavailable, BadRequest."""
-        prompt_tokens = record.prompt_tokens
-        placement = choose(
-            self._fleet, self._config.dispatch, prompt_tokens, record.remaining_tokens, record.avoid | record.crowded
-        )
+        prompt_tokens, remaining_tokens = record.prompt_tokens, record.remaining_tokens
+        placement = choose(self._fleet, self._config.dispatch, prompt_tokens, remaining_tokens, record.avoid | record.crowded)
         key = Key(record.spec.request_id, record.attempts, self._router)
         detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
-        attempt = Attempt(key, detokenizer, placement, len(record.token_ids), prompt_tokens, now)
+        first_token, growth_tokens = len(record.token_ids), expected_answer(remaining_tokens)
+        attempt = Attempt(key, detokenizer, placement, first_token, prompt_tokens, growth_tokens, now)
         record.attempt = attempt
         record.attempts += 1
         self._placements += 1

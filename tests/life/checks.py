@@ -27,8 +27,8 @@ def unsettled(trial: Trial) -> Iterator[str]:
     if detokenizer.open_answers or detokenizer.early_answers:
         yield f"the detokenizer has {detokenizer.open_answers} answers open and {detokenizer.early_answers} early"
     for member in trial.router.fleet.members():
-        if member.assigned_tokens:
-            yield f"the router has {member.assigned_tokens} tokens assigned to {member.info.id}"
+        if member.assigned_tokens or member.growth_tokens:
+            yield f"the router has {member.assigned_tokens} + {member.growth_tokens} tokens assigned to {member.info.id}"
     for name in sorted({life.name.id for life in trial.lives}):
         if name not in trial.instances:
             yield f"{name} is away"

@@ -68,12 +68,12 @@ class Scene:
 
 
 def test_a_request_goes_where_there_is_room_by_the_time_that_its_prompt_is_computed() -> None:
-    """The best candidate at dispatch has got all its rows taken since: the request does not wait for one."""
+    """The candidate with the fewest tokens at dispatch has its only row taken for longest: the request does not wait for it."""
     scene = Scene(Size(rows=1, chunk_tokens=8, cost=SIZE.cost))
     fleet = scene.fleet
-    short = fleet.submit("short", [300] * 30, 6)
+    short = fleet.submit("short", [300] * 60, 6)
     fleet.turn_until(lambda: len(short.token_ids) > 1)
-    long = fleet.submit("long", [400], 100)
+    long = fleet.submit("long", [400], 40)
     fleet.turn_until(lambda: len(long.token_ids) > 1)
     queued_behind = fleet.submit("ahead", [500] * 50, 1)
     client = scene.ask()

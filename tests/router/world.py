@@ -255,15 +255,17 @@ class World:
     # --- checks -------------------------------------------------------------------------------------------------
 
     def check_books(self) -> None:
-        """The members carry exactly the tokens of what is open."""
+        """The members carry exactly the tokens of what is open, and expect what is still to come."""
         expected: Counter[Member] = Counter()
+        growth: Counter[Member] = Counter()
         for record in self.core.requests.records():
             if (attempt := record.attempt) is not None:
                 later = attempt.decode or (attempt.candidates or (attempt.first,))[0]
                 for member in {attempt.first, later} if attempt.tokens == 0 else {later}:
                     expected[member] += record.prompt_tokens
+                growth[later] += record.remaining_tokens
         for member in self.core.fleet.members():
-            assert member.assigned_tokens == expected[member]
+            assert (member.assigned_tokens, member.growth_tokens) == (expected[member], growth[member])
 
     def check_over(self) -> None:
         """Every request has ended, once for its client, and at everybody who was told about it."""
