@@ -379,7 +379,7 @@ class PrefillScheduler:
             case SourceGranted():
                 request.decode = request.peer
                 placed = Placed(id=self._me.id, incarnation=self._me.incarnation, key=request.key, decode=request.peer)
-                return [Send(request.key.router, placed)]
+                return [Send(ROUTER, placed)]
             case SourceRefused():
                 return self._refused(request, news.failure, now)
             case SourceRead():
