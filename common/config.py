@@ -218,7 +218,7 @@ class RouterConfig:
         _require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
         _require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
         _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
-        _require(1 <= self.detokenizers <= 64, "detokenizers", "between 1 and 64", self.detokenizers)
+        _require(self.detokenizers == 1, "detokenizers", "1 (instances send all tokens to one for now)", self.detokenizers)
         _require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
         _require(self.peers_per_instance >= 0, "peers-per-instance", "0 or more", self.peers_per_instance)
         _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
