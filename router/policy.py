@@ -66,7 +66,8 @@ def choose(
     if any(holder.life not in avoid for holder in islice(holders, len(avoid) + 1)):
         spared = avoid
     for some in candidates.rounds(able):
-        for first in sorted((member for member in some if member.life not in avoid), key=load.at_prefill):
+        fresh = (member for member in some if member.usable and member.life not in avoid)
+        for first in sorted(fresh, key=load.at_prefill):
             decodes = _partners(candidates, first, holders, spared)
             if decodes:
                 return Placement(first, tuple(sorted(decodes, key=load.at_decode)[:CANDIDATES]))
