@@ -137,6 +137,9 @@ class Mailbox(Generic[M]):
         self._prefix = pack_frame(me, b"")
         self._max_frame_bytes = max_frame_bytes
         self._encoder = msgspec.msgpack.Encoder()
+        self._latest: AnyMessage | None = None
+        """The message that was sent last, and its frame: the same object often goes to many."""
+        self._latest_frame = b""
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
         self._refused = Tally("a frame or a connection was refused")
         self._lost = Tally("a message was not sent")
@@ -211,12 +214,15 @@ class Mailbox(Generic[M]):
         return [name for address in self._refusals.take() if address in self._at for name in self._at[address].names]
 
     def send(self, to: InstanceId, message: AnyMessage) -> None:
-        """Put a message in the outbox of `to`. Never blocks; `messages_lost` counts what cannot be put there."""
+        """Put a message in the outbox of `to`. Never blocks; `messages_lost` counts what cannot be put there. The same
+        object sent to many in a row is encoded once."""
         outbox = self._outboxes.get(to)
         if outbox is None:
             self._lost.add("no route", f"the address of {to} is not known")
             return
-        frame = self._prefix + self._encoder.encode(message)
+        if message is not self._latest:
+            self._latest, self._latest_frame = message, self._prefix + self._encoder.encode(message)
+        frame = self._latest_frame
         if len(frame) > self._max_frame_bytes:
             self._lost.add(
                 "too large", f"{type(message).__name__} to {to} has {len(frame)} bytes, more than {self._max_frame_bytes}"

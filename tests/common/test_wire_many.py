@@ -1,15 +1,17 @@
-"""A mailbox has room for a large fleet."""
+"""A mailbox has room for a large fleet, and encodes once what it sends to many."""
 
 import asyncio
 import resource
 from collections.abc import Iterator
 from contextlib import closing
 
+import msgspec
 import pytest
 
-from common.ids import InstanceId
-from common.messages import RouterInbox
+from common.ids import InstanceId, Key, RequestId
+from common.messages import DetokenizerInbox, ForgetAnswer, RouterInbox
 from common.wire import Mailbox
+from tests.common.mailboxes import FORGET, LOOPBACK, PREFILL, received
 
 CORRESPONDENTS = 400
 FILES = 8_192
@@ -38,3 +40,24 @@ def test_a_mailbox_that_watches_its_connections_reaches_four_hundred_corresponde
             assert mailbox.messages_lost == {}
 
     asyncio.run(route_all())
+
+
+def test_a_message_that_goes_to_many_in_a_row_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[object] = []
+
+    class Counting:
+        def encode(self, message: object) -> bytes:
+            encoded.append(message)
+            return msgspec.msgpack.encode(message)
+
+    monkeypatch.setattr(msgspec.msgpack, "Encoder", Counting)
+    other = ForgetAnswer(key=Key(RequestId("another"), 0))
+    with closing(Mailbox[DetokenizerInbox](PREFILL, DetokenizerInbox, LOOPBACK)) as mailbox:
+        for number in range(3):
+            mailbox.route(InstanceId(f"detokenizer-{number}"), mailbox.address)
+        for message in (FORGET, other, FORGET):
+            for number in range(3):
+                mailbox.send(InstanceId(f"detokenizer-{number}"), message)
+        mail = received(mailbox, 9)
+    assert [message for _, message in mail] == [FORGET] * 3 + [other] * 3 + [FORGET] * 3
+    assert encoded == [FORGET, other, FORGET]
