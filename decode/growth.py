@@ -27,6 +27,7 @@ PRIOR_ANSWERS = 4
 """The first share weighs as much as so many answers."""
 DEVIATIONS = 2.0
 """The margin: so many standard deviations of the mean of as many answers as run."""
+_NOTHING = np.zeros(1, dtype=np.int64)
 
 
 class AnswerShare:
@@ -56,6 +57,8 @@ class Forecast:
     def __init__(self, share: float, page_size: int, held: Int64Array, still: Int64Array, free_pages: int) -> None:
         self._share, self._page_size = share, page_size
         self._pages = free_pages + int(held.sum())
+        self._refused = math.inf, math.inf
+        """Pages and growth of the last one for which there was no room: many that wait are alike."""
         order = np.argsort(-still, kind="stable")
         self._arrange(held[order], still[order])
 
@@ -69,22 +72,26 @@ class Forecast:
         Alone a request is always admitted: the pool holds the longest answer of any.
         """
         still = max(0, -(-(prompt + math.ceil(self._share * limit) - 1) // self._page_size) - pages)
-        place = int(np.searchsorted(-self._still, -still, side="right"))
-        peak = (int(self._held[:place].sum()) + pages) + (place + 1) * still
+        if pages >= self._refused[0] and still >= self._refused[1]:
+            return False  # the peak only rises with either, and with everybody admitted since
+        place = int(np.searchsorted(self._rising, -still, side="right"))
+        peak = (int(self._sums[place]) + pages) + (place + 1) * still
         if place:
             peak = max(peak, int(self._before[place - 1]))
         if place < self.running:
             peak = max(peak, int(self._behind[place]) + pages)
         if self.running and peak > self._pages:
+            self._refused = pages, still
             return False
         self._arrange(np.insert(self._held, place, pages), np.insert(self._still, place, still))
         return True
 
     def _arrange(self, held: Int64Array, still: Int64Array) -> None:
-        """_before[k]: the peak up to the end of request k. _behind[k]: the peak from then on if one more, which ends before, were
-        among them, less what that one holds."""
-        self._held, self._still = held, still
-        need = np.cumsum(held) + np.arange(1, len(held) + 1) * still
+        """_rising: what they still need, below 0. _sums[k]: what the first k hold. _before[k]: the peak up to the end of k.
+        _behind[k]: the peak from then on if one more, which ends before, were among them, less what that one holds."""
+        self._held, self._still, self._rising = held, still, -still
+        self._sums = np.concatenate([_NOTHING, np.cumsum(held)])
+        need = self._sums[1:] + np.arange(1, len(held) + 1) * still
         self._before = np.maximum.accumulate(need)
         self._behind = np.maximum.accumulate((need + still)[::-1])[::-1]
 
