@@ -8,6 +8,7 @@ Owns the pairs and the versions of what was said. Does not know why a member joi
 """
 
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ from router.partners import Partners
 GATHER_S = 0.2
 """Changes of the set are told at once, but what changes within this long after that is told together: when a thousand instances
 register at a router that started again, each gets a few messages."""
+PAIRS_AT_ONCE, INFOS_AT_ONCE = 4_096, 4_096
+"""How many pairs one turn makes, and of how many partners in all it tells: 10 ms each. A large fleet takes several turns, in
+which the router serves."""
 WHOLE_BYTES = 4 * 2**20
 """A set larger than this is told in several messages. A frame may be 64 MiB."""
 _encoder = msgspec.msgpack.Encoder()
@@ -61,8 +65,12 @@ class Acquaintance:
         self._partners = Partners(partners_limit)
         self._told: dict[InstanceId, _Told] = {}
         self._dirty: dict[InstanceId, None] = {}
-        """Who is to be told something."""
+        """Who is to be told something in the next round."""
+        self._telling: dict[InstanceId, None] = {}
+        """Who is still to be told something in this round."""
         self._regroup = False
+        self._forming: deque[tuple[_Told, _Told]] = deque()
+        """Pairs that are still to be made in this round: writer and reader."""
         self._version = zlib.crc32(router.encode()) << 24
         """Of the latest Peers to anybody. Numbers of two lives do not meet, so a late word to a former one confirms nothing."""
         self._gather_until_s = 0.0
@@ -85,6 +93,7 @@ class Acquaintance:
         self._partners.leave(info.id, info.role)
         del self._told[info.id]
         self._dirty.pop(info.id, None)
+        self._telling.pop(info.id, None)
         self._regroup = True
 
     # --- what members say --------------------------------------------------------------------------------------------------
@@ -127,33 +136,64 @@ class Acquaintance:
     @property
     def settled(self) -> bool:
         """Everybody has been told everything, as far as this router knows."""
-        return not self._dirty and not self._regroup
+        return not (self._dirty or self._regroup or self._telling or self._forming)
 
     def next_deadline(self) -> float | None:
         """When `flush` has something to do."""
         return None if self.settled else self._gather_until_s
 
     def flush(self, now: float) -> list[Send]:
-        """Tell the members what has changed, if enough time has passed since the last time. Call it at the end of a turn.
+        """Tell the members what has changed, if enough time has passed since the last round. Call it at the end of a turn.
 
         Members that are told the same get the same message object, one after the other, so that it is encoded once."""
         if self.settled or now < self._gather_until_s:
             return []
-        self._gather_until_s = now + GATHER_S
-        if self._regroup:
+        self._gather_until_s = now  # the round goes on in the next turn
+        if not self._telling:
+            self._form_pairs()
+            if self._forming:
+                return []
+            self._telling, self._dirty = self._dirty, {}
+        sends = self._tell(now)
+        if not self._telling:
+            self._gather_until_s = now + GATHER_S
+        return sends
+
+    # --- inside ------------------------------------------------------------------------------------------------------------
+
+    def _form_pairs(self) -> None:
+        """Make the pairs that there should be, as many as one turn may."""
+        if self._regroup and not self._forming:
             self._regroup = False
-            self._settle_pairs()
-        dirty, self._dirty = self._dirty, {}
+            regrouping = self._partners.settle()
+            for pair in regrouping.dropped:
+                self._part(self._told[pair.prefill].member, self._told[pair.decode].member)
+            self._forming.extend((self._told[pair.prefill], self._told[pair.decode]) for pair in regrouping.made)
+        for _ in range(min(len(self._forming), PAIRS_AT_ONCE)):
+            prefill, decode = self._forming.popleft()
+            if not (self._is_here(prefill) and self._is_here(decode)):
+                continue  # it has left since the pairs were chosen
+            for one, other in ((prefill, decode), (decode, prefill)):
+                one.member.partners[other.member.info.id] = other.member
+                one.changed.setdefault(other.member.info.id, None)
+                self._dirty[one.member.info.id] = None
+
+    def _is_here(self, told: _Told) -> bool:
+        return self._told.get(told.member.info.id) is told
+
+    def _tell(self, now: float) -> list[Send]:
+        """Tell as many as one turn may."""
         groups: dict[tuple[object, ...], list[Send]] = {}
-        first = self._version + 1
-        for name in dirty:
+        first, room = self._version + 1, INFOS_AT_ONCE
+        while self._telling and room > 0:
+            name = next(iter(self._telling))
+            del self._telling[name]
             for message in self._news(self._told[name], first, now):
                 lives = tuple((info.id, info.incarnation) for info in message.joined)
                 group = groups.setdefault((message.version, message.since, lives, message.left, message.more), [])
                 group.append(Send(name, group[0].message if group else message))
+                room -= 1 + len(lives)
         return [send for group in groups.values() for send in group]
-
-    # --- inside ------------------------------------------------------------------------------------------------------------
 
     def _news(self, told: _Told, first: int, now: float) -> list[Peers]:
         """What the member is to be told, in messages numbered from `first` on."""
@@ -200,17 +240,6 @@ class Acquaintance:
             part_bytes += info_bytes
         yield tuple(part)
 
-    def _settle_pairs(self) -> None:
-        regrouping = self._partners.settle()
-        for pair in regrouping.dropped:
-            self._part(self._told[pair.prefill].member, self._told[pair.decode].member)
-        for pair in regrouping.made:
-            prefill, decode = self._told[pair.prefill], self._told[pair.decode]
-            for one, other in ((prefill, decode), (decode, prefill)):
-                one.member.partners[other.member.info.id] = other.member
-                one.changed.setdefault(other.member.info.id, None)
-                self._dirty[one.member.info.id] = None
-
     def _part(self, one: Member, other: Member) -> None:
         for mine, theirs in ((one, other), (other, one)):
             del mine.partners[theirs.info.id]
@@ -233,8 +262,9 @@ class Acquaintance:
 
     def _judge(self, writer: Member, reader: Member) -> bool:
         """Whether the pair can be used, and could not before."""
-        usable = writer.links.get(reader.info.id) == "ready" and writer.info.id not in self._told[reader.info.id].unaware
-        if not usable:
+        told, name = self._told[reader.info.id], writer.info.id
+        knows = name not in told.unaware and told.changed.get(name, writer.info.incarnation) == writer.info.incarnation
+        if not (knows and writer.links.get(reader.info.id) == "ready"):
             writer.usable.discard(reader)
         elif reader not in writer.usable:
             writer.usable.add(reader)

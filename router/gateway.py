@@ -67,8 +67,9 @@ class Gateway:
             mail = self.mail.receive(1)
             if not mail:
                 return True
-            self.deliver(self.core.receive(mail[0][1], self.clock()))
-            if self.clock() - began_s >= TURN_S:
+            now = self.clock()
+            self._send(self.core.receive(mail[0][1], now))
+            if now - began_s >= TURN_S:
                 break
         return False
 
@@ -98,10 +99,7 @@ class Gateway:
 
         A deadline that moves later costs one call of the timer that does nothing.
         """
-        if self.core.fleet.addresses_version != self._routes_version:
-            self._learn_routes()
-        for send in sends:
-            self.mail.send(send.to, send.message)
+        self._send(sends)
         deadline = self.core.next_deadline()
         if deadline is None or (self._timer is not None and self._timer_at <= deadline):
             return
@@ -116,6 +114,12 @@ class Gateway:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _send(self, sends: Iterable[Send]) -> None:
+        if self.core.fleet.addresses_version != self._routes_version:
+            self._learn_routes()
+        for send in sends:
+            self.mail.send(send.to, send.message)
 
     def _learn_routes(self) -> None:
         """Pass on where everyone is. The detokenizers' routes stay as their starter gave them: no instance can take one."""

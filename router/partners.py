@@ -116,7 +116,8 @@ class Partners:
 
     def _pairs(self, table: Table) -> list[Pair]:
         prefill, decode = self._prefill.names, self._decode.names
-        return [Pair(prefill[row], decode[column]) for row, column in np.argwhere(table).tolist()]
+        rows, columns = np.nonzero(table)
+        return [Pair(prefill[row], decode[column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]
 
     def _set(self, role: Role, place: int, ranks: Ranks | np.uint64) -> None:
         """A new instance, or none, in this place."""

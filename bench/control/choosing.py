@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from common.config import RouterConfig
-from common.ids import ROUTER
+from common.ids import ROUTER, InstanceId
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkReport, Load, Peers, Register
 from common.messages.heartbeats import LinkInfo
 from router.core import RouterCore
@@ -24,7 +24,9 @@ def choose_us(infos: Sequence[InstanceInfo]) -> float:
     core = RouterCore(ROUTER, ["tcp://127.0.0.1:1"], RouterConfig(), RouterMetrics())
     for info in infos:
         core.receive(Register(instance=info), 0.0)
-    told = {send.to: send.message for send in core.flush(0.0) if isinstance(send.message, Peers)}
+    told: dict[InstanceId, Peers] = {}
+    while not core.fleet.settled:
+        told.update((send.to, send.message) for send in core.flush(0.0) if isinstance(send.message, Peers))
     for info in infos:
         peers = told[info.id]
         links = tuple(_link(peer) for peer in peers.joined)

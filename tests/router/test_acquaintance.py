@@ -2,7 +2,11 @@
 
 import pytest
 
-from common.messages import Goodbye, InstanceInfo, Peers, Register
+from common.ids import ROUTER, InstanceId
+from common.instance.peer_sets import PeerSets
+from common.instance.ports import Send
+from common.messages import Goodbye, InstanceInfo, LinkInfo, LinkReport, Peers, Register
+from router import acquaintance
 from router.fleet import Fleet
 from tests.builders import instance
 from tests.router.bench import D0, D1, P0, new_fleet
@@ -49,3 +53,51 @@ def test_only_a_report_that_lets_more_members_serve_says_so(fleet: Fleet, one: I
     assert not hear(fleet, one, now=3.0).more_can_serve
     assert fleet.register(Register(instance=D1), 3.5).more_can_serve
     assert not fleet.register(Register(instance=D1), 3.5).more_can_serve
+
+
+def test_a_large_fleet_is_told_over_several_turns_and_those_who_leave_meanwhile_are_nobodys_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(acquaintance, "PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr(acquaintance, "INFOS_AT_ONCE", 5)
+    prefills = [instance(f"p{number}", "prefill") for number in range(6)]
+    decodes = [instance(f"d{number}", "decode") for number in range(6)]
+    fleet = new_fleet(*prefills, *decodes, linked=False)
+    sets: dict[InstanceId, PeerSets] = {info.id: PeerSets() for info in (*prefills, *decodes)}
+    known: dict[InstanceId, set[InstanceId]] = {name: set() for name in sets}
+
+    def apply(sends: list[Send]) -> None:
+        for send in sends:
+            assert isinstance(send.message, Peers)
+            change = sets[send.to].receive(ROUTER, send.message)
+            if change is not None:
+                known[send.to] -= set(change.left)
+                known[send.to] |= {info.id for info in change.joined}
+
+    turns = [fleet.flush(0.0) for _ in range(6)]
+    assert not any(turns[:5]), "pairs are made first: seven in a turn"
+    fleet.goodbye(Goodbye(id=decodes[0].id, incarnation=decodes[0].incarnation))
+    fleet.register(Register(instance=instance("d1", "decode", incarnation="d1-2")), 0.0)
+    turns += [fleet.flush(0.0) for _ in range(12)]
+    assert max(len(turn) for turn in turns) == 1
+    turns += [fleet.flush(0.5) for _ in range(40)]
+    assert fleet.settled
+    for turn in turns:
+        apply(turn)
+    there = {info.id for info in decodes[1:]}
+    assert all(known[info.id] == there for info in prefills)
+    assert all(known[name] == {info.id for info in prefills} for name in there)
+
+
+def test_a_pair_whose_reader_is_still_to_be_told_of_its_writer_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acquaintance, "INFOS_AT_ONCE", 1)
+    fleet = new_fleet(P0, D0, linked=False)
+    (send,) = fleet.flush(0.0)
+    assert send.to == P0.id, "the decode instance comes in the next turn"
+    link = LinkInfo(peer=D0.id, incarnation=D0.incarnation, state="ready")
+    report = LinkReport(id=P0.id, incarnation=P0.incarnation, version=1, since=0, links=(link,))
+    assert not fleet.links_reported(report).more_can_serve
+    (send,) = fleet.flush(0.0)
+    assert isinstance(send.message, Peers)
+    assert not fleet.heartbeat(beat(D0), 0.1).more_can_serve
+    assert fleet.heartbeat(beat(D0, peers_version=send.message.version), 0.2).more_can_serve
