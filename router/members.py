@@ -33,7 +33,8 @@ class Member:
     """One life of an instance in the fleet.
 
     told_to_drain: by this router. reports_draining: by the member itself.
-    trouble: why it takes no requests; None when it takes them.
+    trouble: why it takes no requests; None when it takes them. stuck: it reports, but a step or transfer in it does not move: it
+    will not serve what it was given.
     partners: the members of the other role that it works with. links: of a prefill member, the state of each partner's link that
     it has reported. usable: of a prefill member, the partners that its requests can go to: the link is ready, and the partner
     knows of it. `router.acquaintance` keeps the three.
@@ -59,6 +60,7 @@ class Member:
     life: Life = field(init=False)
     capacity_tokens: int = field(init=False)
     trouble: Trouble | None = field(init=False)
+    stuck: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.life = Life(self.info.id, self.info.incarnation)
@@ -68,11 +70,6 @@ class Member:
     @property
     def draining(self) -> bool:
         return self.told_to_drain or self.reports_draining
-
-    @property
-    def stuck(self) -> bool:
-        """It reports, but a step or transfer in it does not move: it will not serve what it was given."""
-        return max(self.load.oldest_step_s, self.load.oldest_transfer_s) > STUCK_S
 
     @property
     def tokens_to_do(self) -> int:
@@ -101,6 +98,7 @@ class Member:
     def _judge(self) -> None:
         """Derive what every placement asks from what was last reported."""
         load, total_pages = self.load, self.info.pool.total_pages
+        self.stuck = load.oldest_step_s > STUCK_S or load.oldest_transfer_s > STUCK_S
         self.trouble = None
         if self.draining:
             self.trouble = Trouble("draining", "it is leaving the fleet")
