@@ -56,6 +56,27 @@ def test_tokens_assigned_since_the_last_report_count_as_load() -> None:
     assert chosen(fleet) == ("p1", "d0")
 
 
+def test_a_report_counts_what_all_routers_gave_and_what_is_assigned_later_comes_on_top() -> None:
+    fleet = new_fleet(P0, P1, D0)
+    member = next(member for member in fleet.members() if member.info.id == "p0")
+    member.assigned_tokens = 30
+    hear(fleet, P0, D0, now=1.0, load=Load(waiting_tokens=100))  # 30 are ours, 70 those of another router
+    hear(fleet, P1, D0, now=1.0, load=Load(waiting_tokens=105))
+    assert chosen(fleet) == ("p0", "d0")
+    member.assigned_tokens += 10
+    assert chosen(fleet) == ("p1", "d0")
+    member.assigned_tokens -= 30
+    assert chosen(fleet) == ("p0", "d0")
+
+
+def test_a_decode_instance_without_free_pages_for_the_request_comes_after_a_busier_one_that_has_them() -> None:
+    fleet = new_fleet(P0, D0, D1)
+    hear(fleet, D0, P0, now=1.0, load=Load(running_tokens=0, pages_free=3))
+    hear(fleet, D1, P0, now=1.0, load=Load(running_tokens=200, pages_free=4))
+    assert chosen(fleet, prompt_tokens=8, max_new_tokens=4) == ("p0", "d0")
+    assert chosen(fleet, prompt_tokens=8, max_new_tokens=5) == ("p0", "d1")
+
+
 def test_a_pair_is_used_only_when_both_ends_report_the_link() -> None:
     fleet = new_fleet(P0, D0, D1, linked=False)
     hear(fleet, P0, D0, D1, now=1.0)
