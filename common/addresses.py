@@ -4,12 +4,14 @@ Owns the translation. Opens no connection.
 """
 
 import ipaddress
+import re
 import socket
 
 from common.errors import ConfigError
 
 ANY = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
+_ADDRESS = re.compile(r"tcp://(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
 
 def bind_address(host: str, flag: str) -> str:
@@ -18,6 +20,14 @@ def bind_address(host: str, flag: str) -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         raise ConfigError(f"{flag} {host!r} is no address or name of this host: {error}") from error
+
+
+def check_address(address: str) -> str:
+    """Returns the address if it has the form tcp://host:port. Raises ConfigError."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise ConfigError(f"{address!r} is not an address: write tcp://host:port (IPv4 or a host name)")
+    return address
 
 
 def is_loopback(address: str) -> bool:

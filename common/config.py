@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from common.addresses import check_address
 from common.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -136,7 +137,7 @@ class EngineConfig:
 class InstanceConfig:
     """An instance as a member of a fleet."""
 
-    router: str = option("tcp://127.0.0.1:8001", "control address of the router")
+    router: str = option("tcp://127.0.0.1:8001", "control address of the router; of several, with commas between them")
     host: str = option("127.0.0.1", "address of this host, as peers reach it")
     inbox_port: int = option(0, "port of this instance's inbox; 0: pick a free one and print it")
     name: str = option("", "instance id; default: the role and a random suffix")
@@ -157,9 +158,17 @@ class InstanceConfig:
     )
     verify_pages: Switch = option("off", "on: compare a checksum of each KV page at both ends of a transfer")
 
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """The control address of each router."""
+        return tuple(address.strip() for address in self.router.split(","))
+
     def __post_init__(self) -> None:
         _require(self.tp == 1, "tp", "1 (tensor parallelism is not built yet)", self.tp)
         _require(self.rank in ("0", "0-0"), "rank", "0 (tensor parallelism is not built yet)", self.rank)
+        for address in self.routers:
+            check_address(address)
+        _require(len(set(self.routers)) == len(self.routers), "router", "addresses that differ", self.router)
         _require(0 <= self.inbox_port < 65536, "inbox-port", "between 0 and 65535", self.inbox_port)
         _require(self.max_waiting >= 1, "max-waiting", "at least 1", self.max_waiting)
         _require(0 < self.max_request_timeout_s < math.inf, "max-request-timeout-s", "above 0", self.max_request_timeout_s)
@@ -218,7 +227,7 @@ class RouterConfig:
         _require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
         _require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
         _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
-        _require(self.detokenizers == 1, "detokenizers", "1 (instances send all tokens to one for now)", self.detokenizers)
+        _require(1 <= self.detokenizers <= 64, "detokenizers", "between 1 and 64", self.detokenizers)
         _require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
         _require(self.peers_per_instance >= 0, "peers-per-instance", "0 or more", self.peers_per_instance)
         _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)

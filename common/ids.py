@@ -29,7 +29,7 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
 ROUTER = InstanceId(ROUTER_NAME)
-"""The router, to those who know only one."""
+"""To a scheduler: every router that has welcomed the instance. Where there is only one, it may have this name."""
 
 
 def text_name(router: InstanceId, shard: int) -> InstanceId:

@@ -14,7 +14,6 @@ and then.
 import asyncio
 import logging
 import math
-import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
+from common.addresses import check_address
 from common.errors import ConfigError, TandemError, WireError
 from common.gate import Gate
 from common.ids import InstanceId
@@ -50,7 +50,6 @@ _LINGER_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
 _PEER_SILENT_MS = 15_000
 _LONGEST_WAIT_S = 3_600.0
-_ADDRESS = re.compile(r"tcp://(?P<host>[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
 
 _log = logging.getLogger(__name__)
 
@@ -61,14 +60,6 @@ class FrameRefused(WireError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
-
-
-def check_address(address: str) -> str:
-    """Returns the address if it has the form tcp://host:port. Raises ConfigError."""
-    match = _ADDRESS.fullmatch(address)
-    if match is None or int(match["port"]) > 65535:
-        raise ConfigError(f"{address!r} is not an address: write tcp://host:port (IPv4 or a host name)")
-    return address
 
 
 def pack_frame(sender: InstanceId, body: bytes, version: int = WIRE_VERSION) -> bytes:

@@ -24,7 +24,7 @@ from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.errors import Overloaded, Preempted, Unavailable
 from common.ids import InstanceId, Life
-from common.instance.emit import emit_ending, emit_tokens
+from common.instance.emit import emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import (
     Action,
@@ -36,6 +36,7 @@ from common.instance.ports import (
     PushDone,
     PushFailed,
     Report,
+    RouterJoined,
     RouterLost,
     Settled,
 )
@@ -93,7 +94,7 @@ class DecodeScheduler:
         match message:
             case Generate():
                 refused = self._table.accept(message, None, message.sampling.max_new_tokens, now)
-                return [] if refused is None else [emit_ending(message.key, message.first, refused)]
+                return [] if refused is None else [*self._table.tell_refused(message, refused)]
             case Reserve():
                 writer = Life(sender, message.incarnation)
                 self._target.heard(writer, message.sent_s, now)
@@ -109,7 +110,7 @@ class DecodeScheduler:
                 request = self._table.cancel(message.key, now)
                 return [] if request is None else self._requests.end(request, None, now)
             case Probe():
-                return [self._table.answer(message)]
+                return [self._table.answer(sender, message)]
             case Repeat():
                 return [*self._table.repeat(message)]
             case Drain():
@@ -125,8 +126,12 @@ class DecodeScheduler:
                 return []
             case PeersChanged():
                 return self._reservations.meet(event, now)
+            case RouterJoined():
+                self._table.meet_router(event)
+                return []
             case RouterLost():
-                return [action for request in self._table for action in self._requests.end(request, None, now)]
+                lost = self._table.lose_router(event.router)
+                return [action for request in lost for action in self._requests.end(request, None, now)]
             case PushDone() | PushFailed() | LinkChanged() | LayersDone():
                 raise AssertionError("a decode instance pushes nothing")
             case _:
@@ -169,7 +174,7 @@ class DecodeScheduler:
             deltas[at] = msgspec.structs.replace(deltas[at], ending=ending)
             answered[at].told = ending
             requests.end(answered[at], None, now)
-        return [*emit_tokens(deltas)]
+        return [*emit_tokens(deltas, [request.pipeline for request in answered])]
 
     # --- planning --------------------------------------------------------------------------------------------------------
 

@@ -21,19 +21,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from common.addresses import bind_address, host_for_peers, reachable
+from common.addresses import bind_address, check_address, host_for_peers, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.engine.executor import EngineDescription, Executor
 from common.engine.step_size import with_step_size
-from common.ids import ROUTER, Incarnation, InstanceId, Role
+from common.ids import Incarnation, InstanceId, Role
 from common.instance.limits import InstanceLimits
-from common.instance.membership import Membership
+from common.instance.memberships import Memberships
 from common.instance.ports import Scheduler
 from common.instance.worker import InstanceWorker
 from common.instance.worker import run as run_worker
 from common.messages import DecodeInbox, InstanceInfo, PoolDescriptor, PrefillInbox, RankInfo
 from common.trust import LOOPBACK_ONLY, Trust
-from common.wire import Mailbox, check_address
+from common.wire import Mailbox
 from decode.scheduler import DecodeScheduler
 from kv_transfer.backends import make_transport
 from kv_transfer.transfer_loop import TransferLoop
@@ -57,7 +57,8 @@ def serve(
     trust: Trust = LOOPBACK_ONLY,
 ) -> None:
     """Serve until told to stop, which drains the instance. Raises what the engine or the transport failed with."""
-    trust.check(check_address(instance.router))
+    for address in instance.routers:
+        trust.check(check_address(address))
     bind = f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}"
     starts_until = time.monotonic() + instance.startup_timeout_s
     inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
@@ -76,10 +77,9 @@ def serve(
         finally:
             timer.cancel()
         info = _describe(role, name, instance, executor, pool, reachable(mailbox.address, host_for_peers()))
-        mailbox.route(ROUTER, instance.router)
         now = time.monotonic()
         worker: InstanceWorker[Any] = InstanceWorker(
-            Membership(info, max(0.0, starts_until - now), now),
+            Memberships(info, instance.routers, max(0.0, starts_until - now), now),
             _scheduler(info, instance, engine, executor),
             executor,
             transfers,

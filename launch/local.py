@@ -35,6 +35,7 @@ from launch.reports import Broken, CloseIntake, IntakeClosed, News, Order, Progr
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
+MOST_ROUTERS = 64
 STOP_S = 10.0
 """How long the processes of one stage may take to stop before they are killed. Instances and the router get their drain time on
 top."""
@@ -68,8 +69,8 @@ class LocalPlan:
             raise ConfigError(f"--prefill must be 0 or more, is {self.prefill}")
         if self.decode < 1:
             raise ConfigError(f"--decode must be at least 1, is {self.decode}")
-        if self.routers != 1:
-            raise ConfigError(f"--routers must be 1 until an instance can be a member at several routers, is {self.routers}")
+        if not 1 <= self.routers <= MOST_ROUTERS:
+            raise ConfigError(f"--routers must be between 1 and {MOST_ROUTERS}, is {self.routers}")
         self._check_shares()
 
     @property

@@ -16,7 +16,7 @@ from bench import plan as transfer_plan
 from bench.control import plan as control_plan
 from bench.engine import plan as engine_plan
 from bench.router import plan as router_plan
-from common.addresses import LOOPBACK, bind_address
+from common.addresses import LOOPBACK, bind_address, check_address
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.flags import ConfigClass, add_flags, read_config, to_flags, with_defaults
@@ -327,7 +327,8 @@ def _security(flags: argparse.Namespace) -> tuple[SecurityConfig, Trust]:
     if "host" in flags:
         trust.check(f"tcp://{bind_address(flags.host, '--host')}:0")
     if "router" in flags:
-        trust.check(flags.router)
+        for address in flags.router.split(","):
+            trust.check(check_address(address.strip()))
     return config, trust
 
 

@@ -26,7 +26,7 @@ from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.ids import ROUTER, InstanceId, Life
-from common.instance.emit import emit_ending, emit_tokens
+from common.instance.emit import emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import (
     Action,
@@ -38,6 +38,7 @@ from common.instance.ports import (
     PushDone,
     PushFailed,
     Report,
+    RouterJoined,
     RouterLost,
     Send,
     Settled,
@@ -104,7 +105,7 @@ class PrefillScheduler:
                 request = self._requests.cancel(message.key, now)
                 actions = [] if request is None else self._end(request, None, now)
             case Probe():
-                actions = [self._requests.answer(message)]
+                actions = [self._requests.answer(sender, message)]
             case Repeat():
                 actions = [*self._requests.repeat(message)]
             case Grant() | Decline() | Renewed():
@@ -133,8 +134,10 @@ class PrefillScheduler:
                 actions = self._link_changed(event.link, now)
             case PeersChanged():
                 actions = self._meet(event, now)
+            case RouterJoined():
+                self._requests.meet_router(event)
             case RouterLost():
-                for request in self._requests:
+                for request in self._requests.lose_router(event.router):
                     actions += self._end(request, None, now)
             case Settled():
                 raise AssertionError("nobody writes to a prefill instance")
@@ -156,6 +159,7 @@ class PrefillScheduler:
         self._rows.returned(result.plan.rows)
         tokens = dict(zip(result.plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True))
         deltas: list[TokenDelta] = []
+        pipelines: list[InstanceId] = []
         actions: list[Action] = []
         for chunk in result.plan.chunks:
             request = self._computing[chunk.row]
@@ -165,11 +169,12 @@ class PrefillScheduler:
             if request.phase is Phase.ENDED:
                 self._release(request, now)
             elif chunk.last:
+                pipelines.append(request.pipeline)
                 actions += self._first_token(request, tokens[chunk.row], deltas, now)
             elif request.source_open:
                 actions += self._source.computed(request.key, request.progress.computed)
         # The first tokens leave before anything else that this step caused.
-        return [*emit_tokens(deltas), *actions, *self._close_handoffs(now)]
+        return [*emit_tokens(deltas, pipelines), *actions, *self._close_handoffs(now)]
 
     # --- planning --------------------------------------------------------------------------------------------------------
 
@@ -274,7 +279,7 @@ class PrefillScheduler:
         request = self._requests.get(asked.key)
         if request is not None and request.phase is Phase.WAITING:
             request.candidates = asked.decodes
-        return [] if refused is None else [emit_ending(asked.key, asked.first, refused)]
+        return [] if refused is None else [*self._requests.tell_refused(asked, refused)]
 
     def _admit(self, request: PrefillRequest, lease: PageLease, starts: list[RowStart], now: float) -> list[Action]:
         """Give the request its pages and a row, and ask for its reservation: not earlier, so that decode memory stays free, and
@@ -379,7 +384,7 @@ class PrefillScheduler:
             case SourceGranted():
                 request.decode = request.peer
                 placed = Placed(id=self._me.id, incarnation=self._me.incarnation, key=request.key, decode=request.peer)
-                return [Send(ROUTER, placed)]
+                return [Send(request.key.router, placed)]
             case SourceRefused():
                 return self._refused(request, news.failure, now)
             case SourceRead():

@@ -4,10 +4,10 @@ Owns the rules and the reasons. Pure functions. Does not know who is a member. A
 may hold any value, so nothing here may raise.
 """
 
+from common.addresses import check_address
 from common.errors import ConfigError
 from common.messages import WIRE_VERSION, InstanceInfo
 from common.names import INSTANCE_NAME, check_instance_id
-from common.wire import check_address
 
 INT32_END = 2**31
 """Page ids and sizes travel as int32."""

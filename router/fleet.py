@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from common.addresses import check_address
 from common.deadlines import DeadlineWheel
 from common.errors import BadRequest, ConfigError
 from common.ids import InstanceId, Life, Role
@@ -36,7 +37,6 @@ from common.messages import (
     TellLinks,
     Welcome,
 )
-from common.wire import check_address
 from router.acquaintance import Acquaintance
 from router.candidates import Candidates
 from router.eligibility import difference, malformed
@@ -168,7 +168,7 @@ class Fleet:
             return Change(self._greet(known, message.address))
         reason = self._mismatch(info)
         if reason is not None:
-            return Change(self._refuse(info, reason))
+            return Change(self._refuse(message, reason))
         change = self._remove(known, "replaced by a newer incarnation", silent=False) if known is not None else Change()
         change.sends += self._join(message, now)
         change.more_can_serve = True
@@ -306,14 +306,15 @@ class Fleet:
 
     # --- refusals --------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, info: InstanceInfo, reason: str) -> list[Send]:
+    def _refuse(self, message: Register, reason: str) -> list[Send]:
         """Send the refusal to the address that asked, under a name of its own: a member of the same id keeps its route."""
+        info = message.instance
         self.refusals += 1
         name = InstanceId(f"{info.id[:NAME_SHOWN]}#{info.incarnation[:NAME_SHOWN]}")
         inbox, reason = _good_address(info.inbox), reason[:REASON_SHOWN]
         _remember(self.refused, name, Refusal(inbox, reason), REMEMBERED)
         self.addresses_version += 1
-        return [] if inbox is None else [Send(name, Refused(reason=reason))]
+        return [] if inbox is None else [Send(name, Refused(reason=reason, address=message.address))]
 
     def _mismatch(self, info: InstanceInfo) -> str | None:
         reason = malformed(info)

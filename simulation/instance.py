@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from common.engine.executor import Executor
 from common.engine.timed import StepCost
 from common.errors import TandemError
-from common.ids import ROUTER, Incarnation, InstanceId, Role
+from common.ids import Incarnation, InstanceId, Role
 from common.instance.limits import InstanceLimits
-from common.instance.membership import Membership
+from common.instance.memberships import Memberships
 from common.instance.worker import InstanceWorker
 from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo
 from common.pages.pool import PagePool
@@ -111,11 +111,11 @@ class Instance:
         digest = self.engine.digest_pages if size.verify_pages else None
         self.scheduler = kind(self.info, engine, size, digest)
         inbox: Any = PrefillInbox if is_prefill else DecodeInbox
-        mailbox = network.open(name.address, self._loop.wake, name.role)
+        mailbox = network.open(name.address, name.id, self._loop.wake, name.role)
         self._meter = network.meter(name.role)
-        self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {ROUTER: ROUTER_ADDRESS})
-        membership = Membership(self.info, STARTUP_TIMEOUT_S, self._clock())
-        self.worker: InstanceWorker[Any] = InstanceWorker(membership, self.scheduler, self.engine, self.transfers, self._mail)
+        self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {})
+        memberships = Memberships(self.info, [ROUTER_ADDRESS], STARTUP_TIMEOUT_S, self._clock())
+        self.worker: InstanceWorker[Any] = InstanceWorker(memberships, self.scheduler, self.engine, self.transfers, self._mail)
         self._loop.wake(clock.now)
         self._transfer_thread.wake(clock.now)
 

@@ -6,7 +6,7 @@ Owns the letters and the mailboxes. Opens no socket. What becomes of a letter is
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, Protocol, TypeVar, assert_never
 
 import msgspec
@@ -21,6 +21,8 @@ from simulation.traffic import Traffic
 
 M = TypeVar("M")
 DELAY_S = 0.001
+KNOCKS_S = 0.3
+"""How long it takes to find out that a process is gone."""
 MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "TellLinks", "LinkReport", "DetokenizerHeartbeat"})
 """Kinds of letters that are sent all the time."""
 
@@ -88,10 +90,14 @@ class Calm:
 
 @dataclass(slots=True, eq=False)
 class Mailbox:
-    """What has been sent to one address. wake: called with the time at which a letter arrives. role: who reads it, for people."""
+    """What has been sent to one address. owner: who reads it. wake: called with the time at which a letter arrives. role: the
+    owner's, for people. is_open: its process lives. watchers: who want to know when it is gone."""
 
+    owner: InstanceId
     wake: Callable[[float], None]
     role: str
+    is_open: bool = True
+    watchers: list["Post[Any]"] = field(default_factory=list)
     letters: list[tuple[float, int, Letter]] = field(default_factory=list)
 
     def next_deadline(self) -> float:
@@ -128,11 +134,27 @@ class Network:
         self.letters = 0
         """Sent so far, each copy counted."""
 
-    def open(self, address: str, wake: Callable[[float], None], role: str) -> Mailbox:
+    def open(self, address: str, owner: InstanceId, wake: Callable[[float], None], role: str) -> Mailbox:
         """The mailbox at this address, whose letters go to whoever opened it last."""
-        mailbox = self._mailboxes.setdefault(address, Mailbox(wake, role))
-        mailbox.wake = wake
+        mailbox = self._at(address)
+        mailbox.owner, mailbox.wake, mailbox.role, mailbox.is_open = owner, wake, role, True
         return mailbox
+
+    def close(self, address: str) -> None:
+        """The process of its owner is gone, and its host refuses connections."""
+        mailbox = self._at(address)
+        mailbox.is_open = False
+        for watcher in mailbox.watchers:
+            if delays := self.weather.delays(mailbox.owner, watcher.me, self.clock.now):
+                self.clock.at(self.clock.now + delays[0] + KNOCKS_S, partial(watcher.knocked, address, mailbox))
+
+    def watch(self, address: str, watcher: "Post[Any]") -> None:
+        """Tell it when the owner's process is gone."""
+        self._at(address).watchers.append(watcher)
+
+    def _at(self, address: str) -> Mailbox:
+        nobody: Callable[[float], None] = lambda at_s: None  # noqa: E731  nobody has opened it yet
+        return self._mailboxes.setdefault(address, Mailbox(InstanceId(address), nobody, "nobody"))
 
     def meter(self, role: str) -> Meter:
         """That of all processes of this role."""
@@ -142,13 +164,14 @@ class Network:
         """What is sent to an address at which nobody ever was is lost. role: the sender's."""
         if message is not self._last:  # what goes to many is encoded once, as on the wire
             self._last, self._last_body = message, self._encode(message)
+        mailbox = self._mailboxes.get(address)
+        to = to if mailbox is None else mailbox.owner
         letter = Letter(sender, to, type(message).__name__, message, self._last_body)
         delays = self.weather.delays(sender, to, self.clock.now)
         if not self.brief and letter.kind not in MEMBERSHIP:
             self.log.append((sender, letter.kind, to))
         for tap in self.taps:
             tap(letter, message, delays)
-        mailbox = self._mailboxes.get(address)
         if mailbox is None:
             return
         self.traffic.add(role, letter.kind, mailbox.role, len(letter.body) + frame_bytes(sender))
@@ -163,7 +186,8 @@ class Post(Generic[M]):
     """Implements `common.instance.ports.Mail` over the network. What goes to somebody whose address is not known is lost."""
 
     def __init__(self, me: InstanceId, inbox: Any, network: Network, mailbox: Mailbox, routes: Mapping[InstanceId, str]) -> None:
-        self._me = me
+        self.me = me
+        self._gone: list[InstanceId] = []
         self._meter = network.meter(mailbox.role)
         self._network = network
         self._mailbox = mailbox
@@ -177,7 +201,7 @@ class Post(Generic[M]):
         if address is None:
             self.messages_lost["no route"] += 1
         else:
-            self._network.post(self._me, to, address, message, self._mailbox.role)
+            self._network.post(self.me, to, address, message, self._mailbox.role)
 
     def receive(self, most: int = RECEIVE_LIMIT) -> list[tuple[InstanceId, M]]:
         letters = self._mailbox.take(self._network.clock.now, most)
@@ -194,9 +218,18 @@ class Post(Generic[M]):
             self._routes.pop(to, None)
         else:
             self._routes[to] = address
+            if watch:
+                self._network.watch(address, self)
+
+    def knocked(self, address: str, mailbox: Mailbox) -> None:
+        """Somebody who is watched was gone a moment ago: find out whether he still is."""
+        if not mailbox.is_open:
+            self._gone += [name for name, at in self._routes.items() if at == address]
+            self._mailbox.wake(self._network.clock.now)
 
     def refused(self) -> list[InstanceId]:
-        return []
+        gone, self._gone = self._gone, []
+        return gone
 
     def next_deadline(self) -> float:
         """When the next letter arrives."""

@@ -34,7 +34,7 @@ class RouterProcess:
         self._clock = clock
         self._loop = Loop(clock, self)
         self.core = RouterCore(ROUTER, [DETOKENIZER_ADDRESS], config, observer)
-        mailbox = network.open(ROUTER_ADDRESS, self._loop.wake, "router")
+        mailbox = network.open(ROUTER_ADDRESS, ROUTER, self._loop.wake, "router")
         self._meter = network.meter("router")
         self._mail: Post[RouterInbox] = Post(ROUTER, RouterInbox, network, mailbox, {DETOKENIZER: DETOKENIZER_ADDRESS})
         self._routes_version = 0
@@ -98,7 +98,7 @@ class DetokenizerProcess:
         self._clock = clock
         self._loop = Loop(clock, self)
         self.core = Detokenizer(words_tokenizer())
-        mailbox = network.open(DETOKENIZER_ADDRESS, self._loop.wake, "detokenizer")
+        mailbox = network.open(DETOKENIZER_ADDRESS, DETOKENIZER, self._loop.wake, "detokenizer")
         self._meter = network.meter("detokenizer")
         self._mail: Post[DetokenizerInbox] = Post(DETOKENIZER, DetokenizerInbox, network, mailbox, {ROUTER: ROUTER_ADDRESS})
         self._beats_s = 0.0

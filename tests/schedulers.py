@@ -116,7 +116,7 @@ def drain(made: Scheduler[Any], now: float) -> list[Action]:
 
 def abandon(made: Scheduler[Any], now: float) -> list[Action]:
     """The router is gone."""
-    return made.handle(RouterLost(), now)
+    return made.handle(RouterLost(ROUTER), now)
 
 
 def link_changed(peer: str, state: LinkState, incarnation: str = "1") -> LinkChanged:

@@ -163,7 +163,7 @@ class Player:
 
     def _start(self, info: InstanceInfo, inbox: "zmq.Socket[bytes]") -> None:
         now = time.monotonic()
-        played = Played(info, Membership(info, JOIN_S, now), inbox, self._outboxes[-1])
+        played = Played(info, Membership(info, self._control, now), inbox, self._outboxes[-1])
         self._played[info.id] = self._by_inbox[inbox] = played
         self._poller.register(inbox, zmq.POLLIN)
         heapq.heappush(self._due, (now, info.id))
@@ -190,10 +190,11 @@ class Player:
             message = _decoder.decode(unpack_frame(frame)[1])
             self.received[type(message).__name__] += len(frame)
             match message:
-                case Welcome() | Refused():
+                case Welcome():
                     played.membership.receive(message)
-                    if isinstance(message, Welcome):
-                        self._welcomed(played, message)
+                    self._welcomed(played, message)
+                case Refused():
+                    raise FleetFailed(f"a played instance was refused: {message.reason}")
                 case Peers() if played.router is not None:
                     played.meet(played.peers.receive(played.router, message))
                     self._report(played, time.monotonic())
@@ -221,8 +222,8 @@ class Player:
         played.untold.clear()
         peers_version = 0 if played.router is None else played.peers.version(played.router)
         load = Load(pages_free=PAGES, pages_total=PAGES)
-        state = State(load, Counters(), peers_version, played.links_version, draining=False)
-        for send in played.membership.due(now, state):
+        state = State(load, Counters(), played.links_version, draining=False)
+        for send in played.membership.due(now, state, peers_version, calm=False):
             self._send(played, send.message)
         played.said = played.membership.joined and peers_version > 0
 

@@ -6,8 +6,8 @@ Owns one set for each router, and the union, which the instance acts on. Knows n
     Peers of router b ─► set of b ─┼─► union ─PeersChanged─► scheduler, routes
     (a former life of a) set kept ─┘    for one id with two incarnations, the latest news counts
 
-A router that starts again learns its members one by one. So the set of its former life still counts for KEEP_S: otherwise each
-instance would close its links, only to make and measure them again a moment later.
+A router that starts again learns its members one by one. So the set of its former life still counts until a router speaks, and
+for KEEP_S after that: otherwise each instance would close its links, only to make and measure them again a moment later.
 """
 
 from collections.abc import Iterable
@@ -46,6 +46,8 @@ class PeerSets:
         self._sets: dict[InstanceId, _Set] = {}
         self._former: DeadlineWheel[int] = DeadlineWheel()
         self._former_sets: dict[int, _Set] = {}
+        self._orphaned: list[int] = []
+        """Former sets that last until another router speaks."""
         self._union: dict[InstanceId, InstanceInfo] = {}
         self._serial = 0
         self.next_deadline = self._former.next_deadline
@@ -80,10 +82,15 @@ class PeerSets:
         if former is not None:
             self._serial += 1
             self._former_sets[self._serial] = former
-            self._former.set(self._serial, now + KEEP_S)
+            self._orphaned.append(self._serial)
+            self.tick(now)
 
     def tick(self, now: float) -> PeersChanged | None:
-        """The sets of former lives end."""
+        """The sets of former lives end, but not while no router says anything: somebody must say with whom to work."""
+        if self._orphaned and self._sets:
+            for number in self._orphaned:
+                self._former.set(number, now + KEEP_S)
+            self._orphaned.clear()
         ended = [self._former_sets.pop(number) for number in self._former.expired(now)]
         return self._settle({peer for former in ended for peer in former.peers})
 

@@ -165,8 +165,18 @@ class LayersDone:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterJoined:
+    """This life of a router has welcomed us, and may send requests from now on. detokenizers: how many it has."""
+
+    router: InstanceId
+    detokenizers: int
+
+
+@dataclass(frozen=True, slots=True)
 class RouterLost:
-    """The router that sent the requests is gone: nobody waits for their answers any more."""
+    """This life of a router is gone: nobody waits for the answers to its requests any more."""
+
+    router: InstanceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +188,7 @@ class PeersChanged:
     left: tuple[InstanceId, ...] = ()
 
 
-Event: TypeAlias = TransferEvent | LayersDone | PeersChanged | RouterLost
+Event: TypeAlias = TransferEvent | LayersDone | PeersChanged | RouterJoined | RouterLost
 """What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
 the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""
 

@@ -6,7 +6,7 @@ Owns the record that both roles keep; a role adds fields of its own. Decides not
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from common.ids import Int32Array, Key, Life
+from common.ids import InstanceId, Int32Array, Key, Life
 from common.instance.prompts import PromptProgress
 from common.instance.token_memory import Emitted
 from common.instance.waiting_line import Rank
@@ -35,7 +35,7 @@ class Request:
     """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
     alone. decode: the life of the decode instance that has granted the reservation, on its prefill instance. pages: to be leased
     on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
-    token_ids: the tokens from `asked.first` to there. told: the ending that was emitted.
+    token_ids: the tokens from `asked.first` to there. told: the ending that was emitted. pipeline: who gets them.
     """
 
     asked: Generate | Reserve
@@ -47,6 +47,7 @@ class Request:
     accepted_s: float
     deadline_s: float
     next_token: int
+    pipeline: InstanceId
     phase: Phase = Phase.WAITING
     lease: PageLease | None = None
     progress: PromptProgress | None = None

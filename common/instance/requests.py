@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 from common.deadlines import DeadlineWheel, earliest
 from common.engine.executor import EngineDescription
 from common.errors import BadRequest, DeadlinePassed, Overloaded, TandemError, Unavailable
-from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Key, Life, unpack_ids
+from common.ids import Incarnation, InstanceId, Int32Array, Key, Life, shard_of, text_name, unpack_ids
 from common.instance.drain import Drainage
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
-from common.instance.ports import PeersChanged, Send
+from common.instance.ports import PeersChanged, RouterJoined, Send
 from common.instance.request import Phase, Request
 from common.instance.token_memory import Emitted, TokenMemory
 from common.instance.waiting_line import Rank, WaitingLine
@@ -58,7 +58,8 @@ def _is_remembered(asked: Generate | Reserve) -> bool:
 class RequestTable(Generic[R]):
     """Every request of one instance, until nothing of it is left. make: the role's record.
 
-    peers: the instances of the other role, by id. stale: messages about keys that are over or came again; they were dropped.
+    peers: the instances of the other role, by id. routers: whose requests are served, each with the names of its detokenizers.
+    stale: messages about keys that are over or came again; they were dropped.
     """
 
     def __init__(self, make: type[R], me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits) -> None:
@@ -75,6 +76,7 @@ class RequestTable(Generic[R]):
         self._drainage = Drainage(me.id, limits.drain_timeout_s)
         self.waiting: WaitingLine[R] = WaitingLine()
         self.peers: dict[InstanceId, Incarnation] = {}
+        self.routers: dict[InstanceId, tuple[InstanceId, ...]] = {}
         self.accepted = self.ended = self.stale = 0
         self.steps = self.prompt_tokens = self.tokens = 0
 
@@ -123,7 +125,9 @@ class RequestTable(Generic[R]):
             return refused
         limit_s = self._limits.request_timeout_s
         deadline_s = now + (limit_s if asked.terms.timeout_s is None else min(asked.terms.timeout_s, limit_s))
-        request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first)
+        pipeline = self._pipeline_of(key)
+        assert pipeline is not None, "checked"
+        request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first, pipeline)
         self._open[key] = request
         self._deadlines.set(key, deadline_s)
         self.waiting.join(key, rank, request)
@@ -136,6 +140,8 @@ class RequestTable(Generic[R]):
         """The prompt, and the pages to lease for it: one more than it fills, if the answer can need it. Raises the error with
         which the request is refused."""
         model, layout = self._engine.model, self._engine.layout
+        if asked.key.router not in self.routers:
+            raise Unavailable(f"{self._me.id} is no member of the fleet of {asked.key.router}")
         try:
             prompt = unpack_ids(asked.prompt)
         except ValueError as error:
@@ -203,7 +209,12 @@ class RequestTable(Generic[R]):
     def tell(self, request: R, ending: Ending) -> Send:
         """The ending goes to the client, after the tokens that went before."""
         request.told = ending
-        return emit_ending(request.key, request.next_token, ending)
+        return emit_ending(request.pipeline, request.key, request.next_token, ending)
+
+    def tell_refused(self, asked: Generate, refused: Failed) -> list[Send]:
+        """A request that was not accepted ends. Nobody can be told about one of a router that we do not know."""
+        pipeline = self._pipeline_of(asked.key)
+        return [] if pipeline is None else [emit_ending(pipeline, asked.key, asked.first, refused)]
 
     def repeat(self, message: Repeat) -> list[Send]:
         """Send again what the router asks for, as far as it is known. One message for each request: nobody's turn gets long."""
@@ -212,7 +223,8 @@ class RequestTable(Generic[R]):
             request = self._open.get(key)
             emitted = self._memory.get(key) if request is None else request.emitted
             delta = None if emitted is None else emitted.since(key, first)
-            sends += [] if delta is None else emit_tokens([delta])
+            pipeline = self._pipeline_of(key)
+            sends += [] if delta is None or pipeline is None else emit_tokens([delta], [pipeline])
         return sends
 
     def overdue(self, now: float) -> list[tuple[R, Failed]]:
@@ -241,6 +253,22 @@ class RequestTable(Generic[R]):
         """When the next deadline passes. Keys that are remembered too long cost memory only, so they wake nobody."""
         return earliest(self._deadlines.next_deadline(), self._drainage.next_deadline())
 
+    # --- routers -----------------------------------------------------------------------------------------------------------
+
+    def meet_router(self, joined: RouterJoined) -> None:
+        """Its requests are served from now on."""
+        self.routers[joined.router] = tuple(text_name(joined.router, shard) for shard in range(joined.detokenizers))
+
+    def lose_router(self, router: InstanceId) -> list[R]:
+        """Returns the requests to end: nobody waits for their answers any more."""
+        self.routers.pop(router, None)
+        return [request for request in self if request.key.router == router]
+
+    def _pipeline_of(self, key: Key) -> InstanceId | None:
+        """The detokenizer that gets the tokens of this key; None when its router is not known."""
+        detokenizers = self.routers.get(key.router)
+        return None if detokenizers is None else detokenizers[shard_of(key, len(detokenizers))]
+
     # --- peers and reports -------------------------------------------------------------------------------------------------
 
     def meet(self, change: PeersChanged) -> list[R]:
@@ -253,10 +281,10 @@ class RequestTable(Generic[R]):
     def knows(self, peer: Life) -> bool:
         return self.peers.get(peer.id) == peer.incarnation
 
-    def answer(self, probe: Probe) -> Send:
+    def answer(self, router: InstanceId, probe: Probe) -> Send:
         """What is known of these requests."""
         standings = tuple(self._standing(key) for key in probe.keys)
-        return Send(ROUTER, Probed(id=self._me.id, incarnation=self._me.incarnation, standings=standings))
+        return Send(router, Probed(id=self._me.id, incarnation=self._me.incarnation, standings=standings))
 
     def _standing(self, key: Key) -> Standing:
         request = self._open.get(key)

@@ -7,17 +7,28 @@ the same code runs as a process and on a hand-turned clock.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, assert_never
 
 import msgspec
 
 from common.deadlines import DeadlineWheel, earliest
 from common.engine.executor import Executor, StepHandle
 from common.engine.plan import Plan
-from common.ids import DETOKENIZER, ROUTER, InstanceId
-from common.instance.membership import Membership, State
+from common.ids import ROUTER, InstanceId, text_name
+from common.instance.membership import State
+from common.instance.memberships import Lost, Memberships, Met, RouterNews
 from common.instance.peer_sets import PeerSets
-from common.instance.ports import Action, LayersDone, Mail, PeersChanged, RouterLost, Scheduler, Send, Transfers
+from common.instance.ports import (
+    Action,
+    LayersDone,
+    Mail,
+    PeersChanged,
+    RouterJoined,
+    RouterLost,
+    Scheduler,
+    Send,
+    Transfers,
+)
 from common.messages import Drain, Peers, Refused, Welcome
 
 STEPS_IN_FLIGHT = 2
@@ -44,13 +55,13 @@ class InstanceWorker(Generic[M]):
 
     def __init__(
         self,
-        membership: Membership,
+        memberships: Memberships,
         scheduler: Scheduler[M | Drain],
         executor: Executor,
         transfers: Transfers,
         mail: Mail[M | Welcome | Refused | Peers | Drain],
     ) -> None:
-        self._membership = membership
+        self._memberships = memberships
         self._scheduler = scheduler
         self._executor = executor
         self._transfers = transfers
@@ -59,18 +70,20 @@ class InstanceWorker(Generic[M]):
         self._peers = PeerSets()
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._draining = False
+        for membership in memberships:
+            mail.route(membership.name, membership.address, watch=True)
 
     def turn(self, now: float) -> None:
         """Take in everything that happened, act on it, and keep the executor busy."""
+        self._heed(self._memberships.gone(self._mail.refused(), now), now)
         for sender, message in self._mail.receive():
             match message:
                 case Welcome() | Refused():
-                    self._welcomed(message, now)
+                    self._heed(self._memberships.receive(message, now), now)
                 case Drain():
                     self.drain(now)
                 case Peers():
-                    self._meet(self._peers.receive(ROUTER, message), now)
-                    self._membership.hurry(now)  # the router uses no link of which it does not know that both ends know of it
+                    self._told(sender, message, now)
                 case _:
                     self._act(self._scheduler.receive(sender, message, now))
         for event in self._transfers.poll():
@@ -81,15 +94,15 @@ class InstanceWorker(Generic[M]):
             self._mail.route(gone, None)
         self._act(self._scheduler.tick(now))
         self._launch(now)
-        if now >= self._membership.next_deadline:
+        if now >= self._memberships.next_deadline:
             self._report(now)
 
     def drain(self, now: float) -> None:
         """Leave in order: accept nothing new, finish or hand off what runs. Idempotent."""
         if not self._draining:
             self._draining = True
-            self._act(self._scheduler.receive(ROUTER, Drain(), now))
-            self._membership.hurry(now)
+            self._act(self._scheduler.receive(self._memberships.info.id, Drain(), now))
+            self._memberships.hurry(now)
 
     @property
     def drained(self) -> bool:
@@ -100,16 +113,15 @@ class InstanceWorker(Generic[M]):
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
         peers = earliest(self._former.next_deadline(), self._peers.next_deadline())
         known = earliest(self._scheduler.next_deadline(), peers, step_ends)
-        return self._membership.next_deadline if known is None else min(known, self._membership.next_deadline)
+        return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
 
     @property
     def joined(self) -> bool:
-        return self._membership.joined
+        return self._memberships.joined
 
     def leave(self) -> None:
-        """Tell the router that this incarnation is gone."""
-        goodbye = self._membership.goodbye()
-        self._mail.send(goodbye.to, goodbye.message)
+        """Tell the routers that this incarnation is gone."""
+        self._act([membership.goodbye() for membership in self._memberships])
 
     def _take_steps(self, now: float) -> None:
         """Take in what was computed since the last turn: whole steps, and layers of the running one."""
@@ -136,31 +148,55 @@ class InstanceWorker(Generic[M]):
 
     def _act(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, Send) and action.to == ROUTER:
+                for membership in self._memberships:
+                    if membership.welcome is not None:
+                        self._mail.send(membership.name, action.message)
+            elif isinstance(action, Send):
                 self._mail.send(action.to, action.message)
             else:
                 self._transfers.submit(action)
 
     def _report(self, now: float) -> None:
-        """Tell the router how this instance is. A router that has not answered for minutes has lost its requests."""
-        if self._membership.router_lost():
-            self._act(self._scheduler.handle(RouterLost(), now))
+        """Tell the routers how this instance is. One that has not answered for minutes has lost its requests."""
+        self._heed(self._memberships.check(now), now)
         report = self._scheduler.report()
         step_s = now - self._in_flight[0].launched_s if self._in_flight else 0.0
         transfer_s = max(0.0, now - self._transfers.progress_s)
         load = msgspec.structs.replace(report.load, oldest_step_s=step_s, oldest_transfer_s=transfer_s)
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
         counters = msgspec.structs.replace(report.counters, frames_refused=refused, messages_lost=lost)
-        state = State(load, counters, self._peers.version(ROUTER), report.links_version, self._draining)
-        self._act(self._membership.due(now, state))
+        state, calm = State(load, counters, report.links_version, self._draining), self._memberships.joined
+        for membership in self._memberships:
+            if now >= membership.next_deadline:
+                version = 0 if membership.welcome is None else self._peers.version(membership.welcome.router)
+                self._act(membership.due(now, state, version, calm=calm))
 
-    def _welcomed(self, message: Welcome | Refused, now: float) -> None:
-        former = self._membership.router
-        if self._membership.receive(message):
-            self._act(self._scheduler.handle(RouterLost(), now))
-        if self._membership.router != former:
-            self._peers.retire(ROUTER, now)
-        self._mail.route(DETOKENIZER, self._membership.detokenizer)
+    def _heed(self, news: Sequence[RouterNews], now: float) -> None:
+        """Routers came or are gone: learn or forget where they and their detokenizers are, and tell the scheduler."""
+        for each in news:
+            router = each.router
+            detokenizers = [text_name(router, shard) for shard in range(len(each.detokenizers))]
+            match each:
+                case Met():
+                    self._mail.route(router, each.at.address)
+                    for name, address in zip(detokenizers, each.detokenizers, strict=True):
+                        self._mail.route(name, address)
+                    self._act(self._scheduler.handle(RouterJoined(router, len(detokenizers)), now))
+                case Lost():
+                    self._peers.retire(router, now)
+                    self._act(self._scheduler.handle(RouterLost(router), now))
+                    for name in (router, *detokenizers):
+                        self._mail.route(name, None)
+                case _:
+                    assert_never(each)
+
+    def _told(self, router: InstanceId, message: Peers, now: float) -> None:
+        """A router says with whom to work. It uses no link of which it does not know that both ends know of it."""
+        membership = self._memberships.of(router)
+        if membership is not None:
+            self._meet(self._peers.receive(router, message), now)
+            membership.hurry(now)
 
     def _meet(self, change: PeersChanged | None, now: float) -> None:
         """Other peers: learn their addresses, and tell the scheduler.

@@ -128,10 +128,12 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """router → instance: you cannot join. The instance logs the reason and exits."""
+    """router → instance: you cannot join. The instance logs the reason, and exits when no router lets it join."""
 
     reason: str
     """For people."""
+    address: str = ""
+    """That of the Register."""
 
 
 class Peers(Message, frozen=True):

@@ -11,11 +11,12 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.addresses import check_address
 from common.errors import ConfigError, WireError
 from common.ids import DETOKENIZER, ROUTER, InstanceId
 from common.instance.ports import Mail
 from common.messages import WIRE_VERSION, Cancel, DetokenizerInbox, ExpectAnswer, TokenBatch
-from common.wire import FrameRefused, Mailbox, check_address, pack_frame, unpack_frame
+from common.wire import FrameRefused, Mailbox, pack_frame, unpack_frame
 from tests.common.mailboxes import FORGET, KEY, LOOPBACK, PREFILL, WAIT_S, Make, closes, received
 
 

@@ -3,8 +3,8 @@
 Owns their shapes. Knows no test.
 """
 
-from common.ids import Generation, Incarnation, InstanceId, unpack_ids
-from common.instance.ports import Action
+from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
+from common.instance.ports import Action, RouterJoined
 from common.messages import Claim, Grant, Handoff, Renew, Reserve, Terms
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
@@ -22,6 +22,7 @@ def scheduler(
 ) -> DecodeScheduler:
     bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting)
     made = DecodeScheduler(instance(ME, "decode", LIFE), engine(total_pages, max_rows), bounds, digest)
+    made.handle(RouterJoined(ROUTER, 1), 0.0)
     met_s = -2 * MEASURED_S  # the writer's link was measured long ago
     meet(made, [instance("p", "prefill")], met_s)
     return made

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.engine.plan import StepResult
 from common.ids import ROUTER
-from common.instance.ports import Send
+from common.instance.ports import RouterJoined, Send
 from decode.scheduler import DecodeScheduler
 from tests.builders import LAYOUT, engine, instance, limits
 from tests.schedulers import generate
@@ -28,6 +28,7 @@ def measured(rows: int = ROWS) -> np.ndarray:
     description = replace(engine(rows * layout.pages_for(context), rows, context), layout=layout)
     encoder = msgspec.msgpack.Encoder()
     made = DecodeScheduler(instance("d", "decode"), description, limits(chunk_tokens=PROMPT * rows, max_waiting=rows), None)
+    made.handle(RouterJoined(ROUTER, 1), 0.0)
     for row in range(rows):
         made.receive(ROUTER, generate(f"r{row}", PROMPT - row % 16, STEPS + 1), 0.0)
     times, random = [], np.random.default_rng(0)

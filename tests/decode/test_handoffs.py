@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from common.ids import ROUTER, Incarnation
-from common.instance.ports import Action, Connect, Expect, Settle, Settled
+from common.instance.ports import Action, Connect, Expect, RouterJoined, Settle, Settled
 from common.messages import Cancel, Grant, Withdraw
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
@@ -312,7 +312,9 @@ def expected(actions: Sequence[Action]) -> list[Expect]:
 
 def unmet() -> DecodeScheduler:
     """It has never heard of its peers."""
-    return DecodeScheduler(instance("d", "decode"), engine(), limits())
+    made = DecodeScheduler(instance("d", "decode"), engine(), limits())
+    made.handle(RouterJoined(ROUTER, 1), 0.0)
+    return made
 
 
 THERE = [instance("p", "prefill")]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.engine.plan import Plan
-from common.ids import ROUTER
+from common.ids import DETOKENIZER, ROUTER
 from common.instance.waiting_line import Rank
 from common.messages import Cancel, Claim, Grant, Renew, Terms, Withdraw
 from common.pages.pool import PagePool
@@ -160,7 +160,8 @@ def victims(names: str, lacking: str, coming_pages: int = 0, pages: int = 2) -> 
     for number, name in enumerate(names):
         asked = generate(name, 4)
         rank, prompt = Rank(0, float(number)), np.zeros(4, dtype=np.int32)
-        requests[name] = DecodeRequest(asked, asked.key, prompt, None, rank, pages, 0.0, 0.0, 0, lease=pool.lease(pages))
+        lease = pool.lease(pages)
+        requests[name] = DecodeRequest(asked, asked.key, prompt, None, rank, pages, 0.0, 0.0, 0, DETOKENIZER, lease=lease)
     chosen = choose_victims(requests.values(), [requests[name] for name in lacking], coming_pages)
     return [request.key.request_id for request in chosen]
 

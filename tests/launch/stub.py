@@ -63,9 +63,9 @@ class Page(http.server.BaseHTTPRequestHandler):
         )
         pages: dict[str, object] = {
             "/cluster": {
-                "router": {"unready": []},
+                "router": {"unready": [], "settled": True},
                 "instances": [
-                    {"id": name, "links": [{"peer": peer, "state": "ready", "detail": ""} for peer in peers]}
+                    {"id": name, "peers": len(peers), "usable": len(peers)}
                     for names, peers in ((prefill, decode), (decode, prefill))
                     for name in names
                 ],

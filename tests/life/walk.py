@@ -30,7 +30,7 @@ from common.config import EngineConfig, ModelConfig, RouterConfig
 from common.engine.torch_executor import TorchExecutor
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Role
 from common.instance.limits import InstanceLimits
-from common.instance.membership import Membership
+from common.instance.memberships import Memberships
 from common.instance.worker import InstanceWorker
 from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo, RouterInbox
 from common.text.detokenizer import Detokenizer
@@ -66,7 +66,7 @@ _TURNS = (DetokenizerManager._turn, Detokenizer.next_deadline, Detokenizer.tick,
 THREADS_TURNS = {function.__code__ for function in _TURNS}
 """What the threads of an idle fleet call in each turn."""
 COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"})
-STAGES = {"transfer": "the transfer threads", "engine": "the engine threads", "tokenizer": "the router: tokenizing"}
+STAGES = {"transfer": "the transfer threads", "engine": "the engine threads"}
 """What is done on threads of these names."""
 
 
@@ -163,7 +163,6 @@ class WalkedInstance:
         inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
         self._clock = clock
         self._mailbox: Mailbox[Any] = stack.enter_context(closing(Mailbox(name, inbox, ANYWHERE)))
-        self._mailbox.route(ROUTER, router)
         executor = stack.enter_context(closing(TorchExecutor(MODEL, ENGINE, self._mailbox.wake, lambda text: None)))
         engine = executor.description
 
@@ -183,8 +182,8 @@ class WalkedInstance:
         )
         kind = PrefillScheduler if role == "prefill" else DecodeScheduler
         self.scheduler = kind(info, engine, LIMITS)
-        membership = Membership(info, HANG_S, clock())
-        self.worker: InstanceWorker[Any] = InstanceWorker(membership, self.scheduler, executor, transfers, self._mailbox)
+        memberships = Memberships(info, [router], HANG_S, clock())
+        self.worker: InstanceWorker[Any] = InstanceWorker(memberships, self.scheduler, executor, transfers, self._mailbox)
 
     def act(self) -> None:
         self.worker.turn(self._clock())

@@ -7,7 +7,7 @@ from functools import partial
 
 from common.engine.plan import Plan
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, unpack_ids
-from common.instance.ports import Action, Decision, Push, PushDone
+from common.instance.ports import Action, Decision, Push, PushDone, RouterJoined
 from common.messages import Generate, Grant, Handoff, Reserve
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import WRITE_LEASE_S
@@ -25,6 +25,7 @@ def scheduler(
 ) -> PrefillScheduler:
     bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting)
     made = PrefillScheduler(instance(ME, "prefill", LIFE), engine(total_pages, max_rows), bounds, digest)
+    made.handle(RouterJoined(ROUTER, 1), 0.0)
     schedulers.meet(made, [instance("d", "decode")], 0.0)
     made.tick(0.0)
     return made

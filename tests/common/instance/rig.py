@@ -11,8 +11,18 @@ import numpy as np
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.ids import ROUTER, InstanceId, Int32Array
-from common.instance.membership import Membership
-from common.instance.ports import Action, Decision, Event, LayersDone, Report, Scheduler, TransferCommand, TransferEvent
+from common.instance.memberships import Memberships
+from common.instance.ports import (
+    Action,
+    Decision,
+    Event,
+    LayersDone,
+    Report,
+    RouterJoined,
+    Scheduler,
+    TransferCommand,
+    TransferEvent,
+)
 from common.instance.worker import InstanceWorker
 from common.messages import Counters, Drain, Heartbeat, Load, Peers, Refused, Welcome
 from prefill.scheduler import PrefillMessage, PrefillScheduler
@@ -20,7 +30,8 @@ from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
 
 Inbox = PrefillMessage | Welcome | Refused | Peers | Drain
-WELCOME = Welcome(router=InstanceId("router-1"), detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
+ADDRESS = "tcp://127.0.0.1:7"
+WELCOME = Welcome(router=ROUTER, address=ADDRESS, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
 
 
 class InstanceMail(FakeMail[Inbox]):
@@ -101,6 +112,8 @@ class FakeScheduler:
         return []
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        if isinstance(event, RouterJoined):
+            return []
         self.told.append(f"{event.layers} layers" if isinstance(event, LayersDone) else type(event).__name__)
         return []
 
@@ -130,10 +143,10 @@ class Rig:
     def __init__(self, scheduler: Scheduler[Any] | None = None) -> None:
         self.mail, self.executor, self.transfers = InstanceMail(), FakeExecutor(), FakeTransfers()
         me = instance("p", "prefill")
-        self.membership = Membership(me, startup_timeout_s=5.0, now=0.0)
+        self.memberships = Memberships(me, [ADDRESS], startup_timeout_s=5.0, now=0.0)
         made = scheduler or PrefillScheduler(me, engine(), limits(chunk_tokens=4))
         self.worker: InstanceWorker[PrefillMessage] = InstanceWorker(
-            self.membership, made, self.executor, self.transfers, self.mail
+            self.memberships, made, self.executor, self.transfers, self.mail
         )
 
     def turn(self, now: float, *messages: Inbox) -> list[str]:

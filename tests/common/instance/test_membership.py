@@ -6,14 +6,18 @@ import msgspec
 import pytest
 
 from common.errors import PeerRefused
-from common.ids import ROUTER, InstanceId
-from common.instance.membership import ABANDON_AFTER_S, REGISTER_EVERY_S, Membership, State
+from common.ids import InstanceId
+from common.instance.membership import ABANDON_AFTER_S, CALM_EVERY_S, REGISTER_EVERY_S, State
+from common.instance.memberships import Lost, Memberships, Met
 from common.instance.ports import Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Welcome
 from tests.builders import instance
 
 INFO = instance("p", "prefill")
-WELCOME = Welcome(router=InstanceId("router-1"), detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=0.5, dead_after_s=3.0)
+HERE, THERE = "tcp://127.0.0.1:7", "tcp://127.0.0.1:8"
+WELCOME = Welcome(
+    router=InstanceId("router-1"), address=HERE, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=0.5, dead_after_s=3.0
+)
 SUCCESSOR = msgspec.structs.replace(WELCOME, router=InstanceId("router-2"))
 
 
@@ -21,13 +25,21 @@ class Member:
     """A membership with its clock."""
 
     def __init__(self) -> None:
-        self.membership = Membership(INFO, startup_timeout_s=5.0, now=100.0)
+        self.all = Memberships(INFO, [HERE], startup_timeout_s=5.0, now=100.0)
+        (self.membership,) = self.all
         self.now = 100.0
+
+    def receive(self, message: Welcome | Refused) -> list[str]:
+        """The routers that are lost by this message."""
+        return [news.router for news in self.all.receive(message, self.now) if isinstance(news, Lost)]
+
+    def router_lost(self) -> bool:
+        return any(isinstance(news, Lost) for news in self.all.check(self.now))
 
     def beat(self) -> list[str]:
         """What is sent now."""
-        sends = self.membership.due(self.now, State(Load(), Counters(), 0, 0, draining=False))
-        assert all(send.to == ROUTER for send in sends)
+        sends = self.membership.due(self.now, State(Load(), Counters(), 0, draining=False), 0, calm=False)
+        assert all(send.to == self.membership.name for send in sends)
         return [type(send.message).__name__ for send in sends]
 
     def next(self) -> list[str]:
@@ -48,7 +60,7 @@ class Member:
 def member() -> Member:
     """One that has joined."""
     member = Member()
-    member.membership.receive(WELCOME)
+    member.receive(WELCOME)
     return member
 
 
@@ -57,9 +69,9 @@ def test_it_registers_until_it_is_welcome() -> None:
     assert [member.next(), member.next()] == [["Register"], ["Register"]]
     assert member.membership.next_deadline == 100.0 + 2 * REGISTER_EVERY_S
     joined_before = member.membership.joined
-    assert not member.membership.receive(WELCOME), "it had no router before"
+    assert not member.receive(WELCOME), "it had no router before"
     assert [joined_before, member.membership.joined] == [False, True]
-    assert (member.membership.detokenizer,) == WELCOME.detokenizers
+    assert member.membership.welcome == WELCOME
     assert member.next() == ["Heartbeat"]
 
 
@@ -67,17 +79,17 @@ def test_a_registration_that_nobody_answers_ends_the_start() -> None:
     member = Member()
     member.now += 5.0
     with pytest.raises(PeerRefused, match="--router"):
-        member.beat()
+        member.router_lost()
 
 
 def test_a_refusal_is_told_with_its_reason() -> None:
-    with pytest.raises(PeerRefused, match="the router refused p: page size differs"):
-        Member().membership.receive(Refused(reason="page size differs"))
+    with pytest.raises(PeerRefused, match="refused p: page size differs"):
+        Member().receive(Refused(reason="page size differs"))
 
 
 def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
     load, counters = Load(pages_free=3), Counters(steps=5)
-    (send,) = member.membership.due(100.0, State(load, counters, 7, 8, draining=True))
+    (send,) = member.membership.due(100.0, State(load, counters, 8, draining=True), 7, calm=False)
     beat = Heartbeat(
         id=INFO.id,
         incarnation=INFO.incarnation,
@@ -87,7 +99,7 @@ def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
         links_version=8,
         draining=True,
     )
-    assert send == Send(ROUTER, beat)
+    assert send == Send(member.membership.name, beat)
 
 
 # --- a router that falls silent --------------------------------------------------------------------------------------------
@@ -97,22 +109,22 @@ def test_a_router_that_leaves_heartbeats_unanswered_is_registered_with_again_and
     silent_s = member.silent_until(lambda: not member.membership.joined)
     assert WELCOME.dead_after_s < silent_s <= WELCOME.dead_after_s + 2 * WELCOME.heartbeat_s
     assert [member.next() for _ in range(20)] == [["Register"]] * 20
-    assert not member.membership.router_lost()
-    assert not member.membership.receive(WELCOME), "the same router still waits for its answers"
+    assert not member.router_lost()
+    assert not member.receive(WELCOME), "the same router still waits for its answers"
     assert member.membership.joined and member.next() == ["Heartbeat"]
 
 
 def test_only_a_silence_that_a_failure_alone_explains_ends_the_requests_of_a_router(member: Member) -> None:
-    silent_s = member.silent_until(member.membership.router_lost)
+    silent_s = member.silent_until(member.router_lost)
     assert ABANDON_AFTER_S < silent_s <= ABANDON_AFTER_S + 2 * WELCOME.heartbeat_s
-    assert not member.membership.router_lost(), "it is told once"
+    assert not member.router_lost(), "it is told once"
     member.now += 1000.0
     assert member.beat() == ["Register"], "the deadline of the start is over"
 
 
 def test_a_silent_router_that_is_followed_by_another_has_lost_its_requests(member: Member) -> None:
     member.silent_until(lambda: not member.membership.joined)
-    assert member.membership.receive(SUCCESSOR)
+    assert member.receive(SUCCESSOR)
 
 
 @pytest.mark.parametrize(("answers", "beats"), [(100, 1), (10, 6)], ids=["each heartbeat", "now and then"])
@@ -121,13 +133,13 @@ def test_a_router_that_answers_is_never_lost(member: Member, answers: int, beats
         for _ in range(beats):
             member.next()
             assert member.membership.joined
-        assert not member.membership.receive(WELCOME)
+        assert not member.receive(WELCOME)
 
 
 def test_a_process_that_was_stopped_has_sent_nothing_that_could_be_answered(member: Member) -> None:
     member.next()
     member.now += 1000.0
-    assert member.beat() == ["Heartbeat"] and not member.membership.router_lost()
+    assert member.beat() == ["Heartbeat"] and not member.router_lost()
     assert member.membership.joined
 
 
@@ -141,8 +153,8 @@ def test_hurried_heartbeats_do_not_count_as_silence(member: Member) -> None:
 
 
 def test_a_router_that_was_lost_is_joined_again_without_a_second_farewell(member: Member) -> None:
-    member.silent_until(member.membership.router_lost)
-    assert not member.membership.receive(WELCOME), "what it had sent has been ended already"
+    member.silent_until(member.router_lost)
+    assert not member.receive(WELCOME), "what it had sent has been ended already"
     assert member.membership.joined and member.silent_until(lambda: not member.membership.joined) > WELCOME.dead_after_s
 
 
@@ -150,13 +162,13 @@ def test_a_router_that_was_lost_is_joined_again_without_a_second_farewell(member
 
 
 def test_the_welcome_of_another_router_says_that_the_former_ones_requests_are_nobodys(member: Member) -> None:
-    assert member.membership.receive(SUCCESSOR)
-    assert not member.membership.receive(SUCCESSOR)
+    assert member.receive(SUCCESSOR)
+    assert not member.receive(SUCCESSOR)
 
 
 def test_its_times_and_its_detokenizer_hold_from_now_on(member: Member) -> None:
-    member.membership.receive(msgspec.structs.replace(SUCCESSOR, detokenizers=("tcp://127.0.0.1:8",), heartbeat_s=2.0))
-    assert member.membership.detokenizer == "tcp://127.0.0.1:8"
+    member.receive(msgspec.structs.replace(SUCCESSOR, detokenizers=("tcp://127.0.0.1:8",), heartbeat_s=2.0))
+    assert member.membership.welcome is not None and member.membership.welcome.detokenizers == ("tcp://127.0.0.1:8",)
     member.next()
     assert member.membership.next_deadline == member.now + 2.0
 
@@ -169,4 +181,66 @@ def test_hurrying_before_the_welcome_changes_nothing() -> None:
 
 
 def test_goodbye_names_the_incarnation(member: Member) -> None:
-    assert member.membership.goodbye() == Send(ROUTER, Goodbye(id=INFO.id, incarnation=INFO.incarnation))
+    assert member.membership.goodbye() == Send(member.membership.name, Goodbye(id=INFO.id, incarnation=INFO.incarnation))
+
+
+# --- several routers ---------------------------------------------------------------------------------------------------------
+
+OTHER = msgspec.structs.replace(WELCOME, router=InstanceId("router-9"), address=THERE)
+
+
+def both() -> Memberships:
+    return Memberships(INFO, [HERE, THERE], startup_timeout_s=5.0, now=100.0)
+
+
+def test_each_router_is_a_membership_of_its_own_and_one_is_enough() -> None:
+    members = both()
+    here, there = members
+    assert members.receive(OTHER, 100.0) == [Met(there, OTHER.router, OTHER.detokenizers)] and members.joined
+    members.check(1000.0)  # the deadline of the start is over
+    assert members.receive(WELCOME, 100.0) == [Met(here, WELCOME.router, WELCOME.detokenizers)]
+    assert members.of(OTHER.router) is there and members.of(InstanceId("router-2")) is None
+
+
+def test_a_welcome_without_an_address_answers_a_heartbeat_of_the_life_that_it_names() -> None:
+    members = both()
+    here, there = members
+    members.receive(WELCOME, 100.0)
+    moved = msgspec.structs.replace(WELCOME, address="", detokenizers=("tcp://127.0.0.1:5",))
+    assert members.receive(moved, 100.0) == [Met(here, WELCOME.router, moved.detokenizers)]
+    assert members.receive(msgspec.structs.replace(OTHER, address=""), 100.0) == [] and there.welcome is None
+
+
+def test_only_the_requests_of_the_router_that_is_gone_end_and_it_is_asked_again() -> None:
+    members = both()
+    here, there = members
+    for welcome in (WELCOME, OTHER):
+        members.receive(welcome, 100.0)
+    assert members.gone([there.name], 100.0) == [Lost(there, OTHER.router, OTHER.detokenizers)]
+    assert members.gone([there.name], 100.0) == []
+    assert here.joined and there.next_deadline <= 100.0 + REGISTER_EVERY_S
+
+
+def test_one_that_does_not_answer_is_asked_more_and_more_seldom_when_another_has_welcomed_us() -> None:
+    _, there = both()
+    pauses = []
+    for _ in range(20):
+        now = there.next_deadline
+        there.due(now, State(Load(), Counters(), 0, draining=False), 0, calm=True)
+        pauses.append(there.next_deadline - now)
+    assert pauses[0] == REGISTER_EVERY_S and pauses == sorted(pauses) and pauses[-1] == CALM_EVERY_S
+
+
+def test_a_router_that_refuses_us_is_no_end_while_another_may_welcome_us() -> None:
+    members = both()
+    assert members.receive(Refused(reason="other pages", address=HERE), 100.0) == []
+    members.receive(OTHER, 100.0)
+    with pytest.raises(PeerRefused, match=r"other pages.*; .*other dtype"):
+        members.receive(Refused(reason="other dtype", address=THERE), 100.0)
+
+
+def test_one_router_under_two_addresses_is_refused() -> None:
+    members = both()
+    members.receive(WELCOME, 100.0)
+    with pytest.raises(PeerRefused, match="one router twice"):
+        members.receive(msgspec.structs.replace(WELCOME, address=THERE), 100.0)

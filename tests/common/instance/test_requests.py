@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from common.errors import BadRequest
+from common.ids import ROUTER
+from common.instance.ports import RouterJoined
 from common.instance.request import Phase, Request
 from common.instance.requests import MEMORY_S, RequestTable, read_terms
 from common.instance.waiting_line import Rank
@@ -19,7 +21,9 @@ LENGTH = Finished("length")
 
 
 def table() -> RequestTable[Request]:
-    return RequestTable(Request, ME, engine(), limits(request_timeout_s=600.0))
+    made = RequestTable(Request, ME, engine(), limits(request_timeout_s=600.0))
+    made.meet_router(RouterJoined(ROUTER, 1))
+    return made
 
 
 def is_accepted(made: RequestTable[Request], now: float, name: str = "r", timeout_s: float | None = None, first: int = 0) -> bool:
@@ -131,7 +135,7 @@ def test_a_probe_is_answered_with_the_next_token_or_none_for_keys_that_are_not_k
     made, _ = opened("over")
     finish(made, made[key("over")], 0.0)
     is_accepted(made, 0.0, "a", first=7)
-    answer = made.answer(Probe(keys=(key("over"), key("a"), key("unknown")))).message
+    answer = made.answer(ROUTER, Probe(keys=(key("over"), key("a"), key("unknown")))).message
     standings = (Standing(key("over"), None), Standing(key("a"), 7), Standing(key("unknown"), None))
     assert answer == Probed(id=ME.id, incarnation=ME.incarnation, standings=standings)
 

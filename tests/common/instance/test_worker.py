@@ -4,15 +4,16 @@ import msgspec
 import pytest
 
 from common.errors import PeerRefused, TransferError
-from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids
+from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids, text_name
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Connect, LinkChanged, PushDone, Settled
 from common.instance.worker import ROUTE_MEMORY_S, run
 from common.messages import Cancel, Drain, Generate, LinkInfo, LinkReport, LinkState, Peers, Refused, Reserve, TokenBatch
 from tests.builders import instance, key, sampling
-from tests.common.instance.rig import WELCOME, FakedRig, Rig
+from tests.common.instance.rig import ADDRESS, WELCOME, FakedRig, Rig
 
 D = InstanceId("d")
+AT = InstanceId(f"router@{ADDRESS}")
 THERE, GONE = Peers(version=1, joined=(instance("d", "decode"),)), Peers(version=2)
 
 
@@ -35,7 +36,7 @@ def test_an_instance_registers_until_it_is_welcome_and_then_reports() -> None:
     assert rig.turn(0.25) == ["Register"]
     assert rig.turn(0.5, WELCOME) == ["Heartbeat"]
     joined = rig.worker.joined
-    assert joined and rig.mail.routes == {str(DETOKENIZER): "tcp://127.0.0.1:9"}
+    assert joined and rig.mail.routes == {AT: ADDRESS, ROUTER: ADDRESS, DETOKENIZER: "tcp://127.0.0.1:9"}
     assert rig.turn(1.0) == []
     assert [rig.turn(1.5 + beat, WELCOME) for beat in range(5)] == 5 * [["Heartbeat"]]
 
@@ -70,10 +71,24 @@ def test_the_requests_of_a_router_that_has_been_silent_for_minutes_are_abandoned
 
 def test_the_requests_of_a_former_router_are_abandoned_when_another_welcomes_us(rig: FakedRig) -> None:
     rig.turn(0.0, WELCOME)
-    assert rig.scheduler.told == []
     successor = msgspec.structs.replace(WELCOME, router=InstanceId("router-2"), detokenizers=("tcp://127.0.0.1:8",))
     rig.turn(0.1, successor)
-    assert rig.scheduler.told == ["RouterLost"] and rig.mail.routes == {str(DETOKENIZER): "tcp://127.0.0.1:8"}
+    assert rig.scheduler.told == ["RouterLost"]
+    successor_text = text_name(InstanceId("router-2"), 0)
+    assert rig.mail.routes == {
+        AT: ADDRESS,
+        ROUTER: None,
+        DETOKENIZER: None,
+        InstanceId("router-2"): ADDRESS,
+        successor_text: "tcp://127.0.0.1:8",
+    }
+
+
+def test_the_requests_of_a_router_whose_process_is_gone_end_at_once(rig: FakedRig) -> None:
+    rig.turn(0.0, WELCOME)
+    rig.mail.gone = [AT]
+    rig.turn(0.1)
+    assert rig.scheduler.told == ["RouterLost"]
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------------
