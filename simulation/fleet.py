@@ -61,7 +61,9 @@ class Fleet:
         self.memory = world.memory
         self.observer = world.observer
         self.size = size or Size()
-        self.router_process = RouterProcess(self.clock, self.network, config or RouterConfig(), self.observer)
+        self._config = config or RouterConfig()
+        self._router_lives = 1
+        self.router_process = RouterProcess(self.clock, self.network, self._config, self.observer)
         self.detokenizer_process = DetokenizerProcess(self.clock, self.network)
         self.instances: dict[str, Instance] = {}
         """Those whose processes live."""
@@ -139,6 +141,13 @@ class Fleet:
         """The router's process is stopped for so long, or its loop is busy; what is sent to it waits."""
         self.router_process.stop_until(self.clock.now + seconds)
         self.run_for(seconds)
+
+    def restart_router(self) -> None:
+        """The router's process is killed, and another life starts at its address, which knows nothing."""
+        self.router_process.kill()
+        self._router_lives += 1
+        name = InstanceId(f"router-{self._router_lives}")
+        self.router_process = RouterProcess(self.clock, self.network, self._config, self.observer, name)
 
     # --- time --------------------------------------------------------------------------------------------------------------
 

@@ -28,15 +28,18 @@ HEARTBEAT_S = 1.0
 
 
 class RouterProcess:
-    """The router: its core and its mail, as `router.gateway` joins them."""
+    """The router: its core and its mail, as `router.gateway` joins them. name: of this life of it."""
 
-    def __init__(self, clock: Clock, network: Network, config: RouterConfig, observer: Observer) -> None:
+    def __init__(
+        self, clock: Clock, network: Network, config: RouterConfig, observer: Observer, name: InstanceId = ROUTER
+    ) -> None:
         self._clock = clock
         self._loop = Loop(clock, self)
-        self.core = RouterCore(ROUTER, [DETOKENIZER_ADDRESS], config, observer)
-        mailbox = network.open(ROUTER_ADDRESS, ROUTER, self._loop.wake, "router")
+        self.core = RouterCore(name, [DETOKENIZER_ADDRESS], config, observer)
+        mailbox = network.open(ROUTER_ADDRESS, name, self._loop.wake, "router")
         self._meter = network.meter("router")
-        self._mail: Post[RouterInbox] = Post(ROUTER, RouterInbox, network, mailbox, {DETOKENIZER: DETOKENIZER_ADDRESS})
+        texts = dict.fromkeys(self.core.detokenizer_names, DETOKENIZER_ADDRESS)
+        self._mail: Post[RouterInbox] = Post(name, RouterInbox, network, mailbox, texts)
         self._routes_version = 0
         self._routes: dict[InstanceId, str] = {}
 
@@ -67,6 +70,10 @@ class RouterProcess:
     def stop_until(self, until_s: float) -> None:
         """Do nothing before then."""
         self._loop.stop_until(until_s)
+
+    def kill(self) -> None:
+        """As SIGKILL does: it never acts again."""
+        self._loop.end()
 
     def drain(self, instance: InstanceId) -> None:
         """As POST /cluster/{instance}/drain does."""

@@ -9,11 +9,13 @@ from typing import Literal, TypeAlias
 
 from common.engine.timed import StepCost
 from common.ids import DETOKENIZER, ROUTER, RequestId
+from router.partners import AT_LEAST
 from simulation.instance import Size
 from tests.life.weather import Chances
 
 WINDOW_S = 12.0
 """Faults begin within it; the weather is bad during it."""
+FEW_PEERS = 2
 LONGEST_PROMPT, LONGEST_ANSWER = 44, 30
 FEWEST_PAGES, MOST_PAGES = 19, 32
 """The fewest hold the longest prompt with the longest answer."""
@@ -122,13 +124,15 @@ class Rough:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """heartbeat_s: of the instances. survivor: a decode instance that nothing befalls but the weather, if there is one."""
+    """heartbeat_s: of the instances. peers_per_instance: few, or more than there are. survivor: a decode
+    instance that nothing befalls but the weather, if there is one."""
 
     seed: int
     prefill: int
     decode: int
     size: Size
     heartbeat_s: float
+    peers_per_instance: int
     chances: Chances
     rough: Rough
     asks: tuple[Ask, ...]
@@ -139,6 +143,9 @@ class Schedule:
 def draw_schedule(seed: int) -> Schedule:
     random = Random(seed)
     prefill, decode = random.randint(2, 4), random.randint(2, 4)
+    peers_per_instance = Random(f"partners {seed}").choice((64, 64, FEW_PEERS))
+    if peers_per_instance == FEW_PEERS:
+        prefill += AT_LEAST  # otherwise every prefill instance is among the favourites of each decode instance
     survivor = "decode-0" if random.random() < 0.8 else None
     names = [f"prefill-{n}" for n in range(prefill)] + [f"decode-{n}" for n in range(decode)]
     victims = [name for name in names if name != survivor]
@@ -148,6 +155,7 @@ def draw_schedule(seed: int) -> Schedule:
         decode=decode,
         size=_size(random, verify_pages=seed % 2 == 0),
         heartbeat_s=random.choice((0.5, 1.0, 1.0, 1.0)),  # rare ones are cheaper
+        peers_per_instance=peers_per_instance,
         chances=_chances(random),
         rough=_rough(random),
         asks=_asks(random),

@@ -82,7 +82,11 @@ class Trial(Fleet):
         self.asked = [Asked(ask, tuple(expect(choice) for choice in ask.choices)) for ask in schedule.asks]
         self._armed: dict[str, list[Deed]] = {}
         self._leaving: set[Instance] = set()
-        config = RouterConfig(heartbeat_s=schedule.heartbeat_s, request_timeout_s=REQUEST_TIMEOUT_S)
+        config = RouterConfig(
+            heartbeat_s=schedule.heartbeat_s,
+            request_timeout_s=REQUEST_TIMEOUT_S,
+            peers_per_instance=schedule.peers_per_instance,
+        )
         super().__init__(
             schedule.prefill,
             schedule.decode,
