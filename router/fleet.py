@@ -5,7 +5,8 @@ no clock. Does not know requests. `eligibility` says who may be a member, `membe
 
     Register ─► Welcome
              └► Refused(reason)      a mismatch, a former incarnation or an absurd description; shown on the /cluster page
-    Heartbeat ─► Welcome             the router's own heartbeat; a stranger gets none, and registers in time
+    Heartbeat ─► Welcome             the router's own heartbeat, unless one went out just before; a stranger gets none, and
+                                     registers in time
               └► Drain               while a member that was told to leave does not report that it drains
     Goodbye, a newer incarnation, or silence (of `dead_after_s`, or of two heartbeats after the connection broke)
               ─► the member is lost
@@ -49,6 +50,9 @@ REPLACED_REMEMBERED = 1024
 BEATS_AFTER_BREAK = 2
 """A member whose connection broke is dead after this many heartbeats of silence; so is one that is due when this router was held
 up itself."""
+ANSWER_DIVISOR = 4
+"""A heartbeat is not answered while the last answer is younger than this part of `dead_after_s`: an answer costs as much as a
+heartbeat."""
 NAME_SHOWN, REASON_SHOWN = 64, 500
 """How many characters are kept of what a stranger says: it may be of any length."""
 
@@ -184,7 +188,8 @@ class Fleet:
             self.stale += 1
             return change
         self._silence.set(message.id, now + self._dead_after_s)
-        if back is None:  # a member that is back was greeted by `register`
+        if back is None and now >= member.answer_due_s:  # a member that is back was greeted by `register`
+            member.answer_due_s = now + self._dead_after_s / ANSWER_DIVISOR
             change.sends.append(Send(message.id, self._welcome))
         self._take_report(member, message, change, now)
         return change

@@ -2,7 +2,7 @@
 
 Owns the times of registration and of heartbeats in both directions. Opens no socket, reads no clock.
 
-The router answers every heartbeat. When it falls silent, the instance goes on serving and registers again until a router welcomes
+The router answers heartbeats. When it falls silent, the instance goes on serving and registers again until a router welcomes
 it there. If that is the same life, it was only held up, and still waits for every answer. If it is another life, if nobody
 answers for ABANDON_AFTER_S, or if the router's process is proven to be gone, nobody waits for the answers any more.
 """

@@ -11,7 +11,7 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
                      │◄─TextBatch─ detok ◄─TokenBatch─┤ ─Handoff | Withdraw─►│
                      │◄─TextBatch─ detok ◄─TokenBatch──────────────────┤
 
-    instance ─Register─► router ─Welcome | Refused─► instance       at each router; a Welcome answers every Heartbeat too
+    instance ─Register─► router ─Welcome | Refused─► instance       at each router; a Welcome answers Heartbeats too
              ◄────────────Peers, TellLinks, Drain, Probe, Repeat    Peers: what has changed, or the whole set
              ─Heartbeat, LinkReport, Probed, Goodbye─►              LinkReport: prefill instances, when a link changes
 

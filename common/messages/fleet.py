@@ -113,7 +113,8 @@ class Register(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """router → instance: you are a member. It answers every Register and every Heartbeat, so it is the router's own heartbeat."""
+    """router → instance: you are a member. It answers every Register, and every Heartbeat unless
+    the last answer is younger than `dead_after_s` / 4, so it is the router's own heartbeat."""
 
     router: InstanceId
     """The name of this life of the router: when another life answers, the instance ends what the former one had sent."""

@@ -202,9 +202,9 @@ def test_everyone_that_was_silent_at_once_comes_back_and_knows_the_others() -> N
 # --- heartbeats ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_heartbeat_of_a_member_is_answered_so_that_it_knows_the_router_lives(fleet: Fleet) -> None:
-    for now in (1.0, 1.5):
-        assert hear(fleet, D0, P0, now=now).sends == [Send(D0.id, WELCOME)]
+def test_a_heartbeat_is_answered_unless_the_last_answer_is_younger_than_a_quarter_of_what_counts_as_silence(fleet: Fleet) -> None:
+    for now, answered in ((1.0, True), (1.5, False), (1.9, False), (2.0, True), (2.5, False), (3.0, True)):
+        assert hear(fleet, D0, P0, now=now).sends == [Send(D0.id, WELCOME)] * answered
 
 
 def test_a_heartbeat_of_a_stranger_is_not_answered_and_is_counted_as_stale(fleet: Fleet) -> None:
