@@ -23,9 +23,9 @@ from router.partners import Partners
 GATHER_S = 0.2
 """Changes of the set are told at once, but what changes within this long after that is told together: when a thousand instances
 register at a router that started again, each gets a few messages."""
-PAIRS_AT_ONCE, INFOS_AT_ONCE = 4_096, 4_096
-"""How many pairs one turn makes, and of how many partners in all it tells: 10 ms each. A large fleet takes several turns, in
-which the router serves."""
+PAIRS_AT_ONCE, INFOS_AT_ONCE = 2_048, 2_048
+"""How many pairs one turn makes, and of how many partners in all it tells: a few milliseconds each. A large fleet takes
+several turns, in which the router serves."""
 WHOLE_BYTES = 4 * 2**20
 """A set larger than this is told in several messages. A frame may be 64 MiB."""
 _encoder = msgspec.msgpack.Encoder()

@@ -139,4 +139,4 @@ class Gateway:
         self.pump()
         now = self.clock()
         caught_up = self._behind_since_s is None or now - self._behind_since_s > BACKLOG_S
-        self.deliver(self.core.tick(now, caught_up=caught_up) + self.core.flush(now))
+        self.deliver(self.core.tick(now, caught_up=caught_up))
