@@ -26,6 +26,8 @@ class Client:
 
     def __init__(self, *request_ids: RequestId) -> None:
         self.outbox = Outbox(lambda: None)
+        self.cut_off = False
+        """Its router has died: nothing comes any more."""
         self._answers = [Answer(request_id) for request_id in request_ids]
 
     def stop_reading(self) -> None:
@@ -45,8 +47,8 @@ class Client:
 
     @property
     def ended(self) -> bool:
-        """Every choice has its ending."""
-        return all(answer.endings for answer in self.answers)
+        """Every choice has its ending, or none will come."""
+        return self.cut_off or all(answer.endings for answer in self.answers)
 
     @property
     def token_ids(self) -> list[int]:

@@ -4,6 +4,7 @@ Owns who is there. Replaced are only the rims: mail is a heap of messages that a
 tokens depend on every byte of its KV, and pages move by memmove. A fleet of another kind makes other engines and transports.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ from simulation.client import Client, Observer
 from simulation.clock import Clock, LocalClock
 from simulation.instance import Instance, Name, Size
 from simulation.network import Calm, Network, Weather
-from simulation.processes import DetokenizerProcess, RouterProcess
+from simulation.processes import FIRST_TEXT_PORT, Place, RouterProcess, router_name
 
 FIRST_PORT = 1000
 JOIN_S, JOIN_LOOK_S = 5.0, 0.01
@@ -42,9 +43,9 @@ class World:
 
 
 class Fleet:
-    """Router, detokenizer and instances. `clock.turn` moves the clock to whatever happens next, and those to whom it happens act.
+    """Routers, detokenizers and instances. `clock.turn` moves the clock to what happens next, and those to whom it happens act.
 
-    size: what each instance is made of.
+    size: what each instance is made of. routers: how many; `config` is that of each of them.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Fleet:
         config: RouterConfig | None = None,
         size: Size | None = None,
         world: World | None = None,
+        routers: int = 1,
     ) -> None:
         world = world or World()
         self.clock = world.clock
@@ -62,9 +64,11 @@ class Fleet:
         self.observer = world.observer
         self.size = size or Size()
         self._config = config or RouterConfig()
-        self._router_lives = 1
-        self.router_process = RouterProcess(self.clock, self.network, self._config, self.observer)
-        self.detokenizer_process = DetokenizerProcess(self.clock, self.network)
+        self.routers = [self._make_router(seat, routers) for seat in range(routers)]
+        """The last life of each."""
+        self.routers_killed = 0
+        self._clients: defaultdict[InstanceId, list[Client]] = defaultdict(list)
+        """Who asked which life of a router."""
         self.instances: dict[str, Instance] = {}
         """Those whose processes live."""
         self.lives: list[Instance] = []
@@ -75,9 +79,14 @@ class Fleet:
             self.start(f"prefill-{number}", "prefill")
         for number in range(decode):
             self.start(f"decode-{number}", "decode")
-        while self.router.unready():
-            assert self.clock.now < JOIN_S, self.router.unready()
+        while unready := [reason for each in self.routers for reason in each.core.unready()]:
+            assert self.clock.now < JOIN_S, unready
             self.run_for(JOIN_LOOK_S)
+
+    @property
+    def router_process(self) -> RouterProcess:
+        """The first router, or the only one."""
+        return self.routers[0]
 
     @property
     def router(self) -> RouterCore:
@@ -85,14 +94,15 @@ class Fleet:
 
     @property
     def detokenizer(self) -> Detokenizer:
-        return self.detokenizer_process.core
+        return self.router_process.detokenizers[0].core
 
     # --- who is there ------------------------------------------------------------------------------------------------------
 
     def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
         """An instance starts, or starts again. address: that of a former incarnation, whose mail it gets. began_s: see `Name`."""
         life = len(self.lives)
-        full_name = Name(InstanceId(name), role, life, address or f"tcp://127.0.0.1:{FIRST_PORT + life}", began_s)
+        inbox, routers = address or f"tcp://127.0.0.1:{FIRST_PORT + life}", tuple(each.address for each in self.routers)
+        full_name = Name(InstanceId(name), role, life, inbox, began_s, routers)
         instance = Instance(full_name, self.size, self.clock, self.network, self, self.instance_ended)
         self.instances[name] = instance
         self.lives.append(instance)
@@ -104,6 +114,29 @@ class Fleet:
         instance.kill()
         self.memory.regions.pop(instance.info.pool.agent)
         return instance
+
+    def kill_router(self, seat: int) -> None:
+        """The process is gone, with its detokenizers. Its clients get nothing more."""
+        router = self.routers[seat]
+        router.kill()
+        self.routers_killed += 1
+        for client in self._clients.pop(router.name, ()):
+            client.cut_off = not client.ended
+
+    def start_router(self, seat: int) -> None:
+        """Another life begins at the address of one that was killed."""
+        self.routers[seat] = self._make_router(seat, len(self.routers), self.routers[seat])
+
+    def _make_router(self, seat: int, seats: int, former: RouterProcess | None = None) -> RouterProcess:
+        life, port = (0, FIRST_TEXT_PORT) if former is None else (former.life + 1, former.next_port)
+        place = Place(seat, router_name(seat, seats, life), life, port)
+        return RouterProcess(place, self.clock, self.network, self._config, self.observer)
+
+    def connection_broken(self, name: str) -> None:
+        """Every router sees its connection to this instance break."""
+        for router in self.routers:
+            if router.alive:
+                router.connection_broken(InstanceId(name))
 
     def make_engine(self, clock: LocalClock) -> Executor:
         return ToyExecutor(self.size.pages, self.size.rows, Timeline(self.size.cost, clock))
@@ -122,15 +155,19 @@ class Fleet:
         sampling = SamplingParams(max_new_tokens=max_tokens, temperature=0.0)
         return self.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling))
 
-    def ask(self, *choices: RequestSpec) -> Client:
-        """A client asks for some choices. Raises what the router raises."""
+    def ask(self, *choices: RequestSpec, seat: int = 0) -> Client:
+        """A client asks this router, which lives, for some choices. Raises what the router raises."""
         client = Client(*(choice.request_id for choice in choices))
-        self.router_process.submit(choices, client)
+        router = self.routers[seat]
+        router.submit(choices, client)
+        self._clients[router.name].append(client)
         return client
 
     def leave(self, *names: str) -> None:
         """The client of these requests hangs up."""
-        self.router_process.cancel([RequestId(name) for name in names])
+        for router in self.routers:
+            if router.alive:
+                router.cancel([RequestId(name) for name in names])
 
     def pause(self, name: str, seconds: float) -> None:
         """The instance does nothing for so long, as a stopped process; what is sent to it waits."""
@@ -142,12 +179,10 @@ class Fleet:
         self.router_process.stop_until(self.clock.now + seconds)
         self.run_for(seconds)
 
-    def restart_router(self) -> None:
+    def restart_router(self, seat: int = 0) -> None:
         """The router's process is killed, and another life starts at its address, which knows nothing."""
-        self.router_process.kill()
-        self._router_lives += 1
-        name = InstanceId(f"router-{self._router_lives}")
-        self.router_process = RouterProcess(self.clock, self.network, self._config, self.observer, name)
+        self.kill_router(seat)
+        self.start_router(seat)
 
     # --- time --------------------------------------------------------------------------------------------------------------
 
@@ -174,4 +209,4 @@ class Fleet:
         loads = [instance.scheduler.report().load for instance in self.instances.values()]
         pages = all(load.pages_free == load.pages_total for load in loads)
         idle = all(load.waiting_requests + load.running_requests + load.reservations == 0 for load in loads)
-        return pages and idle and len(self.router.requests) == 0
+        return pages and idle and not any(each.alive and len(each.core.requests) for each in self.routers)

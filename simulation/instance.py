@@ -23,7 +23,6 @@ from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.network import Network, Post
 
-ROUTER_ADDRESS = "tcp://127.0.0.1:1"
 STARTUP_TIMEOUT_S = 60.0
 
 
@@ -55,13 +54,14 @@ class Size(InstanceLimits):
 @dataclass(frozen=True, slots=True)
 class Name:
     """Who an instance is. life: the number of its incarnation. address: of its inbox. began_s: what its clock showed when the
-    simulated one showed 0."""
+    simulated one showed 0. routers: the addresses at which it registers."""
 
     id: InstanceId
     role: Role
     life: int
     address: str
     began_s: float = 0.0
+    routers: tuple[str, ...] = ()
 
 
 class Parts(Protocol):
@@ -114,7 +114,7 @@ class Instance:
         mailbox = network.open(name.address, name.id, self._loop.wake, name.role)
         self._meter = network.meter(name.role)
         self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {})
-        memberships = Memberships(self.info, [ROUTER_ADDRESS], STARTUP_TIMEOUT_S, self._clock())
+        memberships = Memberships(self.info, name.routers, STARTUP_TIMEOUT_S, self._clock())
         self.worker: InstanceWorker[Any] = InstanceWorker(memberships, self.scheduler, self.engine, self.transfers, self._mail)
         self._loop.wake(clock.now)
         self._transfer_thread.wake(clock.now)

@@ -145,8 +145,16 @@ class Network:
         mailbox = self._at(address)
         mailbox.is_open = False
         for watcher in mailbox.watchers:
-            if delays := self.weather.delays(mailbox.owner, watcher.me, self.clock.now):
-                self.clock.at(self.clock.now + delays[0] + KNOCKS_S, partial(watcher.knocked, address, mailbox))
+            self._knock(address, mailbox, watcher)
+
+    def _knock(self, address: str, mailbox: Mailbox, watcher: "Post[Any]") -> None:
+        """He tries to connect again, until it is refused, or somebody is there."""
+        if mailbox.is_open:
+            return
+        delays = self.weather.delays(mailbox.owner, watcher.me, self.clock.now)
+        answered_s = self.clock.now + KNOCKS_S + (delays[0] if delays else 0.0)
+        again = partial(self._knock, address, mailbox, watcher)
+        self.clock.at(answered_s, partial(watcher.knocked, address, mailbox) if delays else again)
 
     def watch(self, address: str, watcher: "Post[Any]") -> None:
         """Tell it when the owner's process is gone."""

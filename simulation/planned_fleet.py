@@ -10,7 +10,7 @@ from common.config import RouterConfig, parse_step_cost
 from common.engine.executor import EngineDescription, Executor
 from common.engine.plan import Plan
 from common.engine.timed import StepCost, TimedExecutor, Timeline
-from common.ids import InstanceId, Role
+from common.ids import Role
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.transport import Transport
@@ -120,7 +120,7 @@ class PlannedFleet(Fleet):
         instance = self.instances.pop(name)
         instance.kill()
         self.wires.died(instance.info.pool.agent)
-        self.router_process.connection_broken(InstanceId(name))
+        self.connection_broken(name)
         return instance
 
     def instance_ended(self, instance: Instance, reason: str) -> None:

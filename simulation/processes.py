@@ -1,16 +1,17 @@
-"""The router and the detokenizer of a simulated fleet: the real cores, joined to their mail as their processes join them.
+"""The routers of a simulated fleet and their detokenizers: the real cores, joined to their mail as their processes join them.
 
-Owns their loops. Opens no socket and decides nothing.
+Owns their loops, and who is whose child. Opens no socket and decides nothing.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from tokenizers import Tokenizer, models
 
 from common.config import RouterConfig
 from common.engine.toy import TOY_VOCAB
-from common.ids import DETOKENIZER, ROUTER, InstanceId, RequestId
+from common.ids import ROUTER, InstanceId, RequestId, text_name
 from common.instance.ports import Send
 from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextDelta
 from common.text.batches import cut
@@ -19,29 +20,62 @@ from router.core import RouterCore
 from router.requests import RequestSpec
 from simulation.client import Client, Observer
 from simulation.clock import NEVER, Clock, Loop
-from simulation.instance import ROUTER_ADDRESS
 from simulation.network import Network, Post
 
-DETOKENIZER_ADDRESS = "tcp://127.0.0.1:2"
 HEARTBEAT_S = 1.0
-"""Of the detokenizer."""
+"""Of a detokenizer."""
+FIRST_TEXT_PORT = 2
+HOST = "tcp://127.0.0.{host}:{port}"
+"""Each router has a host for itself and its detokenizers."""
+
+
+def router_address(seat: int) -> str:
+    return HOST.format(host=seat + 1, port=1)
+
+
+def router_name(seat: int, seats: int, life: int) -> InstanceId:
+    """The only router of a fleet has the simplest name: what is written about it then reads well."""
+    name = ROUTER if seats == 1 else InstanceId(f"router-{seat + 1}")
+    return InstanceId(f"{name}-life-{life}") if life else name
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Who a router is. seat: the number of its address, which its successor has too. name: of this life. text_port: the first
+    port of its host that no detokenizer has had."""
+
+    seat: int
+    name: InstanceId
+    life: int = 0
+    text_port: int = FIRST_TEXT_PORT
 
 
 class RouterProcess:
-    """The router: its core and its mail, as `router.gateway` joins them. name: of this life of it."""
+    """A life of a router: its core and its mail, as `router.gateway` joins them, and its detokenizers, which die with it.
 
-    def __init__(
-        self, clock: Clock, network: Network, config: RouterConfig, observer: Observer, name: InstanceId = ROUTER
-    ) -> None:
+    next_port: that of its next detokenizer, or of its successor's first.
+    """
+
+    def __init__(self, place: Place, clock: Clock, network: Network, config: RouterConfig, observer: Observer) -> None:
+        self.name, self.seat, self.life, self.next_port = place.name, place.seat, place.life, place.text_port
+        self.address = router_address(self.seat)
+        self.alive = True
+        self.stopped_until_s = 0.0
+        self.detokenizers: list[DetokenizerProcess] = []
         self._clock = clock
+        self._network = network
         self._loop = Loop(clock, self)
-        self.core = RouterCore(name, [DETOKENIZER_ADDRESS], config, observer)
-        mailbox = network.open(ROUTER_ADDRESS, name, self._loop.wake, "router")
+        for shard in range(config.detokenizers):
+            self.detokenizers.append(self._start_detokenizer(shard))
+        addresses = [each.address for each in self.detokenizers]
+        self.core = RouterCore(self.name, addresses, config, observer)
+        mailbox = network.open(self.address, self.name, self._loop.wake, "router")
         self._meter = network.meter("router")
-        texts = dict.fromkeys(self.core.detokenizer_names, DETOKENIZER_ADDRESS)
-        self._mail: Post[RouterInbox] = Post(name, RouterInbox, network, mailbox, texts)
+        routes = {each.name: each.address for each in self.detokenizers}
+        self._mail: Post[RouterInbox] = Post(self.name, RouterInbox, network, mailbox, routes)
         self._routes_version = 0
         self._routes: dict[InstanceId, str] = {}
+        self._loop.wake(mailbox.next_deadline())  # what was sent to its predecessor
 
     def act(self) -> None:
         now = self._clock.now
@@ -56,6 +90,8 @@ class RouterProcess:
         deadline = self.core.next_deadline()
         return min(NEVER if deadline is None else deadline, self._mail.next_deadline())
 
+    # --- what clients do ---------------------------------------------------------------------------------------------------
+
     def submit(self, specs: Sequence[RequestSpec], client: Client) -> None:
         """Raises what the core raises."""
         now = self._clock.now
@@ -67,22 +103,44 @@ class RouterProcess:
     def cancel(self, names: Sequence[RequestId]) -> None:
         self._deliver(self.core.requests.cancel(names, self._clock.now))
 
-    def stop_until(self, until_s: float) -> None:
-        """Do nothing before then."""
-        self._loop.stop_until(until_s)
-
-    def kill(self) -> None:
-        """As SIGKILL does: it never acts again."""
-        self._loop.end()
-
     def drain(self, instance: InstanceId) -> None:
         """As POST /cluster/{instance}/drain does."""
         self._deliver(self.core.fleet.drain(instance))
+
+    # --- what befalls it ---------------------------------------------------------------------------------------------------
+
+    def stop_until(self, until_s: float) -> None:
+        """Do nothing before then."""
+        self.stopped_until_s = max(self.stopped_until_s, until_s)
+        self._loop.stop_until(until_s)
 
     def connection_broken(self, instance: InstanceId) -> None:
         """As the mailbox says when the other side has closed."""
         self.core.fleet.connection_broken(instance, self._clock.now)
         self._loop.wake(self.next_deadline())
+
+    def kill(self) -> None:
+        """As SIGKILL does: it never acts again, nor do its detokenizers, and its host refuses connections."""
+        self.alive = False
+        self._loop.end()
+        for detokenizer in self.detokenizers:
+            detokenizer.kill()
+        self._network.close(self.address)
+
+    def restart_detokenizer(self, shard: int) -> None:
+        """Another process has taken the place of this detokenizer, which is gone."""
+        self.detokenizers[shard].kill()
+        successor = self.detokenizers[shard] = self._start_detokenizer(shard)
+        self._mail.route(successor.name, successor.address)
+        self._deliver(self.core.detokenizer_moved(shard, successor.address, self._clock.now))
+        self._loop.wake(self.next_deadline())
+
+    def _start_detokenizer(self, shard: int) -> "DetokenizerProcess":
+        address = HOST.format(host=self.seat + 1, port=self.next_port)
+        self.next_port += 1
+        return DetokenizerProcess(self, shard, address, self._clock, self._network)
+
+    # --- out ---------------------------------------------------------------------------------------------------------------
 
     def _deliver(self, sends: Sequence[Send]) -> None:
         if self.core.fleet.addresses_version != self._routes_version:
@@ -99,17 +157,20 @@ class RouterProcess:
 
 
 class DetokenizerProcess:
-    """The detokenizer: its core and its mail, as `common.text.detokenizer_manager` joins them."""
+    """A detokenizer: its core and its mail, as `common.text.detokenizer_manager` joins them."""
 
-    def __init__(self, clock: Clock, network: Network) -> None:
+    def __init__(self, router: RouterProcess, shard: int, address: str, clock: Clock, network: Network) -> None:
+        self.name, self.address = text_name(router.name, shard), address
+        self._router, self._shard = router.name, shard
         self._clock = clock
         self._loop = Loop(clock, self)
         self.core = Detokenizer(words_tokenizer())
-        mailbox = network.open(DETOKENIZER_ADDRESS, DETOKENIZER, self._loop.wake, "detokenizer")
+        mailbox = network.open(address, self.name, self._loop.wake, "detokenizer")
         self._meter = network.meter("detokenizer")
-        self._mail: Post[DetokenizerInbox] = Post(DETOKENIZER, DetokenizerInbox, network, mailbox, {ROUTER: ROUTER_ADDRESS})
-        self._beats_s = 0.0
-        self._loop.wake(0.0)
+        routes = {router.name: router.address}
+        self._mail: Post[DetokenizerInbox] = Post(self.name, DetokenizerInbox, network, mailbox, routes)
+        self._beats_s = clock.now
+        self._loop.wake(clock.now)
 
     def act(self) -> None:
         now = self._clock.now
@@ -120,19 +181,26 @@ class DetokenizerProcess:
             self._meter.lap(type(message).__name__)
         texts += self.core.tick(now)
         for batch in cut(texts):
-            self._mail.send(ROUTER, batch)
+            self._mail.send(self._router, batch)
         self._meter.lap("TextBatch")
         if now >= self._beats_s:
             self._beats_s = now + HEARTBEAT_S
             dropped = sum(self.core.dropped.values())
             beat = DetokenizerHeartbeat(
-                open_answers=self.core.open_answers, early_answers=self.core.early_answers, dropped=dropped
+                open_answers=self.core.open_answers,
+                early_answers=self.core.early_answers,
+                dropped=dropped,
+                shard=self._shard,
             )
-            self._mail.send(ROUTER, beat)
+            self._mail.send(self._router, beat)
 
     def next_deadline(self) -> float:
         deadline = self.core.next_deadline()
         return min(self._beats_s, NEVER if deadline is None else deadline, self._mail.next_deadline())
+
+    def kill(self) -> None:
+        """As SIGKILL does."""
+        self._loop.end()
 
 
 @cache
