@@ -193,7 +193,9 @@ class RouterConfig:
     max_requests: int = option(1024, "most requests in the system at once; more get status 429")
     default_max_tokens: int = option(0, "most answer tokens of a chat request that sets no limit; 0: what the context leaves")
     max_body: str = option("16MiB", "largest HTTP request body")
-    heartbeat_s: float = option(0.5, "seconds between an instance's reports to the router")
+    heartbeat_s: float = option(
+        0.5, "seconds between an instance's reports to the router; a router of more than 1,000 reports a second asks for fewer"
+    )
     dead_after_s: float = option(3.0, "seconds of silence after which an instance counts as dead")
     request_timeout_s: float = option(
         1800.0, "seconds that a request may take when it does not ask for less or more with `timeout`"

@@ -47,6 +47,9 @@ REMEMBERED = 32
 """How many members that left, and how many refused instances, the fleet remembers with their addresses."""
 REPLACED_REMEMBERED = 1024
 """How many replaced incarnations it remembers: more, because one may sleep while a whole fleet restarts."""
+HEARTBEATS_PER_S = 1_000
+"""As many a router takes in; more members than that times --heartbeat-s report more rarely."""
+BEATS_BEFORE_DEATH = 3
 BEATS_AFTER_BREAK = 2
 """A member whose connection broke is dead after this many heartbeats of silence; so is one that is due when this router was held
 up itself."""
@@ -112,6 +115,7 @@ class Fleet:
         self._welcome = Welcome(
             router=router, detokenizers=tuple(detokenizers), heartbeat_s=heartbeat_s, dead_after_s=dead_after_s
         )
+        self._heartbeat_s = heartbeat_s
         self._acquaintance = Acquaintance(router, heartbeat_s, peers_per_instance)
         self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
         self._dead_after_s = dead_after_s
@@ -284,6 +288,7 @@ class Fleet:
         elif former is not None:
             _remember(self._replaced, former.member.life, None, REPLACED_REMEMBERED)
         self._members[info.id] = member
+        self._set_pace()
         self.model = info.model
         self._silence.set(info.id, now + self._dead_after_s)
         self.addresses_version += 1
@@ -294,6 +299,7 @@ class Fleet:
     def _remove(self, member: Member, reason: str, *, silent: bool) -> Change:
         info = member.info
         del self._members[info.id]
+        self._set_pace()
         if not self._members:
             self.model = None
         self._silence.clear(info.id)
@@ -303,6 +309,14 @@ class Fleet:
         self._acquaintance.leave(member)
         self.candidates.leave(member)
         return Change(lost=[member])
+
+    def _set_pace(self) -> None:
+        """In a large fleet each member reports more rarely, so that all of them together cost this router no more. A member still
+        reports several times before it could be taken for dead."""
+        slowest_s = max(self._heartbeat_s, self._dead_after_s / BEATS_BEFORE_DEATH)
+        paced_s = min(max(self._heartbeat_s, len(self._members) / HEARTBEATS_PER_S), slowest_s)
+        if paced_s != self._welcome.heartbeat_s:
+            self._welcome = replace(self._welcome, heartbeat_s=paced_s)
 
     def _greet(self, member: Member, address: str) -> list[Send]:
         """address: at which it registered; it may know several routers."""

@@ -25,7 +25,7 @@ from router.fleet import REMEMBERED, REPLACED_REMEMBERED, Fleet, UnknownInstance
 from tests.builders import instance
 from tests.router import bench
 from tests.router.bench import D0, D1, P0
-from tests.router.fakes import flush, hear
+from tests.router.fakes import beat, flush, hear
 
 DEAD_AFTER_S = 4.0
 new_fleet = partial(bench.new_fleet, linked=False, dead_after_s=DEAD_AFTER_S)
@@ -425,3 +425,18 @@ def test_a_broken_connection_gives_no_member_more_time_and_a_stranger_none() -> 
     fleet.connection_broken(P0.id, deadline - 0.1)
     fleet.connection_broken(D0.id, deadline - 0.1)
     assert fleet.next_deadline() == deadline
+
+
+def test_members_of_a_large_fleet_report_more_rarely_but_several_times_before_they_could_be_taken_for_dead() -> None:
+    fleet = new_fleet()
+    paces = []
+    for number in range(2_000):
+        (greeting,) = fleet.register(Register(instance=instance(f"d{number}", "decode")), 0.0).sends
+        assert isinstance(greeting.message, Welcome)
+        paces.append(greeting.message.heartbeat_s)
+    assert paces[:500] == 500 * [0.5] and paces[999] == 1.0
+    assert paces == sorted(paces) and paces[-1] == DEAD_AFTER_S / 3
+    for number in range(1_990):
+        fleet.goodbye(Goodbye(id=InstanceId(f"d{number}"), incarnation=Incarnation("1")))
+    (answer,) = fleet.heartbeat(beat(instance("d1999", "decode")), 100.0).sends
+    assert isinstance(answer.message, Welcome) and answer.message.heartbeat_s == 0.5
