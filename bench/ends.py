@@ -27,7 +27,7 @@ from kv_transfer.backends import make_transport
 from kv_transfer.planner import PageSlice, plan_runs
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import BUSY_S, EXPECT_S, IDLE_S, TransferThread
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed
 
 PUSH_S = 60.0
 """A push that takes longer has failed."""
@@ -98,7 +98,7 @@ class TransportEnd(End):
     def __init__(self, name: TransportName, host: str, pool: Pool, layout: KVLayout) -> None:
         self._transport = make_transport(name, host)
         self.layout = layout
-        self._peer = ""
+        self._peer, self._connected = "", False
         self._tickets = 0
         self._expecting = False
         self._expect_s = BUSY_S if _is_distant(host) else EXPECT_S
@@ -118,8 +118,14 @@ class TransportEnd(End):
 
     def connect(self, address: Address) -> None:
         pool = _pool_at(address)
+        self._peer, self._connected = pool.agent, False
         self._transport.connect(pool)
-        self._peer = pool.agent
+        until = time.monotonic() + PUSH_S
+        while not self._connected:
+            if time.monotonic() > until:
+                raise TransferError(f"the peer did not answer within {PUSH_S:g} s")
+            self._has_ended(Ticket(-1))
+            time.sleep(BUSY_S)
 
     def prepare(self, source_pages: Int32Array, target_pages: Int32Array) -> PushOnce:
         runs = self.runs(source_pages, target_pages)
@@ -150,7 +156,9 @@ class TransportEnd(End):
             match event:
                 case RunsDone():
                     done = done or event.ticket == ticket
-                case RunsFailed() | AgentLost():
+                case Connected():
+                    self._connected = True
+                case RunsFailed() | AgentLost() | ConnectFailed():
                     raise TransferError(event.reason)
                 case _:
                     assert_never(event)

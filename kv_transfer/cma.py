@@ -84,6 +84,7 @@ class _CmaLink:
     """Implements `kv_transfer.pushes.Link`. Raises SliceFailed when the agent's process does not show its beacon."""
 
     detail = "Linux CMA"
+    ready = None
 
     def __init__(self, kernel: _Kernel, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire) -> None:
         self._kernel, self._source, self._pool, self._wire = kernel, source, pool, wire
@@ -131,8 +132,8 @@ class CmaTransport:
         self._kernel.let_peers_in()
         return self._name, msgspec.msgpack.encode(_Wire(os.getpid(), ctypes.addressof(self._beacon)))
 
-    def connect(self, pool: PoolDescriptor) -> str:
-        return self._pushes.connect(pool, lambda: self._link(pool))
+    def connect(self, pool: PoolDescriptor) -> None:
+        self._pushes.connect(pool, lambda: self._link(pool))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._pushes.push(ticket, agent, runs)

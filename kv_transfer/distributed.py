@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import uuid
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +32,7 @@ from kv_transfer.transport import TransportEvent
 SILENCE_S = 10.0
 """A peer that does not answer a slice for this long is lost."""
 CONNECT_S, CONNECT_NCCL_S = 3.0, 8.0
-"""NCCL first looks for network cards. No longer than a write may outlive its lease: the thread of transfers waits meanwhile."""
+"""The longest that each step of making a pair may take. NCCL first looks for network cards."""
 ACCEPT_S = 5e-3
 """How often the store is checked for joiners."""
 CLOSE_S = 2.0
@@ -62,7 +62,7 @@ class _Job:
 
 
 class _Sender:
-    """Implements `kv_transfer.pushes.Link`: a pair and the thread that sends. ready: the pair is made, or TransferError."""
+    """Implements `kv_transfer.pushes.Link`: a pair and the thread that makes it and sends."""
 
     def __init__(self, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire, host: str, silence_s: float) -> None:
         self.detail = "torch.distributed " + ("Gloo" if pool.device == "cpu" else "NCCL")
@@ -92,7 +92,8 @@ class _Sender:
                 stack.enter_context(stream_of(self._source.device))
                 self._pair = self._join()
             except (*ERRORS, TransferError) as error:
-                self.ready.set_exception(TransferError(reason_of(error)))
+                what = f"torch.distributed could not connect to {self._pool.agent}"
+                self.ready.set_exception(TransferError(f"{what}: {reason_of(error) or 'it does not answer'}"))
                 return
             self.ready.set_result(None)
             while (job := self._next()) is not None:
@@ -182,8 +183,8 @@ class TorchTransport:
         self._pushes.register(region)
         return self._name, msgspec.msgpack.encode(_Wire(self._host, self._port, self._card))
 
-    def connect(self, pool: PoolDescriptor) -> str:
-        return self._pushes.connect(pool, lambda: self._link(pool))
+    def connect(self, pool: PoolDescriptor) -> None:
+        self._pushes.connect(pool, lambda: self._link(pool))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._pushes.push(ticket, agent, runs)
@@ -205,7 +206,7 @@ class TorchTransport:
     # --- inside ------------------------------------------------------------------------------------------------------------
 
     def _link(self, pool: PoolDescriptor) -> _Sender:
-        """Accepts joiners while it waits, because two agents may connect to each other at the same time."""
+        """A link whose thread makes the connection."""
         assert self._region is not None, "register comes before connect"
         what = f"torch.distributed could not connect to {pool.agent}"
         if pool.device.partition(":")[0] != self._region.device.partition(":")[0]:
@@ -221,14 +222,6 @@ class TorchTransport:
             )
         sender = _Sender(self._region, pool, wire, self._host, self._silence_s)
         self._threads.append(sender.thread)
-        until = time.monotonic() + connect_s_of(self._region.device)
-        while not wait([sender.ready], ACCEPT_S).done and time.monotonic() < until:
-            self._accept()
-        try:
-            sender.ready.result(0)
-        except (TransferError, TimeoutError) as error:
-            sender.close()
-            raise TransferError(f"{what}: {error or 'it does not answer'}") from error
         return sender
 
     def _accept(self) -> None:
@@ -268,5 +261,5 @@ class TorchTransport:
 
 
 def connect_s_of(device: str) -> float:
-    """The longest that making a pair may take."""
+    """The longest that each step of making a pair may take."""
     return CONNECT_S if device == "cpu" else CONNECT_NCCL_S

@@ -23,9 +23,13 @@ SLOWEST_BYTES_PER_S = 10 * 2**20
 """A link is lost when no push completes on it for STALL_S, plus the time that the bytes in flight take at this rate."""
 RETRY_S, RETRY_MOST_S = 5.0, 60.0
 """The pause before a lost link is tried again; it doubles each time. A dead peer has left the fleet by then."""
+ATTEMPT_S = 20.0
+"""An attempt to connect without a result is given up after this."""
+ATTEMPTS, AGAIN = 32, 8
+"""Most attempts to connect under way at once, and beside how many a lost link is tried again: newcomers always find room."""
 QUICK_S = 0.1
-"""An attempt to connect that takes longer was one to a peer that does not answer, or slowly. The transfer thread does
-nothing else meanwhile. So the next attempt waits for as long as this one took: leases, pushes and links get their turn."""
+"""Beginning an attempt takes a library some milliseconds, in which the transfer thread does nothing else. After this long in
+one turn, the others wait for as long as these took: leases, pushes and links get their turn."""
 TURN_S = 1.0
 """Links are measured one after the other, but no link waits longer than this for the one before it."""
 
@@ -65,6 +69,9 @@ class Links:
         self._links: dict[InstanceId, Link] = {}
         self._stalls: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._retries: DeadlineWheel[InstanceId] = DeadlineWheel()
+        self._attempts: DeadlineWheel[InstanceId] = DeadlineWheel()
+        self._connecting: dict[str, Link] = {}
+        """Links whose attempt to connect is under way, by the agent."""
         self._new: deque[Link] = deque()
         self._again: deque[Link] = deque()
         """Links to open: those of peers that joined, and those that were lost before, which may fail again and so come later."""
@@ -72,6 +79,11 @@ class Links:
         """Not before this time."""
         self._unmeasured: deque[Link] = deque()
         self._turn_ends_s = -math.inf
+
+    @property
+    def connecting(self) -> bool:
+        """Whether an attempt to connect is under way."""
+        return bool(self._connecting)
 
     @property
     def measuring(self) -> bool:
@@ -84,29 +96,53 @@ class Links:
         return link if link is not None and link.info.incarnation == incarnation else None
 
     def next_deadline(self) -> float | None:
-        opens_s = self._opens_s if self._new or self._again else None
-        return earliest(self._stalls.next_deadline(), self._retries.next_deadline(), opens_s)
+        opens_s = self._opens_s if self._next_line() else None
+        return earliest(self._stalls.next_deadline(), self._retries.next_deadline(), self._attempts.next_deadline(), opens_s)
 
     def tick(self, now: float) -> None:
-        """Lose the links without progress, and try lost ones again."""
+        """Lose the links without progress, and give up attempts without a result."""
+        for peer in self._attempts.expired(now):
+            self._lose(self._links[peer], f"it did not answer within {ATTEMPT_S:g} s")
         for peer in self._stalls.expired(now):
             link = self._links[peer]
             self.cut(link, f"no push completed for {self._clock() - link.progress_s:.0f} s")
-        for peer in self._retries.expired(now):
-            self._again.append(self._links[peer])
-        self.open_waiting()
 
     def open_waiting(self) -> None:
-        """Connect to the peers that wait for it, up to the first attempt that takes long."""
-        while (waiting := self._new or self._again) and (began_s := self._clock()) >= self._opens_s:
+        """Begin to connect to the peers that wait for it, for as long as the turn allows; lost ones join the line when their pause ends."""
+        began_s = self._clock()
+        for peer in self._retries.expired(began_s):
+            self._again.append(self._links[peer])
+        while (waiting := self._next_line()) and self._clock() >= self._opens_s:
             link = waiting.popleft()
             if self._links.get(link.info.id) is not link or link.state == "ready":
                 continue  # the peer has left meanwhile, or the link is up
             self._retries.clear(link.info.id)
             self._open(link)
-            now = self._clock()
-            if now - began_s > QUICK_S:
-                self._opens_s = now + (now - began_s)
+            took_s = self._clock() - began_s
+            if took_s > QUICK_S:
+                self._opens_s = self._clock() + took_s
+
+    def connected(self, agent: str, detail: str) -> None:
+        """An attempt has succeeded."""
+        link = self._ended(agent)
+        if link is None:
+            return
+        link.library, link.bytes_in_flight = detail, 0
+        if self._measures and link.info.pool.spare_pages and self._ours.spare_pages:
+            link.probe = LinkProbe(self._ours, link.info.pool)
+        if link.probe is not None and not link.probe.done:
+            if link not in self._unmeasured:
+                self._unmeasured.append(link)
+            self._set(link, "connecting", f"{link.library}: measuring")
+        else:
+            link.probe, link.retry_s = None, RETRY_S
+            self._set(link, "ready", link.library)
+
+    def refused(self, agent: str, reason: str) -> None:
+        """An attempt has failed."""
+        link = self._ended(agent)
+        if link is not None:
+            self._lose(link, reason)
 
     def reconcile(self, peers: tuple[InstanceInfo, ...], left: tuple[InstanceId, ...]) -> None:
         """Make the links to these peers, in place of those to their former lives, and close those to peers that left."""
@@ -117,7 +153,6 @@ class Links:
                 self._close(peer.id)
                 self._links[peer.id] = Link(peer, "connecting")
                 self._new.append(self._links[peer.id])
-        self.open_waiting()
 
     def _close(self, peer: InstanceId) -> None:
         """Forget the link to the peer, whatever its life, if there is one."""
@@ -125,6 +160,7 @@ class Links:
         if link is not None:
             self._stalls.clear(peer)
             self._retries.clear(peer)
+            self._ended(link.info.pool.agent)
             self._transport.close(link.info.pool.agent)
             link.state, link.probe = "lost", None
 
@@ -180,6 +216,19 @@ class Links:
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
+    def _next_line(self) -> deque[Link]:
+        """Whose turn it is to be connected: empty when nobody waits, or too many attempts are under way."""
+        if self._new and len(self._connecting) < ATTEMPTS:
+            return self._new
+        return self._again if len(self._connecting) < AGAIN else deque()
+
+    def _ended(self, agent: str) -> Link | None:
+        """The link whose attempt to connect is over; None if none was under way."""
+        link = self._connecting.pop(agent, None)
+        if link is not None:
+            self._attempts.clear(link.info.id)
+        return link
+
     def _open(self, link: Link) -> None:
         pool = link.info.pool
         try:
@@ -189,24 +238,18 @@ class Links:
             if difference is not None:
                 raise TransferError(f"its KV layout differs: {difference}")
             check_pool(pool)
-            link.library = self._transport.connect(pool)
         except TransferError as error:
             self._lose(link, str(error))
             return
-        link.bytes_in_flight = 0
-        if self._measures and pool.spare_pages and self._ours.spare_pages:
-            link.probe = LinkProbe(self._ours, pool)
-        if link.probe is not None and not link.probe.done:
-            if link not in self._unmeasured:
-                self._unmeasured.append(link)
-            self._set(link, "connecting", f"{link.library}: measuring")
-        else:
-            link.probe, link.retry_s = None, RETRY_S
-            self._set(link, "ready", link.library)
+        self._connecting[pool.agent] = link
+        self._attempts.set(link.info.id, self._clock() + ATTEMPT_S)
+        self._transport.connect(pool)
 
     def _lose(self, link: Link, reason: str) -> None:
         """Its pushes end by their own events. New pushes are refused until the link is up again."""
         self._stalls.clear(link.info.id)
+        if self._ended(link.info.pool.agent) is not None:
+            self._transport.close(link.info.pool.agent)  # an attempt to make it again was under way
         link.probe = None
         self._retries.set(link.info.id, self._clock() + link.retry_s)
         link.retry_s = min(2 * link.retry_s, RETRY_MOST_S)

@@ -10,12 +10,11 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
 from kv_transfer.pushes import Pushes, SliceFailed
-from kv_transfer.transport import AgentLost, TransportEvent
+from kv_transfer.transport import AgentLost, ConnectFailed, TransportEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -43,13 +42,15 @@ class Write:
 @dataclass(slots=True, eq=False)
 class MemoryNetwork:
     """What the agents of one process share. hold: writes wait for `MemoryTransport.release`. window: slices that a link has under
-    way at once. Transports read slice_bytes and window when they are made."""
+    way at once. Transports read slice_bytes and window when they are made. silent: agents that do not answer who connects, until
+    the test says what comes of it."""
 
     regions: dict[str, MemoryRegion] = field(default_factory=dict)
     hold: bool = False
     slice_bytes: int = 16 * 2**20
     window: int = sys.maxsize
     names: int = 0
+    silent: "dict[str, Future[None]]" = field(default_factory=dict)
 
     def carry(self, write: Write) -> None:
         """Carry out a write: it lands at once. A simulation lets it take time, or fail."""
@@ -64,6 +65,7 @@ class MemoryTransport:
         self._pushes = Pushes(network.slice_bytes, sys.maxsize, network.window)
         self.name = ""
         self._peers: set[str] = set()
+        self._refused: list[TransportEvent] = []
         self.held: deque[Write] = deque()
 
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
@@ -73,11 +75,12 @@ class MemoryTransport:
         self._pushes.register(region)
         return self.name, b""
 
-    def connect(self, pool: PoolDescriptor) -> str:
+    def connect(self, pool: PoolDescriptor) -> None:
         if pool.agent not in self.network.regions:
-            raise TransferError(f"agent {pool.agent} is not in this process")
+            self._refused.append(ConnectFailed(pool.agent, f"agent {pool.agent} is not in this process"))
+            return
         self._peers.add(pool.agent)
-        return self._pushes.connect(pool, lambda: _MemoryLink(self, pool.agent, self.network.regions[pool.agent]))
+        self._pushes.connect(pool, lambda: self._link(pool.agent))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._pushes.push(ticket, agent, runs)
@@ -88,13 +91,17 @@ class MemoryTransport:
             self.release()
         lost = [agent for agent in self._peers if agent not in self.network.regions]
         self._peers.difference_update(lost)
-        return [*(AgentLost(agent, "the agent died") for agent in lost), *self._pushes.poll()]
+        refused, self._refused = self._refused, []
+        return [*refused, *(AgentLost(agent, "the agent died") for agent in lost), *self._pushes.poll()]
 
     def close(self, agent: str | None = None) -> None:
         self._pushes.close(agent)
         self._peers = self._peers - {agent} if agent else set()
         if agent is None:
             self.network.regions.pop(self.name, None)
+
+    def _link(self, agent: str) -> "_MemoryLink":
+        return _MemoryLink(self, agent, self.network.regions[agent], self.network.silent.get(agent))
 
     # --- what a test injects -----------------------------------------------------------------------------------------------
 
@@ -122,6 +129,7 @@ class _MemoryLink:
     transport: MemoryTransport
     reader: str
     target: MemoryRegion
+    ready: "Future[None] | None" = None
     detail: str = "memmove"
 
     def write(self, runs: Int64Array) -> "Future[None]":

@@ -23,6 +23,7 @@ import os
 import socket
 import time
 import uuid
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Annotated, Any
@@ -44,6 +45,9 @@ WINDOW = 2
 SILENCE_S = 8
 """A peer that acknowledges nothing for this long is lost, unless MC_TRANSFER_TIMEOUT says otherwise."""
 CONNECT_S = 2.0
+"""The longest wait for the peer's port. The engine waits for its answers for MC_TRANSFER_TIMEOUT."""
+GREETINGS = 64
+"""Most attempts to connect at once."""
 DYING_S = 0.5
 NAME_BYTES = 64
 WHEEL_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
@@ -67,24 +71,25 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 class _MooncakeLink:
-    """Implements `kv_transfer.pushes.Link`."""
+    """Implements `kv_transfer.pushes.Link`. landing: where NAME_BYTES of registered memory are, until it is ready."""
 
-    def __init__(self, engine: Any, detail: str, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire) -> None:
+    def __init__(self, engine: Any, detail: str, source: MemoryRegion, pool: PoolDescriptor, wire: _Wire, landing: int) -> None:
         self.detail = detail
         self._engine, self._source, self._pool, self._wire = engine, source, pool, wire
         self._threads = ThreadPoolExecutor(WINDOW, thread_name_prefix="mooncake")
+        self.ready = self._threads.submit(self._greet, landing)
 
-    def greet(self, landing: int) -> None:
-        """Read the agent's name into `landing`, NAME_BYTES of registered memory. This connects, and proves that the link leads to
-        the right agent. Raises TransferError, OSError, ValueError."""
-        _reach(self._wire)
-        reading = self._threads.submit(
-            self._engine.transfer_sync_read, self._wire.session, landing, self._wire.beacon, NAME_BYTES
-        )
-        if reading.result(CONNECT_S) != 0:
-            raise TransferError("its memory cannot be read")
-        if ctypes.string_at(landing, NAME_BYTES) != _padded(self._pool.agent):
-            raise TransferError("the descriptor belongs to another agent")
+    def _greet(self, landing: int) -> None:
+        """On a thread of the link: read the agent's name. This connects, and proves that the link leads to the right agent."""
+        try:
+            _reach(self._wire)
+            if self._engine.transfer_sync_read(self._wire.session, landing, self._wire.beacon, NAME_BYTES) != 0:
+                raise TransferError("its memory cannot be read")
+            if ctypes.string_at(landing, NAME_BYTES) != _padded(self._pool.agent):
+                raise TransferError("the descriptor belongs to another agent")
+        except (OSError, ValueError, RuntimeError, TransferError) as error:
+            reason = str(error) or type(error).__name__
+            raise TransferError(f"Mooncake could not connect to {self._pool.agent}: {reason}") from error
 
     def write(self, runs: Int64Array) -> Future[None]:
         return self._threads.submit(self._write, runs)
@@ -114,9 +119,11 @@ class MooncakeTransport:
     def __init__(self, host: str) -> None:
         self._engine = _make_engine()
         self._name = f"mooncake-{uuid.uuid4().hex}"
-        self._beacon = ctypes.create_string_buffer(
-            _padded(self._name), 2 * NAME_BYTES
-        )  # the second half: where names of others are read to
+        self._beacon = ctypes.create_string_buffer(_padded(self._name), (1 + GREETINGS) * NAME_BYTES)
+        """Our name, and then places to which names of others are read."""
+        beacon = ctypes.addressof(self._beacon)
+        self._landings = deque(beacon + NAME_BYTES * place for place in range(1, 1 + GREETINGS))
+        """Those that no read is under way to. Threads of links give them back."""
         self._region: MemoryRegion | None = None
         self._pushes = Pushes(SLICE_BYTES, SLICE_RUNS, WINDOW)
         self._accepted("start", self._engine.initialize(host, "P2PHANDSHAKE", "tcp", ""))
@@ -135,8 +142,8 @@ class MooncakeTransport:
         self._pushes.register(region)
         return self._name, msgspec.msgpack.encode(_Wire(self._host, self._engine.get_rpc_port(), beacon))
 
-    def connect(self, pool: PoolDescriptor) -> str:
-        return self._pushes.connect(pool, lambda: self._link(pool))
+    def connect(self, pool: PoolDescriptor) -> None:
+        self._pushes.connect(pool, lambda: self._link(pool))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._pushes.push(ticket, agent, runs)
@@ -154,15 +161,16 @@ class MooncakeTransport:
 
     def _link(self, pool: PoolDescriptor) -> _MooncakeLink:
         assert self._region is not None, "register comes before connect"
-        link: _MooncakeLink | None = None
+        what = f"Mooncake could not connect to {pool.agent}"
         try:
             wire = msgspec.msgpack.decode(pool.wire, type=_Wire)
-            link = _MooncakeLink(self._engine, self._detail, self._region, pool, wire)
-            link.greet(ctypes.addressof(self._beacon) + NAME_BYTES)
-        except (msgspec.DecodeError, ValueError, OSError, TransferError) as error:
-            if link is not None:
-                link.close()
-            raise TransferError(f"Mooncake could not connect to {pool.agent}: {error or type(error).__name__}") from error
+        except msgspec.DecodeError as error:
+            raise TransferError(f"{what}: {error}") from error
+        if not self._landings:
+            raise TransferError(f"{what}: {GREETINGS} attempts to connect are under way")
+        landing = self._landings.popleft()
+        link = _MooncakeLink(self._engine, self._detail, self._region, pool, wire, landing)
+        link.ready.add_done_callback(lambda _: self._landings.append(landing))
         return link
 
     def _accepted(self, what: str, status: int) -> None:

@@ -4,6 +4,7 @@ Owns the NIXL agent and every handle. Knows no pages. All calls come from one th
 its progress thread, which would spin on a core. Measured behaviour that shapes this file:
 
 - On many links `transfer` copies inside the call. Pushes are cut into slices to keep each call short.
+- Making a connection returns at once, in 1 to 30 ms, also to a peer that is stopped: its first write waits instead.
 - Every handle is polled to its end, also after a failure: NIXL cannot abort, and releasing a handle does not stop its write.
 - NIXL reports a cut link only with TCP_USER_TIMEOUT, and then the receiver must poll more often than that.
 - A peer is removed only when nothing is in flight to it. Otherwise its handles fail while their bytes flow on.
@@ -64,6 +65,7 @@ class _NixlLink:
     """
 
     detail = "NIXL UCX"
+    ready = None
 
     def __init__(self, agent: Any, errors: tuple[type[Exception], ...], source: MemoryRegion, pool: PoolDescriptor) -> None:
         self._agent, self._errors = agent, errors
@@ -168,8 +170,8 @@ class NixlTransport:
             self._pushes.register(region)
             return self._name, bytes(self._agent.get_agent_metadata())
 
-    def connect(self, pool: PoolDescriptor) -> str:
-        return self._pushes.connect(pool, lambda: self._link(pool))
+    def connect(self, pool: PoolDescriptor) -> None:
+        self._pushes.connect(pool, lambda: self._link(pool))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._pushes.push(ticket, agent, runs)

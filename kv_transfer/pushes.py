@@ -16,7 +16,7 @@ from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
 from kv_transfer.runs import slice_runs
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, TransportEvent
 
 
 class SliceFailed(TransferError):
@@ -29,17 +29,21 @@ class SliceFailed(TransferError):
 
 
 class Link(Protocol):
-    """A connection to the pool of one agent. detail: what the library chose, for people."""
+    """A connection to the pool of one agent. detail: what the library chose, for people. ready: ends when the connection is made,
+    or with TransferError; None where it is made at once."""
 
     @property
     def detail(self) -> str: ...
+
+    @property
+    def ready(self) -> "Future[None] | None": ...
 
     def write(self, runs: Int64Array) -> Future[None]:
         """Begin to write one slice; may block until it is written. The future ends with None once every byte is visible at the
         target, or with SliceFailed."""
 
     def close(self) -> None:
-        """No slice follows. The slices that were begun still run to their end."""
+        """No slice follows. The slices that were begun still run to their end. An attempt to connect is given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +73,7 @@ class _Lane:
 
 
 class Pushes:
-    """Implements push, poll and close of `kv_transfer.transport.Transport`, and keeps the links that the backend makes.
+    """Implements connect, push, poll and close of `kv_transfer.transport.Transport` over the links that the backend makes.
 
     slice_bytes, slice_runs: the largest slice. window: how many slices a link has under way at once.
     """
@@ -78,6 +82,7 @@ class Pushes:
         self._slice_bytes, self._slice_runs, self._window = slice_bytes, slice_runs, window
         self._source_bytes = 0
         self._lanes: dict[str, _Lane] = {}
+        self._connecting: dict[str, _Lane] = {}  # their links are not ready
         self._leaving: list[_Lane] = []  # closed, with slices under way
         self._events: list[TransportEvent] = []
 
@@ -85,11 +90,15 @@ class Pushes:
         """The pool that is pushed from."""
         self._source_bytes = region.region_bytes
 
-    def connect(self, pool: PoolDescriptor, make_link: Callable[[], Link]) -> str:
-        """Make the link unless it exists. Returns its detail. Raises what make_link raises."""
-        if pool.agent not in self._lanes:
-            self._lanes[pool.agent] = _Lane(pool, make_link())
-        return self._lanes[pool.agent].link.detail
+    def connect(self, pool: PoolDescriptor, make_link: Callable[[], Link]) -> None:
+        """Make the link unless it exists. make_link: waits for no peer; raises TransferError when there can be no link."""
+        if pool.agent in self._lanes:
+            self._events.append(Connected(pool.agent, self._lanes[pool.agent].link.detail))
+        elif pool.agent not in self._connecting:
+            try:
+                self._connecting[pool.agent] = _Lane(pool, make_link())
+            except TransferError as error:
+                self._events.append(ConnectFailed(pool.agent, str(error)))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         refusal = self._refusal(agent, runs)
@@ -116,6 +125,7 @@ class Pushes:
                 lane.under_way.append((pushing, lane.link.write(pushing.slices.popleft())))
 
     def poll(self) -> list[TransportEvent]:
+        self._take_connected()
         for agent, lane in list(self._lanes.items()):
             self.begin(agent)
             self._follow(lane)  # a link may write within the call
@@ -126,6 +136,11 @@ class Pushes:
         return events
 
     def close(self, agent: str | None = None) -> None:
+        for name in [name for name in self._connecting if agent in (None, name)]:
+            self._connecting.pop(name).link.close()
+        self._events = [
+            event for event in self._events if not (isinstance(event, Connected | ConnectFailed) and agent in (None, event.agent))
+        ]
         for name in [name for name in self._lanes if agent in (None, name)]:
             self._leave(self._lanes[name], "the link was closed")
 
@@ -140,6 +155,23 @@ class Pushes:
         if (runs < 0).any() or (ends > (self._source_bytes, lane.pool.pool_bytes)).any():
             return "a run is outside of its pool"
         return None
+
+    def _take_connected(self) -> None:
+        """Take in the links that are ready, and those that will never be."""
+        for agent, lane in list(self._connecting.items()):
+            ready = lane.link.ready
+            if ready is not None and not ready.done():
+                continue
+            del self._connecting[agent]
+            try:
+                if ready is not None:
+                    ready.result()
+            except TransferError as error:
+                lane.link.close()
+                self._events.append(ConnectFailed(agent, str(error)))
+            else:
+                self._lanes[agent] = lane
+                self._events.append(Connected(agent, lane.link.detail))
 
     def _follow(self, lane: _Lane) -> None:
         """Take in the slices that have ended, and report the tickets that have none left."""

@@ -30,7 +30,7 @@ from common.pages.layout import KVLayout, MemoryRegion
 from kv_transfer.link_speed import LinkProbe
 from kv_transfer.links import Link, Links
 from kv_transfer.planner import PageSlice, check_pages, plan_runs
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport
 from kv_transfer.write_lease import OVERRUN_S
 
 SETTLE_POLLS = 16
@@ -124,8 +124,8 @@ class TransferLoop:
 
     @property
     def expecting(self) -> bool:
-        """Whether peers write to us. Some transports need our help for that."""
-        return self._expected > 0
+        """Whether peers write to us, or are to answer us. Some transports need our help for that."""
+        return self._expected > 0 or self._links.connecting
 
     @property
     def idle(self) -> bool:
@@ -156,7 +156,8 @@ class TransferLoop:
                     self._expected, self._distant = command.writes, command.distant and command.writes > 0
                 case _:
                     assert_never(command)
-        self._check_leases()  # a command may have taken long
+        self._links.open_waiting()
+        self._check_leases()  # any of that may have taken long
         self._drive()
         now = self._clock()
         self._links.tick(now)
@@ -203,6 +204,10 @@ class TransferLoop:
             match event:
                 case RunsDone() | RunsFailed():
                     self._ended(event)
+                case Connected():
+                    self._links.connected(event.agent, event.detail)
+                case ConnectFailed():
+                    self._links.refused(event.agent, event.reason)
                 case AgentLost():
                     self._links.lose(event.agent, event.reason)
                 case _:

@@ -13,6 +13,22 @@ from common.pages.layout import MemoryRegion
 
 
 @dataclass(frozen=True, slots=True)
+class Connected:
+    """The link to an agent is made. detail: what kind of link was chosen, for people."""
+
+    agent: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """There is no link to the agent."""
+
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunsDone:
     """Every byte of the ticket is visible at the target."""
 
@@ -36,7 +52,7 @@ class AgentLost:
     reason: str
 
 
-TransportEvent: TypeAlias = RunsDone | RunsFailed | AgentLost
+TransportEvent: TypeAlias = Connected | ConnectFailed | RunsDone | RunsFailed | AgentLost
 
 
 class Transport(Protocol):
@@ -45,9 +61,9 @@ class Transport(Protocol):
     def register(self, region: MemoryRegion) -> tuple[str, bytes]:
         """Register the pool's memory. Returns (agent name, opaque wire descriptor). Every incarnation has a new name."""
 
-    def connect(self, pool: PoolDescriptor) -> str:
-        """Make the link to a peer's pool, within a bounded time. Idempotent per agent. Returns what kind of link was chosen, for
-        people. Raises TransferError."""
+    def connect(self, pool: PoolDescriptor) -> None:
+        """Begin to make the link to a peer's pool; waits for no peer. Connected or ConnectFailed arrives through `poll`, within a
+        bounded time, unless the link is closed before. Idempotent per agent."""
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         """Start writing. runs: [n, 3] int64 rows of (source offset, target offset, bytes), from the start of each pool.
@@ -57,5 +73,5 @@ class Transport(Protocol):
         """Drive our writes and those of peers to us, and return what happened."""
 
     def close(self, agent: str | None = None) -> None:
-        """Close the link to one agent; with None, close everything. Tickets on closed links still end through `poll`, unless the
-        process ends first."""
+        """Close the link to one agent, or give up making it; with None, close everything. Tickets on closed links still end
+        through `poll`, unless the process ends first. What came of an attempt to connect is told no more."""

@@ -11,11 +11,10 @@ The network between the hosts is as fast as all of their links together.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import MemoryRegion
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, TransportEvent
 from simulation.clock import Clock
 
 
@@ -84,13 +83,14 @@ class WireTransport:
         self._wires.hosts[self.name] = _Host(self)
         return self.name, b""
 
-    def connect(self, pool: PoolDescriptor) -> str:
+    def connect(self, pool: PoolDescriptor) -> None:
         host = self._wires.hosts.get(pool.agent)
         if host is None:
-            raise TransferError(f"agent {pool.agent} is gone")
+            self._tell(ConnectFailed(pool.agent, f"agent {pool.agent} is gone"))
+            return
         host.writers.add(self)
         self._linked.add(pool.agent)
-        return "simulated"
+        self._tell(Connected(pool.agent, "simulated"))
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         reader = self._wires.hosts.get(agent)

@@ -28,7 +28,7 @@ from common.processes.parent import Parent
 from kv_transfer.backends import make_transport
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, Transport, TransportEvent
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
 from tests.kv_transfer.local_agent import LAYOUT, LocalAgent, random_bytes
 from tests.kv_transfer.pools import make_pool
 
@@ -81,10 +81,11 @@ class Happened(JsonLine, frozen=True):
     event: Any
 
 
-Event: TypeAlias = RunsDone | RunsFailed | AgentLost | PushDone | PushFailed | LinkChanged | Settled
+Event: TypeAlias = Connected | ConnectFailed | RunsDone | RunsFailed | AgentLost | PushDone | PushFailed | LinkChanged | Settled
 Report: TypeAlias = Started | Answer | Happened
 KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (RunsDone, RunsFailed, AgentLost, PushDone, PushFailed, LinkChanged, Settled)
+    kind.__name__: kind
+    for kind in (Connected, ConnectFailed, RunsDone, RunsFailed, AgentLost, PushDone, PushFailed, LinkChanged, Settled)
 }
 
 
@@ -101,9 +102,13 @@ class PortEnd(LocalAgent[Transport]):
         pool_bytes = plan.total_pages * plan.page_bytes
         super().__init__(transport_of(plan), pool_bytes, memory=make_pool(pool_bytes, plan.device))
 
-    def connect(self, pool: PoolDescriptor) -> None:
+    def connect_to(self, pool: Any) -> None:
         """pool: as JSON. Raises TransferError."""
-        super().connect(msgspec.convert(pool, PoolDescriptor))
+        self.connect(msgspec.convert(pool, PoolDescriptor))
+
+    def begin_connect_to(self, pool: Any) -> None:
+        """pool: as JSON."""
+        self.begin_connect(msgspec.convert(pool, PoolDescriptor))
 
     def push_rows(self, ticket: int, agent: str, runs: list[tuple[int, int, int]]) -> None:
         self.push(ticket, agent, np.array(runs, dtype=np.int64).reshape(-1, 3))
@@ -114,7 +119,7 @@ class PortEnd(LocalAgent[Transport]):
 
     def turn(self) -> tuple[list[TransportEvent], float]:
         """What has happened, and how long to wait before the next call."""
-        return self.transport.poll(), POLL_S
+        return self.events(0.0), POLL_S
 
 
 class ThreadEnd:

@@ -23,7 +23,7 @@ from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.processes.child import Respondent
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, TransportEvent
 from tests.kv_transfer.agent_process import Answer, Call, Event, Happened, Plan, Report, Started, event_in
 from tests.kv_transfer.local_agent import LAYOUT, WAIT_S, LocalAgent
 from tests.kv_transfer.pools import Bytes
@@ -181,7 +181,7 @@ class ProcessAgent(PoolProcess):
         self._news: list[TransportEvent] = []
 
     def take(self, event: Event) -> None:
-        assert isinstance(event, RunsDone | RunsFailed | AgentLost)
+        assert isinstance(event, Connected | ConnectFailed | RunsDone | RunsFailed | AgentLost)
         self._news.append(event)
 
     def fill(self, seed: int) -> None:
@@ -191,7 +191,10 @@ class ProcessAgent(PoolProcess):
         self.do("wipe", value=value, start=start, end=end)
 
     def connect(self, pool: PoolDescriptor) -> None:
-        self.do("connect", pool=pool)
+        self.do("connect_to", pool=pool)
+
+    def begin_connect(self, pool: PoolDescriptor) -> None:
+        self.do("begin_connect_to", pool=pool)
 
     def push(self, ticket: int, agent: str, runs: Int64Array) -> None:
         self.push_many([ticket], agent, runs)

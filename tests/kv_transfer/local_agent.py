@@ -9,10 +9,11 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 
+from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.messages import PoolDescriptor
 from common.pages.layout import KVLayout, MemoryRegion
-from kv_transfer.transport import AgentLost, Transport, TransportEvent
+from kv_transfer.transport import Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
 from tests.kv_transfer.pools import Bytes, HostPool, Pool
 
 WAIT_S = 60.0
@@ -47,6 +48,7 @@ class LocalAgent(Generic[T]):
         self.held: Pool = memory or HostPool(pool_bytes, device)
         self.bytes: Bytes = self.held.bytes if isinstance(self.held, HostPool) else np.empty(0, dtype=np.uint8)
         self.transport = transport
+        self._news: list[TransportEvent] = []
         region = self.held.region
         agent, wire = transport.register(region)
         self.pool = pool_descriptor(agent, region.address, pool_bytes, wire, region.device)
@@ -64,8 +66,22 @@ class LocalAgent(Generic[T]):
         """A copy of the pool."""
         return self.held.read()
 
-    def connect(self, pool: PoolDescriptor) -> None:
-        """Raises TransferError."""
+    def connect(self, pool: PoolDescriptor) -> str:
+        """Make the link. Returns its detail. Raises TransferError."""
+        self.begin_connect(pool)
+        until = time.monotonic() + WAIT_S
+        while time.monotonic() < until:
+            for event in self.transport.poll():
+                if isinstance(event, Connected | ConnectFailed) and event.agent == pool.agent:
+                    if isinstance(event, ConnectFailed):
+                        raise TransferError(event.reason)
+                    return event.detail
+                self._news.append(event)
+            time.sleep(1e-4)
+        raise AssertionError(f"neither connected to {pool.agent} nor failed")
+
+    def begin_connect(self, pool: PoolDescriptor) -> None:
+        """Connected or ConnectFailed is among the events then."""
         self.transport.connect(pool)
 
     def push(self, ticket: int, agent: str, runs: Int64Array | None = None) -> None:
@@ -74,7 +90,8 @@ class LocalAgent(Generic[T]):
 
     def events(self, timeout_s: float) -> list[TransportEvent]:
         """What was reported since the last call. This agent does not wait: its caller comes again."""
-        return self.transport.poll()
+        events, self._news = [*self._news, *self.transport.poll()], []
+        return events
 
     def close(self, agent: str | None = None) -> None:
         self.transport.close(agent)
@@ -91,10 +108,10 @@ class LocalAgent(Generic[T]):
         """What was reported until so many pushes had ended. others: agents that make progress meanwhile."""
         events: list[TransportEvent] = []
         until = time.monotonic() + WAIT_S
-        while sum(not isinstance(event, AgentLost) for event in events) < pushes:
+        while sum(isinstance(event, RunsDone | RunsFailed) for event in events) < pushes:
             assert time.monotonic() < until, events
             for other in others:
                 other.transport.poll()
-            events += self.transport.poll()
+            events += self.events(0.0)
             time.sleep(1e-4)
         return events

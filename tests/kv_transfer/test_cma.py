@@ -37,7 +37,7 @@ def target() -> Agent:
 def source(target: Agent) -> Agent:
     made = agent()
     made.fill(1)
-    assert made.transport.connect(target.pool) == "Linux CMA"
+    assert made.connect(target.pool) == "Linux CMA"
     return made
 
 
@@ -77,13 +77,13 @@ def test_a_process_that_is_not_the_agents_is_refused(
         stranger.wait()
     reason = f"could not connect to reused: process {stranger.pid}" if lives else "it is gone"
     with pytest.raises(TransferError, match=reason):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="reused", wire=target.wire_with(pid=stranger.pid)))
+        source.connect(msgspec.structs.replace(target.pool, agent="reused", wire=target.wire_with(pid=stranger.pid)))
 
 
 @pytest.mark.parametrize("change", [{"pid": 0}, {"pid": 2**40}, {"beacon": -1}, {"beacon": 2**64 - 1}, {"pid": "1"}])
 def test_an_invalid_descriptor_is_refused(source: Agent, target: Agent, change: dict[str, object]) -> None:
     with pytest.raises(TransferError, match="could not connect to odd: Expected"):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=target.wire_with(**change)))
+        source.connect(msgspec.structs.replace(target.pool, agent="odd", wire=target.wire_with(**change)))
 
 
 def test_a_process_that_became_another_agent_is_not_written_to(source: Agent, target: Agent) -> None:
@@ -101,7 +101,7 @@ def test_a_process_that_became_another_agent_is_not_written_to(source: Agent, ta
 def test_a_push_to_unmapped_memory_fails(target: Agent) -> None:
     other = agent()
     nowhere = msgspec.structs.replace(target.pool, address=4096)
-    other.transport.connect(nowhere)
+    other.connect(nowhere)
     other.push(1, nowhere.agent)
     events: list[TransportEvent] = other.transport.poll()
     assert isinstance(events[1], RunsFailed) and events[1].quiescent
@@ -113,4 +113,4 @@ def test_memory_of_a_device_is_refused_on_either_side() -> None:
         agent(device="cuda:0")
     target = agent()
     with pytest.raises(TransferError, match="the pool is on cuda:1"):
-        agent().transport.connect(msgspec.structs.replace(target.pool, device="cuda:1"))
+        agent().connect(msgspec.structs.replace(target.pool, device="cuda:1"))

@@ -60,7 +60,7 @@ def without_threads_within(seconds: float) -> bool:
 
 def test_each_end_of_a_link_has_a_thread_that_ends_with_it(source: Agent, target: Agent) -> None:
     target.attend()
-    assert source.transport.connect(target.pool) == "torch.distributed Gloo"
+    assert source.connect(target.pool) == "torch.distributed Gloo"
     source.bytes[:] = 7
     source.push(1, target.pool.agent)
     assert source.ended() == [RunsDone(Ticket(1))]
@@ -72,7 +72,7 @@ def test_each_end_of_a_link_has_a_thread_that_ends_with_it(source: Agent, target
 
 def test_a_receiver_that_closes_ends_both_threads(source: Agent, target: Agent) -> None:
     target.attend()
-    source.transport.connect(target.pool)
+    source.connect(target.pool)
     target.end()
     source.transport.close()
     assert without_threads_within(WAIT_S)
@@ -81,7 +81,7 @@ def test_a_receiver_that_closes_ends_both_threads(source: Agent, target: Agent) 
 def test_connecting_to_a_peer_that_does_not_answer_ends_in_bounded_time(source: Agent, target: Agent) -> None:
     began = time.monotonic()
     with pytest.raises(TransferError, match=f"could not connect to {target.pool.agent}"):
-        source.transport.connect(target.pool)
+        source.connect(target.pool)
     assert time.monotonic() - began < CONNECT_S + WAIT_S
 
 
@@ -89,19 +89,19 @@ def test_a_peer_that_is_gone_is_refused_at_once(source: Agent, target: Agent) ->
     target.transport.close()
     began = time.monotonic()
     with pytest.raises(TransferError, match="refused"):
-        source.transport.connect(target.pool)
+        source.connect(target.pool)
     assert time.monotonic() - began < WAIT_S
 
 
 @pytest.mark.parametrize("change", [{"port": 0}, {"port": 65536}, {"host": 1}, {"host": "no such host"}, {"host": "." * 99}])
 def test_an_invalid_descriptor_is_refused(source: Agent, target: Agent, change: dict[str, object]) -> None:
     with pytest.raises(TransferError, match=f"could not connect to {target.pool.agent}"):
-        source.transport.connect(msgspec.structs.replace(target.pool, wire=target.wire_with(**change)))
+        source.connect(msgspec.structs.replace(target.pool, wire=target.wire_with(**change)))
 
 
 def test_a_pool_of_another_kind_of_device_is_refused(source: Agent, target: Agent) -> None:
     with pytest.raises(TransferError, match="its pool is on cuda:0 and ours on cpu"):
-        source.transport.connect(msgspec.structs.replace(target.pool, device="cuda:0"))
+        source.connect(msgspec.structs.replace(target.pool, device="cuda:0"))
 
 
 def test_a_pool_on_our_own_card_is_refused_at_once_whatever_number_it_has_there(source: Agent, target: Agent) -> None:
@@ -109,7 +109,7 @@ def test_a_pool_on_our_own_card_is_refused_at_once_whatever_number_it_has_there(
     source.transport._card = "GPU-1"
     elsewhere = msgspec.structs.replace(target.pool, wire=target.wire_with(card="GPU-1"))
     with pytest.raises(TransferError, match=r"on the same GPU, GPU-1, .* use --transport nixl, or .* --device cuda:N"):
-        source.transport.connect(elsewhere)
+        source.connect(elsewhere)
     assert threads_of_links() == []
 
 

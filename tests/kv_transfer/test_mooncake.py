@@ -112,7 +112,7 @@ def target(network: Network) -> Iterator[Agent]:
 def source(target: Agent) -> Iterator[Agent]:
     made = agent()
     made.fill(1)
-    made.transport.connect(target.pool)
+    made.connect(target.pool)
     yield made
     made.transport.close()
 
@@ -138,7 +138,7 @@ def test_a_failed_write_to_a_living_peer_is_not_quiescent(network: Network, sour
     assert isinstance(lost, AgentLost) and lost.agent == target.pool.agent
     assert isinstance(failed, RunsFailed) and not failed.quiescent
     network.stopped = False
-    source.transport.connect(target.pool)
+    source.connect(target.pool)
     source.push(2, target.pool.agent)
     assert source.ended() == [RunsDone(Ticket(2))]
 
@@ -163,18 +163,18 @@ def test_a_failed_write_to_a_dead_peer_is_quiescent(network: Network, source: Ag
     _, failed = source.ended()
     assert isinstance(failed, RunsFailed) and failed.quiescent and "is gone" in failed.reason
     with pytest.raises(TransferError, match="refused"):
-        source.transport.connect(target.pool)
+        source.connect(target.pool)
 
 
 def test_a_descriptor_that_leads_to_another_agent_is_refused(source: Agent, target: Agent) -> None:
     with pytest.raises(TransferError, match="could not connect to impostor: the descriptor belongs to another agent"):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="impostor"))
+        source.connect(msgspec.structs.replace(target.pool, agent="impostor"))
 
 
 @pytest.mark.parametrize("change", [{"port": 0}, {"port": 65536}, {"beacon": -1}, {"host": "no such host"}, {"host": "." * 99}])
 def test_an_invalid_descriptor_is_refused(source: Agent, target: Agent, change: dict[str, object]) -> None:
     with pytest.raises(TransferError, match="could not connect to odd: "):
-        source.transport.connect(msgspec.structs.replace(target.pool, agent="odd", wire=target.wire_with(**change)))
+        source.connect(msgspec.structs.replace(target.pool, agent="odd", wire=target.wire_with(**change)))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_the_link_names_the_protocol_that_the_engine_chose(
     if forced:
         monkeypatch.setenv("MC_FORCE_TCP", "1")
     source, target = agent(), agent()
-    assert source.transport.connect(target.pool) == detail
+    assert source.connect(target.pool) == detail
     for each in (source, target):
         each.transport.close()
 

@@ -55,7 +55,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Two:
 
 def test_one_call_posts_only_a_few_slices(two: Two) -> None:
     slices = 3 * SLICES_IN_FLIGHT + 1
-    two.source.transport.connect(two.target.pool)
+    two.source.connect(two.target.pool)
     two.push(1, slices * SLICE_BYTES)
     assert 1 <= len(two.posted) <= SLICES_IN_FLIGHT
     events: list[TransportEvent] = []
@@ -75,7 +75,7 @@ def open_files() -> int:
 def test_a_link_that_is_closed_and_made_again_and_again_opens_no_further_files(two: Two) -> None:
     held = []
     for ticket in range(1, 6):
-        two.source.transport.connect(two.target.pool)
+        two.source.connect(two.target.pool)
         two.push(ticket, SLICE_BYTES)
         two.ended(ticket)
         two.source.transport.close(two.target.pool.agent)
@@ -93,7 +93,7 @@ def test_a_closed_link_is_forgotten_in_time_and_can_be_made_anew(two: Two, monke
         remove(name)
 
     monkeypatch.setattr(agent, "remove_remote_agent", noted)
-    two.source.transport.connect(two.target.pool)
+    two.source.connect(two.target.pool)
     two.source.transport.close(two.target.pool.agent)
     two.poll()
     assert removed == []
@@ -102,6 +102,6 @@ def test_a_closed_link_is_forgotten_in_time_and_can_be_made_anew(two: Two, monke
     two.poll()
     assert removed == [two.target.pool.agent]
     monkeypatch.undo()
-    two.source.transport.connect(two.target.pool)
+    two.source.connect(two.target.pool)
     two.push(1, 4096)
     two.ended(1)

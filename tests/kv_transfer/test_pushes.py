@@ -10,7 +10,7 @@ from common.errors import TransferError
 from common.ids import Int64Array, Ticket
 from common.pages.layout import MemoryRegion
 from kv_transfer.pushes import Pushes, SliceFailed
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, TransportEvent
 from tests.kv_transfer.local_agent import pool_descriptor
 
 POOL_BYTES = 1000
@@ -24,6 +24,7 @@ class HeldLink:
     """A link whose slices end when the test says so."""
 
     detail: str = "held"
+    ready: "Future[None] | None" = None
     written: list[tuple[Int64Array, "Future[None]"]] = field(default_factory=list)
     closed: int = 0
 
@@ -50,7 +51,8 @@ def pushes() -> Pushes:
 
 def linked(pushes: Pushes, agent: str = "peer") -> HeldLink:
     link = HeldLink()
-    assert pushes.connect(pool_descriptor(agent, 0, POOL_BYTES, b""), lambda: link) == "held"
+    pushes.connect(pool_descriptor(agent, 0, POOL_BYTES, b""), lambda: link)
+    assert pushes.poll() == [Connected(agent, "held")]
     return link
 
 
@@ -181,8 +183,8 @@ def test_a_link_that_cannot_be_made_leaves_nothing_behind(pushes: Pushes) -> Non
     def refused() -> HeldLink:
         raise TransferError("not today")
 
-    with pytest.raises(TransferError, match="not today"):
-        pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), refused)
+    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), refused)
+    assert pushes.poll() == [ConnectFailed("peer", "not today")]
     linked(pushes)
     pushes.push(Ticket(1), "peer", run_of(1))
     assert pushes.poll() == []
@@ -200,7 +202,58 @@ def test_a_link_that_is_used_again_is_lost_with_a_write_of_before_it_was_closed(
     pushes.close("peer")
     assert pushes.poll() == []
     pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), lambda: link)
+    assert pushes.poll() == [Connected("peer", "held")]
     link.end(0, SliceFailed("the endpoint is dead", quiescent=True))
     assert set(map(type, pushes.poll())) == {RunsFailed, AgentLost}
     pushes.push(Ticket(9), "peer", run_of(10))
     assert [type(event) for event in pushes.poll()] == [RunsFailed]
+
+
+def connecting(pushes: Pushes) -> HeldLink:
+    """A link to the peer that is being made."""
+    link = HeldLink(ready=Future())
+    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), lambda: link)
+    return link
+
+
+def test_a_link_that_is_being_made_carries_nothing_yet_and_is_told_once_when_it_is_ready(pushes: Pushes) -> None:
+    link = connecting(pushes)
+    connecting(pushes)  # is the same attempt
+    pushes.push(Ticket(1), "peer", run_of(1))
+    assert pushes.poll() == [RunsFailed(Ticket(1), "no link to peer", quiescent=True)]
+    assert link.ready is not None
+    link.ready.set_result(None)
+    assert pushes.poll() == [Connected("peer", "held")]
+    pushes.push(Ticket(2), "peer", run_of(1))
+    assert pushes.poll() == []
+    assert len(link.written) == 1
+
+
+def test_an_attempt_that_fails_is_told_and_closed(pushes: Pushes) -> None:
+    link = connecting(pushes)
+    assert link.ready is not None
+    link.ready.set_exception(TransferError("nobody there"))
+    assert pushes.poll() == [ConnectFailed("peer", "nobody there")]
+    assert link.closed == 1
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_an_attempt_that_is_given_up_is_told_no_more_and_another_may_begin(pushes: Pushes, comes_late: bool) -> None:
+    link = connecting(pushes)
+    assert link.ready is not None
+    if not comes_late:
+        link.ready.set_result(None)
+    pushes.close("peer")
+    assert link.closed == 1
+    if comes_late:
+        link.ready.set_result(None)
+    assert pushes.poll() == []
+    linked(pushes)
+
+
+def test_what_came_of_an_attempt_is_forgotten_with_its_link(pushes: Pushes) -> None:
+    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), HeldLink)
+    pushes.poll()
+    pushes.connect(pool_descriptor("peer", 0, POOL_BYTES, b""), HeldLink)
+    pushes.close("peer")
+    assert pushes.poll() == []

@@ -1,16 +1,144 @@
-"""Peers that do not answer: an attempt to connect to one takes seconds, and nothing else may suffer from it."""
+"""Peers that do not answer: an attempt to connect to one takes seconds, and nothing else may suffer from it.
+
+First for a transport whose attempts go on by themselves, then for one whose library is slow to begin them.
+"""
+
+from concurrent.futures import Future
 
 import pytest
 from msgspec.structs import replace
 
+from common.errors import TransferError
+from common.ids import Ticket
 from common.instance.ports import Allow, Connect, LinkChanged, PushDone, TransferEvent
-from common.messages import InstanceInfo, PoolDescriptor
-from tests.builders import instance
+from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
+from kv_transfer.links import AGAIN, ATTEMPT_S, ATTEMPTS, RETRY_S
+from tests.builders import LAYOUT, instance
 from tests.kv_transfer.two import LIFE, PEER, Two, linked
 
 CONNECT_S = 3.0
 LEASE_S, RENEW_S = 4.9, 1.0
 DEAD = tuple(instance(f"dead{number}", "decode") for number in range(8))
+
+
+TURN_S = 0.1
+
+
+class Silent(Two):
+    """A healthy link, and peers that do not answer who connects to them. The lease of the link is renewed every turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connect(LEASE_S)
+        self.attempts: dict[str, Future[None]] = self.network.silent
+
+    def peer(self, name: str, incarnation: str = "1") -> InstanceInfo:
+        """One that does not answer."""
+        made = replace(instance(name, "decode", incarnation), pool=self.side(seed=3).loop.descriptor)
+        self.attempts[made.pool.agent] = Future()
+        return made
+
+    def turn(self) -> list[TransferEvent]:
+        self.clock.now += TURN_S
+        self.allow(LEASE_S)
+        return self.source.events()
+
+    def turn_for(self, seconds: float) -> list[TransferEvent]:
+        """What was told meanwhile. Each turn a push goes over the healthy link, and ends in the same turn."""
+        told = []
+        for ticket in range(1, round(seconds / TURN_S) + 1):
+            self.push(ticket)
+            events = self.turn()
+            events.remove(PushDone(Ticket(ticket), LAYOUT.page_bytes, 0.0))
+            told += events
+        return told
+
+
+@pytest.fixture
+def beside() -> Silent:
+    return Silent()
+
+
+def news(peer: InstanceInfo, state: LinkState, detail: str) -> LinkChanged:
+    return LinkChanged(LinkInfo(peer=peer.id, incarnation=peer.incarnation, state=state, detail=detail))
+
+
+@pytest.mark.parametrize("silent", [2, 6])
+def test_pushes_and_leases_go_on_in_every_turn_while_peers_do_not_answer(beside: Silent, silent: int) -> None:
+    peers = [beside.peer(f"silent{number}") for number in range(silent)]
+    beside.source.loop.submit(members(beside, *peers))
+    assert beside.turn_for(ATTEMPT_S - 2 * TURN_S) == []
+    assert beside.source.loop.expecting, "their answers come through polls"
+    given_up = [news(peer, "lost", f"it did not answer within {ATTEMPT_S:g} s") for peer in peers]
+    assert beside.turn_for(4 * TURN_S) == given_up
+    assert beside.turn_for(130.0) == [], "what is known is not told again"
+
+
+def test_an_attempt_that_was_given_up_is_made_again_and_its_late_result_counts_for_nothing(beside: Silent) -> None:
+    peer = beside.peer("silent")
+    beside.source.loop.submit(members(beside, peer))
+    beside.turn_for(ATTEMPT_S + 2 * TURN_S)
+    first, beside.attempts[peer.pool.agent] = beside.attempts[peer.pool.agent], Future()
+    first.set_result(None)
+    assert beside.turn_for(RETRY_S + 1.0) == []
+    beside.attempts[peer.pool.agent].set_result(None)
+    assert beside.turn_for(TURN_S) == [news(peer, "ready", "memmove")]
+
+
+def test_an_attempt_that_fails_is_told_with_its_reason(beside: Silent) -> None:
+    peer = beside.peer("silent")
+    beside.source.loop.submit(members(beside, peer))
+    beside.turn()
+    beside.attempts[peer.pool.agent].set_exception(TransferError("it hung up"))
+    assert beside.turn() == [news(peer, "lost", "it hung up")]
+
+
+def test_a_peer_that_leaves_while_it_is_connected_is_forgotten_and_its_successor_served(beside: Silent) -> None:
+    peer, successor = beside.peer("silent"), beside.peer("silent", "2")
+    del beside.attempts[successor.pool.agent]
+    beside.source.loop.submit(members(beside, peer))
+    beside.turn()
+    beside.source.loop.submit(members(beside, successor))
+    assert beside.turn() == [news(successor, "ready", "memmove")]
+    beside.attempts[peer.pool.agent].set_result(None)
+    beside.source.loop.submit(Connect((), (successor.id,)))
+    assert beside.turn_for(ATTEMPT_S + 1.0) == []
+
+
+def test_a_peer_that_dies_while_it_is_connected_is_lost_and_not_ready_afterwards(beside: Silent) -> None:
+    peer = beside.peer("silent")
+    beside.source.loop.submit(members(beside, peer))
+    beside.turn()
+    del beside.network.regions[peer.pool.agent]
+    beside.attempts[peer.pool.agent].set_result(None)
+    assert beside.turn() == [news(peer, "lost", "the agent died")]
+
+
+def test_closing_waits_for_no_attempt(beside: Silent) -> None:
+    beside.source.loop.submit(members(beside, beside.peer("silent")))
+    beside.turn()
+    beside.source.loop.close()
+    assert beside.source.loop.idle
+
+
+def test_lost_links_that_are_tried_again_leave_room_for_newcomers(beside: Silent) -> None:
+    peers = [beside.peer(f"silent{number}") for number in range(ATTEMPTS)]
+    beside.source.loop.submit(members(beside, *peers))
+    beside.turn()
+    newcomer = beside.peer("new")
+    del beside.attempts[newcomer.pool.agent]
+    beside.source.loop.submit(members(beside, *peers, newcomer))
+    assert beside.turn_for(ATTEMPT_S - 2 * TURN_S) == [], "no more attempts at once"
+    assert news(newcomer, "ready", "memmove") in beside.turn_for(5 * TURN_S)
+    beside.turn_for(RETRY_S)
+    assert len(beside.source.loop._links._connecting) == AGAIN
+    another = beside.peer("another")
+    del beside.attempts[another.pool.agent]
+    beside.source.loop.submit(members(beside, *peers, newcomer, another))
+    assert beside.turn() == [news(another, "ready", "memmove")]
+
+
+# --- a library that is slow to begin -------------------------------------------------------------------------------------------
 
 
 class Blocked(Two):
@@ -20,12 +148,12 @@ class Blocked(Two):
         super().__init__()
         connect = self.source.transport.connect
 
-        def slowly(pool: PoolDescriptor) -> str:
+        def slowly(pool: PoolDescriptor) -> None:
             if pool.agent not in self.network.regions:
                 for _ in range(int(CONNECT_S / RENEW_S)):
                     self.clock.now += RENEW_S
                     self.renew()
-            return connect(pool)
+            connect(pool)
 
         monkeypatch.setattr(self.source.transport, "connect", slowly)
 

@@ -130,8 +130,16 @@ def test_a_push_before_the_link_is_made_or_after_its_peer_left_fails_and_is_quie
 
 def test_commands_are_carried_out_in_their_order(two: Two) -> None:
     two.source.loop.submit(Connect((two.target.info(),)))
+    assert two.source.events() == [linked("ready", "memmove")]
+    two.push(1)
     two.allow()
-    assert two.pushed(1) == [linked("ready", "memmove"), PushDone(Ticket(1), LAYOUT.page_bytes, 0.0)]
+    assert two.pushed(2) == [refused(1, "the lease to write to d has ended"), PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
+
+
+def test_a_push_before_its_link_is_told_of_is_refused(two: Two) -> None:
+    two.source.loop.submit(Connect((two.target.info(),)))
+    two.allow()
+    assert two.pushed(1) == [refused(1, NO_LINK), linked("ready", "memmove")]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ hosts. A backend whose library cannot be loaded is left out, except for NIXL on 
 import importlib
 import importlib.util
 import itertools
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,8 +16,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from common.addresses import LOOPBACK
 from common.errors import TransferError
-from kv_transfer.transport import AgentLost, RunsDone, RunsFailed, TransportEvent
+from common.ids import Ticket
+from common.messages import PoolDescriptor
+from kv_transfer.transport import AgentLost, ConnectFailed, RunsDone, RunsFailed, TransportEvent
 from tests.kv_transfer.agents import (
     Backend,
     Kind,
@@ -288,4 +292,67 @@ def test_a_wire_descriptor_that_is_none_is_refused(stage: Stage, wire: str) -> N
     )
     with pytest.raises(TransferError, match="could not connect to impostor"):
         stage.source.connect(impostor)
+    stage.still_serves(stage.bystander)
+
+
+# --- peers that do not answer ------------------------------------------------------------------------------------------------
+
+
+class FullPort:
+    """A port at which nobody answers: its queue is full, so the kernel drops what comes."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server((LOOPBACK, 0), backlog=0)
+        self.address = self._listener.getsockname()
+        self._queued = [socket.socket() for _ in range(4)]
+        for each in self._queued:
+            each.setblocking(False)
+            each.connect_ex(self.address)
+
+    def pool(self, like: PoolDescriptor, agent: str) -> PoolDescriptor:
+        """The pool of an agent that is said to listen there."""
+        wire = {**msgspec.msgpack.decode(like.wire), "port": self.address[1]}
+        return msgspec.structs.replace(like, agent=agent, wire=msgspec.msgpack.encode(wire))
+
+    def close(self) -> None:
+        for each in (self._listener, *self._queued):
+            each.close()
+
+
+def pushes_while_nobody_answers(stage: Stage, silent: set[str]) -> None:
+    """Push to the bystander. Ends before any of the silent has been given up: connecting to them held up nothing."""
+    (ticket,) = stage.push(stage.bystander)
+    events: list[TransportEvent] = []
+    until = time.monotonic() + LOST_S
+    while RunsDone(Ticket(ticket)) not in events:
+        assert time.monotonic() < until
+        events += stage.source.events(until - time.monotonic())
+    assert not [event for event in events if isinstance(event, ConnectFailed) and event.agent in silent]
+
+
+def test_connecting_to_a_stopped_peer_holds_up_no_push_and_can_be_given_up_and_begun_again(stage: Stage) -> None:
+    stage.still_serves(stage.bystander)
+    _, stopped = stage.linked_guests()
+    stopped.stop()
+    stage.source.begin_connect(stopped.pool)
+    pushes_while_nobody_answers(stage, {stopped.pool.agent})
+    stage.source.close(stopped.pool.agent)
+    stopped.go_on()
+    stage.still_serves(stopped)
+
+
+@only("torch", "mooncake")
+def test_connecting_to_ports_that_drop_everything_holds_up_no_push(stage: Stage) -> None:
+    stage.still_serves(stage.bystander)
+    port = FullPort()
+    pools = [port.pool(stage.bystander.pool, f"silent-{number}") for number in range(6)]
+    for pool in pools:
+        stage.source.begin_connect(pool)
+    pushes_while_nobody_answers(stage, {pool.agent for pool in pools})
+    failed: set[str] = set()
+    until = time.monotonic() + LOST_S
+    while len(failed) < len(pools):
+        assert time.monotonic() < until, "an attempt ends in bounded time"
+        failed |= {event.agent for event in stage.source.events(1.0) if isinstance(event, ConnectFailed)}
+    port.close()
     stage.still_serves(stage.bystander)

@@ -53,8 +53,8 @@ def test_the_reader_waits_longer_than_the_writer_takes_to_stop() -> None:
 
 def test_a_push_without_a_lease_is_refused() -> None:
     two = Two()
-    two.source.loop.submit(Connect((two.target.info(),)))
-    assert two.pushed(1) == [linked("ready", "memmove"), refused(1, NO_LEASE)]
+    assert two.told(Connect((two.target.info(),))) == [linked("ready", "memmove")]
+    assert two.pushed(1) == [refused(1, NO_LEASE)]
     assert written(two) == []
 
 
@@ -100,16 +100,16 @@ def test_a_lease_never_moves_back() -> None:
 def test_a_lease_for_another_incarnation_or_an_unknown_peer_does_not_count() -> None:
     two = Two()
     two.allow()
-    two.source.loop.submit(Connect((two.target.info(),)))
+    assert two.told(Connect((two.target.info(),))) == [linked("ready", "memmove")]
     two.allow(incarnation=Incarnation("2"))
-    assert two.pushed(1) == [linked("ready", "memmove"), refused(1, NO_LEASE)]
+    assert two.pushed(1) == [refused(1, NO_LEASE)]
 
 
 def test_a_peer_that_came_back_needs_a_new_lease() -> None:
     two = leased()
     two.source.loop.submit(Connect((), (PEER,)))
-    two.source.loop.submit(Connect((two.target.info(),)))
-    assert two.pushed(1) == [linked("ready", "memmove"), refused(1, NO_LEASE)]
+    assert two.told(Connect((two.target.info(),))) == [linked("ready", "memmove")]
+    assert two.pushed(1) == [refused(1, NO_LEASE)]
 
 
 def test_an_idle_link_outlives_its_lease_and_is_written_to_under_the_next() -> None:
@@ -151,9 +151,9 @@ def test_a_process_that_was_stopped_makes_no_link_before_it_ends() -> None:
     connected: list[str] = []
 
     class Remembers(MemoryTransport):
-        def connect(self, pool: PoolDescriptor) -> str:
+        def connect(self, pool: PoolDescriptor) -> None:
             connected.append(pool.agent)
-            return super().connect(pool)
+            super().connect(pool)
 
     two = writing(Remembers)
     two.clock.now += WRITE_LEASE_S + OVERRUN_S
@@ -206,9 +206,9 @@ def test_a_lease_that_ends_while_another_link_is_made_drives_nothing() -> None:
     two = Two()
 
     class TakesLong(MemoryTransport):
-        def connect(self, pool: PoolDescriptor) -> str:
+        def connect(self, pool: PoolDescriptor) -> None:
             two.clock.now += WRITE_LEASE_S
-            return super().connect(pool)
+            super().connect(pool)
 
     two = writing(TakesLong, pages=2, lease_s=WRITE_LEASE_S + 1.0)
     two.network.hold = False
