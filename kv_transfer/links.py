@@ -108,7 +108,7 @@ class Links:
             self.cut(link, f"no push completed for {self._clock() - link.progress_s:.0f} s")
 
     def open_waiting(self) -> None:
-        """Begin to connect to the peers that wait for it, for as long as the turn allows; lost ones join the line when their pause ends."""
+        """Begin to connect to the peers that wait for it, for as long as the turn allows. Lost ones, after a pause."""
         began_s = self._clock()
         for peer in self._retries.expired(began_s):
             self._again.append(self._links[peer])

@@ -135,6 +135,7 @@ class ThreadEnd:
         def make_loop() -> TransferLoop:
             return TransferLoop(transport_of(plan), plan.transport, region, layout, plan.total_pages, time.monotonic)
 
+        self._peers: set[InstanceId] = set()
         self.wake = os.eventfd(0)
         self._thread = TransferThread(make_loop, lambda: os.eventfd_write(self.wake, 1))
         self.pool = self._thread.start(START_S)
@@ -155,8 +156,11 @@ class ThreadEnd:
         return digest
 
     def connect(self, peers: list[Any]) -> None:
-        """peers: of each the InstanceInfo, as JSON."""
-        self._thread.submit(Connect(msgspec.convert(peers, tuple[InstanceInfo, ...])))
+        """peers: all that there are now, of each the InstanceInfo, as JSON."""
+        there = msgspec.convert(peers, tuple[InstanceInfo, ...])
+        names = {peer.id for peer in there}
+        self._thread.submit(Connect(there, tuple(self._peers - names)))
+        self._peers = names
 
     def push(
         self, ticket: int, peer: str, incarnation: str, source_pages: list[int], target_pages: list[int], lease_s: float
