@@ -35,9 +35,9 @@ class _CountingTransport(MemoryTransport):
         super().__init__(fleet.memory)
         self._fleet = fleet
 
-    def connect(self, pool: PoolDescriptor) -> str:
+    def connect(self, pool: PoolDescriptor) -> None:
         self._fleet.connects.append(pool.agent)
-        return super().connect(pool)
+        super().connect(pool)
 
     def push(self, ticket: Ticket, agent: str, runs: Int64Array) -> None:
         self._fleet.pushes += 1
