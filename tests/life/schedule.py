@@ -3,7 +3,7 @@
 Owns the draw and its ranges. Pure data: the same seed is the same schedule. Knows no fleet.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal, TypeAlias
 
@@ -43,13 +43,15 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a client does. leaves_s: when it hangs up, if it does. timeout_s: what it gives the request, or None."""
+    """What a client does. leaves_s: when it hangs up, if it does. timeout_s: what it gives the request, or None. router: the
+    number of the router that it asks, as long as that one lives."""
 
     at_s: float
     choices: tuple[Choice, ...]
     priority: int = 0
     timeout_s: float | None = None
     leaves_s: float | None = None
+    router: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,27 @@ class Hang:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """The router's process is stopped, or its loop is busy, for so many seconds. This alone befalls no request."""
+    """A router's process is stopped, or its loop is busy, for so many seconds. This alone befalls no request."""
 
     seconds: float
+    router: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillRouter:
+    """A router's process is gone, and its detokenizers with it; another life of it starts at its address after back_s."""
+
+    router: int
+    back_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillDetokenizer:
+    """The process is gone, and its router starts another one after back_s."""
+
+    router: int
+    shard: int
+    back_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +110,17 @@ class Leave:
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Nothing passes between two of them for so many seconds; letters are lost, or queued until then. breaks: the router sees the
-    connection break, if it is one of them."""
+    connection break, if it is one of them. router: which one is meant by ROUTER, or whose first one by DETOKENIZER."""
 
     one: str
     other: str
     seconds: float
     queued: bool
     breaks: bool
+    router: int = 0
 
 
-Deed: TypeAlias = Kill | Hang | Stall | Leave | Part
+Deed: TypeAlias = Kill | Hang | Stall | Leave | Part | KillRouter | KillDetokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +146,7 @@ class Rough:
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """heartbeat_s: of the instances. peers_per_instance: few, or more than there are. survivor: a decode
-    instance that nothing befalls but the weather, if there is one."""
+    instance that nothing befalls but the weather, if there is one. only_routers: nothing befalls anybody else."""
 
     seed: int
     prefill: int
@@ -138,9 +159,17 @@ class Schedule:
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
     survivor: str | None
+    routers: int = 1
+    detokenizers: int = 1
+    only_routers: bool = False
 
 
 def draw_schedule(seed: int) -> Schedule:
+    return _with_routers(_draw(seed), Random(f"routers {seed}"))
+
+
+def _draw(seed: int) -> Schedule:
+    """With one router."""
     random = Random(seed)
     prefill, decode = random.randint(2, 4), random.randint(2, 4)
     peers_per_instance = Random(f"partners {seed}").choice((64, 64, FEW_PEERS))
@@ -280,3 +309,55 @@ def _deed(random: Random, names: list[str], victims: list[str], survivor: str | 
                 queued=random.random() < 0.5,
                 breaks=random.random() < 0.5,
             )
+
+
+def _with_routers(schedule: Schedule, random: Random) -> Schedule:
+    """A third of the fleets have two routers, some of which have two detokenizers each, and something befalls these."""
+    detokenizers, routers = random.choice((1, 1, 1, 2)), random.choice((1, 1, 2))
+    schedule = replace(schedule, routers=routers, detokenizers=detokenizers)
+    if random.random() < 0.15:
+        deed = KillDetokenizer(
+            router=random.randrange(routers), shard=random.randrange(detokenizers), back_s=random.uniform(0.5, 4.0)
+        )
+        schedule = replace(schedule, faults=(*schedule.faults, _strikes(random, deed)))
+    if routers == 1:
+        return schedule
+    schedule = replace(
+        schedule,
+        asks=tuple(replace(ask, router=random.randrange(routers)) for ask in schedule.asks),
+        faults=tuple(replace(fault, deed=_at_router(random, fault.deed)) for fault in schedule.faults),
+    )
+    if random.random() < 0.4:
+        schedule = replace(
+            schedule,
+            size=replace(schedule.size, max_waiting=64),
+            chances=Chances(lost=0.0, twice=0.0, slow=0.0, overtaking=False),
+            rough=Rough(slow=0.0, fails=0.0, unproven=0.0, by_hand=0.0, buffered=False),
+            faults=(),
+            only_routers=True,
+        )
+    more = (_strikes(random, _router_deed(random, schedule)) for _ in range(random.choice((1, 1, 2))))
+    return replace(schedule, faults=(*schedule.faults, *more))
+
+
+def _strikes(random: Random, deed: Deed) -> Fault:
+    trigger = random.choice(TRIGGERS) if random.random() < 0.6 else None
+    return Fault(at_s=random.uniform(0.1, 0.5 * WINDOW_S), trigger=trigger, deed=deed)
+
+
+def _at_router(random: Random, deed: Deed) -> Deed:
+    """The same at any of two routers."""
+    return replace(deed, router=random.randrange(2)) if isinstance(deed, Stall | Part) else deed
+
+
+def _router_deed(random: Random, schedule: Schedule) -> Deed:
+    router = random.randrange(2)
+    match random.choice(("kill", "kill", "stall", "part")):
+        case "stall":
+            return Stall(seconds=random.uniform(0.5, 12.0), router=router)
+        case "part" if not schedule.only_routers:
+            one = f"prefill-{random.randrange(schedule.prefill)}"  # a survivor is a decode instance
+            seconds, queued, breaks = random.uniform(0.5, 8.0), random.random() < 0.5, random.random() < 0.5
+            return Part(one=one, other=ROUTER, seconds=seconds, queued=queued, breaks=breaks, router=router)
+        case _:
+            return KillRouter(router=router, back_s=random.choice((0.0, random.uniform(0.1, 6.0), random.uniform(4.0, 12.0))))

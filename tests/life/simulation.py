@@ -7,6 +7,7 @@ Owns the run of a schedule and the command line. A failing seed replays exactly:
 """
 
 import argparse
+import logging
 import multiprocessing
 import signal
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
 from simulation.network import MEMBERSHIP, Letter
-from tests.life.checks import misanswered, misplaced, unsettled
+from tests.life.checks import disturbed, misanswered, misplaced, unsettled
 from tests.life.schedule import draw_schedule
 from tests.life.trial import Trial
 
@@ -54,7 +55,7 @@ def run_schedule(seed: int, trace: bool = False) -> Report:
         _settle(trial)
         trial.ask_once_more()
         _settle(trial)
-        problems = [*unsettled(trial), *misanswered(trial), *misplaced(trial)]
+        problems = [*unsettled(trial), *misanswered(trial), *misplaced(trial), *disturbed(trial)]
     except _BUGS:
         problems = [traceback.format_exc()]
     return Report(seed, tuple(problems), _counts(trial))
@@ -80,6 +81,11 @@ def _counts(trial: Trial) -> Counter[str]:
         counts["reservations moved"] += total.reservations_moved
         counts["pushes failed"] += total.pushes_failed
     counts["lives"] += len(trial.lives)
+    counts["schedules with several routers"] += len(trial.routers) > 1
+    counts["routers killed"] += trial.routers_killed
+    counts["requests of a dead router"] += trial.orphans
+    counts["clients cut off"] += sum(asked.client is not None and asked.client.cut_off for asked in trial.asked)
+    counts["detokenizers killed"] += trial.detokenizers_killed
     counts["unproven writes"] += len(trial.fabric.unproven)
     counts["unserved for a while"] += sum(asked.unserved for asked in trial.asked)
     for _, reason in trial.ends:
@@ -115,6 +121,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first schedule (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count(), help="processes (default: all cores)")
     flags = parser.parse_args()
+    logging.disable(logging.WARNING)  # deaths are what schedules are made of
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # SystemExit ends the pool with its processes
     if flags.seed is not None:
         report = run_schedule(flags.seed, flags.trace)

@@ -33,6 +33,10 @@ HAPPENS = (
     "reservations moved",
     "pushes failed",
     "unproven writes",
+    "routers killed",
+    "requests of a dead router",
+    "clients cut off",
+    "detokenizers killed",
 )
 """What must happen somewhere in the schedules, or they prove nothing. The seeds are fixed: each run counts the same."""
 

@@ -11,9 +11,10 @@ from typing import assert_never
 
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
-from common.ids import ROUTER, InstanceId, RequestId, Role
+from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, RequestId, Role
 from common.messages import AnyMessage, Generate, Reserve
 from kv_transfer.transport import Transport
+from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from simulation.client import Client
@@ -21,10 +22,11 @@ from simulation.clock import Clock
 from simulation.fleet import Fleet, World
 from simulation.instance import Instance
 from simulation.network import Letter, keys_of
+from simulation.processes import RouterProcess
 from tests.life.expected import Expected, expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.ledger import Ledger
-from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, Leave, Part, Schedule, Stall
+from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Schedule, Stall
 from tests.life.toys import toy_of
 from tests.life.weather import Cut, Storm
 
@@ -37,12 +39,14 @@ PATIENCE_S = 40.0
 LEFT_S = 0.5
 """After which an instance that left is started again."""
 REQUEST_TIMEOUT_S = 60.0
+ORPHANS_S = 3.0
+"""Within which requests of a dead router are over, if nothing else befalls their instances."""
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
     """What a client asked for, and what became of it. client: None until the router has taken it in. gives_up_s: when it stops
-    asking. unserved: for some time no instance could have served it."""
+    asking. unserved: for some time no instance could have served it. seat: of the router that it asked last."""
 
     ask: Ask
     expected: tuple[Expected, ...]
@@ -51,6 +55,7 @@ class Asked:
     left: bool = False
     given_up: bool = False
     unserved: bool = False
+    seat: int = 0
 
     @property
     def pages(self) -> int:
@@ -79,6 +84,12 @@ class Trial(Fleet):
         """How often something befell an attempt of a request: a letter lost, an instance of its, or a write between them."""
         self._serving: dict[RequestId, tuple[InstanceId, ...]] = {}
         """Who serves the last attempt of each request."""
+        self._routers: dict[RequestId, InstanceId] = {}
+        """Who asked for it."""
+        self.orphans = self.detokenizers_killed = 0
+        """Requests that instances served when their router died."""
+        self.problems: list[str] = []
+        """What was found not to hold meanwhile."""
         self.asked = [Asked(ask, tuple(expect(choice) for choice in ask.choices)) for ask in schedule.asks]
         self._armed: dict[str, list[Deed]] = {}
         self._leaving: set[Instance] = set()
@@ -86,6 +97,7 @@ class Trial(Fleet):
             heartbeat_s=schedule.heartbeat_s,
             request_timeout_s=REQUEST_TIMEOUT_S,
             peers_per_instance=schedule.peers_per_instance,
+            detokenizers=schedule.detokenizers,
         )
         super().__init__(
             schedule.prefill,
@@ -93,6 +105,7 @@ class Trial(Fleet):
             config=config,
             size=schedule.size,
             world=World(clock, self.storm, self.fabric),
+            routers=schedule.routers,
         )
         self.network.taps.append(self._on_letter)
 
@@ -115,13 +128,15 @@ class Trial(Fleet):
         self._armed.clear()
 
     def ask_once_more(self) -> None:
-        """Another client asks for what the first one did: whatever has happened, the fleet serves."""
-        choices = tuple(
-            replace(choice, request_id=RequestId(f"again.{choice.request_id}")) for choice in self.asked[0].ask.choices
-        )
-        asked = Asked(Ask(at_s=0.0, choices=choices), self.asked[0].expected)
-        self.asked.append(asked)
-        self._plan_ask(asked, self.clock.now)
+        """Another client of each router asks for what the first one did: whatever has happened, the fleet serves."""
+        first = self.asked[0]
+        for router in range(len(self.routers)):
+            choices = tuple(
+                replace(each, request_id=RequestId(f"again-{router}.{each.request_id}")) for each in first.ask.choices
+            )
+            asked = Asked(Ask(at_s=0.0, choices=choices, router=router), first.expected)
+            self.asked.append(asked)
+            self._plan_ask(asked, self.clock.now)
         self._look()
 
     # --- who is there ------------------------------------------------------------------------------------------------------
@@ -170,8 +185,10 @@ class Trial(Fleet):
             asked.gives_up_s = self.clock.now + PATIENCE_S
         choices = zip(asked.ask.choices, asked.expected, strict=True)
         specs = [spec_of(choice, expected, asked.ask, index) for index, (choice, expected) in enumerate(choices)]
+        seats = (asked.ask.router, *(each.seat for each in self.routers))
+        asked.seat = next((seat for seat in seats if self.routers[seat].alive), asked.ask.router)
         try:
-            asked.client = self.ask(*specs)
+            asked.client = self.ask(*specs, seat=asked.seat)
         except (Unavailable, Overloaded) as error:
             self._note(f"{asked.ask.choices[0].request_id} is told to come back later: {error}")
             if self.clock.now >= asked.gives_up_s:
@@ -196,12 +213,13 @@ class Trial(Fleet):
 
     def _on_letter(self, letter: Letter, message: AnyMessage, delays: Sequence[float]) -> None:
         if isinstance(message, Generate):
-            self._serving[message.key.request_id] = (letter.to, *message.decodes)
-            could_decode = not message.decodes or any(self._is_up(name) for name in message.decodes)
-            self.blows[message.key.request_id] += not (self._is_up(letter.to) and could_decode)
+            request_id, router = message.key.request_id, message.key.router
+            self._serving[request_id], self._routers[request_id] = (letter.to, *message.decodes), router
+            could_decode = not message.decodes or any(self._is_up(name, router) for name in message.decodes)
+            self.blows[request_id] += not (self._is_up(letter.to, router) and could_decode)
         if isinstance(message, Reserve):
             self._serving[message.key.request_id] = (letter.sender, letter.to)
-            self.blows[message.key.request_id] += not self._is_up(letter.to)
+            self.blows[message.key.request_id] += not self._is_up(letter.to, message.key.router)
         if not delays:
             self.blows.update({key.request_id for key in keys_of(message)})
         for deed in self._armed.pop(letter.kind, ()):
@@ -211,26 +229,36 @@ class Trial(Fleet):
     def _do(self, deed: Deed) -> None:
         now = self.clock.now
         self._note(str(deed))
-        if not isinstance(deed, Stall):
-            self._strike(*((deed.one, deed.other) if isinstance(deed, Part) else (deed.name,)))
         match deed:
             case Kill():
+                self._strike(deed.name)
                 if deed.name in self.instances:
                     killed = self.kill(deed.name, deed.noticed_s)
                     if deed.breaks:
-                        self.router_process.connection_broken(killed.name.id)
+                        self.connection_broken(killed.name.id)
                     self.clock.at(now + deed.back_s, lambda: self._start_again(killed, deed.inherits))
             case Hang():
+                self._strike(deed.name)
                 if deed.name in self.instances:
                     self.instances[deed.name].stop_until(now + deed.seconds)
             case Stall():
-                self.router_process.stop_until(now + deed.seconds)
+                self.routers[deed.router].stop_until(now + deed.seconds)
+            case KillRouter():
+                if self.routers[deed.router].alive:
+                    self.kill_router(deed.router)
+                    self.clock.at(now + deed.back_s, lambda: self.start_router(deed.router))
+            case KillDetokenizer():
+                self._kill_detokenizer(deed)
             case Leave():
+                self._strike(deed.name)
                 self._drain(deed)
             case Part():
-                self.storm.cut(InstanceId(deed.one), InstanceId(deed.other), Cut(now + deed.seconds, deed.queued))
-                if deed.breaks and deed.other == ROUTER:
-                    self.router_process.connection_broken(InstanceId(deed.one))
+                self._strike(deed.one, deed.other)
+                router, one = self.routers[deed.router], InstanceId(deed.one)
+                other = {ROUTER: router.name, DETOKENIZER: router.detokenizers[0].name}.get(InstanceId(deed.other), deed.other)
+                self.storm.cut(one, InstanceId(other), Cut(now + deed.seconds, deed.queued))
+                if deed.breaks and deed.other == ROUTER and router.alive:
+                    router.connection_broken(one)
             case _:
                 assert_never(deed)
 
@@ -238,6 +266,43 @@ class Trial(Fleet):
         """Something befalls an instance, or everything between two."""
         for request_id, serving in self._serving.items():
             self.blows[request_id] += not set(names).isdisjoint(serving)
+
+    def _kill_detokenizer(self, deed: KillDetokenizer) -> None:
+        router = self.routers[deed.router]
+        if not router.alive:
+            return
+        self.detokenizers_killed += 1
+        router.detokenizers[deed.shard].kill()
+        self.blows.update(request_id for request_id, asker in self._routers.items() if asker == router.name)
+
+        def start() -> None:
+            if router.alive:
+                router.restart_detokenizer(deed.shard)
+
+        self.clock.at(self.clock.now + deed.back_s, start)
+
+    def kill_router(self, seat: int) -> None:
+        """Nobody waits for the answers of its requests any more, so soon nothing is left of them."""
+        dead = self.routers[seat].name
+        super().kill_router(seat)
+        self.orphans += sum(len(self._open_of(dead, instance)) for instance in self.instances.values())
+        if self.schedule.only_routers:
+            self.clock.at(self.clock.now + ORPHANS_S, lambda: self._look_for_orphans(dead))
+
+    def start_router(self, seat: int) -> None:
+        super().start_router(seat)
+        self._note(f"{self.routers[seat].name} starts")
+
+    def _open_of(self, router: InstanceId, instance: Instance) -> list[Key]:
+        """The requests of this router that hold something at this instance."""
+        table = instance.scheduler._requests if isinstance(instance.scheduler, PrefillScheduler) else instance.scheduler._table
+        return [request.key for request in table if request.key.router == router]
+
+    def _look_for_orphans(self, router: InstanceId) -> None:
+        for instance in self.instances.values():
+            keys = ", ".join(map(str, self._open_of(router, instance)))
+            if keys:
+                self.problems.append(f"{instance.name.id} serves {keys} {ORPHANS_S:g} s after the death of {router}")
 
     def _drain(self, deed: Leave) -> None:
         instance = self.instances.get(deed.name)
@@ -247,33 +312,36 @@ class Trial(Fleet):
         if deed.by_signal:
             instance.drain()
             return
-        try:
-            self.router_process.drain(instance.name.id)
-        except UnknownInstance as error:
-            self._note(str(error))
+        for router in self.routers:
+            try:
+                router.drain(instance.name.id)
+            except UnknownInstance as error:
+                self._note(str(error))
 
     # --- who could serve ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        room = max((self._room(instance) for instance in self.instances.values()), default=0)
+        rooms = [max((self._room(each, router) for each in self.instances.values()), default=0) for router in self.routers]
         for asked in self.asked:
-            asked.unserved = asked.unserved or (asked.gives_up_s is not None and not asked.over and asked.pages > room)
+            is_waiting = asked.gives_up_s is not None and not asked.over
+            asked.unserved = asked.unserved or (is_waiting and asked.pages > rooms[asked.seat])
         if not all(asked.over for asked in self.asked):
             self.clock.at(self.clock.now + LOOK_S, self._look)
 
-    def _room(self, instance: Instance) -> int:
-        """Pages that it could give to one request: a decode instance serves alone, if need be, unless too much of its memory
-        waits for the end of writes."""
-        if instance.name.role != "decode" or not self._is_up(instance.name.id) or instance in self._leaving:
+    def _room(self, instance: Instance, router: RouterProcess) -> int:
+        """Pages that it could give to one request of this router: a decode instance serves alone, if need be, unless too much of
+        its memory waits for the end of writes."""
+        is_up = router.alive and self._is_up(instance.name.id, router.name)
+        if instance.name.role != "decode" or not is_up or instance in self._leaving:
             return 0
         load = instance.scheduler.report().load
         is_whole = load.pages_quarantined * QUARANTINE_DIVISOR <= load.pages_total
         return load.pages_total - load.pages_quarantined if is_whole else 0
 
-    def _is_up(self, name: InstanceId) -> bool:
+    def _is_up(self, name: InstanceId, router: InstanceId) -> bool:
         """Its process runs, and the router can reach it."""
         now, instance = self.clock.now, self.instances.get(name)
-        return instance is not None and now >= instance.stopped_until_s and self.storm.cut_until(name, ROUTER, now) <= now
+        return instance is not None and now >= instance.stopped_until_s and self.storm.cut_until(name, router, now) <= now
 
     def _note(self, event: str) -> None:
         self.on_event(f"{self.clock.now:9.4f}  == {event}")

@@ -3,19 +3,22 @@
 Owns the chances and the cuts. Everything is drawn from a seeded generator. Knows no messages.
 """
 
+import re
 from dataclasses import dataclass, field
 from random import Random
 
-from common.ids import DETOKENIZER, InstanceId
+from common.ids import InstanceId
 from simulation.network import DELAY_S
 
+TEXT_NAME = re.compile(r"\.text-\d+$")
+"""The end of a detokenizer's name."""
 SLOW_S = 1.5
 """The longest that a letter takes which is merely late."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chances:
-    """Of each letter. overtaking: whether letters of one sender to one receiver may overtake each other; those of the detokenizer
+    """Of each letter. overtaking: whether letters of one sender to one receiver may overtake each other; those of a detokenizer
     never do, for the router takes a gap in them for a loss."""
 
     lost: float
@@ -74,7 +77,7 @@ class Storm:
 
     def _ordered(self, sender: InstanceId, to: InstanceId, arrives_s: float) -> float:
         """The arrival, put off until that of what was sent before on this link, if nothing may overtake there."""
-        if self.chances.overtaking and sender != DETOKENIZER:
+        if self.chances.overtaking and TEXT_NAME.search(sender) is None:
             return arrives_s
         arrives_s = max(arrives_s, self._latest_s.get((sender, to), 0.0))
         self._latest_s[sender, to] = arrives_s
