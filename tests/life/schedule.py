@@ -11,6 +11,7 @@ from common.engine.timed import StepCost
 from common.ids import DETOKENIZER, ROUTER, RequestId
 from router.partners import AT_LEAST
 from simulation.instance import Size
+from simulation.network import KNOCKS_S
 from tests.life.weather import Chances
 
 WINDOW_S = 12.0
@@ -21,6 +22,8 @@ FEWEST_PAGES, MOST_PAGES = 19, 32
 """The fewest hold the longest prompt with the longest answer."""
 LONGEST_HANG_S = 22.0
 """So long that what the instance had in flight must not go on."""
+SLOW_STEPS = StepCost(step_s=0.25, chunk_token_s=0.001, decode_row_s=0.001)
+"""With which an answer of 30 tokens outlives its router by far, if nobody ends it."""
 TRIGGERS = (
     *("Generate", "Reserve", "Grant", "Decline", "Placed", "Handoff", "TokenBatch"),
     *("Renew", "Renewed", "Withdraw", "Cancel", "Probe"),
@@ -330,7 +333,7 @@ def _with_routers(schedule: Schedule, random: Random) -> Schedule:
     if random.random() < 0.4:
         schedule = replace(
             schedule,
-            size=replace(schedule.size, max_waiting=64),
+            size=replace(schedule.size, max_waiting=64, cost=SLOW_STEPS),
             chances=Chances(lost=0.0, twice=0.0, slow=0.0, overtaking=False),
             rough=Rough(slow=0.0, fails=0.0, unproven=0.0, by_hand=0.0, buffered=False),
             faults=(),
@@ -360,4 +363,8 @@ def _router_deed(random: Random, schedule: Schedule) -> Deed:
             seconds, queued, breaks = random.uniform(0.5, 8.0), random.random() < 0.5, random.random() < 0.5
             return Part(one=one, other=ROUTER, seconds=seconds, queued=queued, breaks=breaks, router=router)
         case _:
-            return KillRouter(router=router, back_s=random.choice((0.0, random.uniform(0.1, 6.0), random.uniform(4.0, 12.0))))
+            # One that is back before its connections are refused is not missed until it does not answer.
+            soonest_s = 2 * KNOCKS_S if schedule.only_routers else 0.0
+            return KillRouter(
+                router=router, back_s=random.choice((soonest_s, random.uniform(1.0, 6.0), random.uniform(4.0, 12.0)))
+            )
