@@ -12,6 +12,7 @@ from common.config import RouterConfig
 from common.engine.executor import Executor
 from common.engine.timed import Timeline
 from common.engine.toy import ToyExecutor
+from common.errors import Unavailable
 from common.ids import InstanceId, RequestId, Role, pack_ids
 from common.sampling_params import SamplingParams
 from common.text.detokenizer import Detokenizer
@@ -156,9 +157,11 @@ class Fleet:
         return self.ask(RequestSpec(RequestId(name), 0, pack_ids(prompt), sampling))
 
     def ask(self, *choices: RequestSpec, seat: int = 0) -> Client:
-        """A client asks this router, which lives, for some choices. Raises what the router raises."""
+        """A client asks this router for some choices. Raises what the router raises, and Unavailable when nobody listens."""
         client = Client(*(choice.request_id for choice in choices))
         router = self.routers[seat]
+        if not router.alive:
+            raise Unavailable(f"{router.name} is gone")
         router.submit(choices, client)
         self._clients[router.name].append(client)
         return client
