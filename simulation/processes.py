@@ -162,6 +162,7 @@ class DetokenizerProcess:
     def __init__(self, router: RouterProcess, shard: int, address: str, clock: Clock, network: Network) -> None:
         self.name, self.address = text_name(router.name, shard), address
         self._router, self._shard = router.name, shard
+        self.alive = True
         self._clock = clock
         self._loop = Loop(clock, self)
         self.core = Detokenizer(words_tokenizer())
@@ -200,6 +201,7 @@ class DetokenizerProcess:
 
     def kill(self) -> None:
         """As SIGKILL does."""
+        self.alive = False
         self._loop.end()
 
 

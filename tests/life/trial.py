@@ -12,7 +12,7 @@ from typing import assert_never
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, RequestId, Role
-from common.messages import AnyMessage, Generate, Reserve
+from common.messages import AnyMessage, ExpectAnswer, Generate, Reserve
 from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
@@ -217,6 +217,9 @@ class Trial(Fleet):
             self._serving[request_id], self._routers[request_id] = (letter.to, *message.decodes), router
             could_decode = not message.decodes or any(self._is_up(name, router) for name in message.decodes)
             self.blows[request_id] += not (self._is_up(letter.to, router) and could_decode)
+        if isinstance(message, ExpectAnswer):
+            texts = (each for router in self.routers for each in router.detokenizers)
+            self.blows[message.key.request_id] += not any(each.alive and each.name == letter.to for each in texts)
         if isinstance(message, Reserve):
             self._serving[message.key.request_id] = (letter.sender, letter.to)
             self.blows[message.key.request_id] += not self._is_up(letter.to, message.key.router)
