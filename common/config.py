@@ -125,7 +125,7 @@ class EngineConfig:
         if self.executor == "timed":
             parse_step_cost(self.step_cost)
             _require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
-            for name in ("load_format", "quantization", "attention", "graphs", "graph_sizes"):
+            for name in ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups"):
                 usual = type(self).__dataclass_fields__[name].default
                 rule = "left out with --executor timed, which loads no model"
                 _require(getattr(self, name) == usual, name.replace("_", "-"), rule, getattr(self, name))

@@ -17,6 +17,7 @@ _ABOVE_0 = (
     "rate", "requests", "speed", "mean_input", "mean_output", "kv_pages", "page_size", "kv_token_bytes", "context_tokens",
     "max_running", "chunk_tokens", "max_waiting", "max_requests", "link_gbit", "restart_s", "slo_ttft_s", "slo_itl_s",
 )  # fmt: skip
+_WITHOUT_TRACE = ("rate", "requests", "arrivals", "lengths", "mean_input", "mean_output")
 _AT_LEAST_0 = ("prefill", "duration_s", "link_latency_s", "message_s", "kill_every_s", "seed")
 
 
@@ -59,7 +60,7 @@ class LoadPlan:
     trace: str = option(
         "", "file with the requests, in Mooncake's format: JSON lines with timestamp (ms), input_length, output_length, hash_ids"
     )
-    speed: float = option(1.0, "play the trace so many times as fast")
+    speed: float = option(1.0, "with --trace: play it so many times as fast")
     duration_s: float = option(0.0, "send requests for so many simulated seconds; 0: all")
     rate: float = option(4.0, "without --trace: requests per second")
     requests: int = option(1000, "without --trace: how many requests")
@@ -68,7 +69,7 @@ class LoadPlan:
     mean_input: int = option(2000, "without --trace: mean prompt tokens")
     mean_output: int = option(200, "without --trace: mean answer tokens")
     kill_every_s: float = option(0.0, "kill an instance at random about so often, in simulated seconds; 0: never")
-    restart_s: float = option(60.0, "seconds until a killed instance is there again")
+    restart_s: float = option(60.0, "with --kill-every-s: seconds until a killed instance is there again")
     slo_ttft_s: float = option(2.0, "a good answer's first token comes within so many seconds")
     slo_itl_s: float = option(0.05, "and the mean time between its tokens is at most this, in seconds")
     seed: int = option(0, "of all that is random: the same seed gives the same report")
@@ -77,6 +78,18 @@ class LoadPlan:
 
     def __post_init__(self) -> None:
         _check(self)
+        if self.trace:
+            self._refuse(_WITHOUT_TRACE, "with --trace, which says which requests come when")
+        else:
+            self._refuse(("speed",), "without --trace")
+        if not self.kill_every_s:
+            self._refuse(("restart_s",), "without --kill-every-s")
+
+    def _refuse(self, names: tuple[str, ...], why: str) -> None:
+        """Flags that would change nothing. Raises ConfigError when one does not have its default."""
+        for name in names:
+            if vars(self)[name] != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
 
 
 def _check(plan: FleetPlan | LoadPlan) -> None:

@@ -46,7 +46,8 @@ class Streams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True):
-    """Streams that were open at once. kib_each: resident memory of the router for each."""
+    """Streams that were open at once. kib_each: resident memory of the router for each. opened_per_s: from the first
+    connection until all are open; 0 when they never were."""
 
     streams: int
     most_open: int
@@ -114,7 +115,7 @@ def open_of(loaded: Loaded, streams: int) -> Open:
         failed=loaded.failed,
         reasons=loaded.reasons,
         kib_each=1024 * (loaded.open_mb - loaded.before_mb) / max(1, loaded.most_open),
-        opened_per_s=streams / max(loaded.ttft_s, default=1.0),
+        opened_per_s=streams / loaded.opening_s if loaded.opening_s else 0.0,
         tokens_per_s=at_once.tokens_per_s,
         router_us=at_once.router_us,
     )

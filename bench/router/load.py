@@ -57,6 +57,7 @@ class Run:
         self._reasons: list[str] = []
         self._began, self._own_s = self._mark(), time.process_time()
         self._before_mb, self._open_mb = self._memory_mb(), 0.0
+        self._opening_s = 0.0
         self._all_open: _Mark | None = None
         self._window = _Mark(0.0, 0, 0, 0.0)
 
@@ -68,6 +69,7 @@ class Run:
         if len(self._ttft_s) == self.order.parallel and not self._ended:
             self._open_mb = self._memory_mb()
             self._all_open = self._mark()
+            self._opening_s = self._all_open.s - self._began.s
 
     def ended(self, begun: bool, failure: str) -> None:
         """A stream is over. failure: empty for a whole answer."""
@@ -87,6 +89,7 @@ class Run:
         reasons = [*self._reasons, f"{missing} answers were not over after {PATIENCE_S:g} s"] if missing else self._reasons
         return Loaded(
             ttft_s=tuple(self._ttft_s),
+            opening_s=self._opening_s,
             failed=self._failed + missing,
             reasons=tuple(reasons),
             elapsed_s=total.s,

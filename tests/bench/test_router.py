@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.router import load
+from bench.router.figures import open_of
 from bench.router.lines import Load
 from bench.router.load import carry_out
 
@@ -47,3 +51,35 @@ async def test_an_answer_that_is_refused_cut_or_too_short_is_a_failure_with_its_
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         loaded = await carry_out(Load(url=url, model="m", requests=2, parallel=2, tokens=3, pids=()))
     assert loaded.failed == 2 and all(reason in each for each in loaded.reasons)
+
+
+async def test_the_rate_of_opening_counts_the_time_in_which_connections_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams, pause_s = 4, 0.05
+    waiting: list[asyncio.StreamWriter] = []
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def slow(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(pause_s)
+        return await connect(*args, **kwargs)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(b'HTTP/1.1 200 OK\r\n\r\ndata: {"text":" one"}\n\n')
+        waiting.append(writer)
+        if len(waiting) == streams:
+            await asyncio.sleep(pause_s)
+            for each in waiting:
+                each.write(b'data: {"text":" two"}\n\n0\r\n\r\n')
+
+    monkeypatch.setattr(load, "CONNECTING", 1)
+    monkeypatch.setattr(loop, "create_connection", slow)
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        loaded = await carry_out(Load(url=url, model="m", requests=streams, parallel=streams, tokens=2, pids=(os.getpid(),)))
+        for each in waiting:
+            each.close()
+    assert loaded.failed == 0, loaded.reasons
+    assert 0 < open_of(loaded, streams).opened_per_s <= 1 / pause_s

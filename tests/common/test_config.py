@@ -179,6 +179,7 @@ def test_memory_is_an_amount_or_a_share_of_the_whole(text: str, expected: int | 
         ("--quantization", {"executor": "timed", "quantization": "fp8"}),
         ("--load-format", {"executor": "timed", "load_format": "dummy"}),
         ("--graphs", {"executor": "timed", "graphs": "on"}),
+        ("--layer-groups", {"executor": "timed", "layer_groups": 0}),
     ],
 )
 def test_the_timed_executor_refuses_what_it_would_ignore(flag: str, given: dict[str, Any]) -> None:

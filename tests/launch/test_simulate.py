@@ -30,15 +30,21 @@ def sorted_as_given(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("flag", "complaint"),
+    ("flags", "complaint"),
     [
-        ("--decode=0", "--decode must be at least 1"),
-        ("--rate=0", "--rate must be above 0"),
-        ("--step-cost=0,0,0", "a step must take some time"),
-        ("--kv-token-bytes=3", "--kv-token-bytes must be even"),
-        ("--trace=/nowhere.jsonl", "--trace: /nowhere.jsonl cannot be read"),
+        (["--decode=0"], "--decode must be at least 1"),
+        (["--rate=0"], "--rate must be above 0"),
+        (["--step-cost=0,0,0"], "a step must take some time"),
+        (["--kv-token-bytes=3"], "--kv-token-bytes must be even"),
+        (["--trace=/nowhere.jsonl"], "--trace: /nowhere.jsonl cannot be read"),
+        *(
+            (["--trace=/nowhere.jsonl", flag], f"{flag.split('=')[0]} has no effect with --trace")
+            for flag in ("--rate=9", "--requests=5", "--mean-input=9", "--mean-output=9", "--lengths=constant", "--arrivals=even")
+        ),
+        (["--speed=7"], "--speed has no effect without --trace"),
+        (["--restart-s=1"], "--restart-s has no effect without --kill-every-s"),
     ],
 )
-def test_what_cannot_be_simulated_is_named(flag: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", flag]) == BAD_FLAG
+def test_what_cannot_be_simulated_is_named(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *flags]) == BAD_FLAG
     assert complaint in capsys.readouterr().err
