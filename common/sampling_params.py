@@ -8,6 +8,9 @@ import msgspec
 from common.errors import BadRequest
 
 MAX_SEED = 2**63 - 1
+ANSWER_TOKENS = 512
+"""An answer is expected to have as many tokens until more is known, or its limit when that is lower: limits are often far above
+what answers need."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

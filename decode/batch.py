@@ -39,17 +39,14 @@ class Batch:
         """Rows whose request has not ended."""
         return int(self.live.sum())
 
-    def pages(self, share: float, page_size: int) -> tuple[Int64Array, Int64Array]:
-        """For each live row the pages that it holds, and how many more it needs if it samples this share of the tokens that it
-        still may. [rows] int64 each."""
+    def pages(self, answer: int, page_size: int) -> tuple[Int64Array, Int64Array]:
+        """For each live row the pages that it holds, and how many more it needs if its answer has so many tokens, as far as its
+        limit allows. A row that has sampled more goes on for another page. [rows] int64 each."""
         rows = np.flatnonzero(self.live)
-        planned, held = self._planned[rows], self._room[rows].astype(np.int64) // page_size
-        fed = self._prompt[rows] + planned - 1 + np.ceil(share * (self._limit[rows] - planned)).astype(np.int64)
-        return held, np.maximum(0, -(-fed // page_size) - held)  # the last token of an answer is never fed back
-
-    def answer(self, row: int) -> tuple[int, int]:
-        """Tokens that the row has sampled, and the most that it may."""
-        return int(self.sampled[row]), int(self._limit[row])
+        planned, limit, held = self._planned[rows], self._limit[rows], self._room[rows].astype(np.int64) // page_size
+        length = np.minimum(limit, np.maximum(answer, planned.astype(np.int64) + page_size))
+        fed = self._prompt[rows] + length - 1  # the last token of an answer is never fed back
+        return held, np.maximum(0, -(-fed // page_size) - held)
 
     def join(self, row: int, sampling: SamplingParams, prompt: int, room: int, *, sampled: int) -> None:
         """A request takes the row; prompt and room in tokens. sampled: 1 when its first token is known, so that it decodes from

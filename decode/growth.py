@@ -2,10 +2,11 @@
 
 Owns the measure of answers and the forecast made of it. Knows the running batch and pages as numbers. Admits nobody.
 
-A request may ask for far more tokens than its answer has. So the forecast takes a *share* of the tokens that each request may
-still sample: what ended answers used of their max_tokens, as an exponentially weighted mean, plus a margin for chance. Before
-anything has ended the share is 1. SGLang's new_token_ratio is of this kind; it falls with time and rises when a request is
-retracted, while this one is measured.
+A request may ask for far more tokens than its answer has: often its limit is the whole context. So the forecast is a length in
+tokens, the same for all, and each request's limit bounds it. It is measured: the tokens of the last answers, over how many of
+them stopped by themselves. An answer that reached its limit, or was preempted, would have been longer. So its tokens count, but
+not as an end. (This is the mean of an exponential distribution estimated from censored data.) An answer that was cancelled says
+nothing: its client left, or found a stop string. A margin for chance is added. Preemption corrects a forecast that is too low.
 
 Requests do not all end at once, and each that ends gives back its pages. So the most that is needed is less than the sum of all
 final lengths (the Past-Future scheduler of LightLLM, Gong et al. 2025). Sort the requests by the pages that they still need, most
@@ -21,41 +22,39 @@ import numpy as np
 from common.ids import Int64Array
 from decode.batch import Batch
 
-LONGEST_MEMORY = 64
-"""The weight of one ended answer does not fall below one in so many."""
+MEMORY = 64
+"""Each answer takes one part in so many from the weight of all before it."""
 PRIOR_ANSWERS = 4
-"""The first share weighs as much as so many answers."""
-DEVIATIONS = 2.0
-"""The margin: so many standard deviations of the mean of as many answers as run."""
+"""The first forecast weighs as much as so many answers, for ever. So answers that all reach short limits raise it little."""
+DEVIATIONS = 1.0
+"""The margin: so many standard deviations of the mean of as many answers as run. The deviation of one is about its mean."""
 _NOTHING = np.zeros(1, dtype=np.int64)
 
 
-class AnswerShare:
-    """What part of max_tokens answers need. first: until some have ended."""
+class AnswerLength:
+    """How many tokens an answer has if its limit allows. first: until some have ended."""
 
-    def __init__(self, first: float) -> None:
-        self._mean = first
-        self._variance = 0.0
-        self._answers = PRIOR_ANSWERS
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._tokens = self._stops = 0.0
 
-    def add(self, tokens: int, limit: int) -> None:
-        """An answer that might have had `limit` tokens ended after `tokens`."""
-        self._answers = min(self._answers + 1, LONGEST_MEMORY)
-        weight, off = 1 / self._answers, tokens / limit - self._mean
-        self._mean += weight * off
-        self._variance = (1 - weight) * (self._variance + weight * off * off)
+    def add(self, tokens: int, *, stopped: bool) -> None:
+        """An answer had so many tokens. stopped: it was complete. Otherwise it would have been longer."""
+        self._tokens += tokens - self._tokens / MEMORY
+        self._stops += stopped - self._stops / MEMORY
 
-    def of(self, running: int) -> float:
-        """The share to expect of the sum of so many answers, with its margin: between 0 and 1."""
-        return min(1.0, self._mean + DEVIATIONS * math.sqrt(self._variance / max(1, running)))
+    def of(self, running: int) -> int:
+        """The tokens to expect of each of so many answers, with the margin."""
+        mean = (PRIOR_ANSWERS * self._first + self._tokens) / (PRIOR_ANSWERS + self._stops)
+        return math.ceil(mean * (1 + DEVIATIONS / math.sqrt(max(1, running))))
 
 
 class Forecast:
-    """Whether another request fits beside those that run. held, still: [requests] int64, pages that each has and will need more.
-    free_pages: of the pool."""
+    """Whether another request fits beside those that run. answer: expected tokens. held, still: [requests] int64, pages that each
+    has and will need more. free_pages: of the pool."""
 
-    def __init__(self, share: float, page_size: int, held: Int64Array, still: Int64Array, free_pages: int) -> None:
-        self._share, self._page_size = share, page_size
+    def __init__(self, answer: int, page_size: int, held: Int64Array, still: Int64Array, free_pages: int) -> None:
+        self._answer, self._page_size = max(answer, page_size), page_size
         self._pages = free_pages + int(held.sum())
         self._refused = math.inf, math.inf
         """Pages and growth of the last one for which there was no room: many that wait are alike."""
@@ -71,7 +70,7 @@ class Forecast:
 
         Alone a request is always admitted: the pool holds the longest answer of any.
         """
-        still = max(0, -(-(prompt + math.ceil(self._share * limit) - 1) // self._page_size) - pages)
+        still = max(0, -(-(prompt + min(limit, self._answer) - 1) // self._page_size) - pages)
         if pages >= self._refused[0] and still >= self._refused[1]:
             return False  # the peak only rises with either, and with everybody admitted since
         place = int(np.searchsorted(self._rising, -still, side="right"))
@@ -97,23 +96,19 @@ class Forecast:
 
 
 class Growth:
-    """The forecast of a decode instance. first_share: see `AnswerShare`."""
+    """The forecast of a decode instance. first_answer: see `AnswerLength`."""
 
-    def __init__(self, batch: Batch, page_size: int, first_share: float) -> None:
+    def __init__(self, batch: Batch, page_size: int, first_answer: int) -> None:
         self._batch = batch
         self._page_size = page_size
-        self._shares = AnswerShare(first_share)
+        self._lengths = AnswerLength(first_answer)
 
     def forecast(self, free_pages: int) -> Forecast:
         """Costs a few array operations, however many run; made only when somebody waits."""
-        share = self._shares.of(self._batch.running)
-        held, still = self._batch.pages(share, self._page_size)
-        return Forecast(share, self._page_size, held, still, free_pages)
+        answer = self._lengths.of(self._batch.running)
+        held, still = self._batch.pages(answer, self._page_size)
+        return Forecast(answer, self._page_size, held, still, free_pages)
 
-    def ended(self, row: int) -> None:
-        """The answer of a row is over."""
-        self._shares.add(*self._batch.answer(row))
-
-    def preempted(self) -> None:
-        """Answers grew more than was forecast: that counts as one which used all it might."""
-        self._shares.add(1, 1)
+    def ended(self, row: int, *, stopped: bool) -> None:
+        """The answer of a row is over. stopped: by itself; otherwise it reached its limit, or was preempted."""
+        self._lengths.add(int(self._batch.sampled[row]), stopped=stopped)

@@ -52,7 +52,7 @@ class DecodeRequests:
         self.pool = PagePool(engine.total_pages)
         self.rows = Rows(engine.max_rows)
         self.batch = Batch(engine.max_rows, engine.eos_token_ids)
-        self.growth = Growth(self.batch, self._page_size, limits.answer_share)
+        self.growth = Growth(self.batch, self._page_size, limits.answer_tokens)
         self.target = HandoffTarget(me.incarnation)
         self.by_row: dict[int, DecodeRequest] = {}
         self.computing: dict[int, PromptProgress] = {}
@@ -88,8 +88,6 @@ class DecodeRequests:
         elif ending is not None:
             actions.append(self.table.tell(request, ending))
         if request.row is not None:
-            if before is Phase.DECODING and not isinstance(ending, Failed):
-                self.growth.ended(request.row)
             self.batch.leave(request.row)
             self.computing.pop(request.row, None)
         self.release(request, now)

@@ -173,6 +173,7 @@ class DecodeScheduler:
             ending = Finished(reason="stop", matched=int(tokens[at])) if stopped[at] else Finished(reason="length")
             deltas[at] = msgspec.structs.replace(deltas[at], ending=ending)
             answered[at].told = ending
+            requests.growth.ended(int(sampled[at]), stopped=bool(stopped[at]))
             requests.end(answered[at], None, now)
         return [*emit_tokens(deltas, [request.pipeline for request in answered])]
 
@@ -283,7 +284,8 @@ class DecodeScheduler:
             holders = [r for r in by_row.values() if r.phase is not Phase.ENDED]
             for victim in choose_victims(holders, lacking, coming):
                 self._preemptions += 1
-                self._requests.growth.preempted()
+                assert victim.row is not None
+                self._requests.growth.ended(victim.row, stopped=False)
                 if victim.row in grown:
                     del grown[victim.row]
                 preempted = Failed.of(Preempted(f"{self._me.id} needs the memory for an older request"))

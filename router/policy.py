@@ -11,14 +11,13 @@ from itertools import chain, islice
 from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
 from common.ids import Life, Role
+from common.sampling_params import ANSWER_TOKENS
 from router.candidates import Candidates
 from router.fleet import Fleet
 from router.members import Member
 
 CANDIDATES = 4
 """How many decode instances a placement names: the next one is asked when the best has no room by then."""
-ANSWER_TOKENS = 512
-"""An answer is expected to need as many tokens, or its limit when that is lower: limits are often far above what answers need."""
 REASONS = 4
 """How many instances in trouble a reason names."""
 NO_LINK = "no prefill instance has a ready link to a decode instance"

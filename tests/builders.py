@@ -36,14 +36,14 @@ def limits(
     max_waiting: int = 16,
     request_timeout_s: float = 60.0,
     drain_timeout_s: float = 30.0,
-    answer_share: float = 0.0,
+    answer_tokens: int = 0,
 ) -> InstanceLimits:
     return InstanceLimits(
         chunk_tokens=chunk_tokens,
         max_waiting=max_waiting,
         request_timeout_s=request_timeout_s,
         drain_timeout_s=drain_timeout_s,
-        answer_share=answer_share,
+        answer_tokens=answer_tokens,
     )
 
 

@@ -5,16 +5,18 @@ Owns their names. The process makes them from its flags.
 
 from dataclasses import dataclass
 
+from common.sampling_params import ANSWER_TOKENS
+
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceLimits:
     """chunk_tokens: most prompt tokens of one forward. max_waiting: most requests that wait. request_timeout_s: longest life of a
-    request here. drain_timeout_s: how long a draining instance lets its requests run before it ends them. answer_share: what part
-    of max_tokens answers are expected to need, until some have ended.
+    request here. drain_timeout_s: how long a draining instance lets its requests run before it ends them. answer_tokens: how
+    long an answer is expected to be, until some have ended.
     """
 
     chunk_tokens: int
     max_waiting: int
     request_timeout_s: float
     drain_timeout_s: float
-    answer_share: float = 1.0
+    answer_tokens: int = ANSWER_TOKENS

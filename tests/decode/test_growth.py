@@ -1,17 +1,26 @@
-"""The forecast of growth against what plain loops find: the peak while answers end one after the other, and what answers used."""
+"""The forecast of growth against what plain loops find: the peak while answers end one after the other, and how long answers
+were. And whole instances whose requests might have the whole context."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 import pytest
 
-from common.ids import Int64Array
-from decode.growth import DEVIATIONS, LONGEST_MEMORY, PRIOR_ANSWERS, AnswerShare, Forecast
+from common.ids import ROUTER, Int64Array
+from common.instance.ports import RouterJoined
+from common.messages import Cancel
+from decode.batch import Batch
+from decode.growth import DEVIATIONS, MEMORY, PRIOR_ANSWERS, AnswerLength, Forecast
+from decode.scheduler import DecodeScheduler
+from tests.builders import EOS, LAYOUT, engine, instance, key, limits, result, sampling
+from tests.schedulers import generate, planned
 
 PAGE_SIZE = 4
-FIRST = 0.75
+FIRST = 48
+CONTEXT, ANSWER = 131_072, 200
 
 
 def int64(values: list[int]) -> Int64Array:
@@ -22,7 +31,7 @@ def int64(values: list[int]) -> Int64Array:
 class Running:
     """Requests by the pages that each holds and will need more, and the room for all of them. They grow side by side."""
 
-    share: float
+    answer: int
     room: int
     held: list[int] = field(default_factory=list)
     still: list[int] = field(default_factory=list)
@@ -36,9 +45,9 @@ class Running:
 
     def admits(self, pages: int, prompt: int, limit: int) -> bool:
         """Whether one more fits; then it runs. Its last token is never fed back, so it needs no room."""
-        tokens = prompt + math.ceil(self.share * limit) - 1
+        tokens = prompt + min(limit, max(PAGE_SIZE, self.answer)) - 1
         needed = math.ceil(tokens / PAGE_SIZE)
-        beside = Running(self.share, self.room, [*self.held, pages], [*self.still, max(0, needed - pages)])
+        beside = Running(self.answer, self.room, [*self.held, pages], [*self.still, max(0, needed - pages)])
         if self.held and beside.peak() > self.room:
             return False
         self.held, self.still = beside.held, beside.still
@@ -49,11 +58,11 @@ class Running:
 def test_a_request_is_admitted_when_the_peak_over_all_ends_fits(seed: int) -> None:
     random = Random(seed)
     rows = random.choice([0, 1, 2, 5, 12])
-    plain = Running(random.choice([0.0, 0.3, 1.0, random.random()]), room=0)
+    plain = Running(random.choice([0, 1, 12, random.randint(0, 50)]), room=0)
     plain.held = [random.randint(1, 9) for _ in range(rows)]
     plain.still = [random.choice([0, 3, random.randint(0, 12)]) for _ in range(rows)]
     plain.room = max(sum(plain.held), (plain.peak() if rows else 0) + random.randint(-10, 40))
-    forecast = Forecast(plain.share, PAGE_SIZE, int64(plain.held), int64(plain.still), plain.room - sum(plain.held))
+    forecast = Forecast(plain.answer, PAGE_SIZE, int64(plain.held), int64(plain.still), plain.room - sum(plain.held))
     for _ in range(10):
         prompt, limit = random.randint(1, 24), random.randint(1, 40)
         pages = math.ceil(prompt / PAGE_SIZE)
@@ -64,26 +73,81 @@ def test_a_request_is_admitted_when_the_peak_over_all_ends_fits(seed: int) -> No
 def test_the_peak_counts_nobody_who_has_ended() -> None:
     """Two hold a page each. One ends now, the other grows by 6: 7 pages at its end, for the first has given back its page."""
     for room, fits in ((7, True), (6, False)):
-        forecast = Forecast(1.0, PAGE_SIZE, int64([1]), int64([6]), room - 1)
+        forecast = Forecast(1, PAGE_SIZE, int64([1]), int64([6]), room - 1)
         assert forecast.admits(1, 1, 1) == fits
 
 
-@pytest.mark.parametrize("answers", [0, 1, 7, 60, 61, 200])
-def test_the_share_is_the_weighted_mean_of_what_answers_used_plus_its_deviation(answers: int) -> None:
+@pytest.mark.parametrize("answers", [0, 1, 7, 200])
+def test_the_forecast_is_all_tokens_over_all_that_stopped_with_the_latest_weighing_most(answers: int) -> None:
     random = Random(answers)
-    share, values = AnswerShare(FIRST), [FIRST] * PRIOR_ANSWERS
-    for _ in range(answers):
-        limit = random.randint(1, 200)
-        tokens = random.randint(1, limit) // 2
-        share.add(tokens, limit)
-        values.append(tokens / limit)
-    fresh, aged = values[:LONGEST_MEMORY], values[LONGEST_MEMORY:]
-    weights = [1 / len(fresh)] * len(fresh)
-    for _ in aged:  # each later one takes the same part of the weight from all before it
-        weights = [weight * (1 - 1 / LONGEST_MEMORY) for weight in weights] + [1 / LONGEST_MEMORY]
-    mean = sum(weight * value for weight, value in zip(weights, values, strict=True))
-    variance = sum(weight * (value - mean) ** 2 for weight, value in zip(weights, values, strict=True))
+    length = AnswerLength(FIRST)
+    had = [(random.randint(1, 200), random.random() < 0.5) for _ in range(answers)]
+    for tokens, stopped in had:
+        length.add(tokens, stopped=stopped)
+    weights = [(1 - 1 / MEMORY) ** age for age in reversed(range(answers))]
+    tokens_had = PRIOR_ANSWERS * FIRST + sum(weight * tokens for weight, (tokens, _) in zip(weights, had, strict=True))
+    stops = PRIOR_ANSWERS + sum(weight for weight, (_, stopped) in zip(weights, had, strict=True) if stopped)
     for running in (1, 3, 256):
-        expected = min(1.0, mean + DEVIATIONS * math.sqrt(variance / running))
-        assert share.of(running) == pytest.approx(expected, rel=1e-9)
-    assert share.of(0) == share.of(1)
+        expected = tokens_had / stops * (1 + DEVIATIONS / math.sqrt(running))
+        assert length.of(running) == pytest.approx(expected, abs=1)
+    assert length.of(0) == length.of(1)
+
+
+def test_a_running_request_needs_what_the_forecast_leaves_and_another_page_once_it_is_longer() -> None:
+    batch = Batch(4, [EOS])
+    for row, (prompt, limit, sampled) in enumerate([(5, 100, 1), (5, 8, 1), (5, 100, 1), (5, 17, 1)]):
+        batch.join(row, sampling(limit), prompt, room=8, sampled=sampled)
+    for row in (2, 3):
+        batch.grew(row, 20)
+        for _ in range(15):
+            batch._planned[row] += 1  # 16 of its answer
+    held, still = batch.pages(12, PAGE_SIZE)
+    assert held.tolist() == [2, 2, 5, 5]
+    fed = [5 + 12 - 1, 5 + 8 - 1, 5 + 16 + PAGE_SIZE - 1, 5 + 17 - 1]
+    assert still.tolist() == [math.ceil(tokens / PAGE_SIZE) - pages for tokens, pages in zip(fed, [2, 2, 5, 5], strict=True)]
+
+
+def served(pool_tokens: int, asked: list[int], answer: int) -> tuple[DecodeScheduler, list[int]]:
+    """Requests with these limits, all there from the start, are served to the end by an instance like the product's: how many run
+    in each step. Answers stop after so many tokens."""
+    bounds = limits(chunk_tokens=8192, max_waiting=1024, answer_tokens=512)
+    made = DecodeScheduler(instance("d", "decode"), engine(pool_tokens // LAYOUT.page_size, 64, CONTEXT), bounds)
+    made.handle(RouterJoined(ROUTER, 1), 0.0)
+    for number, limit in enumerate(asked):
+        assert made.receive(ROUTER, generate(f"r{number}", 8, limit), 0.0) == []
+    return made, finish(made, answer)
+
+
+def finish(made: DecodeScheduler, answer: int) -> list[int]:
+    running = []
+    while len(made._table):
+        plan = planned(made.decide(0.0))
+        running.append(made._batch.running)
+        sampled = made._batch.sampled[plan.sampled_rows]
+        made.step_done(result(plan, [EOS if had >= answer - 1 else 60 for had in sampled.tolist()]), 0.0)
+    return running
+
+
+@pytest.mark.parametrize(
+    "limit_of", [lambda _: CONTEXT - 8, lambda number: 16 if number % 2 else CONTEXT - 8], ids=["chats", "mixed"]
+)
+def test_requests_run_side_by_side_though_each_might_have_the_whole_context(limit_of: Callable[[int], int]) -> None:
+    """Also beside short completions, which all reach their limits and so say nothing of the length of chats."""
+    made, running = served(CONTEXT, [limit_of(number) for number in range(128)], ANSWER)
+    assert running[1] == 64, "all rows, before any answer has ended"
+    assert len(running) < 3 * (ANSWER + 8)
+    assert made.report().counters.preemptions == 0
+
+
+def test_clients_that_leave_do_not_make_the_forecast_short() -> None:
+    made, _ = served(1000, [1], ANSWER)
+    for number in range(100):
+        made.receive(ROUTER, generate(f"left{number}", 8, ANSWER), 0.0)
+        for _ in range(2):
+            plan = planned(made.decide(0.0))
+            made.step_done(result(plan, [60]), 0.0)
+        made.receive(ROUTER, Cancel(key=key(f"left{number}")), 0.0)
+    for number in range(20):
+        made.receive(ROUTER, generate(f"r{number}", 8, ANSWER), 0.0)
+    assert max(finish(made, CONTEXT)) < 10, "five are sure to fit"
+    assert made.report().counters.preemptions <= 2

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from common.engine.timed import StepCost
 from common.ids import DETOKENIZER, ROUTER, RequestId
+from common.sampling_params import ANSWER_TOKENS
 from router.partners import AT_LEAST
 from simulation.instance import Size
 from simulation.network import KNOCKS_S
@@ -209,7 +210,7 @@ def _size(random: Random, verify_pages: bool) -> Size:
         drain_timeout_s=random.choice((0.0, 2.0, 30.0)),
         cost=StepCost(step_s=random.choice((0.01, 0.03, 0.1)), chunk_token_s=0.001, decode_row_s=0.001),
         verify_pages=verify_pages,
-        answer_share=random.choice((0.0, 1.0)),
+        answer_tokens=random.choice((0, ANSWER_TOKENS)),
     )
 
 

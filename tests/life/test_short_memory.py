@@ -34,7 +34,7 @@ def test_little_is_computed_twice_when_memory_is_short_and_everybody_is_served()
 def test_whoever_is_preempted_gets_the_whole_answer_though_nobody_has_a_second_attempt() -> None:
     """Memory is given out as if nobody's answer grew. The one of low priority gives it up first, and then the youngest do."""
     random = Random(1)
-    size = Size(pages=64, rows=16, chunk_tokens=64, max_waiting=1024, request_timeout_s=600.0, cost=COST, answer_share=0.0)
+    size = Size(pages=64, rows=16, chunk_tokens=64, max_waiting=1024, request_timeout_s=600.0, cost=COST, answer_tokens=0)
     fleet = Fleet(size=size, config=RouterConfig(request_timeout_s=600.0, max_attempts=1))
     sampling = SamplingParams(max_new_tokens=200, temperature=0.0)
     patient = fleet.ask(RequestSpec(RequestId("patient"), 0, pack_ids(range(10, 18)), sampling, priority=5))

@@ -11,10 +11,11 @@ from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
 from common.ids import InstanceId, Life, Role
 from common.messages import Goodbye, Load, Register
+from common.sampling_params import ANSWER_TOKENS
 from router.candidates import SAMPLE
 from router.fleet import Fleet
 from router.members import Member
-from router.policy import ANSWER_TOKENS, CANDIDATES, REASONS, choose, unready
+from router.policy import CANDIDATES, REASONS, choose, unready
 from tests.builders import instance
 from tests.router.fakes import beat
 
