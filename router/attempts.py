@@ -26,7 +26,6 @@ class ResumeReason(StrEnum):
     FAILED_ATTEMPT = "failed_attempt"
     PREEMPTED = "preempted"
     LOST_MESSAGES = "lost_messages"
-    DETOKENIZER = "detokenizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,10 @@ class Attempt:
         self._asked_where = False
         self._known_next: dict[Member, int | None] = {}
         """What members answered in this round of probes."""
-        self._suspected = False
-        """The last round of probes said that messages were lost."""
+        self.was_told_again = False
+        """Its tokens were asked for again, and none has come since."""
+        self._is_decisive = False
+        """This round of probes began after that."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -98,6 +99,11 @@ class Attempt:
         return (self.decode,) if self.tokens >= 2 else (self.first, self.decode)
 
     @property
+    def tellers(self) -> tuple[Member, ...]:
+        """Who may know its tokens from the next one on, or its ending: any candidate, while it is not known who decodes."""
+        return self.members if self.decode is None else self.needed
+
+    @property
     def tokens(self) -> int:
         """How many tokens it has brought."""
         return self.next_token - self._first_token
@@ -114,7 +120,7 @@ class Attempt:
         self._bearer.growth_tokens -= self._growth_tokens
         decode.growth_tokens += self._growth_tokens
         self._bearer = decode
-        self._suspected = False
+        self.was_told_again = self._is_decisive = False
         self._known_next.clear()
 
     def advance(self, tokens: int) -> None:
@@ -136,8 +142,13 @@ class Attempt:
     def restart_silence(self, now: float) -> None:
         """Count its silence from now: a token came, or none could come until now."""
         self.silent_since_s = now
-        self._suspected = False
+        self.was_told_again = self._is_decisive = False
         self._known_next.clear()
+
+    def start_again(self, now: float) -> None:
+        """Count its silence from now: its tokens are asked for again. What members said before decides nothing."""
+        self.restart_silence(now)
+        self.was_told_again = True
 
     def withdraw(self) -> list[Send]:
         """End it for members and detokenizer that believe it is open. A lost member is told too: it may only be silent, and then
@@ -163,8 +174,9 @@ class Attempt:
     # --- probes --------------------------------------------------------------------------------------------------------
 
     def start_probe_round(self) -> None:
-        """Its members are asked anew what they know."""
-        self._suspected = self._is_suspect()
+        """Its members are asked anew what they know. If the last round was decisive and found nothing, the matter is closed."""
+        self.was_told_again = self.was_told_again and (not self._is_decisive or self._is_suspect())
+        self._is_decisive = self.was_told_again
         self._known_next.clear()
 
     def find_needed(self, name: InstanceId, incarnation: Incarnation) -> Member | None:
@@ -176,9 +188,14 @@ class Attempt:
         self._known_next[member] = next_token
 
     @property
+    def seems_lost(self) -> bool:
+        """This round of probes says that messages were lost, or are on their way, and nothing was asked for again yet."""
+        return not self.was_told_again and self._is_suspect()
+
+    @property
     def lost_messages(self) -> bool:
-        """Two rounds of probes in a row say that messages were lost, so they are not just on their way."""
-        return self._suspected and self._is_suspect()
+        """This round of probes says so although the tokens were asked for again before it."""
+        return self._is_decisive and self._is_suspect()
 
     def _is_suspect(self) -> bool:
         """Whether this round says that messages were lost: a member has sent tokens that did not come, or no member is about to

@@ -4,6 +4,7 @@ Owns only what joins the three: a change in one that the others must act on. Cal
 reads no clock, so a whole fleet runs in one process under test. Does not know HTTP.
 """
 
+import math
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -67,9 +68,10 @@ class RouterCore:
                 assert_never(message)
 
     def detokenizer_moved(self, shard: int, address: str, now: float) -> list[Send]:
-        """A new detokenizer has replaced the former one, at this address: tell the members, and resume what was open there."""
+        """A new detokenizer has replaced the former one, at this address: tell the members, and open what was open there."""
         self.detokenizers[shard] = DetokenizerWatch(self._config.dead_after_s)
-        return self.fleet.detokenizer_moved(shard, address) + self.requests.detokenizer_moved(self.detokenizer_names[shard], now)
+        self.requests.detokenizer_moved(self.detokenizer_names[shard])
+        return self.fleet.detokenizer_moved(shard, address)
 
     def _detokenizer_heard(self, beat: DetokenizerHeartbeat, now: float) -> list[Send]:
         if not 0 <= beat.shard < len(self.detokenizers) or not self.detokenizers[beat.shard].heard(beat, now):
@@ -93,8 +95,8 @@ class RouterCore:
         if caught_up:
             sends = self._apply(self.fleet.tick(now), now)
         watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
-        mute = {name for name, watch in watched if watch.silent or not caught_up}
-        return sends + self.requests.tick(now, mute=mute)
+        heard_s = {name: watch.heard_s if caught_up else -math.inf for name, watch in watched}
+        return sends + self.requests.tick(now, heard_s)
 
     def flush(self, now: float) -> list[Send]:
         """What was gathered to be sent together. Call it at the end of each turn."""

@@ -3,6 +3,8 @@
 Owns the deadline of its silence. Does not know requests, text or processes: the launcher restarts a dead detokenizer.
 """
 
+import math
+
 from common.messages import DetokenizerHeartbeat
 
 LEAST_S = 3.0
@@ -13,7 +15,8 @@ class DetokenizerWatch:
     """dead_after_s: how long the detokenizer, once heard, may be silent before it is taken for dead.
 
     silent: it is taken for dead. silent_at_s: when it will be unless it is heard; None before its first heartbeat, and while it
-    is silent. last: its last report.
+    is silent. last: its last report. heard_s: when it was last heard; infinite before its first heartbeat, when nothing can be
+    said, and minus infinite while it is silent.
     """
 
     def __init__(self, dead_after_s: float) -> None:
@@ -21,11 +24,12 @@ class DetokenizerWatch:
         self.silent_at_s: float | None = None
         self.last: DetokenizerHeartbeat | None = None
         self.silent = False
+        self.heard_s = math.inf
 
     def heard(self, heartbeat: DetokenizerHeartbeat, now: float) -> bool:
         """Take in a heartbeat. Returns whether it ends a silence."""
         was_silent, self.silent = self.silent, False
-        self.last, self.silent_at_s = heartbeat, now + self.dead_after_s
+        self.last, self.silent_at_s, self.heard_s = heartbeat, now + self.dead_after_s, now
         return was_silent
 
     def excuse(self, now: float) -> None:
@@ -35,4 +39,4 @@ class DetokenizerWatch:
 
     def tick(self, now: float) -> None:
         if self.silent_at_s is not None and now >= self.silent_at_s:
-            self.silent, self.silent_at_s = True, None
+            self.silent, self.silent_at_s, self.heard_s = True, None, -math.inf

@@ -4,16 +4,16 @@ Owns the open requests and everything that is due for them. Opens no socket, rea
 
     submit ─► AWAITING ──first token──► GENERATING ──► one ending: of its last attempt, or client gone, deadline, slow client
                 │  ▲                      │  ▲
-                └──┴─────── resume ───────┴──┘    instance lost, attempt failed, preempted, messages lost, detokenizer moved
+                └──┴─────── resume ───────┴──┘    instance lost, attempt failed, preempted, messages lost for good
                               │ ▲
                            RESUMING               nobody can serve it, or two attempts in a row brought no token: it waits
 
 Resume is the only recovery: the book withdraws what is left of the attempt and starts the next one with prompt + tokens so far,
-under the next attempt number. Token numbers go on, so the client gets every token once. Messages may be lost: the book probes an
-attempt that is silent, and resumes it when its members know less, or have sent more, than the router has received.
+under the next attempt number. Token numbers go on, so the client gets every token once. When messages are lost or a detokenizer
+is started again, tokens are told again first (`retelling.py`); the book resumes what that did not help.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol, assert_never
 
@@ -24,24 +24,20 @@ from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
 from common.ids import InstanceId, Key, Life, RequestId, pack_ids, shard_of
 from common.instance.ports import Send
-from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
+from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
 from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
 from router.policy import choose, expected_answer
-from router.requests import TOKEN_BYTES, Record, RequestSpec
-from router.retelling import Retelling
+from router.requests import Record, RequestSpec
+from router.retelling import Retelling, expect_answer
 
 FRUITLESS_ATTEMPTS = 4
 """A request ends after this many attempts in a row that brought no token."""
 PAUSE_HEARTBEATS = 2
 """After two such attempts the next one waits this many heartbeats: an instance refuses a request sooner than its heartbeat says
 why."""
-CONTEXT_TOKENS = 8
-"""How many of the prompt's last tokens the detokenizer gets, to decode the answer's first characters in their context."""
-SPARE_LIFE_S = 60.0
-"""The detokenizer forgets an answer this long after its deadline, in case it never hears of its end."""
 
 
 class Observer(Protocol):
@@ -85,7 +81,7 @@ class RequestBook:
         self._retelling = Retelling(self._find)
         self._placements = 0
         self.stale = 0
-        """Dropped deltas: of requests or attempts that are not open, or with tokens that had come already."""
+        """Dropped deltas: of requests or attempts that are not open, with tokens that had come already, or after a gap."""
 
     @property
     def stale_standings(self) -> int:
@@ -150,14 +146,6 @@ class RequestBook:
         self._retelling.watch(attempt, now)
         spec, first = record.spec, len(record.token_ids)
         so_far, left_s = pack_ids(record.token_ids), record.deadline_s - now
-        expect = ExpectAnswer(
-            key=attempt.key,
-            stop=spec.stop,
-            first=first,
-            context=spec.prompt[-CONTEXT_TOKENS * TOKEN_BYTES :] + so_far,
-            text="".join(record.texts),
-            life_s=left_s + SPARE_LIFE_S,
-        )
         generate = Generate(
             key=attempt.key,
             prompt=spec.prompt + so_far,
@@ -166,20 +154,19 @@ class RequestBook:
             first=first,
             terms=Terms(priority=spec.priority, age_s=now - record.received_s, timeout_s=left_s),
         )
-        return [Send(attempt.detokenizer, expect), Send(attempt.first.info.id, generate)]
+        return [expect_answer(record, attempt, now), Send(attempt.first.info.id, generate)]
 
     # --- tokens ----------------------------------------------------------------------------------------------------------
 
     def text(self, delta: TextDelta, now: float) -> list[Send]:
         """Pass on text of one request if it is what comes next."""
         found = self._find(delta.key)
-        if found is None or delta.first < found[1].next_token:
+        if found is None or delta.first != found[1].next_token:
             self.stale += 1
+            if found is not None and delta.first > found[1].next_token:
+                self._retelling.gap(found[1])
             return []
         record, attempt = found
-        if delta.first > attempt.next_token:
-            gap = f"tokens {attempt.next_token} to {delta.first - 1} of the answer are missing"
-            return self._resume(record, attempt, _messages_lost(attempt, gap), now)
         if delta.token_ids:
             self._count_tokens(record, attempt, delta.token_ids, now)
         setback = None
@@ -252,10 +239,9 @@ class RequestBook:
         setback = Setback(ResumeReason.LOST_INSTANCE, lost, (member,))
         return self._resume_all((pair for pair in self._attempts() if member in pair[1].needed), setback, now)
 
-    def detokenizer_moved(self, detokenizer: InstanceId, now: float) -> list[Send]:
-        """Resume everything whose text it makes: a new detokenizer knows no request yet."""
-        moved = Failed.of(Unavailable("the detokenizer was started again while the request was served"))
-        return self._resume_all(self._attempts_of(detokenizer), Setback(ResumeReason.DETOKENIZER, moved), now)
+    def detokenizer_moved(self, detokenizer: InstanceId) -> None:
+        """A new detokenizer knows no request yet: open every answer there whose text it makes, a few in each turn."""
+        self._retelling.tell_again(attempt for _, attempt in self._attempts_of(detokenizer))
 
     def retry_parked(self, now: float) -> list[Send]:
         """More members can serve than before: try every request that waits for one. One that pauses after fruitless attempts goes
@@ -340,8 +326,8 @@ class RequestBook:
         """The router stops: end every open request."""
         return [send for record in list(self._records.values()) for send in self._break_off(record, failed, now)]
 
-    def tick(self, now: float, *, mute: Container[InstanceId]) -> list[Send]:
-        """Act on what is due. mute: the detokenizers that are silent: the absence of their tokens says nothing."""
+    def tick(self, now: float, heard_s: Mapping[InstanceId, float]) -> list[Send]:
+        """Act on what is due. heard_s: see `Retelling.tick`."""
         sends: list[Send] = []
         for alarm, request_id in self._alarms.expired(now):
             record = self._records.get(request_id)
@@ -356,7 +342,7 @@ class RequestBook:
                     sends += self._try_again(record, now)
                 case _:
                     assert_never(alarm)
-        return sends + self._retelling.tick(now, mute)
+        return sends + self._retelling.tick(now, heard_s)
 
     def _too_slow(self, record: Record) -> DeadlinePassed:
         allowed_s, most_s = record.timeout_s, self._config.max_request_timeout_s

@@ -1,27 +1,61 @@
-"""The watch over silent attempts: messages may be lost, so the router asks the members of an attempt that brings no token.
+"""What the router does when tokens do not come: it asks the members of an attempt, and has them told again what may be lost.
 
-Owns when an attempt's silence is looked at. Says which attempts have lost messages; the request book acts on it. Knows no clients
-and no placements.
+Owns when an attempt's silence is looked at, and which answers wait to be opened again. Says which attempts have lost messages for
+good; the request book acts on it. Knows no clients and no placements.
 
-    a token, or the start ──PROBE_S──► Probe to its members ──Probed──► two rounds in a row say so: messages were lost
+    a token, or the start ──PROBE_S──► Probe to its members ──Probed──► it seems that messages were lost ─┐
+    a gap in the text ────────────────────────────────────────────────────────────────────────────────────┤
+    its detokenizer was started again ────────────────────────────────────────────────────────────────────┴─► it waits in line
+    in line ──► ExpectAnswer to the detokenizer, Repeat to the members ──PROBE_S──► Probe ──► it still seems so: they were lost
+
+Opening an answer again costs a detokenizer more, the longer the answer is. So the line moves about as fast as a detokenizer can
+follow.
 """
 
-from collections.abc import Callable, Container, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
-from common.deadlines import DeadlineWheel
-from common.ids import InstanceId, Key
+from common.deadlines import DeadlineWheel, earliest
+from common.ids import InstanceId, Key, pack_ids
 from common.instance.ports import Send
-from common.messages import Probe, Probed
+from common.messages import ExpectAnswer, Probe, Probed, Repeat
 from router.attempts import Attempt
 from router.members import Member
-from router.requests import Record
+from router.requests import TOKEN_BYTES, Record
 
 PROBE_S = 2.0
 """After this long without a token the router asks an attempt's members about it, and again after as long."""
+FRESH_S = 1.5
+"""A detokenizer sends a heartbeat every second. When none has come for this long it may be gone, and then no attempt of its is
+judged."""
+CONTEXT_TOKENS = 8
+"""How many of the prompt's last tokens the detokenizer gets, to decode the answer's first characters in their context."""
+SPARE_LIFE_S = 60.0
+"""The detokenizer forgets an answer this long after its deadline, in case it never hears of its end."""
+TURN_TOKENS = 8_192
+"""How many tokens so far the answers may have that are opened again in one turn; one answer may have more."""
+ANSWER_TOKENS = 64
+"""What an answer costs besides its tokens."""
+TOKENS_PER_S = 400_000.0
+"""A detokenizer takes in more, so it has time left for the tokens that come."""
 
 Served: TypeAlias = tuple[Record, Attempt]
 """An open request and its present attempt."""
+
+
+def expect_answer(record: Record, attempt: Attempt, now: float) -> Send:
+    """Tell the detokenizer to make text of the attempt's tokens from the next one on."""
+    spec = record.spec
+    message = ExpectAnswer(
+        key=attempt.key,
+        stop=spec.stop,
+        first=len(record.token_ids),
+        context=spec.prompt[-CONTEXT_TOKENS * TOKEN_BYTES :] + pack_ids(record.token_ids),
+        text="".join(record.texts),
+        life_s=record.deadline_s - now + SPARE_LIFE_S,
+    )
+    return Send(attempt.detokenizer, message)
 
 
 class Retelling:
@@ -31,9 +65,16 @@ class Retelling:
         self._find = find
         self._silences: DeadlineWheel[Key] = DeadlineWheel()
         """When to look at an attempt. A token does not move this; an alarm that rings too early is set again."""
-        self.next_deadline = self._silences.next_deadline
+        self._line: dict[Key, None] = {}
+        """The answers to open again, in order. They are not looked at meanwhile."""
+        self._turn_s = 0.0
+        """When the next of them may be opened."""
         self.stale_standings = 0
         """Dropped answers to probes: about attempts that are not open, or from instances that do not serve them."""
+
+    def next_deadline(self) -> float | None:
+        """When `tick` must be called; None when nothing is due."""
+        return earliest(self._silences.next_deadline(), self._turn_s if self._line else None)
 
     def watch(self, attempt: Attempt, now: float) -> None:
         """The attempt begins."""
@@ -42,6 +83,9 @@ class Retelling:
     def drop(self, attempt: Attempt) -> None:
         """The attempt is over. Idempotent."""
         self._silences.clear(attempt.key)
+        self._line.pop(attempt.key, None)
+
+    # --- probes ----------------------------------------------------------------------------------------------------------
 
     def ask(self, attempts: Iterable[Attempt], now: float) -> list[Send]:
         """Ask every member that serves one of these attempts, in one message each."""
@@ -54,7 +98,7 @@ class Retelling:
         return [Send(member.info.id, Probe(keys=tuple(keys))) for member, keys in asked.items()]
 
     def probed(self, message: Probed) -> list[Served]:
-        """Take in what a member knows about some attempts. Returns those that have lost messages."""
+        """Take in what a member knows about some attempts. Returns those that have lost messages for good."""
         lost: dict[Key, Served] = {}
         for standing in message.standings:
             served = self._find(standing.key)
@@ -66,18 +110,61 @@ class Retelling:
             attempt.note_answer(member, standing.next_token)
             if attempt.lost_messages:
                 lost[standing.key] = served
+            elif attempt.seems_lost:
+                self.tell_again([attempt])
         return list(lost.values())
 
-    def tick(self, now: float, mute: Container[InstanceId]) -> list[Send]:
-        """Ask about the attempts that are silent. mute: detokenizers of which the absence of tokens says nothing."""
+    def tick(self, now: float, heard_s: Mapping[InstanceId, float]) -> list[Send]:
+        """Ask about the attempts that are silent, and open answers again whose turn it is. heard_s: when each detokenizer was
+        last heard; minus infinite while what does not come from it says nothing."""
+        sends = self._open_again(now) if self._line and now >= self._turn_s else []
         served = (self._find(key) for key in self._silences.expired(now))
-        silent = [one[1] for one in served if one is not None and self._is_silent(one[1], now, mute)]
-        return self.ask(silent, now)
+        silent = [one[1] for one in served if one is not None and self._is_silent(one[1], now, heard_s)]
+        return sends + self.ask(silent, now)
 
-    def _is_silent(self, attempt: Attempt, now: float, mute: Container[InstanceId]) -> bool:
-        if attempt.detokenizer in mute:
+    def _is_silent(self, attempt: Attempt, now: float, heard_s: Mapping[InstanceId, float]) -> bool:
+        """Whether it is silent while its detokenizer is heard; otherwise it is looked at later."""
+        heard = heard_s[attempt.detokenizer]
+        if heard == -math.inf:
             attempt.restart_silence(now)
         due_s = attempt.silent_since_s + PROBE_S
+        if due_s <= now and heard < now - FRESH_S:
+            due_s = now + FRESH_S
         if due_s > now:
             self._silences.set(attempt.key, due_s)
         return due_s <= now
+
+    # --- telling again ---------------------------------------------------------------------------------------------------
+
+    def tell_again(self, attempts: Iterable[Attempt]) -> None:
+        """What these brought may be lost on its way: open their answers again, those first whose clients wait longest, and have
+        the tokens told again. An attempt that stands in line keeps its place."""
+        for attempt in sorted(attempts, key=lambda attempt: attempt.silent_since_s):
+            self._silences.clear(attempt.key)
+            self._line.setdefault(attempt.key)
+
+    def gap(self, attempt: Attempt) -> None:
+        """Text came, but not the text before it."""
+        if not attempt.was_told_again:
+            self.tell_again([attempt])
+
+    def _open_again(self, now: float) -> list[Send]:
+        """Those whose turn it is. The next turn is when the detokenizer may have followed."""
+        sends: list[Send] = []
+        repeats: dict[Member, list[tuple[Key, int]]] = {}
+        taken = 0
+        while self._line and taken < TURN_TOKENS:
+            key = next(iter(self._line))
+            del self._line[key]
+            served = self._find(key)
+            if served is None:
+                continue
+            record, attempt = served
+            sends.append(expect_answer(record, attempt, now))
+            taken += ANSWER_TOKENS + len(record.token_ids)
+            attempt.start_again(now)
+            self.watch(attempt, now)
+            for member in attempt.tellers:
+                repeats.setdefault(member, []).append((key, attempt.next_token))
+        self._turn_s = now + taken / TOKENS_PER_S
+        return sends + [Send(member.info.id, Repeat(tokens=tuple(tokens))) for member, tokens in repeats.items()]

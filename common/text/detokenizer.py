@@ -6,6 +6,7 @@ over its own socket, so any of them may overtake any other.
 
     early tokens ─► wait ─ExpectAnswer─► open ─its ending went out │ ForgetAnswer─► forgotten; the key is remembered for a while
       deadline: dropped                  deadline while tokens are missing, end of its life: Failed
+                                         ExpectAnswer again: the text after the router's last token goes out once more
 
 What an answer holds back (half a character, the beginning of a stop string) goes out with its ending. It does not go out with a
 failure after which the request is resumed: then the next attempt's answer begins with it.
@@ -191,16 +192,19 @@ class Detokenizer:
         waiting.append(delta)
 
     def _open_answer(self, opened: ExpectAnswer, now: float) -> list[TextDelta]:
-        key = opened.key
-        if key in self._open or key in self._over:
+        """Open an answer, or open it again where the router is: then text was lost on its way there, and is made again."""
+        key, known = opened.key, self._open.get(opened.key)
+        if key in self._over or (known is not None and known.order.next == opened.first):
             self.dropped["opened again"] += 1
             return []
-        if len(self._open) >= self._limits.open_answers:
+        if known is None and len(self._open) >= self._limits.open_answers:
             return self._refuse(opened, Overloaded("the detokenizer has as many open answers as it may have"))
         try:
             answer = _Answer(self._vocabulary, opened, now + opened.life_s)
         except ValueError as error:
             return self._refuse(opened, TandemError(f"the answer cannot be opened: {error}"))
+        if known is not None:
+            known.order.pour_into(answer.order)
         self._open[key] = answer
         self._deadlines.set(key, answer.dies_s)
         return self._advance(key, answer, self._early.pop(key, ()), now)

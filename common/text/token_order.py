@@ -1,11 +1,13 @@
 """The order of one answer's tokens, which come from several instances over several sockets.
 
-Owns the numbers: which token is next, which wait for a gap to close, where the answer ends. Does not know text, keys or time.
+Owns the numbers: which token is next, which wait for a gap to close, where the answer ends. Keeps every token, in case the text
+of some is lost on its way and must be made again. Does not know text, keys or time.
 Tokens are numbered from 0, so each is taken once and in order, even if it arrives twice, late or early.
 
     taken │ next … gap … │ waiting │ … │ the ending's place
 """
 
+from array import array
 from collections.abc import Sequence
 
 from common.messages import Ending
@@ -15,6 +17,8 @@ class TokenOrder:
     """first: the number of the first token that is expected."""
 
     def __init__(self, first: int = 0) -> None:
+        self._first = first
+        self._taken = array("i")
         self.next = first
         """Number of the next token: all before it were taken or are ready to be."""
         self._dropped_tokens = 0
@@ -45,7 +49,16 @@ class TokenOrder:
     def take(self) -> list[int]:
         """Returns the tokens that are in order and were not taken before."""
         ready, self._ready = self._ready, []
+        self._taken.extend(ready)
         return ready
+
+    def pour_into(self, other: "TokenOrder") -> None:
+        """Give everything that has arrived to another order of the same answer, which may begin elsewhere."""
+        other.put(self._first, [*self._taken, *self._ready], None)
+        for first, token_ids in self._waiting.items():
+            other.put(first, token_ids, None)
+        if self._ending is not None:
+            other.put(self._ends_at, (), self._ending)
 
     @property
     def ending(self) -> Ending | None:

@@ -173,9 +173,10 @@ def test_an_instance_that_was_killed_comes_back_and_its_streams_go_on(
 def test_a_detokenizer_that_was_killed_comes_back_and_no_stream_notices(
     fleet: RunningFleet, streams: Streams, undisturbed: list[list[int]]
 ) -> None:
-    router, first = pid_of(fleet, "router"), pid_of(fleet, "detokenizer")
+    router, first, resumes = pid_of(fleet, "router"), pid_of(fleet, "detokenizer"), resumed(fleet)
     os.kill(first, signal.SIGKILL)
     assert streams.end() == undisturbed
+    assert resumed(fleet) == resumes, "the tokens were told again"
     assert pid_of(fleet, "router") == router and pid_of(fleet, "detokenizer") != first
     until_whole(fleet, DECODE)
 

@@ -30,6 +30,7 @@ TRIGGERS = (
     *("Renew", "Renewed", "Withdraw", "Cancel", "Probe"),
 )
 """Kinds of letters upon which a fault may strike, so that it strikes within the protocol."""
+TEXT_TRIGGERS = ("ExpectAnswer", "TokenBatch", "TextBatch", "Repeat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class KillRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class KillDetokenizer:
-    """The process is gone, and its router starts another one after back_s."""
+    """The process is gone, and its router starts another one after back_s. This alone befalls no request."""
 
     router: int
     shard: int
@@ -169,7 +170,8 @@ class Schedule:
 
 
 def draw_schedule(seed: int) -> Schedule:
-    return _with_routers(_draw(seed), Random(f"routers {seed}"))
+    schedule = _with_routers(_draw(seed), Random(f"routers {seed}"))
+    return replace(schedule, faults=(*schedule.faults, *_text_faults(schedule, Random(f"detokenizer {seed}"))))
 
 
 def _draw(seed: int) -> Schedule:
@@ -342,6 +344,24 @@ def _with_routers(schedule: Schedule, random: Random) -> Schedule:
         )
     more = (_strikes(random, _router_deed(random, schedule)) for _ in range(random.choice((1, 1, 2))))
     return replace(schedule, faults=(*schedule.faults, *more))
+
+
+def _text_faults(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
+    """Detokenizers die. The next one may die while the answers are opened again there."""
+    if random.random() < 0.7:
+        return ()
+    return tuple(
+        Fault(
+            at_s=random.uniform(0.1, WINDOW_S),
+            trigger=random.choice(TEXT_TRIGGERS) if random.random() < 0.5 else None,
+            deed=KillDetokenizer(
+                router=random.randrange(schedule.routers),
+                shard=random.randrange(schedule.detokenizers),
+                back_s=random.choice((random.uniform(0.01, 1.0), random.uniform(1.0, 8.0))),
+            ),
+        )
+        for _ in range(random.choice((1, 1, 2, 3)))
+    )
 
 
 def _strikes(random: Random, deed: Deed) -> Fault:

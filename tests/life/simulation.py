@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
 from simulation.network import MEMBERSHIP, Letter
-from tests.life.checks import disturbed, misanswered, misplaced, unsettled
+from tests.life.checks import disturbed, misanswered, misplaced, needless, unsettled
 from tests.life.schedule import draw_schedule
 from tests.life.trial import Trial
 
@@ -55,7 +55,7 @@ def run_schedule(seed: int, trace: bool = False) -> Report:
         _settle(trial)
         trial.ask_once_more()
         _settle(trial)
-        problems = [*unsettled(trial), *misanswered(trial), *misplaced(trial), *disturbed(trial)]
+        problems = [*unsettled(trial), *misanswered(trial), *misplaced(trial), *disturbed(trial), *needless(trial)]
     except _BUGS:
         problems = [traceback.format_exc()]
     return Report(seed, tuple(problems), _counts(trial))

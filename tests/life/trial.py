@@ -276,7 +276,6 @@ class Trial(Fleet):
             return
         self.detokenizers_killed += 1
         router.detokenizers[deed.shard].kill()
-        self.blows.update(request_id for request_id, asker in self._routers.items() if asker == router.name)
 
         def start() -> None:
             if router.alive:

@@ -15,6 +15,9 @@ TEXT_NAME = re.compile(r"\.text-\d+$")
 SLOW_S = 1.5
 """The longest that a letter takes which is merely late."""
 
+APART_S = 1e-6
+"""Between two letters that must not overtake each other: rounding must not change their order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chances:
@@ -79,6 +82,6 @@ class Storm:
         """The arrival, put off until that of what was sent before on this link, if nothing may overtake there."""
         if self.chances.overtaking and TEXT_NAME.search(sender) is None:
             return arrives_s
-        arrives_s = max(arrives_s, self._latest_s.get((sender, to), 0.0))
+        arrives_s = max(arrives_s, self._latest_s.get((sender, to), 0.0) + APART_S)
         self._latest_s[sender, to] = arrives_s
         return arrives_s

@@ -8,6 +8,7 @@ from common.ids import DETOKENIZER, ROUTER, Key, Life, RequestId, pack_ids
 from common.instance.ports import Send
 from common.messages import (
     Cancel,
+    DetokenizerHeartbeat,
     Ending,
     ExpectAnswer,
     ForgetAnswer,
@@ -19,6 +20,7 @@ from common.messages import (
     Probe,
     Probed,
     Register,
+    Repeat,
     Standing,
     TextBatch,
     TextDelta,
@@ -50,11 +52,16 @@ class Bench:
     reservation at once, and the router hears of it."""
 
     def __init__(
-        self, *members: InstanceInfo, config: RouterConfig | None = None, limit_chars: int = 10_000, places: bool = True
+        self,
+        *members: InstanceInfo,
+        config: RouterConfig | None = None,
+        limit_chars: int = 10_000,
+        places: bool = True,
+        detokenizers: int = 1,
     ) -> None:
         self.places = places
         self.observer = Unobserved()
-        self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config or RouterConfig(), self.observer)
+        self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"] * detokenizers, config or RouterConfig(), self.observer)
         self.outbox = Outbox(lambda: None, limit_chars)
         self.members = list(members)
         for member in members:
@@ -71,6 +78,10 @@ class Bench:
         others = (other for other in self.members if other.role != member.role)
         said = says(self.core.fleet, member, *others, load=load, draining=draining)
         return self.place([send for message in said for send in self.core.receive(message, now)], now)
+
+    def hear_detokenizer(self, now: float) -> list[Send]:
+        """The detokenizer sends a heartbeat."""
+        return self.core.receive(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0), now)
 
     def join(self, member: InstanceInfo, now: float) -> list[Send]:
         """A new member joins, and is linked at once."""
@@ -136,7 +147,7 @@ def close(name: str = "r", attempt: int = 0) -> Send:
 
 def about_requests(sends: Iterable[Send]) -> list[Send]:
     """The messages that are not about membership."""
-    return [send for send in sends if isinstance(send.message, ExpectAnswer | Generate | Cancel | ForgetAnswer | Probe)]
+    return [send for send in sends if isinstance(send.message, ExpectAnswer | Generate | Cancel | ForgetAnswer | Probe | Repeat)]
 
 
 def generates(sends: Iterable[Send]) -> list[tuple[str, Generate]]:
@@ -145,6 +156,14 @@ def generates(sends: Iterable[Send]) -> list[tuple[str, Generate]]:
 
 def announced(sends: Iterable[Send]) -> list[ExpectAnswer]:
     return [send.message for send in sends if isinstance(send.message, ExpectAnswer)]
+
+
+def retold(sends: Iterable[Send]) -> dict[str, tuple[tuple[Key, int], ...]]:
+    """From which numbers on members are asked to send tokens again. Each answer is opened again there first."""
+    asked = {str(send.to): send.message.tokens for send in sends if isinstance(send.message, Repeat)}
+    reopened = {(message.key, message.first) for message in announced(sends)}
+    assert reopened == {pair for pairs in asked.values() for pair in pairs}
+    return asked
 
 
 def route(sends: Iterable[Send]) -> tuple[str, str | None]:

@@ -139,7 +139,8 @@ def test_an_attempt_of_which_its_prefill_instance_knows_nothing_at_all_is_resume
     bench = Bench(P0, D0, D1, config=RouterConfig(heartbeat_s=100.0, dead_after_s=1000.0), places=False).serving()
     bench.core.tick(2.0)
     assert probed(bench, None, None, 2.1) == []
-    bench.core.tick(4.0)
+    bench.core.tick(2.1)  # its tokens are asked for again
+    bench.core.tick(4.1)
     assert len(generates(probed(bench, None, None, 4.1))) == 1
     assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
 

@@ -17,7 +17,7 @@ import pytest
 
 from common.config import ModelConfig, RouterConfig
 from common.errors import ConfigError
-from common.ids import DETOKENIZER, ROUTER, InstanceId, unpack_ids
+from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, unpack_ids
 from common.messages import (
     Cancel,
     DecodeInbox,
@@ -28,6 +28,7 @@ from common.messages import (
     Peers,
     Probe,
     Register,
+    Repeat,
     TokenBatch,
     TokenDelta,
     Welcome,
@@ -45,8 +46,8 @@ ANYWHERE = "tcp://127.0.0.1:0"
 
 
 class EchoInstance:
-    """A decode instance whose answer is the prompt again and again; a first attempt falls silent at the prompt's end. Run by a
-    thread until it is told to stop."""
+    """A decode instance whose answer is the prompt again and again. It falls silent at the prompt's end, and goes on when it is
+    asked to tell tokens again. Run by a thread until it is told to stop."""
 
     def __init__(self, router: str, checkpoint: Path) -> None:
         tokenizer = TokenizerManager(str(checkpoint))
@@ -57,6 +58,7 @@ class EchoInstance:
         self.info: InstanceInfo = msgspec.structs.replace(plain, inbox=self._mailbox.address, model=model)
         self.stopping = threading.Event()
         self.cancelled: list[str] = []
+        self._asked: dict[Key, Generate] = {}
 
     def run(self) -> None:
         joined = False
@@ -74,17 +76,21 @@ class EchoInstance:
                 self._mailbox.route(DETOKENIZER, message.detokenizers[0])
                 return True
             case Generate():
-                self._echo(message)
+                self._asked[message.key] = message
+                self._echo(message, message.first, len(message.prompt) // 4)
+            case Repeat():
+                for key, first in message.tokens:
+                    self._echo(self._asked[key], first, first + self._asked[key].sampling.max_new_tokens)
             case Cancel():
                 self.cancelled.append(message.key.request_id)
             case _:
                 assert isinstance(message, Peers | Probe)
         return False
 
-    def _echo(self, message: Generate) -> None:
-        ids = unpack_ids(message.prompt).tolist()
-        prompt, end = ids[: len(ids) - message.first], message.first + message.sampling.max_new_tokens
-        for number in range(message.first, end if message.key.attempt else min(end, len(prompt))):
+    def _echo(self, message: Generate, first: int, until: int) -> None:
+        """The tokens from number `first` up to `until`, or to the end of the answer."""
+        prompt, end = unpack_ids(message.prompt).tolist(), message.sampling.max_new_tokens
+        for number in range(first, min(end, until)):
             ending = Finished(reason="length") if number + 1 == end else None
             delta = TokenDelta(message.key, number, (prompt[number % len(prompt)],), ending)
             self._mailbox.send(DETOKENIZER, TokenBatch(deltas=(delta,)))

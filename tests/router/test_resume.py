@@ -1,11 +1,13 @@
 """Resuming at the router's core: whatever ends an attempt, the next one goes on where it stopped, or the request ends once."""
 
+import math
+
 import pytest
 from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest, DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import RequestId, pack_ids, unpack_ids
+from common.ids import DETOKENIZER, RequestId, pack_ids, unpack_ids
 from common.messages import Failed, Finished, Load, Register, Terms
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
@@ -165,28 +167,6 @@ def test_the_requests_of_a_stuck_instance_go_elsewhere_once() -> None:
     assert bench.observer.resumes == [ResumeReason.LOST_INSTANCE]
 
 
-@pytest.mark.parametrize(("text", "ending"), [("d", None), ("", Finished(reason="stop"))], ids=["tokens", "the ending"])
-def test_what_comes_after_a_gap_in_the_tokens_is_resumed_rather_than_skipped(
-    bench: Bench, text: str, ending: Finished | None
-) -> None:
-    bench.text(0, "a")
-    sent = bench.text(3, text, ending)
-    assert sent[:3] == [*cancels(P0, D0), close()]
-    assert [message.first for _, message in generates(sent)] == [1]
-    deltas = bench.outbox.take()
-    assert ([delta.text for delta in deltas], [delta.ending for delta in deltas]) == (["a"], [None])
-    assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
-
-
-def test_a_new_detokenizer_resumes_everything_open_and_no_member_is_avoided() -> None:
-    bench = Bench(P0, D0, D1).serving(spec("a", 0), spec("b", 1))
-    bench.text(0, "xy", name="a")
-    sent = about_requests(bench.core.detokenizer_moved(0, "tcp://detokenizer:2", 2.0))
-    assert sorted((message.key.request_id, message.first) for _, message in generates(sent)) == [("a", 2), ("b", 0)]
-    assert {to for to, _ in generates(sent)} == {"p0"}
-    assert bench.observer.resumes == [ResumeReason.DETOKENIZER] * 2
-
-
 @pytest.mark.parametrize("error", [BadRequest("no"), DeadlinePassed("late"), TandemError("a bug")])
 def test_a_failure_that_trying_again_does_not_help_ends_the_request(error: TandemError) -> None:
     bench = Bench(P0, D0, D1).serving()
@@ -276,7 +256,7 @@ def test_a_preemption_is_no_failed_attempt_and_only_the_deadline_bounds_their_nu
         bench.beat(1.0)
     bench.text(20, "", PUSH_FAILED, attempt=40)
     assert bench.observer.endings == [], "one of two has failed"
-    bench.core.requests.tick(100.0, mute=())
+    bench.core.requests.tick(100.0, {DETOKENIZER: math.inf})
     (ending,) = bench.observer.endings
     assert isinstance(ending, Failed) and ending.status == 504
     assert bench.assigned() == {"p0": 0, "d0": 0}

@@ -28,6 +28,7 @@ from common.messages import (
     Probe,
     Probed,
     Register,
+    Repeat,
     RouterInbox,
     Standing,
     TextBatch,
@@ -77,7 +78,8 @@ class Client(Outbox):
 @dataclass(slots=True, eq=False)
 class Try:
     """An attempt as the instances and the detokenizer see it. decode: which candidate has granted its reservation, if it needs
-    one. next_token: the one that they emit next. ended: how it ended on its own, if the router has heard it."""
+    one. next_token: the one that they emit next. told: the ending that they emitted. ended: how it ended on its own, if the
+    router has heard it."""
 
     key: Key
     members: tuple[InstanceId, ...]
@@ -86,6 +88,7 @@ class Try:
     end: int
     next_token: int
     known: bool
+    told: Ending | None = None
     ended: Ending | None = None
 
     def standing(self, of: InstanceId) -> Standing:
@@ -117,6 +120,7 @@ class World:
         self.cancelled: defaultdict[Key, set[InstanceId]] = defaultdict(set)
         self.closed: set[Key] = set()
         self.asked: list[tuple[InstanceId, tuple[Key, ...]]] = []
+        self.asked_again: list[tuple[Key, int]] = []
         self._lives: Counter[str] = Counter()
         for name in ("p0", "p1", "d0", "d1"):
             self.start(name)
@@ -142,6 +146,8 @@ class World:
                     self.closed.add(message.key)
                 case Probe() as message if not self.is_lost():
                     self.asked.append((send.to, message.keys))
+                case Repeat() as message if not self.is_lost():
+                    self.asked_again += message.tokens
                 case _:
                     pass
 
@@ -217,15 +223,17 @@ class World:
         done = Finished(reason="length") if one.next_token == one.end else None
         ending: Ending | None = done if error is None else Failed.of(error)
         one.known = one.known and ending is None
-        if self.is_lost():
-            return
+        one.told = one.told or ending
+        for _ in range(0 if self.is_lost() else 2 if self.is_lost() else 1):  # what is lost may as well come twice
+            self._send_text(one, first, ending)
+
+    def _send_text(self, one: Try, first: int, ending: Ending | None) -> None:
         client = self.clients[one.key.request_id]
         if not client.endings and one.key.attempt == self.latest(client) and first == client.tokens:
-            one.ended = ending
-        text = answer(client.name, first, tokens)
+            one.ended = one.ended or ending
+        text = answer(client.name, first, one.next_token - first)
         delta = TextDelta(one.key, first, tuple(map(ord, text)), text, ending)
-        for _ in range(2 if self.is_lost() else 1):  # what is lost may as well come twice
-            self.hear(TextBatch(deltas=(delta,)))
+        self.hear(TextBatch(deltas=(delta,)))
 
     def place(self, one: Try) -> None:
         """The prefill instance says who has granted the reservation, again and again, and some of it arrives."""
@@ -234,7 +242,12 @@ class World:
             self.hear(Placed(id=info.id, incarnation=info.incarnation, key=one.key, decode=one.decode))
 
     def answer_probes(self) -> None:
-        """Members answer the probes with what they know now, unless the answer is lost."""
+        """Members answer the probes with what they know now, and send again what they are asked for, unless it is lost."""
+        again, self.asked_again = self.asked_again, []
+        for key, first in again:
+            one = self.tries[key]
+            if (one.next_token > first or one.told is not None) and not self.is_lost():
+                self._send_text(one, first, one.told)
         asked, self.asked = self.asked, []
         for name, keys in asked:
             info = self.members.get(name)

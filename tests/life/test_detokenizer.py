@@ -1,0 +1,75 @@
+"""Detokenizers that are killed and come back: the tokens are told again, and nobody computes anything anew."""
+
+from random import Random
+
+from common.config import RouterConfig
+from common.engine.timed import StepCost
+from common.messages import Finished
+from simulation.client import Client
+from simulation.fleet import Fleet
+from simulation.instance import Size
+from tests.life.expected import undisturbed
+
+TOKENS = 100
+SIZE = Size(pages=1024, rows=16, chunk_tokens=64, cost=StepCost(step_s=0.02, chunk_token_s=0.002, decode_row_s=0.0))
+
+
+def prompt(number: int) -> list[int]:
+    return [10 + number + token for token in range(40)]
+
+
+def assert_nothing_was_computed_anew(fleet: Fleet, clients: list[Client]) -> None:
+    """Every answer is whole, and came of one attempt."""
+    assert fleet.observer.resumes == []
+    for number, client in enumerate(clients):
+        tokens = undisturbed(prompt(number), TOKENS)
+        assert (client.token_ids, client.endings) == (tokens, [Finished(reason="length")])
+        assert client.text == "".join(f" {token}" for token in tokens)
+    computed = sum(life.scheduler.report().counters.prompt_tokens_computed for life in fleet.lives)
+    assert computed == sum(len(prompt(number)) for number in range(len(clients)))
+    assert sum(kind == "Generate" for _, kind, _ in fleet.network.log) == len(clients)
+
+
+def test_streams_go_on_when_the_detokenizer_comes_back_and_no_token_is_computed_anew() -> None:
+    """The study's chain: 16 streams on instances that live."""
+    fleet = Fleet(prefill=2, decode=2, size=SIZE)
+    clients = [fleet.submit(f"r{number}", prompt(number), TOKENS) for number in range(16)]
+    fleet.turn_until(lambda: all(len(client.token_ids) > 10 for client in clients))
+    fleet.router_process.detokenizers[0].kill()
+    fleet.run_for(0.5)
+    before = [len(client.token_ids) for client in clients]
+    fleet.router_process.restart_detokenizer(0)
+    fleet.run_for(0.1)
+    assert all(len(client.token_ids) > so_far for client, so_far in zip(clients, before, strict=True)), "the pause is over"
+    fleet.run(*clients)
+    assert_nothing_was_computed_anew(fleet, clients)
+
+
+def test_answers_that_ended_while_no_detokenizer_was_there_come_whole() -> None:
+    """Even after longer than the router waits before it asks, and before it calls the detokenizer silent."""
+    fleet = Fleet(size=SIZE, config=RouterConfig(dead_after_s=10.0))
+    clients = [fleet.submit(f"r{number}", prompt(number), TOKENS) for number in range(3)]
+    fleet.turn_until(lambda: len(clients[0].token_ids) > 3)
+    fleet.router_process.detokenizers[0].kill()
+    fleet.run_for(8.0)
+    loads = [instance.scheduler.report().load for instance in fleet.instances.values()]
+    assert [load.running_requests for load in loads] == [0, 0], "the instances are done"
+    fleet.router_process.restart_detokenizer(0)
+    fleet.run(*clients)
+    assert_nothing_was_computed_anew(fleet, clients)
+
+
+def test_a_detokenizer_may_die_as_often_and_whenever_it_likes() -> None:
+    random = Random(0)
+    fleet = Fleet(prefill=2, decode=2, size=SIZE)
+    clients: list[Client] = []
+    for number in range(24):
+        clients.append(fleet.submit(f"r{number}", prompt(number), TOKENS))
+        if number % 2 == 0:
+            fleet.run_for(random.uniform(0.0, 0.2))
+            fleet.router_process.detokenizers[0].kill()
+            fleet.run_for(random.choice((0.001, random.uniform(0.0, 4.0))))
+            fleet.router_process.restart_detokenizer(0)
+            fleet.run_for(random.choice((0.0, 0.0015, 0.0025, 0.1)))
+    fleet.run(*clients)
+    assert_nothing_was_computed_anew(fleet, clients)
