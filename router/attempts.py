@@ -72,6 +72,7 @@ class Attempt:
         """What members answered in this round of probes."""
         self.was_told_again = False
         """Its tokens were asked for again, and none has come since."""
+        self._was_opened_again = False
         self._is_decisive = False
         """This round of probes began after that."""
 
@@ -148,12 +149,19 @@ class Attempt:
     def start_again(self, now: float) -> None:
         """Count its silence from now: its tokens are asked for again. What members said before decides nothing."""
         self.restart_silence(now)
-        self.was_told_again = True
+        self.was_told_again = self._was_opened_again = True
 
     def withdraw(self) -> list[Send]:
         """End it for members and detokenizer that believe it is open. A lost member is told too: it may only be silent, and then
         the message waits for it."""
-        return [*self.cancels(), Send(self.detokenizer, ForgetAnswer(key=self.key))]
+        return [*self.cancels(), self._forget()]
+
+    def close(self) -> list[Send]:
+        """Its ending came with its text, so the detokenizer knows it, unless it has opened the answer once more since."""
+        return [self._forget()] if self._was_opened_again else []
+
+    def _forget(self) -> Send:
+        return Send(self.detokenizer, ForgetAnswer(key=self.key))
 
     def cancels(self) -> list[Send]:
         return [Send(member.info.id, Cancel(key=self.key)) for member in self.members]

@@ -163,8 +163,8 @@ class RequestBook:
         found = self._find(delta.key)
         if found is None or delta.first != found[1].next_token:
             self.stale += 1
-            if found is not None and delta.first > found[1].next_token:
-                self._retelling.gap(found[1])
+            if found is not None and (delta.ending is not None or delta.first + len(delta.token_ids) > found[1].next_token):
+                self._retelling.gap(found[1])  # there is something new in it, but not from the next token on
             return []
         record, attempt = found
         if delta.token_ids:
@@ -177,7 +177,7 @@ class RequestBook:
                 # The ending came with the text, so the detokenizer knows it. The instances know it too, except for a stop string;
                 # after a failure the other instance may not.
                 told = isinstance(delta.ending, Finished) and not isinstance(delta.ending.matched, str)
-                return [] if told else attempt.cancels()
+                return attempt.close() + ([] if told else attempt.cancels())
         outbox = record.outbox
         if delta.token_ids or delta.text:
             record.texts.append(delta.text)

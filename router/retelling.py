@@ -44,7 +44,7 @@ Served: TypeAlias = tuple[Record, Attempt]
 """An open request and its present attempt."""
 
 
-def expect_answer(record: Record, attempt: Attempt, now: float) -> Send:
+def expect_answer(record: Record, attempt: Attempt, now: float, *, again: bool = False) -> Send:
     """Tell the detokenizer to make text of the attempt's tokens from the next one on."""
     spec = record.spec
     message = ExpectAnswer(
@@ -53,6 +53,7 @@ def expect_answer(record: Record, attempt: Attempt, now: float) -> Send:
         first=len(record.token_ids),
         context=spec.prompt[-CONTEXT_TOKENS * TOKEN_BYTES :] + pack_ids(record.token_ids),
         text="".join(record.texts),
+        again=again,
         life_s=record.deadline_s - now + SPARE_LIFE_S,
     )
     return Send(attempt.detokenizer, message)
@@ -144,7 +145,7 @@ class Retelling:
             self._line.setdefault(attempt.key)
 
     def gap(self, attempt: Attempt) -> None:
-        """Text came, but not the text before it."""
+        """Text came that does not follow what came before."""
         if not attempt.was_told_again:
             self.tell_again([attempt])
 
@@ -160,7 +161,7 @@ class Retelling:
             if served is None:
                 continue
             record, attempt = served
-            sends.append(expect_answer(record, attempt, now))
+            sends.append(expect_answer(record, attempt, now, again=True))
             taken += ANSWER_TOKENS + len(record.token_ids)
             attempt.start_again(now)
             self.watch(attempt, now)

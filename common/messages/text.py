@@ -48,6 +48,8 @@ class ExpectAnswer(Message, frozen=True, tag="Open"):
     """The text that was delivered for the answer's tokens so far."""
     skip_special_tokens: bool = True
     """Special tokens give no text."""
+    again: bool = False
+    """The answer was opened before, or may have been: the text from here on was lost, or may have been. Its tokens come again."""
     life_s: float = 3600.0
     """The detokenizer forgets the answer after this time, whatever was lost on the way."""
 

@@ -115,7 +115,8 @@ class Detokenizer:
         self._limits = limits or DetokenizerLimits()
         self._open: dict[Key, _Answer] = {}
         self._early: dict[Key, list[TokenDelta]] = {}
-        self._over: dict[Key, None] = {}
+        self._over: dict[Key, bool] = {}
+        """Whether each may be opened again: its ending went out, but may have been lost. Nobody wants one that was forgotten."""
         self._deadlines: DeadlineWheel[Key] = DeadlineWheel()
         self.dropped: Counter[str] = Counter()
 
@@ -139,7 +140,7 @@ class Detokenizer:
             case ExpectAnswer():
                 return self._open_answer(message, now)
             case ForgetAnswer():
-                self._end(message.key)
+                self._end(message.key, is_wanted=False)
                 return []
             case _:
                 assert_never(message)
@@ -194,6 +195,8 @@ class Detokenizer:
     def _open_answer(self, opened: ExpectAnswer, now: float) -> list[TextDelta]:
         """Open an answer, or open it again where the router is: then text was lost on its way there, and is made again."""
         key, known = opened.key, self._open.get(opened.key)
+        if opened.again and self._over.get(key):
+            del self._over[key]
         if key in self._over or (known is not None and known.order.next == opened.first):
             self.dropped["opened again"] += 1
             return []
@@ -236,12 +239,12 @@ class Detokenizer:
         self._end(opened.key)
         return [TextDelta(opened.key, opened.first, (), "", Failed.of(error))]
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: Key, *, is_wanted: bool = True) -> None:
         """Forget an answer, but remember that it is over, so that late tokens are dropped."""
         self._open.pop(key, None)
         self._early.pop(key, None)
         self._deadlines.clear(key)
-        self._over[key] = None
+        self._over[key] = is_wanted
         if len(self._over) > self._limits.remembered:
             del self._over[next(iter(self._over))]
 

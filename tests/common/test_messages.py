@@ -93,7 +93,14 @@ SAMPLES: tuple[AnyMessage, ...] = (
         )
     ),
     messages.ExpectAnswer(
-        key=KEY, stop=("a", "日本"), first=2, context=pack_ids([1, 2]), text="t", skip_special_tokens=False, life_s=60.0
+        key=KEY,
+        stop=("a", "日本"),
+        first=2,
+        context=pack_ids([1, 2]),
+        text="t",
+        skip_special_tokens=False,
+        again=True,
+        life_s=60.0,
     ),
     messages.ForgetAnswer(key=KEY),
     messages.TextBatch(deltas=(messages.TextDelta(KEY, 0, (1,), "text", messages.Finished("stop", matched="t")),)),

@@ -37,7 +37,7 @@ def test_every_open_answer_is_opened_anew_where_its_client_is_and_its_tokens_are
     assert for_a.context == pack_ids([*range(112, 120), *map(ord, "xy")])
     assert (for_b.first, for_b.text) == (0, "")
     assert generates(sent) == [] and bench.observer.resumes == []
-    bench.text(2, "", Finished("length"), now=2.1, name="a")
+    assert bench.text(2, "", Finished("length"), now=2.1, name="a") == [close("a")]
     assert bench.outbox.take()[-1].ending == Finished("length"), "of the same attempt"
 
 
@@ -103,6 +103,19 @@ def test_after_a_gap_in_the_text_what_is_missing_is_told_again(text: str, ending
     assert retold(bench.core.tick(1.7)) == {"d0": ((key(), 5),)}, "another gap"
     assert "".join(delta.text for delta in bench.outbox.take()) == "abcde"
     assert bench.observer.resumes == []
+
+
+def test_text_of_which_only_the_end_is_new_is_told_again_from_where_the_client_is() -> None:
+    """It came of a new detokenizer, while the former one's last words were still on their way."""
+    bench = Bench(D0).serving()
+    bench.text(0, "abcd")
+    bench.text(2, "cd")
+    assert opened(bench.core.tick(1.0)) == [], "nothing in it is new"
+    bench.text(2, "cdef", Finished("length"))
+    sent = bench.core.tick(1.0)
+    assert retold(sent) == {"d0": ((key(), 4),)} and announced(sent)[0].again
+    bench.text(4, "ef", Finished("length"))
+    assert "".join(delta.text for delta in bench.outbox.take()) == "abcdef"
 
 
 def test_when_telling_again_does_not_help_the_request_is_resumed() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
+import msgspec
 import pytest
 
 from common.ids import pack_ids
@@ -95,7 +96,18 @@ def test_opening_an_answer_again_needs_no_further_place_and_changes_nothing_wher
     assert detokenizer.dropped == {"opened again": 1}
 
 
-def test_an_answer_that_is_over_stays_over() -> None:
+def test_an_answer_whose_ending_was_lost_is_told_once_more() -> None:
+    detokenizer = Detokenizer(tiny_tokenizer())
+    detokenizer.receive(expect(()), 0.0)
+    detokenizer.receive(told(0, IDS, LENGTH), 0.0)
+    again = msgspec.structs.replace(expect((), IDS[:4], tiny_tokenizer().decode(IDS[:4])), again=True)
+    assert detokenizer.receive(again, 0.0) == []
+    (delta,) = detokenizer.receive(told(4, IDS[4:], LENGTH), 0.0)
+    assert (delta.first, delta.ending, detokenizer.open_answers) == (4, LENGTH, 0)
+    assert again.text + delta.text == TEXT
+
+
+def test_an_answer_that_is_over_stays_over_when_its_first_word_comes_again() -> None:
     detokenizer = Detokenizer(tiny_tokenizer())
     detokenizer.receive(expect(()), 0.0)
     detokenizer.receive(told(1, IDS[1:3]), 0.0)
