@@ -22,6 +22,7 @@ from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.network import Network, Post
+from simulation.page_use import PageUse
 
 STARTUP_TIMEOUT_S = 60.0
 
@@ -110,6 +111,7 @@ class Instance:
         kind = PrefillScheduler if is_prefill else DecodeScheduler
         digest = self.engine.digest_pages if size.verify_pages else None
         self.scheduler = kind(self.info, engine, size, digest)
+        self.page_use = PageUse(self.pool, clock.now)
         inbox: Any = PrefillInbox if is_prefill else DecodeInbox
         mailbox = network.open(name.address, name.id, self._loop.wake, name.role)
         self._meter = network.meter(name.role)
@@ -126,6 +128,7 @@ class Instance:
     def act(self) -> None:
         """One turn of the worker, as in `common.instance.worker.run`."""
         now = self._clock()
+        self.page_use.look(self._clock.clock.now)
         self._meter.begin()
         try:
             if self.should_drain:
@@ -167,6 +170,7 @@ class Instance:
 
     def kill(self) -> None:
         """As SIGKILL does: it never acts again. What is under way from and to its memory is not its own to end."""
+        self.page_use.look(self._clock.clock.now)
         self._loop.end()
         self._transfer_thread.end()
 

@@ -18,7 +18,7 @@ _ABOVE_0 = (
     "max_running", "chunk_tokens", "max_waiting", "max_requests", "link_gbit", "restart_s", "slo_ttft_s", "slo_itl_s",
 )  # fmt: skip
 _WITHOUT_TRACE = ("rate", "requests", "arrivals", "lengths", "mean_input", "mean_output")
-_AT_LEAST_0 = ("prefill", "duration_s", "link_latency_s", "message_s", "kill_every_s", "seed")
+_AT_LEAST_0 = ("prefill", "duration_s", "link_latency_s", "message_s", "max_tokens", "kill_every_s", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,9 @@ class LoadPlan:
     lengths: Lengths = option("exponential", "without --trace: lengths vary around their means, or all equal them (constant)")
     mean_input: int = option(2000, "without --trace: mean prompt tokens")
     mean_output: int = option(200, "without --trace: mean answer tokens")
+    max_tokens: int = option(
+        0, "max_tokens of every request, or what its context leaves: longer answers are cut off; 0: the length of its answer"
+    )
     kill_every_s: float = option(0.0, "kill an instance at random about so often, in simulated seconds; 0: never")
     restart_s: float = option(60.0, "with --kill-every-s: seconds until a killed instance is there again")
     slo_ttft_s: float = option(2.0, "a good answer's first token comes within so many seconds")

@@ -6,6 +6,8 @@ Owns the engines' busy time. Computes nothing and moves no bytes; everything tha
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from common.config import RouterConfig, parse_step_cost
 from common.engine.executor import EngineDescription, Executor
 from common.engine.plan import Plan
@@ -19,10 +21,13 @@ from simulation.clock import Clock, LocalClock
 from simulation.fleet import Fleet, World
 from simulation.instance import Instance, Looks, Size
 from simulation.network import Calm
+from simulation.page_use import PageUse
 from simulation.plan import FleetPlan
 from simulation.wires import Wires, WireSpeed, WireTransport
 
 VOCAB_SIZE = 128_256
+WORD, END = 10, 11
+"""The tokens of an answer: its last one may be the end-of-text token."""
 BASE_ADDRESS = 2**40
 """Of every pool. Nobody reads or writes there."""
 LOOKS = Looks(busy_s=0.025, expecting_s=10.0, idle_s=10.0)
@@ -55,7 +60,7 @@ def describe(plan: FleetPlan) -> EngineDescription:
         context_tokens=plan.context_tokens,
     )
     memory = MemoryRegion(address=BASE_ADDRESS, region_bytes=plan.kv_pages * layout.page_bytes, device="cpu")
-    return EngineDescription(model, layout, plan.kv_pages, plan.max_running, memory, eos_token_ids=(), device="simulated")
+    return EngineDescription(model, layout, plan.kv_pages, plan.max_running, memory, eos_token_ids=(END,), device="simulated")
 
 
 @dataclass(slots=True, eq=False)
@@ -98,19 +103,27 @@ class PlannedFleet(Fleet):
         self.work: dict[Role, Work] = {"prefill": Work(), "decode": Work()}
         self._description = describe(plan)
         self._role: Role = "prefill"
+        self._words = np.full(plan.context_tokens, WORD, dtype=np.int32)
+        self._words[0] = END
         world = World(clock=clock, weather=Calm(plan.message_s), brief=True, observer=Resumes())
         super().__init__(plan.prefill, plan.decode, config, size_of(plan, config), world)
         self.run_for(WARM_UP_S)
+        for instance in self.instances.values():
+            instance.page_use = PageUse(instance.pool, clock.now)
         self.network.traffic.clear()
         for meter in self.network.meters.values():
             meter.clear()
+
+    def seed_that_ends(self, tokens: int) -> int:
+        """The seed with which the end-of-text token is the last of a prompt and its answer, of so many tokens together."""
+        return 1 - tokens % len(self._words)
 
     def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
         self._role = role
         return super().start(name, role, address, began_s)
 
     def make_engine(self, clock: LocalClock) -> Executor:
-        return TimedExecutor(self._description, BusyTimeline(self.size.cost, clock, self.work[self._role]))
+        return TimedExecutor(self._description, BusyTimeline(self.size.cost, clock, self.work[self._role]), self._words)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return WireTransport(self.wires, wake)

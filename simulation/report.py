@@ -35,7 +35,7 @@ class Times(msgspec.Struct, frozen=True):
 
 class Engines(msgspec.Struct, frozen=True, kw_only=True):
     """The instances of one role. busy_share: of their time, spent in steps. pages_mean, pages_most: share of KV pages in use, of
-    all instances over all looks, and of any instance at any look. killed: instances."""
+    all instances over the time that they lived, and of any instance at any moment. killed: instances."""
 
     role: Role
     instances: int
@@ -134,15 +134,19 @@ def figures(simulation: Simulation) -> Figures:
 
 
 def _engines(simulation: Simulation, role: Role) -> Engines:
-    plan, work, pages = simulation.plan, simulation.fleet.work[role], simulation.pages[role]
+    plan, fleet, work = simulation.plan, simulation.fleet, simulation.fleet.work[role]
+    for living in fleet.instances.values():
+        living.page_use.look(fleet.clock.now)
+    lives = [each.page_use for each in fleet.lives if each.name.role == role]
+    page_s = plan.kv_pages * sum(each.seconds for each in lives)
     instances = plan.prefill if role == "prefill" else plan.decode
     return Engines(
         role=role,
         instances=instances,
         steps=work.steps,
         busy_share=work.busy_s / (simulation.seconds * max(1, instances)),
-        pages_mean=sum(pages.shares) / max(1, len(pages.shares)),
-        pages_most=pages.most,
+        pages_mean=sum(each.page_s for each in lives) / page_s if page_s else 0.0,
+        pages_most=max((each.most for each in lives), default=0.0),
         killed=simulation.killed[role],
     )
 

@@ -5,7 +5,6 @@ Owns who asks when, and who is killed when. Measures by way of the clients, the 
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,16 +18,8 @@ from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
 from simulation.workload import Asked, workload
 
-LOOK_S = 5.0
-"""How often memory is looked at, and progress is told."""
-
-
-@dataclass(slots=True, eq=False)
-class PagesUsed:
-    """Of the instances of one role. shares: the mean share of pages in use, at each look. most: of any instance at any look."""
-
-    shares: list[float] = field(default_factory=list)
-    most: float = 0.0
+PROGRESS_S = 5.0
+"""Simulated; how often progress is told."""
 
 
 class Simulation:
@@ -41,7 +32,6 @@ class Simulation:
         """First, because it may be refused, and the fleet takes long."""
         self.fleet = PlannedFleet(fleet, config)
         self.measured = Measured()
-        self.pages: dict[Role, PagesUsed] = {"prefill": PagesUsed(), "decode": PagesUsed()}
         self.preemptions = 0
         self.killed: Counter[str] = Counter()
         self.began_s = self.fleet.clock.now
@@ -50,14 +40,14 @@ class Simulation:
         self._random = np.random.default_rng([load.seed, 1])
 
     def run(self, progress: Callable[[str], None] = lambda line: None) -> None:
-        """Until every request has ended. progress: called with a line at every look."""
+        """Until every request has ended. progress: called with a line now and then."""
         clock = self.fleet.clock
         self._plan_next(self._asked)
         if self.load.kill_every_s:
             self._plan_kill()
         while self._next is not None or self.measured.open:
-            self._look(progress)
-            ends_s = clock.now + LOOK_S
+            self._tell(progress)
+            ends_s = clock.now + PROGRESS_S
             while clock.next_deadline() < ends_s and (self._next is not None or self.measured.open):
                 clock.turn()
             if self._next is not None or self.measured.open:
@@ -80,7 +70,7 @@ class Simulation:
         assert request is not None
         now, name = self.fleet.clock.now, RequestId(f"request-{self._sent}")
         self._sent += 1
-        sampling = SamplingParams(max_new_tokens=request.output_tokens, temperature=0.0)
+        sampling = self._sampling(request)
         client = MeasuredClient(name, self.fleet.clock, self.measured)
         self.measured.asked(now, request.input_tokens)
         try:
@@ -88,6 +78,14 @@ class Simulation:
         except (BadRequest, Overloaded, Unavailable) as error:
             self.measured.ended(now, f"refused: {error.kind}")
         self._plan_next(asked)
+
+    def _sampling(self, request: Asked) -> SamplingParams:
+        """Without --max-tokens a request asks for the tokens that it gets. With it, the model ends the answer by itself."""
+        if not self.load.max_tokens:
+            return SamplingParams(max_new_tokens=request.output_tokens, temperature=0.0)
+        room = max(1, self.plan.context_tokens - request.input_tokens)
+        seed = self.fleet.seed_that_ends(request.input_tokens + request.output_tokens)
+        return SamplingParams(max_new_tokens=min(self.load.max_tokens, room), temperature=0.0, seed=seed)
 
     # --- deaths ------------------------------------------------------------------------------------------------------------
 
@@ -108,15 +106,9 @@ class Simulation:
     def _start(self, name: str, role: Role) -> None:
         self.fleet.start(name, role)
 
-    # --- looking -----------------------------------------------------------------------------------------------------------
+    # --- what is seen ------------------------------------------------------------------------------------------------------
 
-    def _look(self, progress: Callable[[str], None]) -> None:
-        for role, used in self.pages.items():
-            pools = [each.pool for each in self.fleet.instances.values() if each.name.role == role]
-            shares = [1 - pool.free_pages / pool.total_pages for pool in pools]
-            if shares:
-                used.shares.append(sum(shares) / len(shares))
-                used.most = max(used.most, *shares)
+    def _tell(self, progress: Callable[[str], None]) -> None:
         progress(f"{self.seconds:.0f} s: {self._sent} requests, {self.measured.open} open, {self.measured.tokens} tokens")
 
     def total_preemptions(self) -> int:

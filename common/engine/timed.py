@@ -67,12 +67,12 @@ class TimedExecutor:
         self,
         description: EngineDescription,
         timeline: Timeline,
-        words: Sequence[int] = (10,),
+        words: Sequence[int] | Int32Array = (10,),
         pages: NDArray[np.uint8] | None = None,
     ) -> None:
         self.description = description
         self._timeline = timeline
-        self._words = np.array(words, dtype=np.int32)
+        self._words = np.asarray(words, dtype=np.int32)
         self.pages = np.zeros((description.total_pages, 0), dtype=np.uint8) if pages is None else pages
         self._next = np.zeros(description.max_rows, dtype=np.int64)
         """For each row, seed and length: which word follows."""

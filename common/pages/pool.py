@@ -59,12 +59,14 @@ class PageLease:
 
 
 class PagePool:
-    """`total_pages` pages, handed out in leases. The pages returned last are used first, because they are warm in the cache."""
+    """`total_pages` pages, handed out in leases. The pages returned last are used first, because they are warm in the cache.
+    most_used: the most pages that were out at once."""
 
     def __init__(self, total_pages: int) -> None:
         self.total_pages = total_pages
         self._free = np.arange(total_pages - 1, -1, -1, dtype=np.int32)
         self._free_count = total_pages
+        self.most_used = 0
 
     @property
     def free_pages(self) -> int:
@@ -83,6 +85,7 @@ class PagePool:
         rest = self._free_count - page_count
         pages = self._free[rest : self._free_count][::-1].copy()
         self._free_count = rest
+        self.most_used = max(self.most_used, self.total_pages - rest)
         return pages
 
     def _take_back(self, pages: Int32Array) -> None:

@@ -16,6 +16,7 @@ from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.report import figures
 from simulation.run import Simulation
+from simulation.workload import workload
 
 ROUTER = RouterConfig()
 FLEET = FleetPlan(prefill=1, decode=1, step_cost="0.010,0.0001,0")
@@ -130,3 +131,46 @@ def test_a_request_that_no_instance_could_hold_is_refused_and_counted() -> None:
     found = figures(simulate(replace(FLEET, kv_pages=10), requests=2, mean_input=10_000, mean_output=2, lengths="constant"))
     assert (found.requests, sum(found.endings.values())) == (2, 2)
     assert all(how.startswith("refused") for how in found.endings)
+
+
+def test_the_pages_in_use_are_those_of_every_moment() -> None:
+    """Most requests come and go between two reports of progress. By hand: looked at after everything that happens."""
+    fleet = FleetPlan(prefill=1, decode=1, kv_pages=2000)
+    simulation = Simulation(fleet, LoadPlan(requests=30, rate=10, lengths="constant", arrivals="even"), ROUTER)
+    clock, used = simulation.fleet.clock, dict.fromkeys(simulation.fleet.instances, 0)
+    most, page_s = Counter(used), Counter[str]()
+    turn = clock.turn
+
+    def watched_turn() -> None:
+        before_s = clock.now
+        turn()
+        for name, instance in simulation.fleet.instances.items():
+            page_s[name] += used[name] * (clock.now - before_s)  # type: ignore[assignment]
+            used[name] = instance.pool.total_pages - instance.pool.free_pages
+            most[name] = max(most[name], used[name])
+
+    clock.turn = watched_turn  # type: ignore[method-assign]
+    simulation.run()
+    for name, found in zip(used, figures(simulation).engines, strict=True):
+        assert found.pages_most == most[name] / fleet.kv_pages > 0
+        assert found.pages_mean == pytest.approx(page_s[name] / simulation.seconds / fleet.kv_pages)
+
+
+def test_answers_end_by_themselves_when_requests_ask_for_more_also_after_a_death() -> None:
+    load = {"requests": 40, "rate": 8.0, "mean_input": 1000, "mean_output": 150, "kill_every_s": 0.7, "restart_s": 0.5}
+    outputs = [asked.output_tokens for asked in workload(LoadPlan(**load))]  # type: ignore[arg-type]
+    for most in (4096, 200_000):
+        found = figures(simulate(FleetPlan(prefill=3, decode=3), **load, max_tokens=most))
+        assert found.endings == {"finished: stop": 40} and found.resumes
+        assert found.tokens == sum(outputs)
+    cut = figures(simulate(FleetPlan(), **load | {"kill_every_s": 0.0, "restart_s": 60.0}, max_tokens=50))
+    assert cut.tokens == sum(min(50, tokens) for tokens in outputs)
+    assert cut.endings["finished: length"] == sum(tokens > 50 for tokens in outputs)
+
+
+def test_fewer_answers_run_at_once_while_nobody_knows_that_they_end_before_their_limit() -> None:
+    load = {"requests": 8, "rate": 100.0, "arrivals": "even", "lengths": "constant", "mean_input": 512, "mean_output": 64}
+    fleet = replace(FLEET, kv_pages=400)
+    exact, more = (figures(simulate(fleet, **load, max_tokens=tokens)) for tokens in (0, 5000))
+    assert exact.tokens == more.tokens == 8 * 64
+    assert more.engines[1].pages_most < exact.engines[1].pages_most

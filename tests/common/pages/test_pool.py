@@ -147,3 +147,14 @@ def test_an_empty_pool_leases_nothing_but_nothing() -> None:
     lease = leased(pool, 0)
     assert len(lease) == 0
     lease.close()
+
+
+def test_the_most_used_pages_are_those_of_the_fullest_moment() -> None:
+    pool = PagePool(TOTAL)
+    assert pool.most_used == 0
+    first, second = pool.lease(5), pool.lease(2)
+    assert first is not None and second is not None
+    second.close()
+    assert first.extend(4) is not None and pool.lease(TOTAL) is None
+    first.close()
+    assert (pool.free_pages, pool.most_used) == (TOTAL, 9)
