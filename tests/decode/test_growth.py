@@ -2,7 +2,6 @@
 were. And whole instances whose requests might have the whole context."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -128,25 +127,23 @@ def finish(made: DecodeScheduler, answer: int) -> list[int]:
     return running
 
 
-@pytest.mark.parametrize(
-    "limit_of", [lambda _: CONTEXT - 8, lambda number: 16 if number % 2 else CONTEXT - 8], ids=["chats", "mixed"]
-)
-def test_requests_run_side_by_side_though_each_might_have_the_whole_context(limit_of: Callable[[int], int]) -> None:
+@pytest.mark.parametrize("limit_of_every_other", [CONTEXT - 8, 16])
+def test_requests_run_side_by_side_though_each_might_have_the_whole_context(limit_of_every_other: int) -> None:
     """Also beside short completions, which all reach their limits and so say nothing of the length of chats."""
-    made, running = served(CONTEXT, [limit_of(number) for number in range(128)], ANSWER)
+    made, running = served(CONTEXT, [limit_of_every_other, CONTEXT - 8] * 64, ANSWER)
     assert running[1] == 64, "all rows, before any answer has ended"
     assert len(running) < 3 * (ANSWER + 8)
     assert made.report().counters.preemptions == 0
 
 
-def test_clients_that_leave_do_not_make_the_forecast_short() -> None:
+@pytest.mark.parametrize("limit", [2, ANSWER])
+def test_neither_clients_that_leave_nor_short_limits_make_the_forecast_short(limit: int) -> None:
     made, _ = served(1000, [1], ANSWER)
     for number in range(100):
-        made.receive(ROUTER, generate(f"left{number}", 8, ANSWER), 0.0)
+        made.receive(ROUTER, generate(f"short{number}", 8, limit), 0.0)
         for _ in range(2):
-            plan = planned(made.decide(0.0))
-            made.step_done(result(plan, [60]), 0.0)
-        made.receive(ROUTER, Cancel(key=key(f"left{number}")), 0.0)
+            made.step_done(result(planned(made.decide(0.0)), [60]), 0.0)
+        made.receive(ROUTER, Cancel(key=key(f"short{number}")), 0.0)
     for number in range(20):
         made.receive(ROUTER, generate(f"r{number}", 8, ANSWER), 0.0)
     assert max(finish(made, CONTEXT)) < 10, "five are sure to fit"
