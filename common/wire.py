@@ -48,7 +48,11 @@ MOST_SOCKETS = 32_768
 
 _LINGER_MS = 500
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1_000
-_PEER_SILENT_MS = 15_000
+_PING_MS, _PEER_SILENT_MS = 5_000, 120_000
+"""A connection is cut when the other side answers no ping for two minutes, since a cut loses what is in flight. A process that is
+only stopped costs nothing but time until then. Nobody needs the cut to notice a death: a process that ends closes its
+connections, and of a dead host the router's deadlines tell, after which its outbox is closed. Until that, at most SEND_LIMIT
+messages wait. Only a router's host that dies and comes back may be found again so much later."""
 _LONGEST_WAIT_S = 3_600.0
 
 _log = logging.getLogger(__name__)
@@ -395,7 +399,7 @@ class Mailbox(Generic[M]):
         made.setsockopt(zmq.LINGER, _LINGER_MS)
         made.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        made.setsockopt(zmq.HEARTBEAT_IVL, _PEER_SILENT_MS // 3)
+        made.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
         made.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PEER_SILENT_MS)
         made.setsockopt(zmq.TCP_KEEPALIVE, 1)
         made.setsockopt(zmq.SNDHWM, SEND_LIMIT)

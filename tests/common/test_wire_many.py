@@ -7,11 +7,12 @@ from contextlib import closing
 
 import msgspec
 import pytest
+import zmq
 
 from common.ids import InstanceId, Key, RequestId
 from common.messages import DetokenizerInbox, ForgetAnswer, RouterInbox
 from common.wire import Mailbox
-from tests.common.mailboxes import FORGET, LOOPBACK, PREFILL, received
+from tests.common.mailboxes import DECODE, FORGET, LOOPBACK, PREFILL, Make, received
 
 CORRESPONDENTS = 400
 FILES = 8_192
@@ -61,3 +62,19 @@ def test_a_message_that_goes_to_many_in_a_row_is_encoded_once(monkeypatch: pytes
         mail = received(mailbox, 9)
     assert [message for _, message in mail] == [FORGET] * 3 + [other] * 3 + [FORGET] * 3
     assert encoded == [FORGET, other, FORGET]
+
+
+def test_a_peer_that_is_stopped_for_a_minute_is_not_cut(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut would lose what is in flight. The clock of ZeroMQ cannot be turned, so this reads what was asked of it."""
+    asked: list[int] = []
+    real = zmq.Socket.setsockopt
+
+    def setsockopt(self: "zmq.Socket[bytes]", option: int, value: int) -> None:
+        if option == zmq.HEARTBEAT_TIMEOUT:
+            asked.append(value)
+        real(self, option, value)
+
+    monkeypatch.setattr(zmq.Socket, "setsockopt", setsockopt)
+    mailbox = make()
+    mailbox.route(DECODE, "tcp://127.0.0.1:1")
+    assert asked and min(asked) > 60_000
