@@ -10,7 +10,7 @@ from common.ids import InstanceId, Key, Life
 from common.instance.ports import Action, Expect, PeersChanged, Settle
 from common.instance.request import Phase
 from common.messages import Failed, Handoff, InstanceInfo, Renew, Reserve, Withdraw
-from common.messages.handoffs import fits
+from common.messages.base import fits
 from decode.landing import find_objection
 from decode.requests import DecodeRequest, DecodeRequests
 from kv_transfer.digests import Digest

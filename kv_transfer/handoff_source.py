@@ -33,7 +33,7 @@ from common.errors import InstanceFailed, Unavailable
 from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
 from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
-from common.messages.handoffs import fits
+from common.messages.base import fits
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
 from kv_transfer.outgoing import Moved, Outgoing, Session, SourceClosed, SourceGranted, SourceNews, SourceRead, SourceRefused

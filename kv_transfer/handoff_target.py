@@ -23,7 +23,7 @@ from common.deadlines import DeadlineWheel
 from common.ids import Generation, Incarnation, InstanceId, Key, Life, pack_ids
 from common.instance.ports import Send
 from common.messages import Grant, Handoff, Renew, Renewed, Withdraw
-from common.messages.handoffs import fits
+from common.messages.base import fits
 from common.pages.pool import PageLease
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 

@@ -4,7 +4,7 @@ Owns membership, the last report of each member, and the deadlines after which a
 no clock. Does not know requests. `eligibility` says who may be a member, `members` which members take requests.
 
     Register ─► Welcome
-             └► Refused(reason)      a mismatch, a former incarnation or an absurd description; shown on the /cluster page
+             └► Refused(reason)      a mismatch, a former incarnation (final) or an absurd description; shown on the /cluster page
     Heartbeat ─► Welcome             the router's own heartbeat, unless one went out just before; a stranger gets none, and
                                      registers in time
               └► Drain               while a member that was told to leave does not report that it drains
@@ -205,7 +205,7 @@ class Fleet:
         more, sends = self._acquaintance.heard(report, now)
         change.sends += sends
         if member.told_to_drain and not member.reports_draining:
-            change.sends.append(Send(member.info.id, Drain()))
+            change.sends.append(Send(member.info.id, Drain(incarnation=member.info.incarnation)))
         if member.stuck and not was_stuck:
             change.lost.append(member)
         if (member.trouble is None and not took_requests) or more:
@@ -242,7 +242,7 @@ class Fleet:
         member = self._find(instance)
         member.drain()
         self.candidates.judge(member)
-        return [Send(instance, Drain())]
+        return [Send(instance, Drain(incarnation=member.info.incarnation))]
 
     def _find(self, instance: InstanceId) -> Member:
         """Raises UnknownInstance."""
@@ -333,13 +333,17 @@ class Fleet:
         inbox, reason = _good_address(info.inbox), reason[:REASON_SHOWN]
         _remember(self.refused, name, Refusal(inbox, reason), REMEMBERED)
         self.addresses_version += 1
-        return [] if inbox is None else [Send(name, Refused(reason=reason, address=message.address))]
+        refused = Refused(reason=reason, address=message.address, incarnation=info.incarnation, final=self._is_replaced(info))
+        return [] if inbox is None else [Send(name, refused)]
+
+    def _is_replaced(self, info: InstanceInfo) -> bool:
+        return (info.id, info.incarnation) in self._replaced
 
     def _mismatch(self, info: InstanceInfo) -> str | None:
         reason = malformed(info)
         if reason is not None:
             return reason
-        if (info.id, info.incarnation) in self._replaced:
+        if self._is_replaced(info):
             return f"a newer incarnation of {info.id} has taken its place"
         if self._vocab_size not in (None, info.model.vocab_size):
             return f"its vocabulary is {info.model.vocab_size}, but that of the router's model is {self._vocab_size}"

@@ -191,7 +191,7 @@ class Player:
             self.received[type(message).__name__] += len(frame)
             match message:
                 case Welcome():
-                    played.membership.receive(message)
+                    played.membership.receive(message, time.monotonic())
                     self._welcomed(played, message)
                 case Refused():
                     raise FleetFailed(f"a played instance was refused: {message.reason}")

@@ -19,6 +19,11 @@ REGISTER_EVERY_S, CALM_EVERY_S = 0.25, 5.0
 ABANDON_AFTER_S = 300.0
 """A router that has not answered for this long has failed: no stop, swap or burst of work takes minutes. Most requests have ended
 by then; the rest would only hold memory."""
+OVER_S = 60.0
+"""For how long after its last word a life of a router that has a successor is not believed: its mail may be late. It may be back
+later, where an address moves between routers."""
+OVER_REMEMBERED = 4
+"""How many such lives a membership remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,10 @@ class Membership:
         self.refusal: str | None = None
         """Why the router does not want us, while it does not."""
         self._info = info
+        self._latest: InstanceId | None = None
+        """The life that was last believed, even if it is gone."""
+        self._over: dict[InstanceId, float] = {}
+        """Lives that have a successor, and until when they are not believed."""
         self.next_deadline = now
         self._pause_s = REGISTER_EVERY_S
         self._sent_s: float | None = None
@@ -57,7 +66,22 @@ class Membership:
         """Whether the router has been silent for so long that it must have failed."""
         return self.welcome is not None and self._unanswered_s > ABANDON_AFTER_S
 
-    def receive(self, welcome: Welcome) -> None:
+    @property
+    def was_welcome(self) -> bool:
+        """Whether any life of the router has welcomed us here."""
+        return self._latest is not None
+
+    def is_over(self, router: InstanceId, now: float) -> bool:
+        """Whether this life of the router has had a successor a short time ago: what it said is only late."""
+        return router != self._latest and now < self._over.get(router, now)
+
+    def receive(self, welcome: Welcome, now: float) -> None:
+        if self._latest is not None and self._latest != welcome.router:
+            self._over.pop(self._latest, None)
+            self._over[self._latest] = now + OVER_S
+            if len(self._over) > OVER_REMEMBERED:
+                del self._over[next(iter(self._over))]
+        self._latest = welcome.router
         self.welcome, self.refusal, self._unanswered_s, self._pause_s = welcome, None, 0.0, REGISTER_EVERY_S
 
     def end(self, now: float) -> None:

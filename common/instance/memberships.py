@@ -17,6 +17,7 @@ from common.errors import PeerRefused
 from common.ids import InstanceId
 from common.instance.membership import Membership
 from common.messages import InstanceInfo, Refused, Welcome
+from common.messages.base import fits
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +44,18 @@ RouterNews: TypeAlias = Met | Lost
 
 
 class Memberships:
-    """addresses: of the routers. Raises PeerRefused, from `receive` when no router wants us, from `check` when none has answered
-    within `startup_timeout_s`."""
+    """addresses: of the routers. Raises PeerRefused, from `receive` when no router wants us, one says that a newer life has taken
+    our place, or two addresses lead to one router at the start, and from `check` when none has answered within
+    `startup_timeout_s`."""
 
     def __init__(self, info: InstanceInfo, addresses: Sequence[str], startup_timeout_s: float, now: float) -> None:
         self.info = info
         self._all = [Membership(info, address, now) for address in addresses]
-        self._give_up_s: float | None = now + startup_timeout_s
+        self._started_s = now + startup_timeout_s
+        """From then on it is no mistake of the start when two addresses lead to one router."""
+        self._give_up_s: float | None = self._started_s
+        self.stale = 0
+        """Messages from lives of routers that are over, or to another life of ours."""
 
     def __iter__(self) -> Iterator[Membership]:
         return iter(self._all)
@@ -72,12 +78,13 @@ class Memberships:
             return self._refused(message, now)
         known = self.of(message.router)
         at = next((one for one in self._all if one.address == message.address), known)
-        if at is None:
-            return []  # from a life that is over, or from nobody whom we asked
+        if at is None or at.is_over(message.router, now):
+            self.stale += 1  # from a life that is over, or from nobody whom we asked
+            return []
         if known is not None and known is not at:
-            raise PeerRefused(f"--router names one router twice: {known.address} and {at.address} are both {message.router}")
+            return self._twice(known, at, message.router, now)
         self._give_up_s, before = None, at.welcome
-        at.receive(message)
+        at.receive(message, now)
         if before is not None and before.router == message.router and before.detokenizers == message.detokenizers:
             return []
         news: list[RouterNews] = [Met(at, message.router, message.detokenizers)]
@@ -87,7 +94,22 @@ class Memberships:
             _log.info("welcomed by %s at %s", message.router, at.address)
         return news
 
+    def _twice(self, known: Membership, at: Membership, router: InstanceId, now: float) -> list[RouterNews]:
+        """A router that is known answers at another address too. Later than at the start it is ignored: names may be moved."""
+        reason = f"it is {router}, which has welcomed us at {known.address} already"
+        if now < self._started_s and not at.was_welcome:
+            raise PeerRefused(f"--router names one router twice: {known.address} and {at.address} are both {router}")
+        if at.refusal != reason:
+            at.refusal = reason
+            _log.warning("the router at %s is of no use: %s", at.address, reason)
+        return []
+
     def _refused(self, message: Refused, now: float) -> list[RouterNews]:
+        if not fits(message.incarnation, self.info.incarnation):
+            self.stale += 1
+            return []
+        if message.final:
+            raise PeerRefused(f"a router refused {self.info.id} for good: {message.reason}")
         at = next((one for one in self._all if one.address == message.address or len(self._all) == 1), None)
         if at is None:
             return []

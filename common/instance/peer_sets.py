@@ -32,8 +32,10 @@ class _News:
 
 @dataclass(slots=True, eq=False)
 class _Set:
-    """What one router said. version: 0 before its first word. coming: a whole set of which only the first messages are here."""
+    """What one router said. place: its address. version: 0 before its first word. coming: a whole set of which only the first
+    messages are here."""
 
+    place: str
     version: int = 0
     peers: dict[InstanceId, _News] = field(default_factory=dict)
     coming: dict[InstanceId, InstanceInfo] | None = None
@@ -58,9 +60,10 @@ class PeerSets:
         known = self._sets.get(router)
         return 0 if known is None else known.version
 
-    def receive(self, router: InstanceId, message: Peers) -> PeersChanged | None:
-        """Changes that follow another version than ours are dropped: the router sends the whole set when it sees our version."""
-        known = self._sets.setdefault(router, _Set())
+    def receive(self, router: InstanceId, message: Peers, place: str = "") -> PeersChanged | None:
+        """place: the router's address, at which its successor will be. Changes that follow another version than ours are dropped:
+        the router sends the whole set when it sees our version."""
+        known = self._sets.setdefault(router, _Set(place))
         if message.version == known.version or message.since not in (None, known.version):
             return None
         known.version = message.version
@@ -100,8 +103,10 @@ class PeerSets:
         touched: set[InstanceId] = set()
         for gone in left:
             touched.add(gone)
-            for each in (known, *self._former_sets.values()):  # who left the new life has left the former too
-                each.peers.pop(gone, None)
+            known.peers.pop(gone, None)
+            for former in self._former_sets.values():
+                if former.place == known.place:  # who left the new life has left the former too
+                    former.peers.pop(gone, None)
         for info in joined:
             said = known.peers.get(info.id)
             if said is None or said.info.incarnation != info.incarnation:

@@ -30,6 +30,7 @@ from common.instance.ports import (
     Transfers,
 )
 from common.messages import Drain, Peers, Refused, Welcome
+from common.messages.base import fits
 
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
@@ -70,6 +71,7 @@ class InstanceWorker(Generic[M]):
         self._peers = PeerSets()
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._draining = False
+        self._stale = 0
         for membership in memberships:
             mail.route(membership.name, membership.address, watch=True)
 
@@ -80,8 +82,11 @@ class InstanceWorker(Generic[M]):
             match message:
                 case Welcome() | Refused():
                     self._heed(self._memberships.receive(message, now), now)
-                case Drain():
-                    self.drain(now)
+                case Drain(incarnation=life):
+                    if fits(life, self._memberships.info.incarnation):
+                        self.drain(now)
+                    else:
+                        self._stale += 1
                 case Peers():
                     self._told(sender, message, now)
                 case _:
@@ -165,7 +170,8 @@ class InstanceWorker(Generic[M]):
         transfer_s = max(0.0, now - self._transfers.progress_s)
         load = msgspec.structs.replace(report.load, oldest_step_s=step_s, oldest_transfer_s=transfer_s)
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
-        counters = msgspec.structs.replace(report.counters, frames_refused=refused, messages_lost=lost)
+        stale = report.counters.messages_stale + self._stale + self._memberships.stale
+        counters = msgspec.structs.replace(report.counters, frames_refused=refused, messages_lost=lost, messages_stale=stale)
         state, calm = State(load, counters, report.links_version, self._draining), self._memberships.joined
         for membership in self._memberships:
             if now >= membership.next_deadline:
@@ -195,7 +201,7 @@ class InstanceWorker(Generic[M]):
         """A router says with whom to work. It uses no link of which it does not know that both ends know of it."""
         membership = self._memberships.of(router)
         if membership is not None:
-            self._meet(self._peers.receive(router, message), now)
+            self._meet(self._peers.receive(router, message, membership.address), now)
             membership.hurry(now)
 
     def _meet(self, change: PeersChanged | None, now: float) -> None:

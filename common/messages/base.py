@@ -2,9 +2,20 @@
 
 import msgspec
 
+from common.ids import Incarnation
+
 WIRE_VERSION = 5
 """Raised when a message changes meaning. Neighbouring versions work together: new fields have defaults. Raised by two when that
 cannot be."""
+
+UNNAMED = Incarnation("")
+"""Messages that could reach a successor, at the same address and under the same name, name the life that they are to. This comes
+from versions that did not say; it fits every life."""
+
+
+def fits(named: Incarnation, life: Incarnation) -> bool:
+    """Whether a message that names `named` is from, or to, this life."""
+    return named in (UNNAMED, life)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

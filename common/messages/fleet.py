@@ -9,7 +9,7 @@ from functools import cached_property
 import msgspec
 
 from common.ids import Incarnation, InstanceId, Role
-from common.messages.base import WIRE_VERSION, Message
+from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.pages.layout import KVLayout
 
 _POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
@@ -129,12 +129,17 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """router → instance: you cannot join. The instance logs the reason, and exits when no router lets it join."""
+    """router → instance: you cannot join. The instance logs the reason, and exits when no router lets it join, or when one
+    says that this is final."""
 
     reason: str
     """For people."""
     address: str = ""
     """That of the Register."""
+    incarnation: Incarnation = UNNAMED
+    """The life that is refused. Its successor may listen at the same address."""
+    final: bool = False
+    """A newer incarnation has taken its place: it must exit, whatever other routers say."""
 
 
 class Peers(Message, frozen=True):
@@ -167,3 +172,6 @@ class Goodbye(Message, frozen=True):
 
 class Drain(Message, frozen=True):
     """router → instance: take no more requests, end those that wait so that they are resumed elsewhere, finish the rest, exit."""
+
+    incarnation: Incarnation = UNNAMED
+    """The life that is to leave. Its successor may listen at the same address."""

@@ -10,17 +10,10 @@ perhaps the same mail. UNNAMED comes from older versions, which did not say; it 
 import msgspec
 
 from common.ids import Generation, Incarnation, Key
-from common.messages.base import Message
+from common.messages.base import UNNAMED, Message
 from common.messages.endings import Failed
 from common.messages.requests import Terms
 from common.sampling_params import SamplingParams
-
-UNNAMED = Incarnation("")
-
-
-def fits(named: Incarnation, life: Incarnation) -> bool:
-    """Whether a message that names `named` is from, or to, this life."""
-    return named in (UNNAMED, life)
 
 
 class Reserve(Message, frozen=True):

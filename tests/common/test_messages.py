@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from common import messages
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, Key, Life, RequestId, pack_ids, unpack_ids
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
-from common.messages.handoffs import fits
+from common.messages.base import fits
 from common.sampling_params import SamplingParams
 from tests.builders import instance
 

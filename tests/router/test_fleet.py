@@ -142,6 +142,7 @@ def test_an_incarnation_that_wakes_after_its_successor_joined_is_refused_and_the
     change = fleet.register(Register(instance=D0), 4.0)
     (refusal,) = change.sends
     assert isinstance(refusal.message, Refused) and "newer incarnation" in refusal.message.reason
+    assert (refusal.message.incarnation, refusal.message.final) == (D0.incarnation, True)
     assert change.lost == []
     assert [member.info for member in fleet.members("decode")] == [D0_NEXT]
     fleet.goodbye(Goodbye(id=D0_NEXT.id, incarnation=D0_NEXT.incarnation))
@@ -220,6 +221,7 @@ def test_a_new_detokenizer_is_named_to_every_member_and_to_those_that_come(fleet
 
 
 STUCK = Load(oldest_step_s=31.0)
+DRAIN = Drain(incarnation=D0.incarnation)
 
 
 def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_member(fleet: Fleet) -> None:
@@ -235,13 +237,13 @@ def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_memb
 
 
 def test_a_member_is_told_to_drain_until_it_says_that_it_does(fleet: Fleet) -> None:
-    assert fleet.drain(D0.id) == [Send(D0.id, Drain())]
+    assert fleet.drain(D0.id) == [Send(D0.id, DRAIN)]
     (_, member) = fleet.members()
     assert (member.draining, member.trouble is None) == (True, False)
     for now in (1.0, 1.5):
-        assert Send(D0.id, Drain()) in hear(fleet, D0, P0, now=now).sends, "the message was lost, or is on its way"
+        assert Send(D0.id, DRAIN) in hear(fleet, D0, P0, now=now).sends, "the message was lost, or is on its way"
     assert hear(fleet, D0, P0, draining=True, now=2.0).sends == [Send(D0.id, WELCOME)]
-    assert Send(D0.id, Drain()) in hear(fleet, D0, P0, now=2.5).sends
+    assert Send(D0.id, DRAIN) in hear(fleet, D0, P0, now=2.5).sends
     assert member.trouble is not None
 
 
@@ -249,7 +251,7 @@ def test_a_member_that_was_told_to_drain_and_was_silent_for_a_while_is_told_agai
     fleet.drain(D0.id)
     hear(fleet, P0, now=2.0)
     fleet.tick(DEAD_AFTER_S)
-    assert Send(D0.id, Drain()) in hear(fleet, D0, now=5.0).sends
+    assert Send(D0.id, DRAIN) in hear(fleet, D0, now=5.0).sends
     assert [member.trouble is None for member in fleet.members("decode")] == [False]
 
 

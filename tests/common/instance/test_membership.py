@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from common.errors import PeerRefused
-from common.ids import InstanceId
-from common.instance.membership import ABANDON_AFTER_S, CALM_EVERY_S, REGISTER_EVERY_S, State
+from common.ids import Incarnation, InstanceId
+from common.instance.membership import ABANDON_AFTER_S, CALM_EVERY_S, OVER_S, REGISTER_EVERY_S, State
 from common.instance.memberships import Lost, Memberships, Met
 from common.instance.ports import Send
-from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Welcome
+from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Register, Welcome
+from router.fleet import Fleet
 from tests.builders import instance
 
 INFO = instance("p", "prefill")
@@ -239,8 +240,48 @@ def test_a_router_that_refuses_us_is_no_end_while_another_may_welcome_us() -> No
         members.receive(Refused(reason="other dtype", address=THERE), 100.0)
 
 
-def test_one_router_under_two_addresses_is_refused() -> None:
-    members = both()
+def test_one_router_under_two_addresses_is_refused_at_the_start_and_ignored_later() -> None:
+    members, twice = both(), msgspec.structs.replace(WELCOME, address=THERE)
     members.receive(WELCOME, 100.0)
     with pytest.raises(PeerRefused, match="one router twice"):
-        members.receive(msgspec.structs.replace(WELCOME, address=THERE), 100.0)
+        members.receive(twice, 100.0)
+    assert members.receive(twice, 3600.0) == [] and [one.welcome for one in members] == [WELCOME, None]
+    members = both()
+    for welcome in (WELCOME, OTHER):
+        members.receive(welcome, 100.0)
+    assert members.receive(twice, 101.0) == [] and [one.welcome for one in members] == [WELCOME, OTHER]
+
+
+def test_a_refusal_of_another_life_of_ours_is_ignored() -> None:
+    members = Memberships(INFO, [HERE], startup_timeout_s=5.0, now=100.0)
+    assert members.receive(Refused(reason="it is replaced", incarnation=Incarnation("former"), final=True), 100.0) == []
+    assert members.stale == 1
+    with pytest.raises(PeerRefused):
+        members.receive(Refused(reason="other pages", incarnation=INFO.incarnation), 100.0)
+
+
+def test_two_processes_of_one_name_do_not_both_go_on_where_two_routers_took_in_one_each() -> None:
+    fleets = {at: Fleet(InstanceId(at), (), heartbeat_s=1.0, dead_after_s=3.0) for at in (HERE, THERE)}
+    lives = [instance("d", "decode", life) for life in "12"]
+    members = [Memberships(life, [HERE, THERE], startup_timeout_s=5.0, now=100.0) for life in lives]
+
+    def register(at: str, number: int) -> None:
+        for send in fleets[at].register(Register(instance=lives[number], address=at), 100.0).sends:
+            assert isinstance(send.message, Welcome | Refused)
+            members[number].receive(send.message, 100.0)
+
+    for at, number in ((HERE, 0), (HERE, 1), (THERE, 1), (THERE, 0)):
+        register(at, number)
+    with pytest.raises(PeerRefused, match="for good: a newer incarnation of d"):
+        register(HERE, 0)
+
+
+def test_a_late_word_of_a_router_that_has_a_successor_is_not_believed_for_a_while(member: Member) -> None:
+    member.receive(SUCCESSOR)
+    member.now += 0.1
+    assert member.receive(WELCOME) == [] and member.all.of(SUCCESSOR.router) is member.membership
+    member.all.gone([member.membership.name], member.now)
+    assert member.receive(WELCOME) == [] and not member.membership.joined
+    member.now += OVER_S
+    member.receive(WELCOME)
+    assert member.all.of(WELCOME.router) is member.membership, "the address was moved back to it"

@@ -50,6 +50,17 @@ def test_a_router_that_starts_again_costs_no_link_while_it_meets_its_members() -
     assert sets.tick(500.0 + KEEP_S) == PeersChanged((), (P1.id,)), "it has not come back"
 
 
+def test_only_the_successor_of_a_former_life_says_who_has_left_it() -> None:
+    sets = PeerSets()
+    for router, place in ((A, "a"), (B, "b")):
+        sets.receive(router, Peers(version=1, joined=(P0,)), place)
+    sets.retire(A, 100.0)
+    assert sets.receive(B, Peers(version=2, since=1, left=(P0.id,)), "b") is None, "it counts with the other router"
+    successor = InstanceId("router-a2")
+    sets.receive(successor, Peers(version=1, joined=(P0,)), "a")
+    assert sets.receive(successor, Peers(version=2, since=1, left=(P0.id,)), "a") == PeersChanged((), (P0.id,))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_is_lost_late_or_twice_the_union_is_that_of_the_routers_when_each_has_sent_its_whole_set(seed: int) -> None:
     random, sets = Random(seed), PeerSets()

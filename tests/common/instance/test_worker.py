@@ -222,6 +222,12 @@ def test_an_instance_that_is_told_to_drain_says_so_at_once_and_once(rig: FakedRi
     assert rig.turn(0.2, Drain()) == [] and rig.scheduler.told == ["Drain"]
 
 
+def test_what_tells_a_former_life_to_drain_is_ignored_and_counted(rig: FakedRig) -> None:
+    beat = rig.heartbeat(0.0, WELCOME, Drain(incarnation=Incarnation("former")))
+    assert (beat.draining, beat.counters.messages_stale, rig.scheduler.told) == (False, 1, [])
+    assert rig.heartbeat(0.1, Drain(incarnation=rig.memberships.info.incarnation)).draining
+
+
 def test_it_has_drained_when_the_scheduler_has_and_no_step_is_in_flight(rig: FakedRig) -> None:
     rig.scheduler.drained = True
     drained = [rig.worker.drained]
