@@ -41,6 +41,12 @@ class Overloaded(TandemError):
     retry_after_s = 1
 
 
+class NoRoom(Overloaded):
+    """A decode instance has had no memory for the request, and has forgotten it: it may be asked again."""
+
+    kind = "no_room_error"
+
+
 class Unavailable(TandemError):
     """No instance can serve the request now: try again after `retry_after_s`."""
 

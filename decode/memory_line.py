@@ -5,31 +5,87 @@ or is computed here.
 
 The most urgent is first (`common.instance.waiting_line`), but a request that fits may pass one that does not. Once the request at
 the head has waited PATIENCE_S, nobody passes it any more, so its wait is bounded. A reservation that does not wait is admitted at
-once or leaves the line.
+once or leaves the line. One that waits leaves it after `WAITS_S`, so that its writer finds room that came elsewhere. Going round
+costs it nothing here: what counts is since when it asks for room, and while it is away its place is kept (`Rounds`).
 """
 
+from dataclasses import dataclass
+
+from common.deadlines import DeadlineWheel, earliest
+from common.ids import Key
 from common.instance.rows import Rows
-from common.instance.waiting_line import WaitingLine
+from common.instance.waiting_line import Rank, WaitingLine
 from common.pages.pool import PagePool
 from decode.growth import Growth
 from decode.requests import DecodeRequest
 
 PATIENCE_S = 2.0
+WAITS_S = 1.0
+"""A reservation waits here this long before its writer asks the other candidates again."""
+RETURNS_S = 0.5
+"""It has asked them all by then: one turn of each."""
 LOOKED_AT = 32
 """So many of those that do not fit are looked at per step: the line may be long."""
 
 
-def admit(waiting: WaitingLine[DecodeRequest], pool: PagePool, rows: Rows, growth: Growth, now: float) -> list[DecodeRequest]:
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    key: Key
+    rank: Rank
+    until_s: float
+
+
+class Rounds:
+    """Which reservations have waited long enough, and the place of one that is away to ask elsewhere.
+
+    A request that nobody may pass any more would lose the pages that have come free for it while it is away. So nobody behind it
+    is admitted until it is back, or RETURNS_S have passed.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: DeadlineWheel[Key] = DeadlineWheel()
+        self._kept: _Kept | None = None
+
+    def asked(self, key: Key, now: float) -> None:
+        """A reservation has joined the line, for the first time or again."""
+        self._waiting.set(key, now + WAITS_S)
+        if self._kept is not None and self._kept.key == key:
+            self._kept = None
+
+    def admitted(self, key: Key) -> None:
+        self._waiting.clear(key)
+
+    def over(self, waiting: WaitingLine[DecodeRequest], now: float) -> list[Key]:
+        """The reservations to decline now, if they still wait. The place of the head is kept when it has waited long."""
+        if self._kept is not None and now >= self._kept.until_s:
+            self._kept = None
+        keys = self._waiting.expired(now)
+        head = waiting.head()
+        if head is not None and head.key in keys and now - head.waits_since_s >= PATIENCE_S and not self.is_away_before(head):
+            self._kept = _Kept(head.key, head.rank, now + RETURNS_S)
+        return keys
+
+    def is_away_before(self, request: DecodeRequest) -> bool:
+        """Whether the place of a more urgent request is kept."""
+        return self._kept is not None and self._kept.rank < request.rank
+
+    def next_deadline(self) -> float | None:
+        return earliest(self._waiting.next_deadline(), None if self._kept is None else self._kept.until_s)
+
+
+def admit(
+    waiting: WaitingLine[DecodeRequest], rounds: Rounds, pool: PagePool, rows: Rows, growth: Growth, now: float
+) -> list[DecodeRequest]:
     """The requests whose turn it is and that fit: each has left the line, and holds its pages and a row."""
     admitted: list[DecodeRequest] = []
     if not len(waiting) or rows.free_count == 0:
         return admitted
     forecast = growth.forecast(pool.free_pages)
     head = next((request for request in waiting if request.waits), None)
-    may_pass = head is None or now - head.accepted_s < PATIENCE_S
+    may_pass = head is None or now - head.waits_since_s < PATIENCE_S
     looks = LOOKED_AT
     for request in waiting:
-        if rows.free_count == 0 or pool.free_pages <= forecast.running or looks == 0:
+        if rows.free_count == 0 or pool.free_pages <= forecast.running or looks == 0 or rounds.is_away_before(request):
             break
         fits = request.pages + forecast.running <= pool.free_pages
         if fits and forecast.admits(request.pages, len(request.prompt), request.asked.sampling.max_new_tokens):

@@ -41,6 +41,11 @@ class DecodeRequest(Request):
         """It stays in the waiting line until there is room. Otherwise its writer asks elsewhere when there is none at once."""
         return not isinstance(self.asked, Reserve) or self.asked.waits
 
+    @property
+    def waits_since_s(self) -> float:
+        """Since when it waits for memory, on this instance's clock. Its writer may have asked elsewhere meanwhile."""
+        return self.accepted_s - (self.asked.waited_s if isinstance(self.asked, Reserve) else 0.0)
+
 
 class DecodeRequests:
     """by_row: the request in each row. computing: rows whose prompt has tokens to launch here, in the order of admission. starts:

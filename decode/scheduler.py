@@ -6,7 +6,7 @@ Owns the plan of a decode instance. What holds memory, and how it ends, is in `r
 Two ways in, one way on:
 
     Reserve  ─► waiting line ─► Grant (pages and a row) ─► KV arrives ─► Handoff ─► joins the next step
-                    └──────► Decline, when there is no room and it does not wait
+                    └──────► Decline, when there is no room and it does not wait, or has waited a while
     Generate ─► waiting line ─► local prefill in chunks between decode steps ────► joins the step after its last chunk
 
 Pages are leased for the prompt, and one by one for the answer as it grows. When none is free the youngest request is preempted:
@@ -22,7 +22,7 @@ import numpy as np
 from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
-from common.errors import Overloaded, Preempted, Unavailable
+from common.errors import NoRoom, Preempted, Unavailable
 from common.ids import InstanceId, Life
 from common.instance.emit import emit_tokens
 from common.instance.limits import InstanceLimits
@@ -59,7 +59,7 @@ from common.messages import (
     Withdraw,
 )
 from common.pages.pool import PagePool
-from decode.memory_line import admit
+from decode.memory_line import Rounds, admit
 from decode.preemption import choose_victims
 from decode.requests import DecodeRequest, DecodeRequests, decline
 from decode.reservations import Reservations
@@ -81,6 +81,7 @@ class DecodeScheduler:
         self._batch = self._requests.batch
         self._target = self._requests.target
         self._reservations = Reservations(me, engine, self._requests, digest)
+        self._rounds = Rounds()
         self._preemptions = 0
         self._now = 0.0
 
@@ -99,6 +100,9 @@ class DecodeScheduler:
                 writer = Life(sender, message.incarnation)
                 self._target.heard(writer, message.sent_s, now)
                 refused = self._table.accept(message, writer, message.sampling.max_new_tokens, now)
+                joined = self._table.get(message.key)
+                if joined is not None and joined.asked is message:
+                    self._rounds.asked(message.key, now)
                 return [] if refused is None else [decline(writer, message, refused)]
             case Renew():
                 return self._reservations.renew(sender, message, now)
@@ -142,6 +146,10 @@ class DecodeScheduler:
         actions: list[Action] = []
         for request, failed in self._table.overdue(now):
             actions += self._requests.end(request, failed, now)
+        for key in self._rounds.over(self._table.waiting, now):
+            reservation = self._table.get(key)
+            if reservation is not None and reservation.phase is Phase.WAITING:
+                actions.append(self._decline_for_now(reservation))
         actions += self._reservations.fence(now)
         return actions + self._reservations.expect(now)
 
@@ -182,10 +190,11 @@ class DecodeScheduler:
     def decide(self, now: float) -> Decision:
         requests = self._requests
         actions, grown = self._grow(now)
-        for request in admit(self._table.waiting, requests.pool, requests.rows, requests.growth, now):
+        for request in admit(self._table.waiting, self._rounds, requests.pool, requests.rows, requests.growth, now):
             assert request.row is not None
             requests.hold(request)
             if request.peer is not None:
+                self._rounds.admitted(request.key)
                 actions += self._reservations.grant(request, request.peer, now)
             else:
                 request.phase, request.progress = Phase.COMPUTING, PromptProgress(request.row, request.prompt)
@@ -218,7 +227,7 @@ class DecodeScheduler:
         return Decision(plan, actions)
 
     def next_deadline(self) -> float | None:
-        return earliest(self._table.next_deadline(), self._target.next_deadline())
+        return earliest(self._table.next_deadline(), self._target.next_deadline(), self._rounds.next_deadline())
 
     def report(self) -> Report:
         waiting, by_row, counts = self._table.waiting, self._requests.by_row, self._reservations
@@ -250,20 +259,19 @@ class DecodeScheduler:
     # --- memory ----------------------------------------------------------------------------------------------------------
 
     def _decline_what_does_not_wait(self) -> list[Action]:
-        """There was no room for these reservations. Their writers ask elsewhere, and perhaps here once more, to wait."""
-        actions: list[Action] = []
-        for request in [each for each in self._table.waiting if not each.waits]:
-            assert request.peer is not None
-            self._table.forget(request)
-            full = Failed.of(Overloaded(f"{self._me.id} has no room now"))
-            actions.append(decline(request.peer, request.asked, full))
-        return actions
+        return [self._decline_for_now(request) for request in self._table.waiting if not request.waits]
+
+    def _decline_for_now(self, request: DecodeRequest) -> Action:
+        """There was no room for this reservation. Its writer asks elsewhere, and then here once more, to wait."""
+        assert request.peer is not None
+        self._table.forget(request)
+        return decline(request.peer, request.asked, Failed.of(NoRoom(f"{self._me.id} has no room now")))
 
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:
         """Refuse the head of the line when it waits only for transfers that never end; but first give writers that are merely
         silent their time."""
         head = self._table.waiting.head()
-        if head is None or now - head.accepted_s <= WRITE_LEASE_S + MARGIN_S:
+        if head is None or now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head):
             return []
         if not all(self._target.is_stuck(request.key, now) for request in self._requests.by_row.values()):
             return []

@@ -24,7 +24,7 @@ import msgspec
 from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
-from common.errors import BadRequest, Overloaded, TandemError, Unavailable
+from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import ROUTER, InstanceId, Life
 from common.instance.emit import emit_tokens
 from common.instance.limits import InstanceLimits
@@ -295,7 +295,7 @@ class PrefillScheduler:
         starts.append(RowStart(row, lease.pages, request.asked.sampling))
         if peer is None:
             return []
-        request.source_open = True
+        request.source_open, request.asked_s = True, now
         return self._source.open(self._reserve(request, now), peer, lease.pages)
 
     def _choose(self, request: PrefillRequest) -> Life | None:
@@ -318,6 +318,7 @@ class PrefillScheduler:
             first=asked.first,
             terms=Terms(priority=rank.priority, age_s=now - rank.arrived_s, timeout_s=request.deadline_s - now),
             waits=request.waits,
+            waited_s=now - request.asked_s,
         )
 
     def _refused(self, request: PrefillRequest, failure: Failed, now: float) -> list[Action]:
@@ -325,7 +326,7 @@ class PrefillScheduler:
         if request.phase is Phase.ENDED:
             return []
         assert request.peer is not None
-        request.refused(request.peer.id, for_now=failure.kind == Overloaded.kind)
+        request.refused(request.peer.id, failure)
         peer = self._choose(request) if failure.retryable else None
         if peer is None:
             return self._end(request, failure, now)

@@ -35,7 +35,7 @@ class Request:
     """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
     alone. decode: the life of the decode instance that has granted the reservation, on its prefill instance. pages: to be leased
     on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
-    token_ids: the tokens from `asked.first` to there. told: the ending that was emitted. pipeline: who gets them.
+    token_ids: the tokens up to there that are known here. told: the ending that was emitted. pipeline: who gets them.
     """
 
     asked: Generate | Reserve
@@ -63,4 +63,4 @@ class Request:
     @property
     def emitted(self) -> Emitted:
         """What can be sent again."""
-        return Emitted(self.asked.first, self.token_ids, self.told)
+        return Emitted(self.next_token - len(self.token_ids), self.token_ids, self.told)

@@ -191,8 +191,10 @@ class RequestTable(Generic[R]):
         return before
 
     def forget(self, request: R) -> None:
-        """Refuse a waiting request as if it had never come: it may come again."""
+        """Refuse a waiting request as if it had never come: it may come again, and does not count."""
         self.end(request)
+        self.accepted -= 1
+        self.ended -= 1
         del self._open[request.key]
 
     def remove(self, request: R, now: float) -> None:

@@ -33,7 +33,9 @@ class Reserve(Message, frozen=True):
     terms: Terms = Terms()
     """As in Generate."""
     waits: bool = True
-    """It may wait for memory. If not, and there is no room at once, it is declined and forgotten: it may come again."""
+    """It may wait a while for memory. If not, or when that is over, it is declined and forgotten: it may come again."""
+    waited_s: float = 0.0
+    """So long has the writer asked for it, here and elsewhere."""
 
 
 class Grant(Message, frozen=True):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from msgspec.structs import replace
 
+from common.errors import NoRoom
 from common.ids import ROUTER, Generation, InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
 from common.messages import Claim, Decline, Grant, Renew, Renewed, Reserve, Terms, Withdraw
@@ -39,7 +40,7 @@ class AnyOrder(AnyOrderMachine):
         self.may_write_until_s: dict[InstanceId, float] = {}
         self.settling: list[Settle] = []
         self.declined: list[tuple[str, InstanceId, Reserve]] = []
-        """Reservations that did not wait, and for which there was no room."""
+        """Reservations for which there was no room, at once or after a while."""
         self.meet("p", "q")
 
     def note(self, action: Action) -> None:
@@ -54,7 +55,7 @@ class AnyOrder(AnyOrderMachine):
             case Send(message=Decline() as decline):
                 name = decline.key.request_id
                 _, writer, asked = self.asked[name]
-                if isinstance(asked, Reserve) and not asked.waits and "no room now" in decline.failed.message:
+                if isinstance(asked, Reserve) and decline.failed.kind == NoRoom.kind:
                     assert writer == action.to and name not in self.writing
                     self.declined.append((name, writer, asked))
             case _:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from common.ids import ROUTER, Int32Array
 from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Repeat, Standing, Terms, TokenDelta, Withdraw
@@ -215,3 +216,11 @@ def test_the_load_says_who_waits_runs_and_is_expected() -> None:
     assert (load.reservations, load.pages_total, load.pages_free) == (1, 16, 16 - 3 - 4)
     assert granted(made.decide(0.0).actions) == [] and kinds(made.tick(0.0)) == []
     assert made.report().counters.pages_received == LAYOUT.pages_for(6)
+
+
+def test_a_failure_behind_a_token_that_only_the_writer_knows_keeps_its_number_when_it_is_told_again() -> None:
+    made, grant = with_reservation()
+    invalid = replace(handoff(grant), pushed_pages=99)
+    told = deltas(made.receive(WRITER, invalid, 0.0))
+    assert [(delta.first, delta.token_ids) for delta in told] == [(1, ())]
+    assert repeated(made, "a") == repeated(made, "a", 1) == told

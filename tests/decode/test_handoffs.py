@@ -277,9 +277,9 @@ def test_a_waiting_request_leaves_the_line_when_its_writer_leaves_the_fleet() ->
 
 def test_a_writer_that_has_fallen_silent_is_granted_nothing() -> None:
     made, _ = with_reservation(max_rows=1)
-    made.receive(WRITER, reserve("b", 6, sent_s=0.5), 0.5)
-    settle(made, made.tick(0.5 + SILENCE_S))
-    actions = made.decide(0.5 + SILENCE_S).actions
+    made.receive(WRITER, reserve("b", 6, sent_s=0.0), SILENCE_S - 0.1)  # it was long under way
+    settle(made, made.tick(SILENCE_S + 0.1))
+    actions = made.decide(SILENCE_S + 0.1).actions
     assert grants(actions) == [] and declined(actions)["b"].retryable
     assert is_home(made)
 

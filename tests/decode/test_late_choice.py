@@ -1,9 +1,12 @@
 """Late choice at the decode scheduler: reservations that do not wait, and those that have moved to another reader."""
 
+from msgspec.structs import replace
+
+from common.errors import NoRoom
 from common.ids import ROUTER, Generation
 from common.instance.ports import Action
 from common.messages import Cancel, Claim, Decline, Renew, Terms
-from decode.memory_line import PATIENCE_S
+from decode.memory_line import PATIENCE_S, RETURNS_S, WAITS_S
 from decode.scheduler import DecodeScheduler
 from tests.builders import key
 from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, renew, reserve, reserved, scheduler, with_reservation
@@ -98,6 +101,47 @@ def test_a_more_urgent_request_that_does_not_wait_and_does_not_fit_hides_nobody_
     urgent = reserve("urgent", 28, sent_s=late_s, waits=False, terms=Terms(priority=-1))
     made.receive(WRITER, urgent, late_s)
     assert list(declined(ask(made, "small", tokens=1, now=late_s))) == ["urgent", "small"]
+
+
+# --- rounds ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reservation_that_waits_is_declined_after_a_while_and_leaves_no_trace() -> None:
+    made = full()
+    assert ask(made, waits=True) == [] and made.next_deadline() == 0.5 + WAITS_S
+    assert made.tick(0.4 + WAITS_S) == []
+    (refused,) = declined(made.tick(0.5 + WAITS_S)).values()
+    assert refused.kind == NoRoom.kind and refused.retryable
+    counters = made.report().counters
+    assert (counters.requests_accepted, counters.requests_ended) == (1, 0), "only the one that runs counts"
+    assert ask(made, now=2.0, waits=True) == [] and made.report().load.waiting_requests == 1
+
+
+def test_a_reservation_that_was_granted_in_time_is_not_declined_later() -> None:
+    made, _ = with_reservation()
+    assert declined(made.tick(WAITS_S)) == {} and made.report().load.reservations == 1
+
+
+def test_going_round_neither_resets_how_long_a_request_has_waited_nor_gives_its_memory_to_others() -> None:
+    """Half of the memory is taken. "patient" needs more than the other half, in which "small" would fit."""
+    made = scheduler(total_pages=8)
+    reserved(made, "holds", tokens=8)
+    patient = reserve("patient", 28, sent_s=0.5, terms=Terms(age_s=1.0))
+    made.receive(WRITER, replace(patient, waited_s=PATIENCE_S), 0.5)
+    ask(made, "small", tokens=1, now=0.6, waits=True)
+    away_s = 0.5 + WAITS_S
+    assert list(declined(made.tick(away_s))) == ["patient"]
+    assert granted(made.decide(away_s).actions) == [], "its place is kept"
+    made.receive(WRITER, replace(patient, sent_s=away_s, waited_s=PATIENCE_S + WAITS_S), away_s + 0.05)
+    assert granted(made.decide(away_s + 0.05).actions) == []
+    assert list(declined(made.tick(0.6 + WAITS_S))) == ["small"], "it goes round too"
+    ask(made, "small", tokens=1, now=away_s + 0.2, waits=True)
+    gone_s = away_s + 0.05 + WAITS_S
+    assert list(declined(made.tick(gone_s))) == ["patient"]
+    assert granted(made.decide(gone_s).actions) == []
+    made.tick(gone_s + RETURNS_S)
+    assert granted(made.decide(gone_s + RETURNS_S).actions) == [], "small went round meanwhile"
+    assert granted(ask(made, "small", tokens=1, now=gone_s + RETURNS_S + 0.1)) == ["small"]
 
 
 # --- moved -----------------------------------------------------------------------------------------------------------------

@@ -99,6 +99,22 @@ def test_a_request_for_which_nobody_has_room_waits_where_it_was_best() -> None:
     scene.finish(client)
 
 
+def test_a_request_that_waits_at_its_best_candidate_goes_where_room_comes_earlier() -> None:
+    """The best candidate has the longer answer to finish. The other one soon has nothing to do."""
+    scene = Scene(Size(rows=1, cost=SIZE.cost))
+    fleet = scene.fleet
+    short = fleet.submit("short", [300] * 70, 6)
+    long = fleet.submit("long", [400], 70)
+    fleet.turn_until(lambda: len(short.token_ids) > 1 and len(long.token_ids) > 1)
+    client = scene.ask()
+    fleet.turn_until(lambda: len(scene.asked) == 3)
+    (best, _), (other, _), _ = scene.asked
+    fleet.turn_until(lambda: bool(scene.placed), 30.0)
+    assert short.ended and not long.ended and scene.placed == [other] != [best]
+    fleet.run(long)
+    scene.finish(client)
+
+
 def test_a_candidate_that_dies_before_its_grant_costs_no_attempt() -> None:
     scene = Scene()
     for decode in (D0, D1):

@@ -11,7 +11,7 @@ from collections import defaultdict
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from common.errors import Overloaded, Unavailable
+from common.errors import NoRoom, Overloaded, Unavailable
 from common.ids import ROUTER, Generation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Allow, Connect, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, LinkState, Placed, Renew, Renewed, Reserve, Terms, Withdraw
@@ -27,8 +27,8 @@ ONE_DECODER = st.sampled_from(DECODERS).map(InstanceId)
 SOME_DECODERS = st.lists(ONE_DECODER, min_size=1, max_size=2, unique=True).map(tuple)
 LATE_PAGES = 50
 """Target pages from this number on, of each hundred, are those of a grant that comes too late."""
-FULL = Failed.of(Overloaded("no room now"))
-DECLINES = (Failed(message="no"), Failed.of(Unavailable("it leaves")), FULL)
+FULL, NO_ROOM = Failed.of(Overloaded("its line is full")), Failed.of(NoRoom("no room now"))
+DECLINES = (NO_ROOM, Failed(message="no"), Failed.of(Unavailable("it leaves")), FULL)
 
 
 class AnyOrder(AnyOrderMachine):

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from common.errors import BadRequest, Overloaded, Preempted, TandemError, Unavailable
+from common.errors import BadRequest, NoRoom, Overloaded, Preempted, TandemError, Unavailable
 from common.ids import ROUTER, Incarnation, InstanceId, Life
 from common.instance.ports import Action, Push, Send
 from common.messages import Decline, Failed, Handoff, Placed, Reserve, Withdraw
@@ -13,7 +13,7 @@ from tests.prefill.rig import LIFE, ME, finish_pushes, grant_for, scheduler
 from tests.schedulers import failures, generate, is_home, kinds, link_changed, meet, planned
 
 D, E, F = (InstanceId(name) for name in "def")
-FULL, LEAVES = Overloaded("no room now"), Unavailable("it is leaving the fleet")
+FULL, NO_ROOM, LEAVES = Overloaded("its line is full"), NoRoom("no room now"), Unavailable("it is leaving the fleet")
 
 
 def asked(actions: list[Action]) -> list[tuple[str, bool]]:
@@ -57,6 +57,16 @@ def test_each_candidate_is_asked_in_turn_and_then_the_best_lets_the_request_wait
         order += asked(writer.declined(name, FULL))
     assert order == [("d", False), ("e", False), ("f", False), ("d", True)]
     assert writer.made.report().counters.reservations_moved == 3
+
+
+def test_a_request_that_has_waited_in_vain_goes_round_the_others_again_and_waits_again_without_limit() -> None:
+    writer = Writer(D, E).admitted()
+    order = [asked(writer.declined(name, NO_ROOM)) for name in (D, E, D, E, D, E)]
+    assert order == [[("e", False)], [("d", True)]] * 3
+    (reserve,) = (each.message for each in writer.said if isinstance(each, Send) and isinstance(each.message, Reserve))
+    assert reserve.waited_s == pytest.approx(0.1), "all rounds together"
+    writer = Writer(E).admitted()
+    assert [asked(writer.declined(E, NO_ROOM)) for _ in range(3)] == [[("e", True)]] * 3
 
 
 def test_an_only_candidate_lets_the_request_wait_at_once() -> None:
