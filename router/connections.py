@@ -1,7 +1,7 @@
 """Connections that wait: those on which no HTTP request is in progress, because it has not arrived or was answered.
 
 Owns their number and the time that the head of a request may take, whether its sender sends nothing, single bytes or empty lines.
-Connections with a request in progress are bounded elsewhere. Does not know HTTP.
+Counts each connection that the server drops. Connections with a request in progress are bounded elsewhere. Does not know HTTP.
 
     connected ──► head awaited ──(HEAD_S)──► dropped
                    │  ▲ first byte
@@ -17,6 +17,8 @@ from typing import Protocol
 
 HEAD_S = 10.0
 """How long the head of a request may take, from the connection or from its first byte."""
+SEND_TIMEOUT_S = 60.0
+"""How long a client may take to read what fills its send buffer."""
 
 
 class Dropped(StrEnum):
@@ -24,6 +26,9 @@ class Dropped(StrEnum):
 
     NO_HEAD = "no_head"
     TOO_MANY = "too_many"
+    LONG_HEAD = "long_head"
+    UNREAD = "unread"
+    PIPELINED = "pipelined"
 
 
 class Connection(Protocol):
@@ -50,7 +55,7 @@ class WaitingConnections:
         """No request is in progress on it, and none has begun to arrive."""
         self._waiting[connection] = None
         if len(self._waiting) > self._most:
-            self._drop(next(iter(self._waiting)), Dropped.TOO_MANY)
+            self.drop(next(iter(self._waiting)), Dropped.TOO_MANY)
 
     def expects_head(self, connection: Connection) -> None:
         """A request begins to arrive on it, or must do so now. Repeating this gives no more time."""
@@ -65,15 +70,20 @@ class WaitingConnections:
         self._waiting.pop(connection, None)
         self._heads.pop(connection, None)
 
+    def drop(self, connection: Connection, why: Dropped) -> None:
+        """Close it at once, whether it waits or not."""
+        self.count(connection, why)
+        connection.drop()
+
+    def count(self, connection: Connection, why: Dropped) -> None:
+        """The server closes it for this reason."""
+        self.leaves(connection)
+        self._dropped(why)
+
     def _ring(self) -> None:
         loop, self._timer = asyncio.get_running_loop(), None
         for connection, until_s in list(self._heads.items()):
             if until_s > loop.time():
                 self._timer = loop.call_at(until_s, self._ring)
                 return
-            self._drop(connection, Dropped.NO_HEAD)
-
-    def _drop(self, connection: Connection, why: Dropped) -> None:
-        self.leaves(connection)
-        connection.drop()
-        self._dropped(why)
+            self.drop(connection, Dropped.NO_HEAD)

@@ -13,18 +13,17 @@ sent while it is handled. More of it in the same turn is sent together, when the
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Generator, Sequence
-from itertools import chain
 from types import coroutine
 from typing import Any, Protocol
 
 from starlette.types import Message, Send
 
 from common.messages import Ending, Failed
+from router.connections import SEND_TIMEOUT_S
 from router.openai_answers import AnswerShape, OpenAIFinish
 from router.openai_errors import detail_of_failure, error_json
-from router.outbox import ChoiceDelta
+from router.outbox import ChoiceDelta, joined
 
-SEND_TIMEOUT_S = 60.0
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it (https://html.spec.whatwg.org/multipage/server-sent-events.html#authoring-notes)."""
 
@@ -228,19 +227,6 @@ def _rest(running: Generator[Any, Any, None], waits_for: object) -> Generator[An
         yield from running
     finally:
         running.close()
-
-
-def joined(deltas: Sequence[ChoiceDelta]) -> Sequence[ChoiceDelta]:
-    """One delta for each choice that has news."""
-    pieces: dict[int, list[ChoiceDelta]] = {}
-    for delta in deltas:
-        pieces.setdefault(delta.index, []).append(delta)
-    return [
-        ChoiceDelta(
-            index, "".join(piece.text for piece in of), tuple(chain.from_iterable(piece.token_ids for piece in of)), of[-1].ending
-        )
-        for index, of in pieces.items()
-    ]
 
 
 def outcome_of(ending: Ending) -> OpenAIFinish | Failed:

@@ -1,6 +1,7 @@
 """The HTTP server: a listening socket, and uvicorn on it until it is told to stop.
 
-Owns the server's settings and its end. Does not know what it serves, and handles no signals.
+Owns the settings of the server and its end, and bounds heads and clients that do not read. Does not know what it serves, and
+handles no signals.
 """
 
 import asyncio
@@ -11,15 +12,20 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from common.errors import ConfigError
-from router.connections import WaitingConnections
+from common.errors import BadRequest, ConfigError
+from router import connections
+from router.connections import Dropped, WaitingConnections
+from router.openai_errors import ErrorDetail, error_json
 
 GRACE_S = 5
 """How long it may take to send what is left when the server stops."""
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+HEAD_BYTES = 64 * 1024
+"""Longest head of a request: its URL and headers."""
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -82,16 +88,21 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Uvicorn's HTTP/1.1, with bounds for connections that wait, and without requests that are pipelined behind an open POST (RFC
-    9112, 9.3.2, warns clients against it).
+    """Uvicorn's HTTP/1.1, with bounds for connections that wait, for heads and for clients that do not read; and without requests
+    that are pipelined behind an open POST (RFC 9112, 9.3.2, warns clients against it).
 
     Uvicorn stops reading behind an open request, so it would never notice that the client leaves, and the answer would go on for
-    nobody.
+    nobody. It closes a connection only when all is sent, so a client that reads nothing would keep it open for ever.
     """
 
     def __init__(self, waiting: WaitingConnections, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._waiting = waiting
+        self._unread: asyncio.TimerHandle | None = None
+        """Runs while the send buffer is full."""
+        self._head_bytes = 0
+        """Bytes since the last head or piece of a body: of the present head, or of what follows a chunked body."""
+        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,27 +111,51 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.leaves(self)
+        self._stop_unread()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._waiting.expects_head(self)
+        while len(data) > (room := HEAD_BYTES - self._head_bytes) and not self._is_over():
+            self._feed(data[:room])
+            data = data[room:]
+            if self._head_bytes >= HEAD_BYTES:
+                self._refuse_head()
+        if not self._is_over():
+            self._feed(data)
+            self._waiting.expects_head(self)
 
     def on_headers_complete(self) -> None:
         self._waiting.leaves(self)
+        self._head_bytes = 0
         answering = self.cycle
         super().on_headers_complete()
         if self.pipeline and answering is not None and answering.scope["method"] == "POST":
             answering.disconnected = True
             answering.message_event.set()
-            self.transport.close()
+            self._waiting.drop(self, Dropped.PIPELINED)
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self.loop.call_later(KEEP_ALIVE_S, self.transport.abort)  # a client that reads nothing would keep it open for ever
+            self.loop.call_later(KEEP_ALIVE_S, self._drop_unread)
         elif self.cycle.response_complete:
             self._waiting.rests(self)
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self.loop.call_later(GRACE_S, self._drop_unread)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(connections.SEND_TIMEOUT_S, self._drop_unread)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread()
 
     def timeout_keep_alive_handler(self) -> None:
         self.drop()
@@ -128,6 +163,75 @@ class _Protocol(HttpToolsProtocol):
     def drop(self) -> None:
         """Close it at once: a client that reads nothing would keep it open for ever."""
         self.transport.abort()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, partial(_unframed, cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        """Whether what still arrives is not read."""
+        return self._refused or self.transport.is_closing()
+
+    def _feed(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+
+    def _refuse_head(self) -> None:
+        """Answer that the head is too long, unless an answer is under way. What the client goes on sending is read for a while,
+        or it would get a reset instead of the answer."""
+        if self.transport.is_closing():
+            return
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._waiting.drop(self, Dropped.LONG_HEAD)
+            return
+        self._waiting.count(self, Dropped.LONG_HEAD)
+        self.transport.write(_HEAD_TOO_LONG)
+        self.transport.write_eof()
+        self.loop.call_later(GRACE_S, self.drop)
+
+    def _drop_unread(self) -> None:
+        if self in self.connections:
+            self._waiting.drop(self, Dropped.UNREAD)
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+
+async def _unframed(cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve a client of HTTP/1.0, which does not know chunks: a body of unknown length ends with the connection. Uvicorn knows
+    only bodies of a known length and chunks, so each piece is announced to it as the length that is left."""
+    is_unframed = False
+
+    async def send_unframed(message: Message) -> None:
+        nonlocal is_unframed
+        if message["type"] == "http.response.start":
+            is_unframed = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if is_unframed:
+                cycle.chunked_encoding = False
+        elif is_unframed:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_unframed)
+
+
+def _head_too_long() -> bytes:
+    message = f"the head of the request is longer than {HEAD_BYTES} bytes: shorten its URL or its headers"
+    body = error_json(ErrorDetail(message, BadRequest.kind))
+    lines = (
+        "HTTP/1.1 431 Request Header Fields Too Large",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
+
+
+_HEAD_TOO_LONG = _head_too_long()
 
 
 def _config(app: Callable[..., Any], waiting: WaitingConnections) -> uvicorn.Config:

@@ -50,7 +50,8 @@ class RouterMetrics:
         self._responses = Counter("tandem_http_responses", "HTTP responses.", ("path", "status"), registry=registry)
         self._dropped = Counter(
             "tandem_http_connections_dropped",
-            "Connections that were closed because no head of a request came in time, or because too many waited.",
+            "Connections that were dropped: the head came late or was too long, too many waited, an answer was not read, or "
+            "a request came behind an open POST.",
             ("reason",),
             registry=registry,
         )

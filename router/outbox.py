@@ -4,15 +4,18 @@ Owns the unread deltas of one HTTP request, and counts them against a limit. Doe
 gives a callable that wakes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
 from common.messages import Ending
 
 DELTA_CHARS = 32
-"""What a delta counts besides its text, so that the limit bounds empty ones too."""
+"""What a delta counts besides its text: what its token holds in memory once it is joined with others."""
+JOIN_DELTAS = 256
+"""So many new deltas are joined, one for each choice: apart, each holds several times what it counts."""
 UNREAD_LIMIT_CHARS = 1_000_000
 
 
@@ -36,13 +39,30 @@ class Outbox:
     limit_chars: int = UNREAD_LIMIT_CHARS
     unread_chars: int = 0
     unread: list[ChoiceDelta] = field(default_factory=list)
+    _join_at: int = JOIN_DELTAS
 
     def put(self, delta: ChoiceDelta) -> None:
         self.unread.append(delta)
         self.unread_chars += len(delta.text) + DELTA_CHARS
+        if len(self.unread) >= self._join_at:
+            self.unread = joined(self.unread)
+            self._join_at = 2 * len(self.unread) + JOIN_DELTAS
         self.wake()
 
     def take(self) -> list[ChoiceDelta]:
         """Everything that is unread."""
-        unread, self.unread, self.unread_chars = self.unread, [], 0
+        unread, self.unread, self.unread_chars, self._join_at = self.unread, [], 0, JOIN_DELTAS
         return unread
+
+
+def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
+    """One delta for each choice that has news."""
+    pieces: dict[int, list[ChoiceDelta]] = {}
+    for delta in deltas:
+        pieces.setdefault(delta.index, []).append(delta)
+    return [
+        ChoiceDelta(
+            index, "".join(piece.text for piece in of), tuple(chain.from_iterable(piece.token_ids for piece in of)), of[-1].ending
+        )
+        for index, of in pieces.items()
+    ]

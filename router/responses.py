@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
-from router.event_stream import SEND_TIMEOUT_S, ClientGone, EventStream, outcome_of
+from router.connections import SEND_TIMEOUT_S
+from router.event_stream import ClientGone, EventStream, outcome_of
 from router.gateway import Gateway
 from router.intake import Accepted
 from router.openai_answers import AnswerShape, WholeChoice

@@ -4,6 +4,7 @@ The fleet echoes: the answer to a prompt is the prompt again, one character for 
 """
 
 import asyncio
+import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -289,10 +290,13 @@ class Site:
 
 
 @asynccontextmanager
-async def listening(site: Site, most_waiting: int = 100) -> AsyncIterator[int]:
-    """The site behind a real server; yields its port. most_waiting: connections without a request in progress."""
+async def listening(site: Site, most_waiting: int = 100, send_buffer: int | None = None) -> AsyncIterator[int]:
+    """The site behind a real server; yields its port. most_waiting: connections without a request in progress. send_buffer: bytes
+    that the system holds for each client; None: what it likes."""
     stop, ready = asyncio.Event(), asyncio.Event()
     with closing(listen("127.0.0.1", 0)) as listener:
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         waiting = WaitingConnections(most_waiting, site.metrics.connection_dropped)
         server = asyncio.create_task(serve_app(site.app, [listener], ready.set, stop.wait(), waiting))
         await asyncio.wait_for(ready.wait(), 5)

@@ -3,9 +3,8 @@
 import pytest
 
 from common.messages import Ending, Finished
-from router import event_stream
-from router.event_stream import joined
-from router.outbox import ChoiceDelta
+from router import outbox
+from router.outbox import ChoiceDelta, joined
 
 
 def test_pieces_of_each_choice_become_one_with_the_last_ones_ending() -> None:
@@ -23,6 +22,6 @@ def test_joining_builds_no_text_on_the_way_however_many_pieces_waited(monkeypatc
         return built[-1]
 
     pieces = [ChoiceDelta(number % 2, " word", (number,)) for number in range(1_000)]
-    monkeypatch.setattr(event_stream, "ChoiceDelta", build)
+    monkeypatch.setattr(outbox, "ChoiceDelta", build)
     assert joined(pieces) == built and len(built) == 2
     assert built[1].token_ids == tuple(range(1, 1_000, 2)) and built[1].text == " word" * 500

@@ -1,0 +1,145 @@
+"""What one connection can cost the server: clients that do not read, heads without an end, and clients of HTTP/1.0."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from router import connections
+from router.connections import Dropped
+from router.http_server import HEAD_BYTES
+from tests.router.calls import completion, metric, until
+from tests.router.fakes import EchoFleet, Site, listening
+
+pytestmark = pytest.mark.anyio
+BUFFER = 4096
+HEALTH = b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n"
+LARGE = completion(["x" * 20] * 2, n=16, max_tokens=100, stream=True, return_token_ids=True)
+"""Its answer is larger than all buffers between the server and a client."""
+
+
+def question(body: Any, version: str = "1.1") -> bytes:
+    text = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/%s\r\nHost: router\r\nContent-Length: %d\r\n\r\n" % (version.encode(), len(text)) + text
+
+
+def dropped(site: Site, why: Dropped) -> float:
+    return metric(site.metrics.text().decode(), f'tandem_http_connections_dropped_total{{reason="{why}"}}')
+
+
+@asynccontextmanager
+async def deaf(port: int) -> AsyncIterator[socket.socket]:
+    """A client that reads nothing."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+        yield client
+
+
+async def broken(client: socket.socket) -> None:
+    """The server has dropped the connection without having sent everything: sending to it fails."""
+    async with asyncio.timeout(20):
+        try:
+            while True:
+                await asyncio.get_running_loop().sock_sendall(client, b"\r\n")
+                await asyncio.sleep(0.01)
+        except ConnectionError:
+            return
+
+
+async def test_the_connection_of_a_client_that_does_not_read_its_stream_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "SEND_TIMEOUT_S", 0.2)
+    async with Site() as site, listening(site, send_buffer=BUFFER) as port, deaf(port) as client:
+        await asyncio.get_running_loop().sock_sendall(client, question(LARGE))
+        await until(lambda: dropped(site, Dropped.UNREAD) == 1)
+        await until(lambda: not len(site.core.requests))
+        await broken(client)
+
+
+async def test_the_connection_of_a_client_that_only_asks_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SEND_TIMEOUT_S", 0.2)
+    async with Site() as site, listening(site, send_buffer=BUFFER) as port, deaf(port) as client:
+        asking = asyncio.create_task(asyncio.get_running_loop().sock_sendall(client, HEALTH.replace(b"health", b"metrics") * 50))
+        await until(lambda: dropped(site, Dropped.UNREAD) == 1)
+        asking.cancel()
+        await broken(client)
+
+
+async def test_a_request_behind_an_open_post_drops_a_connection_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Site(EchoFleet(stall_at=99)) as site, listening(site, send_buffer=BUFFER) as port, deaf(port) as client:
+        await asyncio.get_running_loop().sock_sendall(client, question(LARGE))
+        await until(
+            lambda: all(len(record.token_ids) == 99 for record in site.core.requests.records()) and len(site.core.requests)
+        )
+        await asyncio.get_running_loop().sock_sendall(client, HEALTH)
+        await until(lambda: dropped(site, Dropped.PIPELINED) == 1)
+        await until(lambda: not len(site.core.requests))
+        await broken(client)
+
+
+@pytest.mark.parametrize("endless", [b"GET /" + b"a" * HEAD_BYTES, HEALTH[:-2] + b"x: y\r\n" * HEAD_BYTES, b"\r\n" * HEAD_BYTES])
+async def test_a_head_without_end_is_refused_and_counted(endless: bytes) -> None:
+    async with Site() as site, listening(site) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEALTH)
+        await asyncio.wait_for(reader.readuntil(b"}"), 5)
+        for first in range(0, len(endless), HEAD_BYTES // 2):
+            writer.write(endless[first : first + HEAD_BYTES // 2])
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 ")
+        error = json.loads(body)["error"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, None)
+        assert str(HEAD_BYTES) in error["message"]
+        assert dropped(site, Dropped.LONG_HEAD) == 1
+        writer.close()
+
+
+async def test_a_head_without_end_behind_an_open_answer_and_trailers_without_end_drop_the_connection() -> None:
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    async with Site(EchoFleet(stall_at=0)) as site, listening(site) as port:
+        for number, opened in enumerate((question(completion()) + b"GET / HTTP/1.1\r\n", chunked), 1):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(opened + b"x: y\r\n" * HEAD_BYTES)
+            with pytest.raises(ConnectionError):
+                while await asyncio.wait_for(reader.read(1), 5):
+                    pass
+                raise ConnectionError
+            assert dropped(site, Dropped.LONG_HEAD) == number
+            writer.close()
+
+
+async def test_a_head_of_the_longest_length_and_a_long_body_are_served() -> None:
+    longest = HEALTH[:-2] + b"x: " + b"y" * (HEAD_BYTES - len(HEALTH) - 5) + b"\r\n\r\n"
+    long_body = question(completion("x", user="u" * 3 * HEAD_BYTES))
+    async with Site(max_body_bytes=10 * HEAD_BYTES) as site, listening(site) as port:
+        for asked in (longest, long_body, longest, HEALTH * 3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(asked)
+            assert (await asyncio.wait_for(reader.readline(), 5)) == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
+        assert len(longest) == HEAD_BYTES
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_of_the_connection_ends_the_answer(stream: bool) -> None:
+    async with Site() as site, listening(site) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(question(completion("hello", stream=stream), "1.0"))
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"transfer-encoding" not in head
+        if stream:
+            events = body.decode().split("\n\n")
+            assert events[-2:] == ["data: [DONE]", ""]
+            texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-2]]
+        else:
+            texts = [json.loads(body)["choices"][0]["text"]]
+        assert "".join(texts) == "hello"
+        writer.close()

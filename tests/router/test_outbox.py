@@ -1,0 +1,36 @@
+"""What a client has not read is bounded in memory, and nothing of it is lost."""
+
+import gc
+import tracemalloc
+
+from common.messages import Finished
+from router.outbox import ChoiceDelta, Outbox
+
+
+def test_an_outbox_at_its_limit_holds_no_more_than_twice_the_bytes_that_it_counts() -> None:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        outbox, number = Outbox(lambda: None, limit_chars=300_000), 1000
+        while outbox.unread_chars <= outbox.limit_chars:
+            number += 1
+            outbox.put(ChoiceDelta(number % 2, f"w{number}", (number,)))
+        assert tracemalloc.get_traced_memory()[0] <= 2 * outbox.limit_chars
+    finally:
+        tracemalloc.stop()
+
+
+def test_each_choice_has_the_same_text_tokens_and_ending_however_many_deltas_were_unread() -> None:
+    outbox, choices, each = Outbox(lambda: None), 300, 5
+    for number in range(each):
+        for index in range(choices):
+            ending = Finished(reason="length") if number == each - 1 else None
+            outbox.put(ChoiceDelta(index, f"{index}.{number} ", (index, number), ending))
+    taken = outbox.take()
+    for index in range(choices):
+        own = [delta for delta in taken if delta.index == index]
+        assert "".join(delta.text for delta in own) == "".join(f"{index}.{number} " for number in range(each))
+        assert [one for delta in own for one in delta.token_ids] == [one for number in range(each) for one in (index, number)]
+        assert [delta.ending for delta in own] == [None] * (len(own) - 1) + [Finished(reason="length")]
+    assert outbox.take() == []
+    assert outbox.unread_chars == 0
