@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 KNOCK_TIMEOUT_S = 0.5
 ANSWERS, KNOCK_EVERY_MS = 3, 100
-EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 """What a monitor must report to be followed."""
 
 
@@ -31,6 +31,8 @@ class RefusalWatch:
         self._wake = wake
         self._newcomers: queue.SimpleQueue[tuple[str, zmq.Socket[bytes]]] = queue.SimpleQueue()
         self._refused: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._up: frozenset[str] = frozenset()
+        """The addresses whose connections are up. The thread replaces it."""
         self._bell, self._ringer = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._bell.bind("inproc://refusals")
         self._ringer.connect("inproc://refusals")
@@ -40,6 +42,10 @@ class RefusalWatch:
         """monitor: of a socket that is about to connect to tcp://host:port, for EVENTS. It belongs to the watch from now on."""
         self._newcomers.put((address, monitor))
         self._ringer.send(b"", zmq.NOBLOCK)
+
+    def reaches(self, address: str) -> bool:
+        """Whether a connection to this address is up."""
+        return address in self._up
 
     def take(self) -> list[str]:
         """The addresses at which nobody listens, each once for each time that a connection broke."""
@@ -58,6 +64,7 @@ class RefusalWatch:
         poller = zmq.Poller()
         poller.register(self._bell, zmq.POLLIN)
         followed: dict[zmq.Socket[bytes], str] = {}
+        up: set[zmq.Socket[bytes]] = set()
         knocks: dict[str, _Answer] = {}
         """What was answered lately at each address whose connection broke."""
         try:
@@ -68,12 +75,18 @@ class RefusalWatch:
                         address, monitor = self._newcomers.get_nowait()
                         followed[monitor] = address
                         poller.register(monitor, zmq.POLLIN)
-                    elif parse_monitor_message(ready.recv_multipart(zmq.NOBLOCK))["event"] == zmq.EVENT_DISCONNECTED:
+                        continue
+                    event = parse_monitor_message(ready.recv_multipart(zmq.NOBLOCK))["event"]
+                    up.discard(ready)
+                    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                        up.add(ready)
+                    elif event == zmq.EVENT_DISCONNECTED:
                         knocks.setdefault(followed[ready], _Answer(None))
                     else:
                         poller.unregister(ready)
                         knocks.pop(followed.pop(ready), None)
                         ready.close(linger=0)
+                    self._up = frozenset(followed[each] for each in up)
                 for address in list(knocks):
                     self._knock_again(address, knocks)
         except zmq.ContextTerminated:

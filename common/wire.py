@@ -181,7 +181,8 @@ class Mailbox(Generic[M]):
     def route(self, to: InstanceId, address: str | None, *, watch: bool = False) -> None:
         """Set the address of a correspondent, or forget it (None). Messages that wait for a former address are dropped.
 
-        watch: `refused` tells when nobody listens there any more. Names with the same address share one connection.
+        watch: `refused` tells when nobody listens there any more, and `reaches` whether the connection is up. Names with the same
+        address share one connection.
         """
         known = self._outboxes.get(to)
         if known is not None:
@@ -201,6 +202,11 @@ class Mailbox(Generic[M]):
             return
         outbox.names.add(to)
         self._outboxes[to] = self._at[address] = outbox
+
+    def reaches(self, to: InstanceId) -> bool:
+        """Whether the connection to a correspondent that is watched is up: he has been heard of, and it has not broken since."""
+        outbox = self._outboxes.get(to)
+        return outbox is not None and self._refusals is not None and self._refusals.reaches(outbox.address)
 
     def refused(self) -> list[InstanceId]:
         """Correspondents whose connection broke, and at whose address nobody listens any more; each break is told once."""

@@ -156,6 +156,9 @@ class Network:
         again = partial(self._knock, address, mailbox, watcher)
         self.clock.at(answered_s, partial(watcher.knocked, address, mailbox) if delays else again)
 
+    def is_open(self, address: str) -> bool:
+        return self._at(address).is_open
+
     def watch(self, address: str, watcher: "Post[Any]") -> None:
         """Tell it when the owner's process is gone."""
         self._at(address).watchers.append(watcher)
@@ -234,6 +237,9 @@ class Post(Generic[M]):
         if not mailbox.is_open:
             self._gone += [name for name, at in self._routes.items() if at == address]
             self._mailbox.wake(self._network.clock.now)
+
+    def reaches(self, to: InstanceId) -> bool:
+        return self._network.is_open(self._routes[to])
 
     def refused(self) -> list[InstanceId]:
         gone, self._gone = self._gone, []

@@ -223,7 +223,7 @@ class Player:
         peers_version = 0 if played.router is None else played.peers.version(played.router)
         load = Load(pages_free=PAGES, pages_total=PAGES)
         state = State(load, Counters(), played.links_version, draining=False)
-        for send in played.membership.due(now, state, peers_version, calm=False):
+        for send in played.membership.due(now, state, peers_version, reachable=True):
             self._send(played, send.message)
         played.said = played.membership.joined and peers_version > 0
 

@@ -14,8 +14,8 @@ from common.instance.ports import Send
 from common.messages import Counters, Goodbye, Heartbeat, InstanceInfo, Load, Register, Welcome
 from common.names import ROUTER_NAME
 
-REGISTER_EVERY_S, CALM_EVERY_S = 0.25, 5.0
-"""How often it registers: first, and in the end, where nobody answers while another router has welcomed it."""
+REGISTER_EVERY_S, SELDOM_EVERY_S = 0.25, 5.0
+"""How often it registers: first, and in the end, where somebody is there and does not answer."""
 ABANDON_AFTER_S = 300.0
 """A router that has not answered for this long has failed: no stop, swap or burst of work takes minutes. Most requests have ended
 by then; the rest would only hold memory."""
@@ -53,6 +53,7 @@ class Membership:
         """Lives that have a successor, and until when they are not believed."""
         self.next_deadline = now
         self._pause_s = REGISTER_EVERY_S
+        self._has_asked = False
         self._sent_s: float | None = None
         self._unanswered_s = 0.0
 
@@ -82,28 +83,32 @@ class Membership:
             if len(self._over) > OVER_REMEMBERED:
                 del self._over[next(iter(self._over))]
         self._latest = welcome.router
+        if self.welcome is None:
+            self.next_deadline = min(self.next_deadline, now)  # the next Register may be further than `dead_after_s`
         self.welcome, self.refusal, self._unanswered_s, self._pause_s = welcome, None, 0.0, REGISTER_EVERY_S
 
     def end(self, now: float) -> None:
         """The router is gone, or does not want us: begin anew."""
         self.welcome, self._unanswered_s, self._pause_s = None, 0.0, REGISTER_EVERY_S
+        self._has_asked = False
         self.next_deadline = min(self.next_deadline, now + REGISTER_EVERY_S)
 
-    def due(self, now: float, state: State, peers_version: int, *, calm: bool) -> list[Send]:
-        """The messages to send at `next_deadline`, which then moves on. peers_version: of this router's set of peers. calm: there
-        is no hurry to join here."""
+    def due(self, now: float, state: State, peers_version: int, *, reachable: bool) -> list[Send]:
+        """The messages to send at `next_deadline`, which then moves on. peers_version: of this router's set of peers. reachable:
+        the connection to it is up. While it is not, one Register waits for it, and no more, because they would all arrive."""
         if self.welcome is not None:
             # At most `heartbeat_s` counts between two messages: a process that was stopped has sent none.
             waited_s = 0.0 if self._sent_s is None else min(now - self._sent_s, self.welcome.heartbeat_s)
             self._unanswered_s, self._sent_s = self._unanswered_s + waited_s, now
         register = Send(self.name, Register(instance=self._info, address=self.address))
         if self.welcome is None:
+            asks, self._has_asked = reachable or not self._has_asked, True
             self.next_deadline = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, CALM_EVERY_S) if calm else REGISTER_EVERY_S
-            return [register]
+            self._pause_s = min(2 * self._pause_s, SELDOM_EVERY_S) if reachable else REGISTER_EVERY_S
+            return [register] if asks else []
         self.next_deadline = now + self.welcome.heartbeat_s
         if not self.joined:
-            return [register]
+            return [register] if reachable else []
         beat = Heartbeat(
             id=self._info.id,
             incarnation=self._info.incarnation,

@@ -139,7 +139,11 @@ class Mail(Protocol[M]):
         are not a message of this inbox are dropped and counted."""
 
     def route(self, to: InstanceId, address: str | None, *, watch: bool = False) -> None:
-        """Learn the address of a correspondent, or forget it (None). watch: `refused` tells when nobody is there any more."""
+        """Learn the address of a correspondent, or forget it (None). watch: `refused` tells when nobody is there any more,
+        and `reaches` whether the connection is up."""
+
+    def reaches(self, to: InstanceId) -> bool:
+        """Whether the connection to a correspondent that is watched is up. What is sent to another waits for it."""
 
     def refused(self) -> list[InstanceId]:
         """Correspondents whose connection broke, and at whose address nobody listens any more; each break is told once."""

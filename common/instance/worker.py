@@ -172,11 +172,11 @@ class InstanceWorker(Generic[M]):
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
         stale = report.counters.messages_stale + self._stale + self._memberships.stale
         counters = msgspec.structs.replace(report.counters, frames_refused=refused, messages_lost=lost, messages_stale=stale)
-        state, calm = State(load, counters, report.links_version, self._draining), self._memberships.joined
+        state = State(load, counters, report.links_version, self._draining)
         for membership in self._memberships:
             if now >= membership.next_deadline:
                 version = 0 if membership.welcome is None else self._peers.version(membership.welcome.router)
-                self._act(membership.due(now, state, version, calm=calm))
+                self._act(membership.due(now, state, version, reachable=self._mail.reaches(membership.name)))
 
     def _heed(self, news: Sequence[RouterNews], now: float) -> None:
         """Routers came or are gone: learn or forget where they and their detokenizers are, and tell the scheduler."""

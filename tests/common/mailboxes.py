@@ -41,6 +41,9 @@ class FakeMail(Generic[Inbox]):
         arrived, self.arriving = self.arriving[:most], self.arriving[most:]
         return arrived
 
+    def reaches(self, to: InstanceId) -> bool:
+        return True
+
     def refused(self) -> list[InstanceId]:
         gone, self.gone = self.gone, []
         return gone

@@ -108,6 +108,22 @@ def test_a_correspondent_that_is_forgotten_is_not_reported(make: Make) -> None:
     assert mailbox.refused() == []
 
 
+def test_a_correspondent_is_reached_from_the_first_handshake_until_it_closes(make: Make) -> None:
+    mailbox, there = make(), make()
+
+    def comes(reached: bool) -> bool:
+        deadline = time.monotonic() + PATIENCE_S
+        while mailbox.reaches(ROUTER_THERE) != reached and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return mailbox.reaches(ROUTER_THERE) == reached
+
+    assert not mailbox.reaches(ROUTER_THERE)
+    mailbox.route(ROUTER_THERE, there.address, watch=True)
+    assert comes(True)
+    there.close()
+    assert comes(False)
+
+
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "tcp://localhost:1"])
 def test_a_port_at_which_nobody_listens_refuses(address: str) -> None:
     assert knock(address) is False

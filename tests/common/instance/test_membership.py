@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import PeerRefused
 from common.ids import Incarnation, InstanceId
-from common.instance.membership import ABANDON_AFTER_S, CALM_EVERY_S, OVER_S, REGISTER_EVERY_S, State
+from common.instance.membership import ABANDON_AFTER_S, OVER_S, REGISTER_EVERY_S, SELDOM_EVERY_S, State
 from common.instance.memberships import Lost, Memberships, Met
 from common.instance.ports import Send
 from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Register, Welcome
@@ -39,7 +39,7 @@ class Member:
 
     def beat(self) -> list[str]:
         """What is sent now."""
-        sends = self.membership.due(self.now, State(Load(), Counters(), 0, draining=False), 0, calm=False)
+        sends = self.membership.due(self.now, State(Load(), Counters(), 0, draining=False), 0, reachable=True)
         assert all(send.to == self.membership.name for send in sends)
         return [type(send.message).__name__ for send in sends]
 
@@ -68,7 +68,7 @@ def member() -> Member:
 def test_it_registers_until_it_is_welcome() -> None:
     member = Member()
     assert [member.next(), member.next()] == [["Register"], ["Register"]]
-    assert member.membership.next_deadline == 100.0 + 2 * REGISTER_EVERY_S
+    assert member.membership.next_deadline == 100.0 + 3 * REGISTER_EVERY_S
     joined_before = member.membership.joined
     assert not member.receive(WELCOME), "it had no router before"
     assert [joined_before, member.membership.joined] == [False, True]
@@ -90,7 +90,7 @@ def test_a_refusal_is_told_with_its_reason() -> None:
 
 def test_a_heartbeat_says_how_the_instance_is(member: Member) -> None:
     load, counters = Load(pages_free=3), Counters(steps=5)
-    (send,) = member.membership.due(100.0, State(load, counters, 8, draining=True), 7, calm=False)
+    (send,) = member.membership.due(100.0, State(load, counters, 8, draining=True), 7, reachable=True)
     beat = Heartbeat(
         id=INFO.id,
         incarnation=INFO.incarnation,
@@ -222,14 +222,28 @@ def test_only_the_requests_of_the_router_that_is_gone_end_and_it_is_asked_again(
     assert here.joined and there.next_deadline <= 100.0 + REGISTER_EVERY_S
 
 
-def test_one_that_does_not_answer_is_asked_more_and_more_seldom_when_another_has_welcomed_us() -> None:
+def test_one_that_is_there_and_does_not_answer_is_asked_more_and_more_seldom() -> None:
     _, there = both()
     pauses = []
     for _ in range(20):
         now = there.next_deadline
-        there.due(now, State(Load(), Counters(), 0, draining=False), 0, calm=True)
+        there.due(now, State(Load(), Counters(), 0, draining=False), 0, reachable=True)
         pauses.append(there.next_deadline - now)
-    assert pauses[0] == REGISTER_EVERY_S and pauses == sorted(pauses) and pauses[-1] == CALM_EVERY_S
+    assert pauses[0] == REGISTER_EVERY_S and pauses == sorted(pauses) and pauses[-1] == SELDOM_EVERY_S
+
+
+def test_one_registration_waits_for_a_router_that_is_down_and_it_is_asked_soon_when_it_is_back() -> None:
+    members = Memberships(INFO, [HERE], startup_timeout_s=5.0, now=100.0)
+    (here,) = members
+    sent = []
+    for reachable in (True, True, True, True, False, False, False, True):
+        now = here.next_deadline
+        sent.append(len(here.due(now, State(Load(), Counters(), 0, draining=False), 0, reachable=reachable)))
+    assert sent == [1, 1, 1, 1, 0, 0, 0, 1] and here.next_deadline == now + REGISTER_EVERY_S
+    members.receive(WELCOME, now)
+    members.gone([here.name], now)
+    down = [len(here.due(now, State(Load(), Counters(), 0, draining=False), 0, reachable=False)) for _ in range(100)]
+    assert sum(down) == 1, "they would all arrive at once"
 
 
 def test_a_router_that_refuses_us_is_no_end_while_another_may_welcome_us() -> None:
