@@ -16,6 +16,8 @@ from router.core import RouterCore
 from router.members import Member
 from router.requests import Phase
 
+DEPARTED_SHOWN = 32
+"""How many of the latest departures are shown."""
 PIECE = 50
 """How many instances are described in one turn of the loop."""
 
@@ -50,7 +52,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
                 "role": departure.member.info.role,
                 "reason": departure.reason,
             }
-            for departure in core.fleet.departed.values()
+            for departure in list(core.fleet.departed.values())[-DEPARTED_SHOWN:]
         ],
         "refused": [{"id": name, "reason": refusal.reason} for name, refusal in core.fleet.refused.items()],
     }

@@ -57,7 +57,7 @@ class RouterCore:
             case LinkReport():
                 return self._apply(self.fleet.links_reported(message), now)
             case Goodbye():
-                return self._apply(self.fleet.goodbye(message), now)
+                return self._apply(self.fleet.goodbye(message, now), now)
             case Placed():
                 return self.requests.placed(message, now)
             case Probed():

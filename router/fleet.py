@@ -13,7 +13,7 @@ no clock. Does not know requests. `eligibility` says who may be a member, `membe
     flush ─► Peers                   what has changed for each member (`router.acquaintance`)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
@@ -21,9 +21,10 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from common.addresses import check_address
-from common.deadlines import DeadlineWheel
+from common.deadlines import DeadlineWheel, earliest
 from common.errors import BadRequest, ConfigError
 from common.ids import InstanceId, Life, Role
+from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Send
 from common.messages import (
     Drain,
@@ -43,8 +44,15 @@ from router.candidates import Candidates
 from router.eligibility import difference, malformed
 from router.members import Member
 
-REMEMBERED = 32
-"""How many members that left, and how many refused instances, the fleet remembers with their addresses."""
+DEPARTED_REMEMBERED = 4096
+"""How many departures the fleet remembers: a whole fleet may fall silent at once, and who comes back still drains if it was told
+to."""
+SILENT_ROUTE_S = ABANDON_AFTER_S
+"""A silent member can be reached this long: as long as it keeps the requests of a router that it does not hear."""
+LEFT_ROUTE_S = 10.0
+"""A member that left can be reached this long: what was on its way to it is no news to anybody."""
+REFUSED_REMEMBERED = 32
+"""How many refused instances it remembers with their addresses."""
 REPLACED_REMEMBERED = 1024
 """How many replaced incarnations it remembers: more, because one may sleep while a whole fleet restarts."""
 HEARTBEATS_PER_S = 1_000
@@ -122,14 +130,17 @@ class Fleet:
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
         self.departed: dict[InstanceId, Departure] = {}
+        """Who left and did not come back, the latest last."""
+        self._farewells: DeadlineWheel[InstanceId] = DeadlineWheel()
+        """Until when those who departed can be reached."""
+        self._moved: dict[InstanceId, None] = {}
+        """Whose address may have changed since `take_moves`."""
         self._replaced: dict[Life, None] = {}
         self.refused: dict[InstanceId, Refusal] = {}
         """Who was refused lately, each under a name of its own: id#incarnation."""
         self._curious: dict[InstanceId, list[Callable[[LinkReport], object]]] = {}
         """Who waits for a member's report of all its links."""
         self._silence: DeadlineWheel[InstanceId] = DeadlineWheel()
-        self.next_deadline = self._silence.next_deadline
-        """When the next member is lost unless it is heard from; None when nobody is waited for."""
         self.next_flush = self._acquaintance.next_deadline
         """When `flush` has something to send; None when it has nothing."""
         self.flush = self._acquaintance.flush
@@ -140,8 +151,6 @@ class Fleet:
         """Messages from incarnations that are not members."""
         self.refusals = 0
         """Refused registrations."""
-        self.addresses_version = 0
-        """Raised when `addresses` changes."""
 
     # --- what it looks like ----------------------------------------------------------------------------------------------
 
@@ -155,11 +164,24 @@ class Fleet:
         member = self._members.get(life.id)
         return member if member is not None and member.life == life else None
 
-    def addresses(self) -> Mapping[InstanceId, str]:
-        """Where to reach everyone that the router talks to, or did lately, except the detokenizer."""
-        refused = {name: refusal.inbox for name, refusal in self.refused.items() if refusal.inbox is not None}
-        lately = {name: departure.member.info.inbox for name, departure in self.departed.items()}
-        return refused | lately | {member.info.id: member.info.inbox for member in self._members.values()}
+    def address(self, name: InstanceId) -> str | None:
+        """Where to reach a member, one that departed lately, or one that was refused; None for anyone else."""
+        member = self._members.get(name)
+        if member is None and name in self._farewells:
+            member = self.departed[name].member
+        if member is not None:
+            return member.info.inbox
+        return self.refused[name].inbox if name in self.refused else None
+
+    def take_moves(self) -> list[tuple[InstanceId, str | None]]:
+        """Where those are now whose address may have changed since the last call; None: they are to be forgotten."""
+        moves = [(name, self.address(name)) for name in self._moved]
+        self._moved.clear()
+        return moves
+
+    def next_deadline(self) -> float | None:
+        """When the next member is lost unless it is heard from, or a route is forgotten; None when there is neither."""
+        return earliest(self._silence.next_deadline(), self._farewells.next_deadline())
 
     @property
     def settled(self) -> bool:
@@ -177,7 +199,7 @@ class Fleet:
         reason = self._mismatch(info)
         if reason is not None:
             return Change(self._refuse(message, reason))
-        change = self._remove(known, "replaced by a newer incarnation", silent=False) if known is not None else Change()
+        change = self._remove(known, "replaced by a newer incarnation", now, silent=False) if known is not None else Change()
         change.sends += self._join(message, now)
         change.more_can_serve = True
         return change
@@ -230,12 +252,12 @@ class Fleet:
                 answer(message)
         return Change(more_can_serve=self._acquaintance.reported(message))
 
-    def goodbye(self, message: Goodbye) -> Change:
+    def goodbye(self, message: Goodbye, now: float) -> Change:
         member = self._members.get(message.id)
         if member is None or member.info.incarnation != message.incarnation:
             self.stale += 1
             return Change()
-        return self._remove(member, "left", silent=False)
+        return self._remove(member, "left", now, silent=False)
 
     def drain(self, instance: InstanceId) -> list[Send]:
         """Give the member no more requests, and tell it to leave until it reports that it drains. Raises UnknownInstance."""
@@ -270,9 +292,10 @@ class Fleet:
     def tick(self, now: float) -> Change:
         change = Change()
         for instance in self._silence.expired(now):
-            gone = self._remove(self._members[instance], "not heard of in time", silent=True)
+            gone = self._remove(self._members[instance], "not heard of in time", now, silent=True)
             change.sends += gone.sends
             change.lost += gone.lost
+        self._moved |= dict.fromkeys(self._farewells.expired(now))
         return change
 
     # --- changes of the set ----------------------------------------------------------------------------------------------
@@ -282,6 +305,7 @@ class Fleet:
         total_pages = info.pool.total_pages
         member = Member(info, Load(pages_free=total_pages, pages_total=total_pages))
         former = self.departed.pop(info.id, None)
+        self._farewells.clear(info.id)
         if former is not None and former.member.info.incarnation == info.incarnation:
             if former.member.told_to_drain:
                 member.drain()
@@ -291,12 +315,12 @@ class Fleet:
         self._set_pace()
         self.model = info.model
         self._silence.set(info.id, now + self._dead_after_s)
-        self.addresses_version += 1
+        self._moved[info.id] = None
         self._acquaintance.join(member)
         self.candidates.judge(member)
         return self._greet(member, message.address)
 
-    def _remove(self, member: Member, reason: str, *, silent: bool) -> Change:
+    def _remove(self, member: Member, reason: str, now: float, *, silent: bool) -> Change:
         info = member.info
         del self._members[info.id]
         self._set_pace()
@@ -304,8 +328,10 @@ class Fleet:
             self.model = None
         self._silence.clear(info.id)
         self._curious.pop(info.id, None)
-        _remember(self.departed, info.id, Departure(member, reason, silent), REMEMBERED)
-        self.addresses_version += 1
+        self._farewells.set(info.id, now + (SILENT_ROUTE_S if silent else LEFT_ROUTE_S))
+        for forgotten in _remember(self.departed, info.id, Departure(member, reason, silent), DEPARTED_REMEMBERED):
+            self._farewells.clear(forgotten)
+            self._moved[forgotten] = None
         self._acquaintance.leave(member)
         self.candidates.leave(member)
         return Change(lost=[member])
@@ -331,8 +357,9 @@ class Fleet:
         self.refusals += 1
         name = InstanceId(f"{info.id[:NAME_SHOWN]}#{info.incarnation[:NAME_SHOWN]}")
         inbox, reason = _good_address(info.inbox), reason[:REASON_SHOWN]
-        _remember(self.refused, name, Refusal(inbox, reason), REMEMBERED)
-        self.addresses_version += 1
+        if name not in self.refused or self.refused[name].inbox != inbox:
+            self._moved[name] = None
+        self._moved |= dict.fromkeys(_remember(self.refused, name, Refusal(inbox, reason), REFUSED_REMEMBERED))
         refused = Refused(reason=reason, address=message.address, incarnation=info.incarnation, final=self._is_replaced(info))
         return [] if inbox is None else [Send(name, refused)]
 
@@ -358,9 +385,11 @@ def _good_address(inbox: str) -> str | None:
         return None
 
 
-def _remember(memory: dict[K, V], key: K, value: V, limit: int) -> None:
-    """Add to a memory that keeps the newest `limit` entries."""
+def _remember(memory: dict[K, V], key: K, value: V, limit: int) -> list[K]:
+    """Add to a memory that keeps the newest `limit` entries. Returns what it forgot."""
     memory.pop(key, None)
     memory[key] = value
-    if len(memory) > limit:
-        del memory[next(iter(memory))]
+    forgotten = [next(iter(memory))] if len(memory) > limit else []
+    for oldest in forgotten:
+        del memory[oldest]
+    return forgotten

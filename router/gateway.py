@@ -35,8 +35,6 @@ class Gateway:
         self.mail = mail
         self.turn = 0
         """Counts the turns of mail."""
-        self._routes: dict[InstanceId, str] = {}
-        self._routes_version = 0
         self._closed = False
         self._behind_since_s: float | None = None
         """Since when mail has been left unread at the end of each turn; None: everything that had arrived was read."""
@@ -116,22 +114,15 @@ class Gateway:
             self._timer = None
 
     def _send(self, sends: Iterable[Send]) -> None:
-        if self.core.fleet.addresses_version != self._routes_version:
-            self._learn_routes()
+        self._learn_routes()
         for send in sends:
             self.mail.send(send.to, send.message)
 
     def _learn_routes(self) -> None:
-        """Pass on where everyone is. The detokenizers' routes stay as their starter gave them: no instance can take one."""
-        self._routes_version = self.core.fleet.addresses_version
-        own = self.core.detokenizer_names
-        addresses = {name: address for name, address in self.core.fleet.addresses().items() if name not in own}
-        for name in self._routes.keys() - addresses.keys():
-            self.mail.route(name, None)
-        for name, address in addresses.items():
-            if self._routes.get(name) != address:
+        """Pass on who is elsewhere now. The detokenizers' routes stay as their starter gave them: no instance can take one."""
+        for name, address in self.core.fleet.take_moves():
+            if name not in self.core.detokenizer_names:
                 self.mail.route(name, address)
-        self._routes = addresses
 
     def _tick(self) -> None:
         """Read the mail first: an instance that wrote in time is not silent, however long this loop was held up."""

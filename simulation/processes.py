@@ -73,8 +73,6 @@ class RouterProcess:
         self._meter = network.meter("router")
         routes = {each.name: each.address for each in self.detokenizers}
         self._mail: Post[RouterInbox] = Post(self.name, RouterInbox, network, mailbox, routes)
-        self._routes_version = 0
-        self._routes: dict[InstanceId, str] = {}
         self._loop.wake(mailbox.next_deadline())  # what was sent to its predecessor
 
     def act(self) -> None:
@@ -143,17 +141,11 @@ class RouterProcess:
     # --- out ---------------------------------------------------------------------------------------------------------------
 
     def _deliver(self, sends: Sequence[Send]) -> None:
-        if self.core.fleet.addresses_version != self._routes_version:
-            self._learn_routes()
+        for name, address in self.core.fleet.take_moves():
+            if name not in self.core.detokenizer_names:
+                self._mail.route(name, address)
         for send in sends:
             self._mail.send(send.to, send.message)
-
-    def _learn_routes(self) -> None:
-        self._routes_version = self.core.fleet.addresses_version
-        addresses = dict(self.core.fleet.addresses())
-        for name in {**self._routes, **addresses}:
-            self._mail.route(name, addresses.get(name))
-        self._routes = addresses
 
 
 class DetokenizerProcess:

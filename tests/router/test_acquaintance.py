@@ -24,8 +24,8 @@ def test_what_changes_within_a_moment_is_told_together_and_as_one_message_to_all
     fleet = new_fleet(*decodes, *prefills, linked=False)
     sends = fleet.flush(0.0)
     assert len(sends) == 18 and len({id(send.message) for send in sends}) == 2
-    fleet.goodbye(Goodbye(id=decodes[0].id, incarnation=decodes[0].incarnation))
-    fleet.goodbye(Goodbye(id=decodes[1].id, incarnation=decodes[1].incarnation))
+    fleet.goodbye(Goodbye(id=decodes[0].id, incarnation=decodes[0].incarnation), 1.0)
+    fleet.goodbye(Goodbye(id=decodes[1].id, incarnation=decodes[1].incarnation), 1.0)
     assert fleet.flush(0.1) == [], "more may change"
     assert {send.to for send in fleet.flush(0.3)} == {info.id for info in prefills}
     assert fleet.flush(9.0) == []
@@ -76,7 +76,7 @@ def test_a_large_fleet_is_told_over_several_turns_and_those_who_leave_meanwhile_
 
     turns = [fleet.flush(0.0) for _ in range(6)]
     assert not any(turns[:5]), "pairs are made first: seven in a turn"
-    fleet.goodbye(Goodbye(id=decodes[0].id, incarnation=decodes[0].incarnation))
+    fleet.goodbye(Goodbye(id=decodes[0].id, incarnation=decodes[0].incarnation), 1.0)
     fleet.register(Register(instance=instance("d1", "decode", incarnation="d1-2")), 0.0)
     turns += [fleet.flush(0.0) for _ in range(12)]
     assert max(len(turn) for turn in turns) == 1

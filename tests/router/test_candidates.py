@@ -96,7 +96,7 @@ class Population:
         member = self.chance.choice(self.members)
         match self.chance.choice(("leave", "drain", "report", "report", "report", "link", "link", "link", "assign")):
             case "leave":
-                self.fleet.goodbye(Goodbye(id=member.info.id, incarnation=member.info.incarnation))
+                self.fleet.goodbye(Goodbye(id=member.info.id, incarnation=member.info.incarnation), 1.0)
             case "drain":
                 self.fleet.drain(member.info.id)
             case "report":

@@ -21,7 +21,15 @@ from common.messages import (
     Register,
     Welcome,
 )
-from router.fleet import REMEMBERED, REPLACED_REMEMBERED, Fleet, UnknownInstance
+from router.fleet import (
+    DEPARTED_REMEMBERED,
+    LEFT_ROUTE_S,
+    REFUSED_REMEMBERED,
+    REPLACED_REMEMBERED,
+    SILENT_ROUTE_S,
+    Fleet,
+    UnknownInstance,
+)
 from tests.builders import instance
 from tests.router import bench
 from tests.router.bench import D0, D1, P0
@@ -64,10 +72,10 @@ def test_an_instance_that_registers_gets_its_peers_and_the_other_role_hears_abou
 
 
 def test_registering_again_is_answered_again_but_tells_nobody_anything_new(fleet: Fleet) -> None:
-    version = fleet.addresses_version
     told(fleet)
+    fleet.take_moves()
     assert fleet.register(Register(instance=D0), 1.0).sends == [Send(D0.id, WELCOME)]
-    assert (fleet.addresses_version, told(fleet)) == (version, {})
+    assert (fleet.take_moves(), told(fleet)) == ([], {})
 
 
 def test_registering_again_keeps_the_last_report() -> None:
@@ -101,7 +109,7 @@ def test_a_member_that_was_only_silent_is_a_member_again_at_its_next_heartbeat(f
 
 def test_a_goodbye_removes_at_once_and_heartbeats_that_follow_are_stale(fleet: Fleet) -> None:
     told(fleet)
-    change = fleet.goodbye(Goodbye(id=D0.id, incarnation=D0.incarnation))
+    change = fleet.goodbye(Goodbye(id=D0.id, incarnation=D0.incarnation), 1.0)
     assert [member.info for member in change.lost] == [D0]
     assert told(fleet) == {"p0": ([], ["d0"])}
     assert hear(fleet, D0, now=1.0).sends == []
@@ -111,7 +119,7 @@ def test_a_goodbye_removes_at_once_and_heartbeats_that_follow_are_stale(fleet: F
 
 def test_a_goodbye_of_a_former_incarnation_does_not_remove_its_successor() -> None:
     fleet = new_fleet(P0, D0, D0_NEXT)
-    assert fleet.goodbye(Goodbye(id=D0.id, incarnation=D0.incarnation)).lost == []
+    assert fleet.goodbye(Goodbye(id=D0.id, incarnation=D0.incarnation), 1.0).lost == []
     assert (ids(fleet), fleet.stale) == (["p0", "d0"], 1)
 
 
@@ -121,15 +129,15 @@ def test_a_newer_incarnation_takes_the_place_of_the_older(fleet: Fleet) -> None:
     assert [member.info for member in change.lost] == [D0]
     assert change.sends == [Send(D0_NEXT.id, WELCOME)]
     assert told(fleet) == {"d0": (["p0"], []), "p0": (["d0"], [])}
-    assert fleet.addresses()[D0.id] == D0_NEXT.inbox
+    assert fleet.address(D0.id) == D0_NEXT.inbox
 
 
 def test_a_replaced_incarnation_is_refused_at_its_own_address_and_its_successor_stays() -> None:
     fleet = new_fleet(D0, D0_NEXT)
     to, reason = refusal_of(fleet, D0)
     assert "newer incarnation" in reason
-    assert fleet.addresses()[to] == D0.inbox
-    assert fleet.addresses()[D0.id] == D0_NEXT.inbox
+    assert fleet.address(to) == D0.inbox
+    assert fleet.address(D0.id) == D0_NEXT.inbox
     assert [member.info for member in fleet.members()] == [D0_NEXT]
 
 
@@ -145,7 +153,7 @@ def test_an_incarnation_that_wakes_after_its_successor_joined_is_refused_and_the
     assert (refusal.message.incarnation, refusal.message.final) == (D0.incarnation, True)
     assert change.lost == []
     assert [member.info for member in fleet.members("decode")] == [D0_NEXT]
-    fleet.goodbye(Goodbye(id=D0_NEXT.id, incarnation=D0_NEXT.incarnation))
+    fleet.goodbye(Goodbye(id=D0_NEXT.id, incarnation=D0_NEXT.incarnation), 1.0)
     assert refusal_of(fleet, D0, 5.0), "nor does it return when it is gone"
 
 
@@ -321,7 +329,7 @@ def test_an_instance_with_an_absurd_description_is_refused_and_told_which_part(a
     to, reason = refusal_of(fleet, asking)
     assert names in reason and len(reason) <= 500
     assert to not in ("detokenizer", "router") and len(to) <= 129
-    assert fleet.addresses() == {to: asking.inbox}
+    assert fleet.take_moves() == [(to, asking.inbox)]
     assert (ids(fleet), fleet.refusals) == ([], 1)
 
 
@@ -351,7 +359,7 @@ def test_an_instance_without_a_valid_address_is_refused_where_people_see_it(inbo
     fleet = new_fleet(P0)
     change = fleet.register(Register(instance=replace(D1, inbox=inbox)), 1.0)
     assert (change.sends, ids(fleet), fleet.refusals) == ([], ["p0"], 1)
-    assert fleet.addresses() == {P0.id: P0.inbox}
+    assert [address for _, address in fleet.take_moves()] == [P0.inbox, None]
     assert ["is not an address" in refusal.reason or len(refusal.reason) == 500 for refusal in fleet.refused.values()] == [True]
 
 
@@ -374,7 +382,7 @@ def test_an_instance_that_does_not_match_is_refused_and_told_what_differs(asking
     fleet = new_fleet(P0)
     to, reason = refusal_of(fleet, asking)
     assert names in reason
-    assert fleet.addresses()[to] == asking.inbox
+    assert fleet.address(to) == asking.inbox
     assert ids(fleet) == ["p0"]
 
 
@@ -399,9 +407,66 @@ def test_when_everyone_has_left_another_model_may_come() -> None:
 
 def test_the_fleet_remembers_a_bounded_number_of_strangers() -> None:
     fleet, stranger = new_fleet(P0), d1("pool.layout.page_size", 8)
-    for number in range(3 * REMEMBERED):
+    routes = dict(fleet.take_moves())
+    for number in range(3 * REFUSED_REMEMBERED):
         fleet.register(Register(instance=replace(stranger, incarnation=Incarnation(str(number)))), 1.0)
-    assert len(fleet.addresses()) == REMEMBERED + 1
+        routes |= fleet.take_moves()
+    assert len([address for address in routes.values() if address is not None]) == REFUSED_REMEMBERED + 1
+
+
+def test_a_refusal_that_is_repeated_changes_no_address_unless_it_comes_from_another() -> None:
+    fleet, stranger = new_fleet(P0), d1("pool.layout.page_size", 8)
+    to, _ = refusal_of(fleet, stranger)
+    assert fleet.take_moves() == [(P0.id, P0.inbox), (to, stranger.inbox)]
+    refusal_of(fleet, stranger)
+    assert fleet.take_moves() == []
+    refusal_of(fleet, replace(stranger, inbox="tcp://127.0.0.1:77"))
+    assert fleet.take_moves() == [(to, "tcp://127.0.0.1:77")]
+
+
+def test_a_member_that_left_is_reached_a_little_longer_and_a_silent_one_as_long_as_it_keeps_requests() -> None:
+    fleet = new_fleet(P0, D0)
+    fleet.goodbye(Goodbye(id=P0.id, incarnation=P0.incarnation), 1.0)
+    fleet.tick(DEAD_AFTER_S)
+    fleet.take_moves()
+    assert (fleet.address(P0.id), fleet.address(D0.id)) == (P0.inbox, D0.inbox)
+    assert fleet.next_deadline() == 1.0 + LEFT_ROUTE_S
+    fleet.tick(1.0 + LEFT_ROUTE_S)
+    assert fleet.take_moves() == [(P0.id, None)]
+    assert fleet.next_deadline() == DEAD_AFTER_S + SILENT_ROUTE_S
+    fleet.tick(DEAD_AFTER_S + SILENT_ROUTE_S)
+    assert fleet.take_moves() == [(D0.id, None)]
+    hear(fleet, D0, now=500.0)
+    assert fleet.take_moves() == [(D0.id, D0.inbox)], "its next heartbeat makes it a member again"
+
+
+def test_a_member_that_came_back_keeps_its_route_when_the_time_of_its_silence_is_over() -> None:
+    fleet = new_fleet(D0)
+    fleet.tick(DEAD_AFTER_S)
+    hear(fleet, D0, now=5.0)
+    hear(fleet, D0, now=DEAD_AFTER_S + SILENT_ROUTE_S - 1.0)
+    fleet.take_moves()
+    assert fleet.tick(DEAD_AFTER_S + SILENT_ROUTE_S).lost == [] and fleet.take_moves() == []
+
+
+def test_of_a_whole_fleet_that_falls_silent_at_once_all_can_be_reached_and_the_drained_one_still_drains_when_back() -> None:
+    infos = [instance(f"d{number}", "decode") for number in range(200)]
+    fleet = new_fleet(*infos)
+    fleet.drain(infos[0].id)
+    assert len(fleet.tick(DEAD_AFTER_S).lost) == 200
+    assert [fleet.address(info.id) for info in infos] == [info.inbox for info in infos]
+    fleet.register(Register(instance=infos[0]), 12.0)
+    assert [member.told_to_drain for member in fleet.members()] == [True]
+
+
+def test_how_many_departures_are_remembered_is_bounded() -> None:
+    fleet = new_fleet()
+    for number in range(DEPARTED_REMEMBERED + 1):
+        life = instance(f"d{number}", "decode")
+        fleet.register(Register(instance=life), 1.0)
+        fleet.goodbye(Goodbye(id=life.id, incarnation=life.incarnation), 1.0)
+    assert len(fleet.departed) == DEPARTED_REMEMBERED and fleet.address(InstanceId("d0")) is None
+    assert (InstanceId("d0"), None) in fleet.take_moves()
 
 
 def test_a_member_whose_connection_broke_is_dead_when_two_heartbeats_pass_without_one(fleet: Fleet) -> None:
@@ -439,6 +504,6 @@ def test_members_of_a_large_fleet_report_more_rarely_but_several_times_before_th
     assert paces[:500] == 500 * [0.5] and paces[999] == 1.0
     assert paces == sorted(paces) and paces[-1] == DEAD_AFTER_S / 3
     for number in range(1_990):
-        fleet.goodbye(Goodbye(id=InstanceId(f"d{number}"), incarnation=Incarnation("1")))
+        fleet.goodbye(Goodbye(id=InstanceId(f"d{number}"), incarnation=Incarnation("1")), 1.0)
     (answer,) = fleet.heartbeat(beat(instance("d1999", "decode")), 100.0).sends
     assert isinstance(answer.message, Welcome) and answer.message.heartbeat_s == 0.5

@@ -95,8 +95,23 @@ async def test_an_instance_under_the_detokenizers_name_is_refused_and_gets_no_ro
 async def test_whatever_the_core_says_the_detokenizers_route_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Rig() as rig:
         fleet = rig.gateway.core.fleet
-        monkeypatch.setattr(fleet, "addresses", lambda: {DETOKENIZER: "tcp://elsewhere:1"} if any(fleet.members()) else {})
-        assert not [ask for ask in rig.hear(JOIN, LEAVE) if ask.startswith(f"route {DETOKENIZER}")]
+        monkeypatch.setattr(
+            fleet, "take_moves", lambda: [(DETOKENIZER, "tcp://elsewhere:1"), (D0.id, D0.inbox), (DETOKENIZER, None)]
+        )
+        routes = {ask for ask in rig.hear(JOIN, LEAVE) if ask.startswith("route")}
+    assert routes == {f"route d0 to {D0.inbox}"}
+
+
+async def test_a_whole_fleet_that_is_silent_at_once_can_still_be_told_and_only_who_moved_gets_a_route() -> None:
+    infos = [instance(f"d{number}", "decode") for number in range(100)]
+    async with Rig() as rig:
+        for info in infos:
+            routes = [ask for ask in rig.hear(Register(instance=info)) if ask.startswith("route")]
+            assert routes == [f"route {info.id} to {info.inbox}"]
+        change = rig.gateway.core.fleet.tick(rig.clock() + 100.0)
+        assert len(change.lost) == 100
+        rig.gateway.deliver([])
+        assert rig.mail.routes == {info.id: info.inbox for info in infos}
 
 
 async def test_a_new_detokenizer_gets_its_route_before_any_message_and_nothing_after_the_gateway_closed() -> None:
@@ -176,7 +191,9 @@ async def test_a_timer_that_fires_before_the_clock_says_so_is_set_again() -> Non
 
 
 async def test_a_closed_gateway_leaves_no_timer() -> None:
-    async with Rig() as rig:
-        rig.hear(JOIN, LEAVE)
+    async with Rig(**IMPATIENT) as rig:
+        rig.hear(JOIN)
         rig.gateway.close()
-    assert rig.gateway.core.next_deadline() is None
+        rig.clock.now_s = 1.0
+        await asyncio.sleep(0.02)
+        assert len(rig.members()) == 1, "whose deadline has passed"
