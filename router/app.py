@@ -68,14 +68,14 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat: each message has a role and a text."""
         received_s = self._enter(request)
-        asked = read_chat(await self._body(request))
+        asked = await self._intake.read(read_chat, await self._body(request))
         accepted = await self._intake.accept_chat(asked)
         return self._dispatch(request, ChatShape, asked, accepted, received_s)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
         received_s = self._enter(request)
-        asked = read_completion(await self._body(request))
+        asked = await self._intake.read(read_completion, await self._body(request))
         accepted = await self._intake.accept_completion(asked)
         return self._dispatch(request, CompletionShape, asked, accepted, received_s)
 

@@ -20,12 +20,14 @@ from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
 from router.openai_api import ALL_TOKENS, COMPLETION_MAX_TOKENS, ChatRequest, CompletionRequest, ReadRequest
-from router.requests import RequestSpec
+from router.requests import TOKEN_BYTES, RequestSpec
 
 SEED_BITS = 63
 ENCODING_THREADS, LONG_ENCODING_THREADS = 4, 2
 SHORT_CHARS = 1_000
 """Shorter texts are encoded on the loop's thread: that takes less time than waking another thread and waiting for its turn."""
+LARGE_BODY_BYTES = 256 * 1024
+"""Larger bodies are read on another thread: 16 MiB of token ids take over half a second."""
 LONG_CHARS = 2**16
 """Longer texts have threads of their own: each takes from tens of milliseconds to seconds."""
 USUAL_TOKEN_CHARS = 4
@@ -38,6 +40,7 @@ MAX_TOKEN_CHARS = 512
 """No tokenizer has longer tokens, so a text with more characters than this for each token of the context is too long."""
 
 P = TypeVar("P")
+R = TypeVar("R", bound=ReadRequest)
 
 
 class Tokenizer(Protocol):
@@ -79,11 +82,20 @@ class Intake:
         self._long_threads = ThreadPoolExecutor(max_workers=LONG_ENCODING_THREADS, thread_name_prefix="long-tokenizer")
         self._encoding = 0
 
+    async def read(self, reader: Callable[[bytes, int], R], body: bytes) -> R:
+        """What the body asks for. Raises BadRequest."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return reader(body, self.context_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._long_threads, reader, body, self.context_tokens)
+
     async def accept_chat(self, request: ChatRequest) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
         texts = [text for message in request.messages for text in message.values()]
         self._check(request, "messages", sum(map(len, texts)), self.context_tokens)
-        prompts = await self._encode(self._tokenizer.encode_chat, (request.messages,), (texts,), request.fields.n, "messages")
+        size = sum(map(len, texts))
+        prompts = await self._encode(
+            self._tokenizer.encode_chat, (request.messages,), (texts,), size, request.fields.n, "messages"
+        )
         return self._accept("chatcmpl-", prompts, request, "messages", self._chat_max_tokens)
 
     async def accept_completion(self, request: CompletionRequest) -> Accepted:
@@ -91,8 +103,9 @@ class Intake:
         self._check(request, "prompt", max(map(len, request.prompts)), self.context_tokens)
         encode, prompts = self._tokenizer.encode, request.prompts
         texts = [[prompt] if isinstance(prompt, str) else [] for prompt in prompts]
+        size = sum(map(len, prompts))
         encoded = await self._encode(
-            lambda prompt: encode(prompt) if isinstance(prompt, str) else list(prompt), prompts, texts, request.fields.n, "prompt"
+            lambda prompt: encode(prompt) if isinstance(prompt, str) else prompt, prompts, texts, size, request.fields.n, "prompt"
         )
         return self._accept("cmpl-", encoded, request, "prompt", COMPLETION_MAX_TOKENS)
 
@@ -121,27 +134,33 @@ class Intake:
 
     async def _encode(
         self,
-        encode: Callable[[P], list[int]],
+        encode: Callable[[P], Sequence[int]],
         prompts: Sequence[P],
         texts: Sequence[Sequence[str]],
+        size: int,
         n: int,
         prompt_field: str,
-    ) -> list[list[int]]:
-        """Token ids of each prompt. texts: what each consists of. Choices that wait here, n for each prompt, count against
-        --max-requests. Raises Overloaded, BadRequest, and what `encode` raises."""
+    ) -> list[bytes]:
+        """Packed token ids of each prompt. texts: what each consists of. size: characters and token ids of all. Choices that wait
+        here, n for each prompt, count against --max-requests. Raises Overloaded, BadRequest, and what `encode` raises."""
         choices, context = len(prompts) * n, self.context_tokens
         self._core.requests.require_room(self._encoding + choices)
         self._encoding += choices
 
-        def work() -> list[list[int]]:
+        def packed(prompt: P) -> bytes:
+            ids = encode(prompt)
+            _require_room(len(ids), context, prompt_field)
+            self._check_ids(ids, prompt_field)
+            return pack_ids(ids)
+
+        def work() -> list[bytes]:
             for parts in texts:
                 self._require_fit(parts, context, prompt_field)
-            return list(map(encode, prompts))
+            return list(map(packed, prompts))
 
-        chars = sum(len(text) for parts in texts for text in parts)
-        threads = self._long_threads if chars > LONG_CHARS else self._threads
+        threads = self._long_threads if size > LONG_CHARS else self._threads
         try:
-            if chars < SHORT_CHARS:
+            if size < SHORT_CHARS:
                 return work()
             return await asyncio.get_running_loop().run_in_executor(threads, work)
         finally:
@@ -161,7 +180,7 @@ class Intake:
                     raise BadRequest(message, field=prompt_field, code="context_length_exceeded")
 
     def _accept(
-        self, prefix: str, prompts: list[list[int]], request: ReadRequest, prompt_field: str, default_max_tokens: int | None
+        self, prefix: str, prompts: list[bytes], request: ReadRequest, prompt_field: str, default_max_tokens: int | None
     ) -> Accepted:
         fields = request.fields
         context, answer_id = self.context_tokens, prefix + secrets.token_hex(12)
@@ -169,13 +188,13 @@ class Intake:
         self._check_ids(fields.stop_token_ids, "stop_token_ids")
         specs: list[RequestSpec] = []
         samples: Counter[bytes] = Counter()  # of each prompt: equal prompts go on counting, or they would get equal answers
-        for prompt in prompts:
-            if not prompt:
+        for packed in prompts:
+            if not packed:
                 raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
-            self._check_ids(prompt, prompt_field)
-            packed = pack_ids(prompt)
             sampling = SamplingParams(
-                max_new_tokens=self._max_new_tokens(len(prompt), request, prompt_field, default_max_tokens, context),
+                max_new_tokens=self._max_new_tokens(
+                    len(packed) // TOKEN_BYTES, request, prompt_field, default_max_tokens, context
+                ),
                 temperature=fields.temperature,
                 top_p=fields.top_p,
                 top_k=0 if fields.top_k == ALL_TOKENS else fields.top_k,
@@ -191,7 +210,7 @@ class Intake:
                 samples[packed] += 1
                 request_id = RequestId(f"{answer_id}-{index}")
                 specs.append(RequestSpec(request_id, index, packed, params, request.stop, fields.priority, fields.timeout))
-        return Accepted(answer_id, tuple(specs), sum(map(len, prompts)))
+        return Accepted(answer_id, tuple(specs), sum(map(len, prompts)) // TOKEN_BYTES)
 
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raises BadRequest when one of these is no token of the model."""
@@ -205,10 +224,7 @@ class Intake:
         """What the client asked for; otherwise what the context and the largest decode instance leave, but no more than the
         default if there is one. Raises BadRequest when the context has no room for an answer."""
         asked = request.max_tokens
-        code = "context_length_exceeded"
-        if prompt_tokens >= context:
-            message = f"{prompt_field} has {prompt_tokens} tokens, but the model's context of {context} must hold an answer too"
-            raise BadRequest(f"{message}: shorten it to at most {context - 1}", field=prompt_field, code=code)
+        _require_room(prompt_tokens, context, prompt_field)
         if asked is None:
             memory = max((member.capacity_tokens for member in self._core.fleet.members("decode")), default=context)
             room = max(1, min(context, memory) - prompt_tokens)
@@ -216,8 +232,17 @@ class Intake:
         if prompt_tokens + asked > context:
             name = request.max_tokens_field
             message = f"{name} is {asked}, but after {prompt_tokens} tokens of {prompt_field} the context of {context}"
-            raise BadRequest(f"{message} has room for {context - prompt_tokens}: lower it", field=name, code=code)
+            raise BadRequest(
+                f"{message} has room for {context - prompt_tokens}: lower it", field=name, code="context_length_exceeded"
+            )
         return asked
+
+
+def _require_room(prompt_tokens: int, context: int, prompt_field: str) -> None:
+    """Raises BadRequest when the context has no room for an answer."""
+    if prompt_tokens >= context:
+        message = f"{prompt_field} has {prompt_tokens} tokens, but the model's context of {context} must hold an answer too"
+        raise BadRequest(f"{message}: shorten it to at most {context - 1}", field=prompt_field, code="context_length_exceeded")
 
 
 def unknown_model(model: str, served: str) -> UnknownModel:

@@ -119,7 +119,7 @@ class CompletionRequest(ReadRequest):
     prompts: tuple[Prompt, ...]
 
 
-def read_chat(body: bytes) -> ChatRequest:
+def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
     """The body of POST /v1/chat/completions. Raises BadRequest."""
     raw = drop_neutral(_object(body), NEUTRAL_CHAT_VALUES, ChatFields.__struct_encode_fields__)
     messages = raw.get("messages")
@@ -140,8 +140,10 @@ def read_chat(body: bytes) -> ChatRequest:
     return ChatRequest(fields=fields, stop=_checked_stops(fields), max_tokens=limit, max_tokens_field=name, messages=read)
 
 
-def read_completion(body: bytes) -> CompletionRequest:
-    """The body of POST /v1/completions. Raises BadRequest."""
+def read_completion(body: bytes, context_tokens: int | None = None) -> CompletionRequest:
+    """The body of POST /v1/completions. Raises BadRequest, for far more token ids than the context holds before they are read."""
+    if context_tokens is not None and len(body) > context_tokens:
+        _require_few_ids(body, context_tokens)
     raw = drop_neutral(_object(body), NEUTRAL_COMPLETION_VALUES, CompletionFields.__struct_encode_fields__)
     fields = _convert(raw, CompletionFields)
     prompts = _prompts(fields.prompt)
@@ -161,6 +163,26 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     if len(prompts) > MAX_PROMPTS:
         raise BadRequest(f"prompt holds {len(prompts)} prompts: send at most {MAX_PROMPTS}", field="prompt")
     return tuple(prompts)
+
+
+class _PromptOnly(msgspec.Struct, frozen=True):
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+
+
+def _require_few_ids(body: bytes, context_tokens: int) -> None:
+    """Refuse one prompt of more token ids than the context holds. Ids are counted by their commas: objects take long to make, and
+    nobody else runs meanwhile. What is no such prompt is left to the reader."""
+    try:
+        prompt = bytes(msgspec.json.decode(body, type=_PromptOnly).prompt)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    if prompt[:1] != b"[" or prompt[1:64].lstrip()[:1] in (b"[", b'"', b"{"):
+        return
+    ids = prompt.count(b",") + 1
+    if ids >= context_tokens:
+        message = f"prompt has {ids} tokens, but the model's context of {context_tokens} must hold an answer too"
+        fix = f"shorten it to at most {context_tokens - 1}"
+        raise BadRequest(f"{message}: {fix}", field="prompt", code="context_length_exceeded")
 
 
 def _checked_stops(fields: SamplingFields) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import tracemalloc
 from contextlib import closing
 
 import pytest
@@ -20,12 +21,19 @@ LONG_CHARS = 100
 
 
 class WatchedTokenizer(CharTokenizer):
-    """A token for every `chars` characters. Texts of more than LONG_CHARS wait until `go` is set. encoded: characters so far."""
+    """A token for every `chars` characters. Texts of more than LONG_CHARS wait until `go` is set. encoded: characters so far.
+    checked_on: the threads on which ids were compared with the vocabulary."""
 
     def __init__(self, chars: int = 1) -> None:
         self.chars = chars
         self.go = threading.Event()
         self.encoded = 0
+        self.checked_on: list[threading.Thread] = []
+
+    @property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        self.checked_on.append(threading.current_thread())
+        return CharTokenizer.vocab_size
 
     def encode(self, text: str) -> list[int]:
         self.encoded += len(text)
@@ -91,3 +99,33 @@ async def test_a_text_of_few_tokens_is_accepted_whatever_its_length() -> None:
         with closing(accepting(site, tokenizer)) as accepting_intake:
             accepted = await accepting_intake.accept_completion(completion_of("x" * 20_000))
             assert accepted.prompt_tokens == 100
+
+
+async def test_a_large_body_is_read_and_its_ids_are_checked_on_another_thread() -> None:
+    async with Site() as site:
+        tokenizer, main = WatchedTokenizer(), threading.main_thread()
+        read_on: list[threading.Thread] = []
+
+        def reader(body: bytes, context_tokens: int) -> CompletionRequest:
+            read_on.append(threading.current_thread())
+            return read_completion(body, context_tokens)
+
+        with closing(accepting(site, tokenizer)) as accepting_intake:
+            for spaces in (0, intake.LARGE_BODY_BYTES):
+                body = json.dumps(completion([1] * 100)).encode() + b" " * spaces
+                asked = await accepting_intake.read(reader, body)
+                assert (await accepting_intake.accept_completion(asked)).prompt_tokens == 100
+        assert [thread is main for thread in read_on] == [True, False]
+        assert sum(thread is not main for thread in tokenizer.checked_on) == 2, "those of the stop tokens are few"
+
+
+def test_ids_beyond_the_context_are_refused_before_there_is_an_object_for_each() -> None:
+    body = json.dumps(completion([1000] * 300_000)).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequest, match="prompt has 300000 tokens, but the model's context of 131072") as refused:
+            read_completion(body, 131_072)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert (refused.value.field, refused.value.code) == ("prompt", "context_length_exceeded")
