@@ -52,7 +52,7 @@ class Router:
                 case messages.Register():
                     self.incarnation = message.instance.incarnation
                     self.mailbox.route(message.instance.id, message.instance.inbox)
-                    self._welcome()
+                    self._welcome(message.address)
                     self.mailbox.send(message.instance.id, messages.Peers(version=1))
                 case messages.Heartbeat():
                     self.heartbeats.append(message)
@@ -94,8 +94,9 @@ class Router:
         assert isinstance(last, Exited)
         return last
 
-    def _welcome(self) -> None:
-        welcome = messages.Welcome(router=ROUTER, detokenizers=(self.detokenizer.address,), heartbeat_s=0.1)
+    def _welcome(self, address: str = "") -> None:
+        """address: of the registration that this answers."""
+        welcome = messages.Welcome(router=ROUTER, address=address, detokenizers=(self.detokenizer.address,), heartbeat_s=0.1)
         self.mailbox.send(InstanceId(NAME), welcome)
 
 
