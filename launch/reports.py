@@ -5,22 +5,12 @@ Owns the vocabulary. Imports nothing heavy, opens nothing.
 
 from typing import TypeAlias
 
-from common.processes.lines import Broken, JsonLine, Progress
+from common.processes.lines import Broken, IntakeClosed, JsonLine, Progress, Ready
 
 __all__ = ["BAD_FLAG", "Broken", "CloseIntake", "IntakeClosed", "MeetRouter", "News", "Order", "Progress", "Ready", "Report"]
 
 BAD_FLAG = 2
 """Exit status of a process that can never run as it was started: it cannot honour a flag or a file."""
-
-
-class Ready(JsonLine, frozen=True):
-    """The child does its work now. addresses: where it can be reached, by purpose."""
-
-    addresses: dict[str, str]
-
-
-class IntakeClosed(JsonLine, frozen=True):
-    """The router takes no more requests, and every answer that was open has ended."""
 
 
 class News(JsonLine, frozen=True):

@@ -7,7 +7,6 @@ and starts the detokenizers' processes.
 import asyncio
 import contextlib
 import logging
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig, parse_bytes
 from common.ids import InstanceId
 from common.messages import RouterInbox
+from common.processes.open_files import allow_many_files
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
@@ -61,7 +61,7 @@ async def serve(
     ready: called once, when both addresses are listening.
     Raises ConfigError when an address cannot be listened on or the tokenizer cannot be loaded.
     """
-    _allow_many_files()
+    allow_many_files()
     tokenizer = TokenizerManager(model.model)
     name = model.served_name or tokenizer.model_name
     host = bind_address(config.host, "--host")
@@ -90,9 +90,3 @@ async def serve(
             waiting = WaitingConnections(config.max_requests + SPARE_CONNECTIONS, metrics.connection_dropped)
             listeners = [listener, own_listener] if shared else [listener]
             await serve_app(app, listeners, lambda: ready(serving), drained, waiting)
-
-
-def _allow_many_files() -> None:
-    """Every stream and every instance takes file descriptors, and systems start processes with as few as 1024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

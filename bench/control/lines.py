@@ -5,17 +5,7 @@ Owns the vocabulary. Opens nothing.
 
 from typing import TypeAlias
 
-from common.processes.lines import Broken, JsonLine, Progress
-
-
-class Ready(JsonLine, frozen=True):
-    """The router serves. addresses: where it can be reached, by purpose."""
-
-    addresses: dict[str, str]
-
-
-class IntakeClosed(JsonLine, frozen=True):
-    """The router takes no more requests."""
+from common.processes.lines import Broken, IntakeClosed, JsonLine, Progress, Ready
 
 
 class Watch(JsonLine, frozen=True):

@@ -3,7 +3,6 @@
 Owns the order of phases and what is counted in each. Knows neither messages nor sockets. Prints only its progress, on stderr.
 """
 
-import resource
 import statistics
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from bench.control.router import RouterUnderMeasure
 from bench.hardware import this_hardware
 from bench.local_fleet import FleetFailed
 from bench.tables import markdown_report, markdown_table, publish, say, text_report, text_table
+from common.processes.open_files import allow_many_files
 
 AT_ONCE = 50
 """So many instances join at once while the fleet is filled."""
@@ -35,8 +35,7 @@ BEATS = ("Heartbeat", "Welcome")
 
 def run(bench: ControlBench, command: str, markdown: bool) -> int:
     """Measure, print the report and write the file. Returns the exit status: 0 also when a goal is not met."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_many_files()
     hardware = this_hardware()
     fleets = [_measure(bench, instances) for instances in bench.sizes]
     outcome = ControlOutcome(command=command, hardware=hardware, goals=judge(fleets), seconds=bench.seconds, fleets=fleets)

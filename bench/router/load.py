@@ -7,7 +7,6 @@ each event. An answer with another number of tokens than was asked for is a fail
 
 import asyncio
 import json
-import resource
 import time
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ import uvloop
 from bench.processes import cpu_s, resident_mb
 from bench.router.lines import Load, Loaded
 from common.addresses import LOOPBACK
+from common.processes.open_files import allow_many_files
 from common.processes.parent import Parent
 
 CONNECTING = 128
@@ -191,8 +191,7 @@ async def carry_out(order: Load) -> Loaded:
 
 
 def main() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_many_files()
     parent: Parent[Load, Loaded] = Parent(msgspec.json.Decoder[Load](Load))
     parent.obey(lambda order: uvloop.run(carry_out(order)))
 

@@ -1,7 +1,7 @@
 """Lines of JSON on the two pipes between a child process and its parent.
 
 Owns the base of every line, its encoding, and the environment variables that name the pipes. Does not know what is said, except
-for two reports that every child may give.
+for the reports on a child's start and end, which are the same for all parents.
 
     parent ── orders ──► child      end of file on this pipe: the parent is gone, or wants the child to stop
     parent ◄── reports ── child     end of file on this pipe: the child is gone
@@ -31,6 +31,16 @@ class Progress(JsonLine, frozen=True):
     """The child is still starting. text: what it is doing."""
 
     text: str
+
+
+class Ready(JsonLine, frozen=True):
+    """The child does its work now. addresses: where it can be reached, by purpose."""
+
+    addresses: dict[str, str]
+
+
+class IntakeClosed(JsonLine, frozen=True):
+    """The router takes no more requests, and every answer that was open has ended."""
 
 
 class Broken(JsonLine, frozen=True):
