@@ -98,6 +98,11 @@ class RouterCore:
         heard_s = {name: watch.heard_s if caught_up else -math.inf for name, watch in watched}
         return sends + self.requests.tick(now, heard_s)
 
+    def take_moves(self) -> list[tuple[InstanceId, str | None]]:
+        """Where the instances are now whose address may have changed since the last call; None: they are to be forgotten. A
+        detokenizer's route stays as its starter gave it: no instance can take its name."""
+        return [(name, address) for name, address in self.fleet.take_moves() if name not in self.detokenizer_names]
+
     def flush(self, now: float) -> list[Send]:
         """What was gathered to be sent together. Call it at the end of each turn."""
         return self.fleet.flush(now)

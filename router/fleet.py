@@ -58,6 +58,8 @@ REPLACED_REMEMBERED = 1024
 HEARTBEATS_PER_S = 1_000
 """As many a router takes in; more members than that times --heartbeat-s report more rarely."""
 BEATS_BEFORE_DEATH = 3
+"""A silent member is not taken for dead before so many of its heartbeats are missing, however slowly a large fleet reports: one
+or two may be late or lost."""
 BEATS_AFTER_BREAK = 2
 """A member whose connection broke is dead after this many heartbeats of silence; so is one that is due when this router was held
 up itself."""
@@ -209,9 +211,8 @@ class Fleet:
         if back is not None and not (back.silent and back.member.info.incarnation == message.incarnation):
             back = None
         change = Change() if back is None else self.register(Register(instance=back.member.info), now)
-        member = self._members.get(message.id)
-        if member is None or member.info.incarnation != message.incarnation:
-            self.stale += 1
+        member = self._sender(message)
+        if member is None:
             return change
         self._silence.set(message.id, now + self._dead_after_s)
         if back is None and now >= member.answer_due_s:  # a member that is back was greeted by `register`
@@ -243,9 +244,7 @@ class Fleet:
 
     def links_reported(self, message: LinkReport) -> Change:
         """A prefill member tells of its links."""
-        member = self._members.get(message.id)
-        if member is None or member.info.incarnation != message.incarnation:
-            self.stale += 1
+        if self._sender(message) is None:
             return Change()
         if message.since is None:
             for answer in self._curious.pop(message.id, ()):
@@ -253,11 +252,14 @@ class Fleet:
         return Change(more_can_serve=self._acquaintance.reported(message))
 
     def goodbye(self, message: Goodbye, now: float) -> Change:
-        member = self._members.get(message.id)
-        if member is None or member.info.incarnation != message.incarnation:
-            self.stale += 1
-            return Change()
-        return self._remove(member, "left", now, silent=False)
+        member = self._sender(message)
+        return Change() if member is None else self._remove(member, "left", now, silent=False)
+
+    def _sender(self, message: Heartbeat | LinkReport | Goodbye) -> Member | None:
+        """The member that says this. None, which is counted, when it is from another life."""
+        member = self.find(Life(message.id, message.incarnation))
+        self.stale += member is None
+        return member
 
     def drain(self, instance: InstanceId) -> list[Send]:
         """Give the member no more requests, and tell it to leave until it reports that it drains. Raises UnknownInstance."""

@@ -114,15 +114,10 @@ class Gateway:
             self._timer = None
 
     def _send(self, sends: Iterable[Send]) -> None:
-        self._learn_routes()
+        for name, address in self.core.take_moves():
+            self.mail.route(name, address)
         for send in sends:
             self.mail.send(send.to, send.message)
-
-    def _learn_routes(self) -> None:
-        """Pass on who is elsewhere now. The detokenizers' routes stay as their starter gave them: no instance can take one."""
-        for name, address in self.core.fleet.take_moves():
-            if name not in self.core.detokenizer_names:
-                self.mail.route(name, address)
 
     def _tick(self) -> None:
         """Read the mail first: an instance that wrote in time is not silent, however long this loop was held up."""

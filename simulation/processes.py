@@ -141,9 +141,8 @@ class RouterProcess:
     # --- out ---------------------------------------------------------------------------------------------------------------
 
     def _deliver(self, sends: Sequence[Send]) -> None:
-        for name, address in self.core.fleet.take_moves():
-            if name not in self.core.detokenizer_names:
-                self._mail.route(name, address)
+        for name, address in self.core.take_moves():
+            self._mail.route(name, address)
         for send in sends:
             self._mail.send(send.to, send.message)
 

@@ -85,14 +85,11 @@ class Memberships:
             return self._twice(known, at, message.router, now)
         self._give_up_s, before = None, at.welcome
         at.receive(message, now)
-        if before is not None and before.router == message.router and before.detokenizers == message.detokenizers:
-            return []
-        news: list[RouterNews] = [Met(at, message.router, message.detokenizers)]
-        if before is not None and before.router != message.router:
-            news.insert(0, Lost(at, before.router, before.detokenizers))
-        if before is None or before.router != message.router:
-            _log.info("welcomed by %s at %s", message.router, at.address)
-        return news
+        met = Met(at, message.router, message.detokenizers)
+        if before is not None and before.router == message.router:
+            return [met] if before.detokenizers != message.detokenizers else []
+        _log.info("welcomed by %s at %s", message.router, at.address)
+        return [met] if before is None else [Lost(at, before.router, before.detokenizers), met]
 
     def _twice(self, known: Membership, at: Membership, router: InstanceId, now: float) -> list[RouterNews]:
         """A router that is known answers at another address too. Later than at the start it is ignored: names may be moved."""

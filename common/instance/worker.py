@@ -228,7 +228,7 @@ def run(worker: InstanceWorker[M], wait: Wait, clock: Clock, should_drain: Calla
     """Turn the worker until it is told to drain and has drained. wait: blocks for at most this many seconds, less when something
     is ready.
 
-    However it ends, the router is told, so that nobody waits for another heartbeat.
+    However it ends, the routers are told, so that none waits for another heartbeat.
     """
     try:
         while not worker.drained:
