@@ -1,7 +1,10 @@
 """How the next token is chosen and when a request ends, as token ids and numbers.
 
-Owns the limits of each parameter. Does not know text: stop strings live in the text pipeline.
+Owns the limits of each parameter. Does not know text: stop strings live in the text pipeline. Every parameter acts as a
+function of the prompt and of the answer's tokens so far, so an answer that is resumed elsewhere goes on as it would have.
 """
+
+from typing import Literal
 
 import msgspec
 
@@ -13,11 +16,29 @@ ANSWER_TOKENS = 512
 what answers need."""
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the whole answer must match, as xgrammar reads it. text: a JSON schema ("{}": any JSON), a regular expression, an EBNF
+    grammar whose root rule is `root`, or a structural tag, by kind."""
+
+    kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of one request.
 
     temperature: 0 means greedy. top_k: 0 means all tokens. min_p: tokens below this share of the most likely token's probability
     are excluded (Nguyen et al. 2024). seed: the sampling noise at a position is a function of (seed, position) alone.
+
+    repetition_penalty: logits of tokens that the prompt or the answer holds are divided by it if positive, multiplied if not
+    (Keskar et al. 2019); 1 changes nothing. presence_penalty: taken off the logit of each token that the answer holds.
+    frequency_penalty: taken off as often as the answer holds the token. logit_bias: (token id, what is added to its logit).
+    min_tokens: the answer has at least so many tokens before a stop token or a stop string may end it. bad_words: token ids of
+    sequences that the answer must not contain.
+
+    logprobs: report the log probability of each token of the answer, and of so many of the likeliest tokens beside it; None:
+    report nothing. prompt_logprobs: the same for the prompt's tokens from the second one on. Both are of the model's own
+    distribution, before any parameter changes it. grammar: what the answer must match; None: anything.
     """
 
     max_new_tokens: int
@@ -28,6 +49,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next token depends on more of the tokens before it than the model's own distribution does."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        constraints = self.min_tokens > 0 or bool(self.bad_words) or self.grammar is not None
+        return penalties or constraints or self.prompt_logprobs is not None
 
     def validate(self) -> None:
         """Raise BadRequest naming the first parameter that is out of range."""

@@ -6,6 +6,7 @@ Owns the names (prefix `tandem_`) and a registry of its own, so that two routers
 
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -15,7 +16,6 @@ from prometheus_client.registry import Collector
 from common.instance.ports import Mail
 from common.messages import Ending, Failed, RouterInbox
 from router.attempts import ResumeReason
-from router.connections import Dropped
 from router.core import RouterCore
 from router.histogram import Histogram
 from router.requests import Phase
@@ -24,6 +24,16 @@ LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
+
+
+class Dropped(StrEnum):
+    """Why a connection was dropped."""
+
+    NO_HEAD = "no_head"
+    TOO_MANY = "too_many"
+    LONG_HEAD = "long_head"
+    UNREAD = "unread"
+    PIPELINED = "pipelined"
 
 
 class RouterMetrics:

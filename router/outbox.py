@@ -10,7 +10,7 @@ from itertools import chain
 
 import msgspec
 
-from common.messages import Ending
+from common.messages import Ending, TokenLogprob
 
 DELTA_CHARS = 32
 """What a delta counts besides its text: what its token holds in memory once it is joined with others."""
@@ -20,12 +20,15 @@ UNREAD_LIMIT_CHARS = 1_000_000
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """News of one choice: text (maybe empty), the tokens behind it, and the ending if this is the last."""
+    """News of one choice: text (maybe empty), the tokens behind it, and the ending if this is the last. logprobs,
+    prompt_logprobs: see `TextDelta`."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     ending: Ending | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -19,13 +19,13 @@ from common.processes.open_files import allow_many_files
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
-from router.app import SPARE_CONNECTIONS, Api, build_app
-from router.connections import WaitingConnections
+from router.api.app import SPARE_CONNECTIONS, Api, build_app
+from router.api.connections import WaitingConnections
+from router.api.intake import Intake
+from router.api.server import listen, serve_app
 from router.core import RouterCore
 from router.drain import drain
 from router.gateway import Gateway
-from router.http_server import listen, serve_app
-from router.intake import Intake
 from router.metrics import RouterMetrics
 
 _log = logging.getLogger(__name__)

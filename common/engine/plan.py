@@ -23,6 +23,9 @@ class RowStart:
     pages: [pages] int32, the page ids that the row holds so far, in token order; `Plan.grown_pages` adds to them. length: tokens
     whose KV is in those pages. last_token: the token to feed at position `length` if the row decodes at once (its KV is not in
     the pages yet); None if chunks come first.
+
+    token_ids: [tokens] int32, all that is known of the request, last_token included; of these the last `answer_tokens` are the
+    answer's so far. They are given when the sampling parameters need them (`SamplingParams.needs_tokens`), else None.
     """
 
     row: int
@@ -30,6 +33,8 @@ class RowStart:
     sampling: SamplingParams
     length: int = 0
     last_token: int | None = None
+    token_ids: Int32Array | None = None
+    answer_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,7 +40,16 @@ from common.messages.fleet import (
 from common.messages.handoffs import Claim, Decline, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
 from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkReport, LinkState, LinkTraffic, Load
 from common.messages.requests import Cancel, Generate, Placed, Probe, Probed, Repeat, Standing, Terms
-from common.messages.text import DetokenizerHeartbeat, ExpectAnswer, ForgetAnswer, TextBatch, TextDelta, TokenBatch, TokenDelta
+from common.messages.text import (
+    DetokenizerHeartbeat,
+    ExpectAnswer,
+    ForgetAnswer,
+    TextBatch,
+    TextDelta,
+    TokenBatch,
+    TokenDelta,
+    TokenLogprob,
+)
 
 RouterInbox: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed | Probed | TextBatch | DetokenizerHeartbeat
 FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe | Repeat

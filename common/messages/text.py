@@ -15,6 +15,18 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """What `common.ids.pack_ids` can pack; a frame with any other id is refused where it arrives."""
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """How likely a token was, by the model's own distribution over the whole vocabulary."""
+
+    token_id: TokenId
+    logprob: float
+    """Natural logarithm."""
+    rank: int
+    """How many tokens were at least as likely, itself included: 1 is the likeliest."""
+    top: tuple[tuple[TokenId, float], ...] = ()
+    """The likeliest tokens and their log probabilities, the likeliest first; as many as were asked for."""
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request."""
 
@@ -25,6 +37,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """In order; empty when there is only an ending."""
     ending: Ending | None = None
     """The answer ends after the last of them."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token, if the request asks for them."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens from the second one on, if the request asks for them: they come with the answer's first token."""
 
 
 class TokenBatch(Message, frozen=True):
@@ -48,6 +64,10 @@ class ExpectAnswer(Message, frozen=True, tag="Open"):
     """The text that was delivered for the answer's tokens so far."""
     skip_special_tokens: bool = True
     """Special tokens give no text."""
+    include_stop: bool = False
+    """The stop string that ends the answer stays in its text; so does the text of a stop token of the request."""
+    min_tokens: int = 0
+    """Stop strings are looked for behind so many tokens of the answer."""
     again: bool = False
     """The answer was opened before, or may have been: the text from here on was lost, or may have been. Its tokens come again."""
     life_s: float = 3600.0
@@ -72,6 +92,10 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     """Text that is settled now; may be empty while a character or a stop string is incomplete."""
     ending: Ending | None = None
     """The answer ends after this text."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """As in TokenDelta."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """As in TokenDelta."""
 
 
 class TextBatch(Message, frozen=True):

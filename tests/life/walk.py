@@ -44,10 +44,10 @@ from kv_transfer.pushes import Pushes
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 from prefill.scheduler import PrefillScheduler
-from router.app import Api, build_app
+from router.api.app import Api, build_app
+from router.api.intake import Intake
 from router.core import RouterCore
 from router.gateway import Gateway
-from router.intake import Intake
 from router.metrics import RouterMetrics
 
 ROOT = Path(__file__).resolve().parents[2]

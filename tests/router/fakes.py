@@ -41,14 +41,14 @@ from common.messages import (
     TextBatch,
     TextDelta,
 )
-from router.app import Api, build_app
+from router.api.app import Api, build_app
+from router.api.connections import WaitingConnections
+from router.api.intake import Intake
+from router.api.server import listen, serve_app
 from router.attempts import ResumeReason
-from router.connections import WaitingConnections
 from router.core import RouterCore
 from router.fleet import Change, Fleet
 from router.gateway import Gateway
-from router.http_server import listen, serve_app
-from router.intake import Intake
 from router.metrics import RouterMetrics
 from tests.builders import engine, instance
 from tests.common.mailboxes import FakeMail

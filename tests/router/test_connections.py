@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from router import connections
-from router.connections import Dropped
+from router.api import connections
+from router.metrics import Dropped
 from tests.router.calls import chat, get
 from tests.router.fakes import EchoFleet, Site, listening
 

@@ -9,7 +9,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.messages import Generate
-from router.responses import AnswerResponse
+from router.api.sending import AnswerResponse
 from tests.router.calls import chat, until
 from tests.router.fakes import EchoFleet, Site
 
@@ -143,7 +143,7 @@ async def test_an_error_from_a_dead_connection_cancels_quietly() -> None:
 
 
 async def test_a_client_that_takes_nothing_for_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.event_stream.SEND_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("router.api.event_stream.SEND_TIMEOUT_S", 0.02)
     async with Site(EchoFleet(stall_at=3)) as site:
         client = RawClient(site, stream=True)
         client.may_send.clear()

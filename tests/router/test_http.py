@@ -4,13 +4,13 @@ import asyncio
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from common.config import RouterConfig
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError, Unavailable
 from common.ids import unpack_ids
 from common.messages import Failed
+from common.sampling_params import SamplingParams
 from tests.router.calls import assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
@@ -117,8 +117,7 @@ async def test_sampling_parameters_reach_the_fleet(site: Site) -> None:
     await post(site, "/v1/chat/completions", chat(**wanted, stop_token_ids=[7, 999, 7]))
     await post(site, "/v1/chat/completions", chat(top_k=-1))
     message, of_all = sent_to_fleet(site)
-    sampling = msgspec.structs.asdict(message.sampling)
-    assert sampling == wanted | {"max_new_tokens": 5, "stop_token_ids": (7, 999)}
+    assert message.sampling == SamplingParams(**wanted, max_new_tokens=5, stop_token_ids=(7, 999))
     assert of_all.sampling.top_k == 0
     assert unpack_ids(message.prompt).tolist() == [ord(char) for char in "hello"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from router import connections
-from router.connections import Dropped
-from router.http_server import HEAD_BYTES
+from router.api import connections
+from router.api.server import HEAD_BYTES
+from router.metrics import Dropped
 from tests.router.calls import completion, metric, until
 from tests.router.fakes import EchoFleet, Site, listening
 

@@ -10,9 +10,10 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import BadRequest
-from router import intake
-from router.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
-from router.openai_api import ChatRequest, CompletionRequest, read_chat, read_completion
+from router.api import intake
+from router.api.chat import ChatRequest, read_chat
+from router.api.completions import CompletionRequest, read_completion
+from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
 from tests.router.calls import chat, completion
 from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
-from router.openai_api import MAX_CHOICES_PER_PROMPT
+from router.api.fields import MAX_CHOICES_PER_PROMPT
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio

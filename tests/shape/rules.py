@@ -22,10 +22,10 @@ BLIND_EXCEPT_ALLOWED = {
     ("common/engine/torch_executor.py", "_complete"): "the outermost door of a thread: the next poll raises what it caught",
     ("kv_transfer/transfer_thread.py", "_run"): "the outermost door of a thread: the next call of the port raises what it caught",
     (
-        "router/event_stream.py",
+        "router/api/event_stream.py",
         "_take",
     ): "one of many streams whose news are handled together: the awaited end raises what it caught",
-    ("router/event_stream.py", "_wait"): "the outermost door of a task: the awaited end raises what it caught",
+    ("router/api/event_stream.py", "_wait"): "the outermost door of a task: the awaited end raises what it caught",
     ("launch/child.py", "_run"): "the outermost door of a process: whoever started it must learn why it ended",
 }
 """(file, function) that may catch everything, and why."""

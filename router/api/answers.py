@@ -1,6 +1,6 @@
 """The answers of the OpenAI API as JSON bytes: the events of a stream, whole answers, usage.
 
-Owns the shapes, one class for each endpoint. Does not know HTTP or the fleet.
+Owns what all endpoints have in common; each has a shape of its own. Does not know HTTP or the fleet.
 
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -25,44 +25,6 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
-class _Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-
-
-class _ChunkChoice(msgspec.Struct, frozen=True):
-    index: int
-    delta: _Delta
-    finish_reason: OpenAIFinish | None = None
-    logprobs: None = None
-    token_ids: TokenIds = msgspec.UNSET
-
-
-class _TextChoice(msgspec.Struct, frozen=True):
-    index: int
-    text: str
-    finish_reason: OpenAIFinish | None = None
-    logprobs: None = None
-    token_ids: TokenIds = msgspec.UNSET
-
-
-class _ChatMessage(msgspec.Struct, frozen=True):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class _ChatChoice(msgspec.Struct, frozen=True):
-    index: int
-    message: _ChatMessage
-    finish_reason: OpenAIFinish
-    logprobs: None = None
-    token_ids: TokenIds = msgspec.UNSET
-
-
-_Choice: TypeAlias = _ChunkChoice | _TextChoice | _ChatChoice
-
-
 class _Body(msgspec.Struct, frozen=True):
     """usage: left out when the client did not ask for it; null in the chunks before the one that has it."""
 
@@ -70,7 +32,7 @@ class _Body(msgspec.Struct, frozen=True):
     object: str
     created: int
     model: str
-    choices: Sequence[_Choice]
+    choices: Sequence[msgspec.Struct]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
@@ -112,7 +74,7 @@ class AnswerShape(ABC):
         parts = self._chunk_choices(index, text, token_ids, finish, opens=opens)
         return b"".join(map(self._event, parts))
 
-    def _event(self, part: _Choice) -> bytes:
+    def _event(self, part: msgspec.Struct) -> bytes:
         usage = None if self.include_usage else msgspec.UNSET
         return b"data: " + _encode(_Body(self.id, self.chunk_object, self.created, self.model, (part,), usage)) + b"\n\n"
 
@@ -139,48 +101,8 @@ class AnswerShape(ABC):
     @abstractmethod
     def _chunk_choices(
         self, index: int, text: str, token_ids: TokenIds, finish: OpenAIFinish | None, *, opens: bool
-    ) -> Iterable[_Choice]:
+    ) -> Iterable[msgspec.Struct]:
         """One choice for each chunk."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, choice: WholeChoice, token_ids: TokenIds) -> _Choice: ...
-
-
-class ChatShape(AnswerShape):
-    """/v1/chat/completions. A choice's first chunk says the role."""
-
-    __slots__ = ()
-    chunk_object = "chat.completion.chunk"
-    whole_object = "chat.completion"
-
-    def _chunk_choices(
-        self, index: int, text: str, token_ids: TokenIds, finish: OpenAIFinish | None, *, opens: bool
-    ) -> Iterable[_Choice]:
-        parts: list[_Choice] = [_ChunkChoice(index, _Delta(role="assistant", content=""))] if opens else []
-        if text or token_ids:
-            parts.append(_ChunkChoice(index, _Delta(content=text), token_ids=token_ids))
-        if finish is not None:
-            parts.append(_ChunkChoice(index, _Delta(), finish))
-        return parts
-
-    def _whole_choice(self, index: int, choice: WholeChoice, token_ids: TokenIds) -> _Choice:
-        return _ChatChoice(index, _ChatMessage("".join(choice.texts)), choice.finish_reason, token_ids=token_ids)
-
-
-class CompletionShape(AnswerShape):
-    """/v1/completions"""
-
-    __slots__ = ()
-    chunk_object = "text_completion"
-    whole_object = "text_completion"
-
-    def _chunk_choices(
-        self, index: int, text: str, token_ids: TokenIds, finish: OpenAIFinish | None, *, opens: bool
-    ) -> Iterable[_Choice]:
-        parts: list[_Choice] = [_TextChoice(index, text, token_ids=token_ids)] if text or token_ids else []
-        if finish is not None:
-            parts.append(_TextChoice(index, "", finish))
-        return parts
-
-    def _whole_choice(self, index: int, choice: WholeChoice, token_ids: TokenIds) -> _Choice:
-        return _TextChoice(index, "".join(choice.texts), choice.finish_reason, token_ids=token_ids)
+    def _whole_choice(self, index: int, choice: WholeChoice, token_ids: TokenIds) -> msgspec.Struct: ...

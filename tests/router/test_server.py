@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from common.errors import ConfigError
-from router.http_server import listen
+from router.api.server import listen
 from tests.router.calls import chat, until
 from tests.router.fakes import EchoFleet, Site, listening
 

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from fastapi.routing import APIRoute
 
-from router.openai_api import ChatFields, CompletionFields
-from router.openai_errors import ErrorBody
+from router.api.chat import ChatFields
+from router.api.completions import CompletionFields
+from router.api.errors import ErrorBody
 from tests.router.calls import get
 from tests.router.fakes import Site
 

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from starlette.types import Message, Send
 
 from common.messages import Ending, Failed
-from router.connections import SEND_TIMEOUT_S
-from router.openai_answers import AnswerShape, OpenAIFinish
-from router.openai_errors import detail_of_failure, error_json
+from router.api.answers import AnswerShape, OpenAIFinish
+from router.api.connections import SEND_TIMEOUT_S
+from router.api.errors import detail_of_failure, error_json
 from router.outbox import ChoiceDelta, joined
 
 KEEP_ALIVE = b": keep-alive\n\n"

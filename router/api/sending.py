@@ -14,12 +14,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
-from router.connections import SEND_TIMEOUT_S
-from router.event_stream import ClientGone, EventStream, outcome_of
+from router.api.answers import AnswerShape, WholeChoice
+from router.api.connections import SEND_TIMEOUT_S
+from router.api.errors import response_to_failure
+from router.api.event_stream import ClientGone, EventStream, outcome_of
+from router.api.intake import Accepted
 from router.gateway import Gateway
-from router.intake import Accepted
-from router.openai_answers import AnswerShape, WholeChoice
-from router.openai_errors import response_to_failure
 from router.outbox import ChoiceDelta, Outbox
 
 DIRECT_SEND = "tandem.direct_send"

@@ -16,9 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import BadRequest, ConfigError
-from router import connections
-from router.connections import Dropped, WaitingConnections
-from router.openai_errors import ErrorDetail, error_json
+from router.api import connections
+from router.api.connections import WaitingConnections
+from router.api.errors import ErrorDetail, error_json
+from router.metrics import Dropped
 
 GRACE_S = 5
 """How long it may take to send what is left when the server stops."""

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from common.errors import BadRequest
-from router.openai_api import read_chat, read_completion
-from router.openai_fields import NEUTRAL_CHAT_VALUES, NEUTRAL_COMPLETION_VALUES
+from router.api.chat import read_chat
+from router.api.completions import read_completion
+from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_COMPLETION_VALUES
 
 USER = {"role": "user", "content": "hi"}
 

@@ -12,23 +12,14 @@ Counts each connection that the server drops. Connections with a request in prog
 
 import asyncio
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Protocol
+
+from router.metrics import Dropped
 
 HEAD_S = 10.0
 """How long the head of a request may take, from the connection or from its first byte."""
 SEND_TIMEOUT_S = 60.0
 """How long a client may take to read what fills its send buffer."""
-
-
-class Dropped(StrEnum):
-    """Why a connection was dropped."""
-
-    NO_HEAD = "no_head"
-    TOO_MANY = "too_many"
-    LONG_HEAD = "long_head"
-    UNREAD = "unread"
-    PIPELINED = "pipelined"
 
 
 class Connection(Protocol):

@@ -19,17 +19,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Overloaded, TandemError
 from common.ids import InstanceId
-from router.api_description import COMPLETION_REFUSALS, Described, DescribedApp
+from router.api.answers import AnswerShape
+from router.api.chat import ChatFields, read_chat
+from router.api.chat_answers import ChatShape
+from router.api.completion_answers import CompletionShape
+from router.api.completions import CompletionFields, read_completion
+from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp
+from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
+from router.api.fields import ReadRequest
+from router.api.intake import Accepted, Intake, unknown_model
+from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
 from router.cluster import cluster_page
 from router.drain import Door
 from router.gateway import Gateway
-from router.intake import Accepted, Intake, unknown_model
 from router.member_metrics import member_metrics
 from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics
-from router.openai_answers import AnswerShape, ChatShape, CompletionShape
-from router.openai_api import ChatFields, CompletionFields, ReadRequest, read_chat, read_completion
-from router.openai_errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
-from router.responses import DIRECT_SEND, Answer, StreamResponse, WholeResponse
 
 BODY_TIMEOUT_S = 60.0
 SPARE_CONNECTIONS = 256

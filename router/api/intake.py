@@ -18,8 +18,10 @@ from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
+from router.api.chat import ChatRequest
+from router.api.completions import COMPLETION_MAX_TOKENS, CompletionRequest
+from router.api.fields import ALL_TOKENS, ReadRequest
 from router.core import RouterCore
-from router.openai_api import ALL_TOKENS, COMPLETION_MAX_TOKENS, ChatRequest, CompletionRequest, ReadRequest
 from router.requests import TOKEN_BYTES, RequestSpec
 
 SEED_BITS = 63

@@ -1,7 +1,7 @@
 """The description of the API at /openapi.json, from which /docs is made.
 
 Owns the words and schemas. The schemas of bodies and errors are those of the structs that the router reads and writes; bodies are
-still read by `openai_api`, whose errors name the field and the fix.
+still read by `router.api.fields`, whose errors name the field and the fix.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from router.openai_api import ChatFields, CompletionFields
-from router.openai_errors import ErrorBody
+from router.api.chat import ChatFields
+from router.api.completions import CompletionFields
+from router.api.errors import ErrorBody
 
 ABOUT = """Serves a large language model with prefill and decode on separate machines.
 

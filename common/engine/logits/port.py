@@ -1,0 +1,40 @@
+"""The port of a logits processor: what changes the logits of some rows before their tokens are drawn.
+
+Owns no implementation. A processor keeps state for each row, begins it anew at the row's `RowStart`, and brings it forward with
+each token that the row samples. Rows that no processor concerns cost nothing, and take the graph's token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.engine.plan import RowStart
+from common.ids import Int64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledRows:
+    """Some rows that sample, as the host and as the device name them: both [rows] int64, in the same order."""
+
+    host: Int64Array
+    device: Tensor
+
+
+class LogitsProcessor(Protocol):
+    """All calls come from the engine's thread, in the order of the plans. Only `apply` may wait for the step before."""
+
+    def start(self, starts: Sequence[RowStart]) -> None:
+        """Begin these rows anew: whatever was known of them is over."""
+
+    def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
+        """Of each row, whether this processor may change its logits. rows: [rows], those that sample in the next step."""
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        """Change the logits in place. logits: [rows, vocab] float32. rows: those that it concerns, no others."""
+
+    def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
+        """The step has sampled these tokens. tokens: [rows] int64, on the device. rows: those that it concerns."""
