@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.engine.logprobs import NO_LOGPROBS, Logprobs
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 
@@ -93,7 +94,20 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """tokens: [rows] int32, aligned with the plan's `sampled_rows`."""
+    """tokens: [rows] int32, aligned with the plan's `sampled_rows`.
+
+    logprobs: of the sampled tokens whose rows ask for them (`SamplingParams.logprobs`), one for each such row.
+
+    prompt_logprobs: for rows that ask for them and have no answer yet. A chunk [start, end) tells of the tokens behind its own,
+    which are [start + 1, end + 1), and the last one of [start + 1, end): a prompt's are complete with its first token.
+
+    Read both with `by_row()`, which is {} when nobody asks:
+
+        sampled = result.logprobs.by_row()  # row -> (the TokenLogprob of its token,)
+        prompts = result.prompt_logprobs.by_row()  # row -> (TokenLogprob, …), to put behind those of the chunks before
+    """
 
     plan: Plan
     tokens: Int32Array
+    logprobs: Logprobs = NO_LOGPROBS
+    prompt_logprobs: Logprobs = NO_LOGPROBS
