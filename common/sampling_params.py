@@ -11,6 +11,10 @@ import msgspec
 from common.errors import BadRequest
 
 MAX_SEED = 2**63 - 1
+MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS, MAX_BAD_WORD = 64, 16
+"""Sequences, and tokens of each."""
+MAX_LOGPROBS = 20
 ANSWER_TOKENS = 512
 """An answer is expected to have as many tokens until more is known, or its limit when that is lower: limits are often far above
 what answers need."""
@@ -66,8 +70,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         constraints = self.min_tokens > 0 or bool(self.bad_words) or self.grammar is not None
         return penalties or constraints or self.prompt_logprobs is not None
 
-    def validate(self) -> None:
-        """Raise BadRequest naming the first parameter that is out of range."""
+    def validate(self, answered: int = 0) -> None:
+        """Raise BadRequest naming the first parameter that is out of range. answered: tokens of the answer that were there before
+        these parameters' `max_new_tokens` began to count."""
+        most_tokens = answered + self.max_new_tokens
         limits: tuple[tuple[str, bool, str], ...] = (
             ("max_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2"),
@@ -75,7 +81,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("top_k", 0 <= self.top_k < 2**31, "0 (all tokens) or a positive number"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("seed", -(2**63) <= self.seed <= MAX_SEED, "a 64-bit integer"),
+            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} tokens"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 10.0, "between 0.01 and 10"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("logit_bias", len(self.logit_bias) <= MAX_BIASED_TOKENS, f"of at most {MAX_BIASED_TOKENS} tokens"),
+            ("logit_bias", all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias), "between -100 and 100"),
+            ("logit_bias", len({token for token, _ in self.logit_bias}) == len(self.logit_bias), "given once for each token"),
+            ("min_tokens", 0 <= self.min_tokens <= most_tokens, "between 0 and max_tokens"),
+            ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS}"),
+            ("bad_words", all(1 <= len(word) <= MAX_BAD_WORD for word in self.bad_words), f"of 1 to {MAX_BAD_WORD} tokens each"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"between 0 and {MAX_LOGPROBS}",
+            ),
         )
         for name, holds, rule in limits:
             if not holds:
                 raise BadRequest(f"{name} must be {rule}", field=name)
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raise BadRequest naming the first parameter that holds a token id which the model does not have."""
+        named = (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", [token for token, _ in self.logit_bias]),
+            ("bad_words", [token for word in self.bad_words for token in word]),
+        )
+        for name, token_ids in named:
+            if not all(0 <= token < vocab_size for token in token_ids):
+                raise BadRequest(f"{name} must hold token ids between 0 and {vocab_size - 1}", field=name)

@@ -72,9 +72,9 @@ class DecodeRequests:
 
     def start(self, request: DecodeRequest, sampled: int, length: int = 0, last_token: int | None = None) -> None:
         """The request is in the batch from the next plan on. sampled: see `Batch.join`. length, last_token: see `RowStart`."""
-        assert request.row is not None and request.lease is not None
+        assert request.row is not None
         self.hold(request, sampled)
-        self.starts.append(RowStart(request.row, request.lease.pages, request.asked.sampling, length, last_token))
+        self.starts.append(request.row_start(request.row, length, last_token))
 
     def end(self, request: DecodeRequest, ending: Ending | None, now: float) -> list[Action]:
         """The one door. `ending` is told to the client, or None when the client knows or another instance tells it.

@@ -292,7 +292,7 @@ class PrefillScheduler:
         request.lease, request.phase = lease, Phase.COMPUTING
         request.progress = PromptProgress(row, request.prompt)
         self._computing[row] = request
-        starts.append(RowStart(row, lease.pages, request.asked.sampling))
+        starts.append(request.row_start(row))
         if peer is None:
             return []
         request.source_open, request.asked_s = True, now

@@ -25,8 +25,8 @@ class RowStart:
     whose KV is in those pages. last_token: the token to feed at position `length` if the row decodes at once (its KV is not in
     the pages yet); None if chunks come first.
 
-    token_ids: [tokens] int32, all that is known of the request, last_token included; of these the last `answer_tokens` are the
-    answer's so far. They are given when the sampling parameters need them (`SamplingParams.needs_tokens`), else None.
+    token_ids: [tokens] int32, all that is known of the request, last_token included; None if the sampling parameters do not need
+    them (`SamplingParams.needs_tokens`). answer_tokens: how many of them, the last ones, are the answer's so far.
     """
 
     row: int

@@ -6,6 +6,9 @@ Owns the record that both roles keep; a role adds fields of its own. Decides not
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+
+from common.engine.plan import RowStart
 from common.ids import InstanceId, Int32Array, Key, Life
 from common.instance.prompts import PromptProgress
 from common.instance.token_memory import Emitted
@@ -59,6 +62,14 @@ class Request:
         """The token goes to the client, or has gone there by another instance."""
         self.token_ids.append(token_id)
         self.next_token += 1
+
+    def row_start(self, row: int, length: int = 0, last_token: int | None = None) -> RowStart:
+        """The request begins in this row, on its leased pages. length, last_token: see `RowStart`."""
+        assert self.lease is not None
+        sampling, token_ids = self.asked.sampling, None
+        if sampling.needs_tokens:
+            token_ids = np.concatenate([self.prompt, np.array(self.token_ids, dtype=np.int32)])
+        return RowStart(row, self.lease.pages, sampling, length, last_token, token_ids, self.asked.first + len(self.token_ids))
 
     @property
     def emitted(self) -> Emitted:

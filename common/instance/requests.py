@@ -148,7 +148,8 @@ class RequestTable(Generic[R]):
             raise BadRequest(f"prompt is not a list of token ids: {error}", field="prompt") from error
         if len(prompt) == 0 or prompt.min() < 0 or prompt.max() >= model.vocab_size:
             raise BadRequest(f"prompt must hold token ids between 0 and {model.vocab_size - 1}", field="prompt")
-        asked.sampling.validate()
+        asked.sampling.validate(asked.first)
+        asked.sampling.check_token_ids(model.vocab_size)
         if objection is not None:
             raise objection
         if isinstance(asked, Reserve) and asked.sampling.max_new_tokens < 2:

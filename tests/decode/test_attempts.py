@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from common.ids import ROUTER, Int32Array
 from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Repeat, Standing, Terms, TokenDelta, Withdraw
 from decode.scheduler import DecodeScheduler
-from tests.builders import LAYOUT, key, result
+from tests.builders import LAYOUT, key, result, sampling
 from tests.decode.rig import LIFE, ME, WRITER, decoding, handoff, renew, reserve, reserved, scheduler, step, with_reservation
 from tests.schedulers import (
     abandon,
@@ -43,6 +43,21 @@ def test_an_answer_that_is_resumed_here_alone_goes_on_with_its_next_number() -> 
     made.receive(ROUTER, generate("a", 8, max_new_tokens=2, first=5), 0.0)
     told = [*deltas(step(made, 0.1, token=70)), *deltas(step(made, 0.2, token=71))]
     assert told == [TokenDelta(key("a"), 5, (70,), None), TokenDelta(key("a"), 6, (71,), Finished(reason="length"))]
+
+
+def test_a_row_whose_sampling_needs_the_tokens_begins_with_all_that_are_known() -> None:
+    """Handed off with its first token, or computed here."""
+    made, penalised = scheduler(), replace(sampling(), presence_penalty=1.0)
+    made.receive(WRITER, replace(reserve("a", 8, first=2), sampling=penalised), 0.0)
+    made.receive(WRITER, reserve("b", 8, first=2), 0.0)
+    for grant in grants(made.decide(0.0).actions):
+        made.receive(WRITER, handoff(grant, first_token=50), 0.0)
+    made.receive(ROUTER, replace(generate("c", 7, first=5), sampling=penalised), 0.0)
+    handed_off, plain, here = planned(made.decide(0.0)).starts
+    assert handed_off.token_ids is not None and here.token_ids is not None
+    assert (handed_off.token_ids.tolist(), handed_off.answer_tokens) == ([*range(100, 108), 50], 3)
+    assert (here.token_ids.tolist(), here.answer_tokens) == ([*range(100, 107)], 5)
+    assert plain.token_ids is None
 
 
 def test_a_refusal_carries_the_number_of_the_next_token() -> None:

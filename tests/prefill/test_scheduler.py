@@ -36,6 +36,14 @@ def test_one_request_goes_from_generate_to_handoff() -> None:
     assert counters.bytes_pushed == 3 * LAYOUT.page_bytes
 
 
+def test_a_row_whose_sampling_needs_the_tokens_begins_with_the_prompt() -> None:
+    asked = generate("a", 6, first=2)
+    _, decision = begun(msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, min_tokens=5)))
+    assert decision.plan is not None
+    (start,) = decision.plan.starts
+    assert start.token_ids is not None and (start.token_ids.tolist(), start.answer_tokens) == ([*range(100, 106)], 2)
+
+
 def test_several_prompts_share_one_forward_under_the_token_budget() -> None:
     made = scheduler(chunk_tokens=8)
     for name, tokens in (("a", 3), ("b", 3), ("c", 20)):

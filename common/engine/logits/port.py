@@ -18,23 +18,33 @@ from common.ids import Int64Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRows:
-    """Some rows that sample, as the host and as the device name them: both [rows] int64, in the same order."""
+    """Some rows that sample, as the host and as the device name them. All [rows] int64, in the same order.
+
+    host, device: the rows of the batch. host_at, at: which rows of the logits are theirs.
+    """
 
     host: Int64Array
     device: Tensor
+    host_at: Int64Array
+    at: Tensor
 
 
 class LogitsProcessor(Protocol):
-    """All calls come from the engine's thread, in the order of the plans. Only `apply` may wait for the step before."""
+    """All calls come from the engine's thread, in the order of the plans. Only `apply` may wait for the step before.
+
+    What `start` and `apply` copy to the device goes through a `Staging` of the processor's own: the host waits for no copy.
+    """
 
     def start(self, starts: Sequence[RowStart]) -> None:
         """Begin these rows anew: whatever was known of them is over."""
 
     def concerns(self, rows: Int64Array) -> NDArray[np.bool_]:
-        """Of each row, whether this processor may change its logits. rows: [rows], those that sample in the next step."""
+        """Of each row, whether this processor may change its logits or wants its tokens. A row that it does not concern at its
+        start it does not concern later. rows: [rows], those that sample in the next step."""
 
     def apply(self, logits: Tensor, rows: SampledRows) -> None:
-        """Change the logits in place. logits: [rows, vocab] float32. rows: those that it concerns, no others."""
+        """Change in place those rows of the logits that are theirs, `rows.at`. logits: [any rows, vocab] float32, contiguous.
+        rows: those that it concerns, no others."""
 
     def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
-        """The step has sampled these tokens. tokens: [rows] int64, on the device. rows: those that it concerns."""
+        """The step has sampled these tokens. tokens: [rows] int64, on the device. rows: as given to `apply` just before."""
