@@ -23,9 +23,9 @@ from router.partners import Partners
 GATHER_S = 0.2
 """Changes of the set are told at once, but what changes within this long after that is told together: when a thousand instances
 register at a router that started again, each gets a few messages."""
-PAIRS_AT_ONCE, INFOS_AT_ONCE = 2_048, 2_048
-"""How many pairs one turn makes, and of how many partners in all it tells: a few milliseconds each. A large fleet takes
-several turns, in which the router serves."""
+PAIRS_AT_ONCE, INFOS_AT_ONCE, MESSAGE_INFOS = 1_024, 1_024, 16
+"""How many pairs one turn makes, and of how many partners in all it tells: a few milliseconds each. A message costs as much as
+MESSAGE_INFOS partners. A large fleet takes several turns, in which the router serves."""
 WHOLE_BYTES = 4 * 2**20
 """A set larger than this is told in several messages. A frame may be 64 MiB."""
 _encoder = msgspec.msgpack.Encoder()
@@ -151,7 +151,7 @@ class Acquaintance:
         self._gather_until_s = now  # the round goes on in the next turn
         if not self._telling:
             self._form_pairs()
-            if self._forming:
+            if self._forming or self._regroup:
                 return []
             self._telling, self._dirty = self._dirty, {}
         sends = self._tell(now)
@@ -164,8 +164,8 @@ class Acquaintance:
     def _form_pairs(self) -> None:
         """Make the pairs that there should be, as many as one turn may."""
         if self._regroup and not self._forming:
-            self._regroup = False
             regrouping = self._partners.settle()
+            self._regroup = not regrouping.settled
             for pair in regrouping.dropped:
                 self._part(self._told[pair.prefill].member, self._told[pair.decode].member)
             self._forming.extend((self._told[pair.prefill], self._told[pair.decode]) for pair in regrouping.made)
@@ -192,7 +192,7 @@ class Acquaintance:
                 lives = tuple((info.id, info.incarnation) for info in message.joined)
                 group = groups.setdefault((message.version, message.since, lives, message.left, message.more), [])
                 group.append(Send(name, group[0].message if group else message))
-                room -= 1 + len(lives)
+                room -= MESSAGE_INFOS + len(lives)
         return [send for group in groups.values() for send in group]
 
     def _news(self, told: _Told, first: int, now: float) -> list[Peers]:

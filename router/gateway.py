@@ -16,7 +16,7 @@ from common.instance.ports import Mail, Send
 from common.messages import LinkReport, RouterInbox
 from router.core import RouterCore
 
-TURN_S, TURN_MESSAGES = 0.02, 1_024
+TURN_S, TURN_MESSAGES = 0.01, 1_024
 """How long one turn takes in mail, and how many messages at most."""
 LINKS_S = 2.0
 """How long an instance may take to tell of its links."""
@@ -51,25 +51,23 @@ class Gateway:
         """Take in what has arrived, within the limits of a turn. Each message counts as heard when it is read: it may have waited
         long. The mail's owner calls again while mail is left."""
         self.turn += 1
-        began_s = self.clock()
-        caught_up = self._take_in(began_s)
-        if caught_up:
-            self._behind_since_s = None
-        elif self._behind_since_s is None:
-            self._behind_since_s = began_s
+        self._take_in(TURN_MESSAGES)
         self.deliver(self.core.flush(self.clock()))
 
-    def _take_in(self, began_s: float) -> bool:
-        """Whether everything that had arrived was read."""
-        for _ in range(TURN_MESSAGES):
+    def _take_in(self, most: int) -> None:
+        """most: so many messages, unless TURN_S is over before."""
+        began_s = self.clock()
+        for _ in range(most):
             mail = self.mail.receive(1)
             if not mail:
-                return True
+                self._behind_since_s = None
+                return
             now = self.clock()
             self._send(self.core.receive(mail[0][1], now))
             if now - began_s >= TURN_S:
                 break
-        return False
+        if self._behind_since_s is None:
+            self._behind_since_s = began_s
 
     async def links_of(self, instance: InstanceId) -> LinkReport:
         """All links of a prefill instance, with their traffic, as it tells them now. Raises UnknownInstance, BadRequest,
@@ -120,9 +118,15 @@ class Gateway:
             self.mail.send(send.to, send.message)
 
     def _tick(self) -> None:
-        """Read the mail first: an instance that wrote in time is not silent, however long this loop was held up."""
+        """Read the mail first: an instance that wrote in time is not silent, however long this loop was held up.
+
+        While mail is left, its owner calls `pump` before the loop looks at its sockets again. A second whole turn would make
+        everybody else wait for twice as long, so one message is read here: that shows whether more is left."""
         self._timer = None
-        self.pump()
+        if self._behind_since_s is None:
+            self.pump()
+        else:
+            self._take_in(1)
         now = self.clock()
         caught_up = self._behind_since_s is None or now - self._behind_since_s > BACKLOG_S
         self.deliver(self.core.tick(now, caught_up=caught_up))

@@ -22,8 +22,13 @@ from common.ids import InstanceId, Role
 AT_LEAST = 4
 """A decode instance has so many partners, if there are so many."""
 
+CELLS_AT_ONCE = 2**14
+"""So many pairs one call of `settle` looks at, from either side: a millisecond each."""
+ABOVE_ALL = np.uint64(2**64 - 1)
+
 Ranks = NDArray[np.uint64]
-Table = NDArray[np.bool_]
+Flags = NDArray[np.bool_]
+Places = NDArray[np.intp]
 
 
 class Pair(NamedTuple):
@@ -33,19 +38,27 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """made: pairs that are linked from now on. dropped: pairs of which both are still there, and that are linked no longer."""
+    """made: pairs that are linked from now on. dropped: pairs of which both are still there, and that are linked no longer.
+    settled: nothing is left to do."""
 
     made: list[Pair]
     dropped: list[Pair]
+    settled: bool
 
 
 class _Side:
-    """The instances of one role. Each keeps its place, a row or column of the tables, until it leaves."""
+    """The instances of one role. Each keeps its place, a row or column of the tables, until it leaves.
+
+    names, hashes, least, stale: by place; a free place keeps the name of who was there. hashes: 0 where the place is free.
+    least: the lowest rank among its favourites; ABOVE_ALL before they are chosen. stale: its favourites may have changed.
+    """
 
     def __init__(self) -> None:
         self.at: dict[InstanceId, int] = {}
         self.names: list[InstanceId] = []
-        """By place; a free place keeps the name of who was there."""
+        self.hashes: Ranks = np.zeros(0, dtype=np.uint64)
+        self.least: Ranks = np.zeros(0, dtype=np.uint64)
+        self.stale: Flags = np.zeros(0, dtype=bool)
         self._free: list[int] = []
 
     def take(self, name: InstanceId) -> int:
@@ -55,13 +68,30 @@ class _Side:
         else:
             place = len(self.names)
             self.names.append(name)
+            self._make_room()
         self.at[name] = place
+        self.hashes[place] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") | 1
+        self.stale[place] = True
         return place
 
     def leave(self, name: InstanceId) -> int:
         place = self.at.pop(name)
         self._free.append(place)
+        self.hashes[place], self.least[place], self.stale[place] = 0, ABOVE_ALL, False
         return place
+
+    def take_stale(self, most: int) -> Places:
+        """Places that are stale, and are to be brought up to date now."""
+        places = np.flatnonzero(self.stale)[: max(1, most)]
+        self.stale[places] = False
+        return places
+
+    def _make_room(self) -> None:
+        """Room doubles when it is full."""
+        more = 0 if len(self.names) <= len(self.hashes) else max(len(self.hashes), 16)
+        if more:
+            self.hashes, self.stale = np.pad(self.hashes, (0, more)), np.pad(self.stale, (0, more))
+            self.least = np.pad(self.least, (0, more), constant_values=ABOVE_ALL)
 
 
 class Partners:
@@ -70,86 +100,91 @@ class Partners:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._prefill, self._decode = _Side(), _Side()
-        self._hashes: dict[Role, Ranks] = {"prefill": np.zeros(0, dtype=np.uint64), "decode": np.zeros(0, dtype=np.uint64)}
-        """By place; 0 where it is free."""
         self._ranks: Ranks = np.zeros((0, 0), dtype=np.uint64)
         """[prefill places, decode places]; 0 where one of them is free."""
-        self._linked: Table = np.zeros((0, 0), dtype=bool)
+        self._linked: Flags = np.zeros((0, 0), dtype=bool)
+        """[prefill places, decode places]."""
 
     def join(self, name: InstanceId, role: Role) -> None:
         """`settle` makes its pairs."""
-        place = self._side(role).take(name)
-        other: Role = "decode" if role == "prefill" else "prefill"
+        ours, theirs = self._sides(role)
+        place = ours.take(name)
         self._make_room()
-        self._hashes[role][place] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") | 1
-        ours, theirs = self._hashes[role][place : place + 1], self._hashes[other]
-        ranks = _mix(ours ^ _turned(theirs) if role == "prefill" else theirs ^ _turned(ours))
-        self._set(role, place, np.where(theirs > 0, ranks, np.uint64(0)))
+        hashes = ours.hashes[place : place + 1]
+        ranks = _mix(hashes ^ _turned(theirs.hashes) if role == "prefill" else theirs.hashes ^ _turned(hashes))
+        self._set(role, place, np.where(theirs.hashes > 0, ranks, np.uint64(0)))
 
     def leave(self, name: InstanceId, role: Role) -> None:
         """Its pairs are gone at once; `settle` makes those that take their place."""
-        place = self._side(role).leave(name)
-        self._hashes[role][place] = 0
-        self._set(role, place, np.uint64(0))
+        ours, _ = self._sides(role)
+        self._set(role, ours.leave(name), np.zeros(1, dtype=np.uint64))
 
     def settle(self) -> Regrouping:
-        """Make the pairs that there should be, and drop those for which there is no room."""
-        wanted = self._wanted()
-        linked = self._linked | wanted
-        if self._limit:
-            crowded = linked.sum(axis=1) > 2 * self._limit
-            linked[crowded] = wanted[crowded]
-        made, dropped = self._pairs(linked & ~self._linked), self._pairs(self._linked & ~linked)
-        self._linked = linked
-        return Regrouping(made, dropped)
+        """Make the pairs that there should be, and drop those for which there is no room: as many as one call may. Instances may
+        come and go before the next call.
+
+        Favourites of decode instances are chosen first: a prefill instance with too many partners keeps those that want it."""
+        rows, columns = self._ranks.shape
+        self._choose_for_decode(self._decode.take_stale(CELLS_AT_ONCE // max(1, rows)))
+        if self._decode.stale.any():
+            return Regrouping([], [], settled=False)
+        places = self._prefill.take_stale(CELLS_AT_ONCE // max(1, columns))
+        had, linked = self._linked[places], self._link(places)
+        made, dropped = self._pairs(places, linked & ~had), self._pairs(places, had & ~linked)
+        return Regrouping(made, dropped, settled=not self._prefill.stale.any())
 
     # --- inside ------------------------------------------------------------------------------------------------------------
 
-    def _side(self, role: Role) -> _Side:
-        return self._prefill if role == "prefill" else self._decode
+    def _sides(self, role: Role) -> tuple[_Side, _Side]:
+        """Those of this role, and those of the other."""
+        return (self._prefill, self._decode) if role == "prefill" else (self._decode, self._prefill)
 
-    def _wanted(self) -> Table:
-        there: Table = self._ranks > 0
-        if self._limit == 0:
-            return there
-        return there & (_favourites(self._ranks, self._limit) | _favourites(self._ranks.T, AT_LEAST).T)
+    def _choose_for_decode(self, places: Places) -> None:
+        """Choose the favourites of these decode instances. The prefill instances whom that concerns are stale then."""
+        ranks, before = self._ranks[:, places], self._decode.least[places]
+        now = self._decode.least[places] = _least(ranks.T, AT_LEAST)
+        self._prefill.stale |= ((ranks > 0) & ((ranks >= before) != (ranks >= now))).any(axis=1)
 
-    def _pairs(self, table: Table) -> list[Pair]:
+    def _link(self, places: Places) -> Flags:
+        """Choose the favourites of these prefill instances, and link them. Returns with whom each is linked now."""
+        ranks = self._ranks[places]
+        least = self._prefill.least[places] = _least(ranks, self._limit or ranks.shape[1])
+        wanted = (ranks > 0) & ((ranks >= least[:, None]) | (ranks >= self._decode.least))
+        linked: Flags = self._linked[places] | wanted
+        if self._limit:
+            crowded = linked.sum(axis=1) > 2 * self._limit
+            linked[crowded] = wanted[crowded]
+        self._linked[places] = linked
+        return linked
+
+    def _pairs(self, places: Places, table: Flags) -> list[Pair]:
+        """table: [places, decode places]."""
         prefill, decode = self._prefill.names, self._decode.names
         rows, columns = np.nonzero(table)
-        return [Pair(prefill[row], decode[column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]
+        return [Pair(prefill[row], decode[column]) for row, column in zip(places[rows].tolist(), columns.tolist(), strict=True)]
 
-    def _set(self, role: Role, place: int, ranks: Ranks | np.uint64) -> None:
-        """A new instance, or none, in this place."""
+    def _set(self, role: Role, place: int, ranks: Ranks) -> None:
+        """A new instance, or none, in this place. It was or is now among the favourites of those who are stale then."""
         line = (place, slice(None)) if role == "prefill" else (slice(None), place)
+        _, theirs = self._sides(role)
+        theirs.stale |= np.maximum(self._ranks[line], ranks) >= theirs.least
         self._ranks[line] = ranks
         self._linked[line] = False
 
     def _make_room(self) -> None:
-        """Tables double when they are full."""
-        sides = (self._prefill, self._decode)
-        shape = tuple(_room(len(side.names), had) for side, had in zip(sides, self._ranks.shape, strict=True))
-        more = [(0, new - old) for new, old in zip(shape, self._ranks.shape, strict=True)]
+        shape = len(self._prefill.hashes), len(self._decode.hashes)
         if shape != self._ranks.shape:
+            more = [(0, new - old) for new, old in zip(shape, self._ranks.shape, strict=True)]
             self._ranks, self._linked = np.pad(self._ranks, more), np.pad(self._linked, more)
-            self._hashes = {
-                "prefill": np.pad(self._hashes["prefill"], more[0]),
-                "decode": np.pad(self._hashes["decode"], more[1]),
-            }
 
 
-def _room(places: int, had: int) -> int:
-    return had if places <= had else max(places, 2 * had, 16)
-
-
-def _favourites(ranks: Ranks, most: int) -> Table:
-    """Where the `most` highest ranks of each row are."""
+def _least(ranks: Ranks, most: int) -> Ranks:
+    """The rank of the last of the `most` highest in each row; 0 where the row is not that long."""
     columns = ranks.shape[1]
     if columns <= most:
-        return np.ones(ranks.shape, dtype=bool)
-    least = np.partition(ranks, columns - most, axis=1)[:, columns - most]
-    chosen: Table = ranks >= least[:, None]
-    return chosen
+        return np.zeros(len(ranks), dtype=np.uint64)
+    least: Ranks = np.partition(ranks, columns - most, axis=1)[:, columns - most]
+    return least
 
 
 def _turned(hashes: Ranks) -> Ranks:

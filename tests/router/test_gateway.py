@@ -159,6 +159,17 @@ async def test_one_turn_takes_in_a_bounded_amount_of_mail(slow: SlowCore, cost_s
         assert abs(3_000 - len(rig.mail.arriving) - taken) <= 1
 
 
+async def test_a_timer_that_is_due_while_mail_waits_takes_no_second_turn_of_it(slow: SlowCore) -> None:
+    async with Rig(**IMPATIENT) as rig:
+        rig.hear(JOIN)
+        slow(rig, TURN_S / 10)
+        rig.hear(*[beat(D0)] * 100)
+        left = len(rig.mail.arriving)
+        while len(rig.mail.arriving) == left:
+            await asyncio.sleep(0)
+        assert left - len(rig.mail.arriving) == 1
+
+
 async def test_a_dead_instance_is_lost_in_the_end_although_mail_always_waits(
     slow: SlowCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from common.ids import InstanceId
+from router import partners
 from router.partners import AT_LEAST, Pair, Partners
 
 
@@ -33,11 +34,21 @@ class Pairs:
 
     def settle(self) -> tuple[set[Pair], set[Pair]]:
         """What was made and what was dropped."""
+        made: set[Pair] = set()
+        dropped: set[Pair] = set()
+        settled = False
+        while not settled:
+            settled, more, fewer = self.settle_some()
+            made, dropped = made | more, dropped | fewer
+        return made, dropped
+
+    def settle_some(self) -> tuple[bool, set[Pair], set[Pair]]:
+        """What one call does. Whether that is all, what was made, and what was dropped."""
         done = self.partners.settle()
         assert len(set(done.made)) == len(done.made) and not set(done.made) & self.linked
         assert set(done.dropped) <= self.linked
         self.linked = (self.linked | set(done.made)) - set(done.dropped)
-        return set(done.made), set(done.dropped)
+        return done.settled, set(done.made), set(done.dropped)
 
     def partners_of(self, name: str) -> int:
         return sum(name in pair for pair in self.linked)
@@ -52,6 +63,8 @@ def test_up_to_the_limit_all_pairs_are_linked_and_without_a_limit_always() -> No
         pairs = Pairs(limit).join(*names("p", count), *names("d", count))
         pairs.settle()
         assert len(pairs.linked) == count * count
+    pairs.join("p-late", "d-late").settle()
+    assert len(pairs.linked) == 41 * 41
 
 
 def test_beyond_the_limit_each_prefill_instance_has_so_many_partners_and_each_decode_instance_some() -> None:
@@ -123,16 +136,24 @@ def rank(pairs: Pairs, prefill: InstanceId, decode: InstanceId) -> int:
     return (bits ^ (bits >> 31)) | 1
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_after_any_joins_and_losses_every_favourite_is_linked(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_after_any_joins_and_losses_every_favourite_is_linked_also_when_they_come_between_two_calls(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random, pairs = Random(seed), Pairs(4)
-    for _ in range(60):
+    monkeypatch.setattr(partners, "CELLS_AT_ONCE", (partners.CELLS_AT_ONCE, 70)[seed % 2])
+    for _ in range(80):
         there = sorted(pairs.prefill | pairs.decode)
         if there and random.random() < 0.4:
             pairs.leave(random.choice(there))
         else:
             pairs.join(*{f"{random.choice('pd')}{random.randrange(40)}"} - set(there))
         if random.random() < 0.5:
+            pairs.settle_some()
+        if random.random() < 0.3:
             pairs.settle()
-            assert wanted(pairs) <= pairs.linked
+            should = wanted(pairs)
+            assert should <= pairs.linked
             assert all(pair.prefill in pairs.prefill and pair.decode in pairs.decode for pair in pairs.linked)
+            for name in pairs.prefill:
+                assert pairs.partners_of(name) <= max(8, sum(name in pair for pair in should))
