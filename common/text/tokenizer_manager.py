@@ -35,9 +35,14 @@ class TokenizerManager:
         self._transformers = _load(path)
         self.backend: Tokenizer = self._transformers.backend_tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the model begins with. Raises BadRequest."""
-        return self._encode(text, "prompt", add_special_tokens=True)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt. add_special_tokens: with those that the model begins with. Raises BadRequest."""
+        return self._encode(text, "prompt", add_special_tokens)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of these tokens; incomplete characters are U+FFFD. Ids that the tokenizer lacks have no text."""
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins. Raises BadRequest."""

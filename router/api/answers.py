@@ -1,6 +1,7 @@
-"""The answers of the OpenAI API as JSON bytes: the events of a stream, whole answers, usage.
+"""The shapes of answers: how deltas of text become the bytes of a stream, or of one whole answer.
 
-Owns what all endpoints have in common; each has a shape of its own. Does not know HTTP or the fleet.
+Owns what the shapes have in common, and what the endpoints of the OpenAI API have in common. Each endpoint has a shape of its own
+in its own file. Does not know HTTP or the fleet.
 
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -8,21 +9,105 @@ Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.ht
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-OpenAIFinish: TypeAlias = Literal["stop", "length"]
+from common.messages import Ending, Failed, Finished, TokenLogprob
+from router.api.fields import ReadRequest
+from router.api.intake import Accepted
+from router.api.logprobs import LogprobWriter, PromptLogprobs, TokenTexts
+from router.outbox import ChoiceDelta
+
+OpenAIFinish: TypeAlias = Literal["stop", "length", "abort"]
+"""abort: as in vLLM and SGLang, the request was ended by another one (POST /abort_request)."""
 TokenIds: TypeAlias = tuple[int, ...] | msgspec.UnsetType
 """`token_ids` of a choice. The OpenAI API does not have it; as in vLLM it is left out unless `return_token_ids` asks for it."""
+DONE = b"data: [DONE]\n\n"
 _MARK = "\ue000"
 _encode = msgspec.json.Encoder().encode
+
+R = TypeVar("R", bound=ReadRequest)
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def finish_of(ending: Ending | None) -> OpenAIFinish | None:
+    """How a choice ends; None when it does not, or not as it should."""
+    if ending is None or isinstance(ending, Failed):
+        return None
+    return "abort" if ending.reason == "cancelled" else ending.reason
 
 
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """One choice of an answer that is not streamed, as far as it has come. texts: in pieces."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    ending: Finished = Finished(reason="stop")
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        if isinstance(delta.ending, Finished):
+            self.ending = delta.ending
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def finish(self) -> OpenAIFinish:
+        return finish_of(self.ending) or "stop"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class AnswerShape(ABC, Generic[R]):
+    """How one answer is written. asked: what the client asks for. accepted: its choices. token_texts: for log probabilities."""
+
+    id: str
+    created: int
+    model: str
+    asked: R
+    accepted: Accepted
+    token_texts: TokenTexts
+
+    tokens: int = field(default=0, init=False)
+    """Tokens of all choices so far."""
+
+    @abstractmethod
+    def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
+        """The events for news of one choice. opens: this is its first news."""
+
+    @abstractmethod
+    def last_events(self) -> bytes:
+        """The events when all choices have ended as they should."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+        """The body of an answer that is not streamed."""
+
+    def usage(self) -> Usage:
+        """As far as the answer has come."""
+        prompt_tokens = self.accepted.prompt_tokens
+        return Usage(prompt_tokens, self.tokens, prompt_tokens + self.tokens)
+
+    def logprob_writer(self, top: int | None) -> LogprobWriter:
+        return LogprobWriter(self.token_texts, top or 0, as_ids=self.asked.fields.return_tokens_as_token_ids)
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -34,75 +119,73 @@ class _Body(msgspec.Struct, frozen=True):
     model: str
     choices: Sequence[msgspec.Struct]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
-@dataclass(slots=True)
-class WholeChoice:
-    """One choice of an answer that is not streamed, as far as it has come. texts: in pieces."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenAIShape(AnswerShape[R]):
+    """The chunks and bodies that chats and completions share."""
 
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: OpenAIFinish = "stop"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerShape(ABC):
-    """How one endpoint writes its answer. choices: how many it has. include_usage: in a stream, as its last chunk."""
-
-    id: str
-    created: int
-    model: str
-    choices: int
-    prompt_tokens: int
-    include_usage: bool
-    return_token_ids: bool
-
-    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict, init=False)
     """For each choice that has got text; see `_frame`."""
+    _is_plain: bool = field(init=False)
+    """Most events hold nothing but text."""
 
     chunk_object: ClassVar[str]
     whole_object: ClassVar[str]
 
-    def events(self, index: int, text: str, ids: tuple[int, ...], finish: OpenAIFinish | None, *, opens: bool) -> bytes:
-        """The events for news of one choice. finish: how it ends, if it does. opens: this is its first news."""
-        if text and finish is None and not opens and not self.return_token_ids:
-            frame = self._frames.get(index)
+    def __post_init__(self) -> None:
+        asked, options = self.asked, self.asked.fields.stream_options
+        asks_for_more = asked.fields.return_token_ids or asked.logprobs is not None
+        self._is_plain = not asks_for_more and not (options is not None and options.continuous_usage_stats)
+
+    def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
+        self.tokens += len(delta.token_ids)
+        if self._is_plain and delta.text and delta.ending is None and not opens:
+            frame = self._frames.get(delta.index)
             if frame is None:
-                frame = self._frames[index] = self._frame(index)
-            return frame[0] + _encode(text) + frame[1]
-        token_ids = ids if self.return_token_ids else msgspec.UNSET
-        parts = self._chunk_choices(index, text, token_ids, finish, opens=opens)
-        return b"".join(map(self._event, parts))
+                frame = self._frames[delta.index] = self._frame(delta.index)
+            return frame[0] + _encode(delta.text) + frame[1]
+        return b"".join(map(self._event, self._chunk_choices(delta, opens=opens)))
+
+    def last_events(self) -> bytes:
+        options = self.asked.fields.stream_options
+        if options is None or not options.include_usage:
+            return DONE
+        return event(_encode(_Body(self.id, self.chunk_object, self.created, self.model, (), self.usage()))) + DONE
+
+    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
+        self.tokens += sum(len(choice.token_ids) for choice in choices)
+        parts = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        prompt = self._prompt_logprobs(choices)
+        return _encode(_Body(self.id, self.whole_object, self.created, self.model, parts, self.usage(), prompt))
 
     def _event(self, part: msgspec.Struct) -> bytes:
-        usage = None if self.include_usage else msgspec.UNSET
-        return b"data: " + _encode(_Body(self.id, self.chunk_object, self.created, self.model, (part,), usage)) + b"\n\n"
+        options = self.asked.fields.stream_options
+        usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+        if options is not None and options.continuous_usage_stats:
+            usage = self.usage()
+        elif options is not None and options.include_usage:
+            usage = None
+        return event(_encode(_Body(self.id, self.chunk_object, self.created, self.model, (part,), usage)))
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text in an event that holds nothing else: most do."""
-        (part,) = self._chunk_choices(index, _MARK, msgspec.UNSET, None, opens=False)
+        """What stands before and after the text in an event that holds nothing else."""
+        (part,) = self._chunk_choices(ChoiceDelta(index, _MARK, ()), opens=False)
         before, mark, after = self._event(part).rpartition(_encode(_MARK))
         assert mark, "the text is in its event"
         return before, after
 
-    def usage_event(self, completion_tokens: int) -> bytes:
-        usage = Usage(self.prompt_tokens, completion_tokens, self.prompt_tokens + completion_tokens)
-        return b"data: " + _encode(_Body(self.id, self.chunk_object, self.created, self.model, (), usage)) + b"\n\n"
+    def _prompt_logprobs(self, choices: Sequence[WholeChoice]) -> PromptLogprobs | msgspec.UnsetType:
+        """Of the whole answer, if it says them once for all choices."""
+        return msgspec.UNSET
 
-    def whole(self, choices: Sequence[WholeChoice]) -> bytes:
-        tokens = sum(len(choice.token_ids) for choice in choices)
-        usage = Usage(self.prompt_tokens, tokens, self.prompt_tokens + tokens)
-        parts = [
-            self._whole_choice(index, choice, tuple(choice.token_ids) if self.return_token_ids else msgspec.UNSET)
-            for index, choice in enumerate(choices)
-        ]
-        return _encode(_Body(self.id, self.whole_object, self.created, self.model, parts, usage))
+    def _ids(self, token_ids: Iterable[int]) -> TokenIds:
+        return tuple(token_ids) if self.asked.fields.return_token_ids else msgspec.UNSET
 
     @abstractmethod
-    def _chunk_choices(
-        self, index: int, text: str, token_ids: TokenIds, finish: OpenAIFinish | None, *, opens: bool
-    ) -> Iterable[msgspec.Struct]:
+    def _chunk_choices(self, delta: ChoiceDelta, *, opens: bool) -> Iterable[msgspec.Struct]:
         """One choice for each chunk."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, choice: WholeChoice, token_ids: TokenIds) -> msgspec.Struct: ...
+    def _whole_choice(self, index: int, choice: WholeChoice) -> msgspec.Struct: ...

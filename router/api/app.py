@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import Overloaded, TandemError
+from common.errors import BadRequest, Overloaded, TandemError
 from common.ids import InstanceId
 from router.api.answers import AnswerShape
 from router.api.chat import ChatFields, read_chat
@@ -28,6 +28,7 @@ from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp
 from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.intake import Accepted, Intake, unknown_model
+from router.api.request_ids import HEADER, REQUEST_ID, answer_id, id_in, new_id
 from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
 from router.cluster import cluster_page
 from router.drain import Door
@@ -42,6 +43,8 @@ CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
 AT_END = "tandem.at_end"
 """Where a request's scope holds the ExitStack of what must be closed when it is over."""
+
+R = TypeVar("R", bound=ReadRequest)
 
 
 class Api:
@@ -73,14 +76,14 @@ class Api:
         """Answer a chat: each message has a role and a text."""
         received_s = self._enter(request)
         asked = await self._intake.read(read_chat, await self._body(request))
-        accepted = await self._intake.accept_chat(asked)
+        accepted = await self._intake.accept_chat(asked, answer_id(request.scope[REQUEST_ID], "chatcmpl-"))
         return self._dispatch(request, ChatShape, asked, accepted, received_s)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
         received_s = self._enter(request)
         asked = await self._intake.read(read_completion, await self._body(request))
-        accepted = await self._intake.accept_completion(asked)
+        accepted = await self._intake.accept_completion(asked, answer_id(request.scope[REQUEST_ID], "cmpl-"))
         return self._dispatch(request, CompletionShape, asked, accepted, received_s)
 
     def _enter(self, request: Request) -> float:
@@ -90,7 +93,7 @@ class Api:
         return self._gateway.clock()
 
     def _dispatch(
-        self, request: Request, shape_of: type[AnswerShape], asked: ReadRequest, accepted: Accepted, received_s: float
+        self, request: Request, shape_of: type[AnswerShape[R]], asked: R, accepted: Accepted, received_s: float
     ) -> Response:
         """Submit every choice to the fleet. Returns the response that sends the answer. Raises Overloaded, Unavailable,
         BadRequest."""
@@ -101,10 +104,9 @@ class Api:
             id=accepted.id,
             created=int(time.time()),
             model=self._model,
-            choices=len(accepted.specs),
-            prompt_tokens=accepted.prompt_tokens,
-            include_usage=asked.fields.stream_options is not None and asked.fields.stream_options.include_usage,
-            return_token_ids=asked.fields.return_token_ids,
+            asked=asked,
+            accepted=accepted,
+            token_texts=self._intake.token_texts,
         )
         return StreamResponse(answer, shape, self._keep_alive_s) if asked.fields.stream else WholeResponse(answer, shape)
 
@@ -175,9 +177,9 @@ class Api:
 
 
 class Doorkeeper:
-    """ASGI middleware: refuses requests when too many are open, counts responses by route and status, and closes what a handler
-    left in the scope's AT_END, however the request ends and whether or not its response was ever sent. While the router drains,
-    each response ends its connection, so that clients connect to another router."""
+    """ASGI middleware: refuses requests when too many are open, counts responses by route and status, gives each request and its
+    response an id, and closes what a handler left in the scope's AT_END, however the request ends and whether or not its response
+    was ever sent. While the router drains, each response ends its connection, so that clients connect to another router."""
 
     def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics, limit: int) -> None:
         self._app = app
@@ -190,17 +192,21 @@ class Doorkeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = CLIENT_CLOSED
+        status, app = CLIENT_CLOSED, self._app
+        try:
+            scope[REQUEST_ID] = id_in(scope)
+        except BadRequest as error:
+            scope[REQUEST_ID], app = new_id(), response_to(error)
 
         async def watched_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if self._door.closed:
-                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                ends = ((b"connection", b"close"),) if self._door.closed else ()
+                headers = [*message.get("headers", ()), (HEADER, scope[REQUEST_ID].encode()), *ends]
+                message = {**message, "headers": headers}
             await send(message)
 
-        app: ASGIApp = self._app
         if self._http_requests >= self._limit:
             app = response_to(Overloaded(f"the router has {self._limit} HTTP requests open: try again shortly"))
         self._http_requests += 1
@@ -294,7 +300,9 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """An unexpected error. The framework logs it."""
-    return error_response(500, ErrorDetail("internal error: see the router's log", "internal_error"))
+    response = error_response(500, ErrorDetail("internal error: see the router's log", "internal_error"))
+    response.headers["x-request-id"] = request.scope[REQUEST_ID]
+    return response
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

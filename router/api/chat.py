@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
-from router.api.fields import ReadRequest, SamplingFields, checked_stops, convert, object_in
+from router.api.fields import ReadRequest, SamplingFields, Tokens, TopLogprobs, checked_stops, convert, object_in
 from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_MESSAGE_VALUES, drop_neutral
 
 
@@ -37,8 +37,12 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ChatFields(SamplingFields, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: Annotated[int | None, Meta(description="Another name of max_tokens.")] = None
+    messages: Annotated[list[ChatMessage], Meta(description="The conversation so far.")]
+    max_completion_tokens: Annotated[Tokens | None, Meta(description="Another name of max_tokens.")] = None
+    logprobs: Annotated[bool, Meta(description="Send how likely each token of the answer was.")] = False
+    top_logprobs: Annotated[
+        TopLogprobs | None, Meta(description="With `logprobs`, also send so many of the likeliest tokens in each place.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,5 +67,14 @@ def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
         if limit is not None and limit != fields.max_completion_tokens:
             raise BadRequest("max_tokens and max_completion_tokens differ: send one of them", field="max_tokens")
         limit, name = fields.max_completion_tokens, "max_completion_tokens"
-    read = tuple(message.for_template() for message in fields.messages)
-    return ChatRequest(fields=fields, stop=checked_stops(fields), max_tokens=limit, max_tokens_field=name, messages=read)
+    if fields.top_logprobs and not fields.logprobs:
+        raise BadRequest("top_logprobs is for logprobs only: leave it out or send logprobs=true", field="top_logprobs")
+    return ChatRequest(
+        fields=fields,
+        stop=checked_stops(fields),
+        max_tokens=limit,
+        max_tokens_field=name,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        prompt_logprobs=fields.prompt_logprobs,
+        messages=tuple(message.for_template() for message in fields.messages),
+    )

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
-from router.api.fields import ReadRequest, SamplingFields, checked_stops, convert, object_in
+from router.api.fields import ReadRequest, SamplingFields, TopLogprobs, checked_stops, convert, object_in
 from router.api.neutral import NEUTRAL_COMPLETION_VALUES, drop_neutral
 
 COMPLETION_MAX_TOKENS = 16
@@ -22,6 +22,15 @@ class CompletionFields(SamplingFields, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[str | list[str | int | list[int]], Meta(description="One prompt or several, each a text or its token ids.")]
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=0, lt=2**31)] | None,
+        Meta(description="Longest answer, in tokens; without it: 16. With `echo`, 0: only the prompt."),
+    ] = None
+    echo: Annotated[bool, Meta(description="Send the prompt in front of the answer; its logprobs too, with `logprobs`.")] = False
+    logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(description="Send how likely each token was, and so many of the likeliest tokens in its place."),
+    ] = None
 
 
 Prompt: TypeAlias = str | tuple[int, ...]
@@ -29,33 +38,50 @@ Prompt: TypeAlias = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(ReadRequest):
-    """prompts: texts or token ids. Each gets `n` choices."""
+    """prompts: texts or token ids. Each gets `n` choices. echo: the answer begins with the prompt. hides_answer: the client wants
+    the prompt only, so the one token that the model generates is left out."""
 
     prompts: tuple[Prompt, ...]
+    echo: bool = False
+    hides_answer: bool = False
 
 
 def read_completion(body: bytes, context_tokens: int | None = None) -> CompletionRequest:
     """The body of POST /v1/completions. Raises BadRequest, for far more token ids than the context holds before they are read."""
     if context_tokens is not None and len(body) > context_tokens:
-        _require_few_ids(body, context_tokens)
+        require_few_ids(body, context_tokens)
     raw = drop_neutral(object_in(body), NEUTRAL_COMPLETION_VALUES, CompletionFields.__struct_encode_fields__)
     fields = convert(raw, CompletionFields)
-    prompts = _prompts(fields.prompt)
-    return CompletionRequest(fields=fields, stop=checked_stops(fields), max_tokens=fields.max_tokens, prompts=prompts)
+    if fields.max_tokens == 0 and not fields.echo:
+        raise BadRequest("max_tokens must be at least 1, or 0 with echo=true", field="max_tokens")
+    prompt_logprobs = fields.prompt_logprobs
+    if fields.echo and fields.logprobs is not None:
+        prompt_logprobs = max(fields.logprobs, prompt_logprobs or 0)
+    return CompletionRequest(
+        fields=fields,
+        stop=checked_stops(fields),
+        max_tokens=fields.max_tokens if fields.max_tokens != 0 else 1,
+        logprobs=fields.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        prompts=prompts_in(fields.prompt, "prompt"),
+        echo=fields.echo,
+        hides_answer=fields.max_tokens == 0,
+    )
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
+def prompts_in(prompt: str | list[str | int | list[int]], field: str) -> tuple[Prompt, ...]:
+    """The prompts of a field that holds one or several. Raises BadRequest."""
     if isinstance(prompt, str):
         return (prompt,)
     ids = [part for part in prompt if isinstance(part, int)]
     prompts: list[Prompt] = [part if isinstance(part, str) else tuple(part) for part in prompt if not isinstance(part, int)]
     if not prompt or (ids and prompts):
         fix = "send one prompt or a list of prompts, each a string or a list of token ids"
-        raise BadRequest(f"prompt is {'a mixture of prompts and token ids' if prompt else 'empty'}: {fix}", field="prompt")
+        raise BadRequest(f"{field} is {'a mixture of prompts and token ids' if prompt else 'empty'}: {fix}", field=field)
     if ids:
         return (tuple(ids),)
     if len(prompts) > MAX_PROMPTS:
-        raise BadRequest(f"prompt holds {len(prompts)} prompts: send at most {MAX_PROMPTS}", field="prompt")
+        raise BadRequest(f"{field} holds {len(prompts)} prompts: send at most {MAX_PROMPTS}", field=field)
     return tuple(prompts)
 
 
@@ -63,7 +89,7 @@ class _PromptOnly(msgspec.Struct, frozen=True):
     prompt: msgspec.Raw = msgspec.Raw(b"")
 
 
-def _require_few_ids(body: bytes, context_tokens: int) -> None:
+def require_few_ids(body: bytes, context_tokens: int) -> None:
     """Refuse one prompt of more token ids than the context holds. Ids are counted by their commas: objects take long to make, and
     nobody else runs meanwhile. What is no such prompt is left to the reader."""
     try:

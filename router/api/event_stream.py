@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Send
 
-from common.messages import Ending, Failed
-from router.api.answers import AnswerShape, OpenAIFinish
+from common.messages import Failed
+from router.api.answers import AnswerShape
 from router.api.connections import SEND_TIMEOUT_S
 from router.api.errors import detail_of_failure, error_json
 from router.outbox import ChoiceDelta, joined
@@ -67,7 +67,6 @@ class EventStream:
         "_source",
         "_start",
         "_timer",
-        "_tokens",
         "_waiting",
         "_woken",
     )
@@ -75,7 +74,7 @@ class EventStream:
     def __init__(
         self,
         source: Source,
-        shape: AnswerShape,
+        shape: AnswerShape[Any],
         start: Message,
         send_start: Send,
         send: Send,
@@ -93,7 +92,6 @@ class EventStream:
         self._waiting: asyncio.Task[None] | None = None
         """Waits for a slow client."""
         self._opened: set[int] = set()
-        self._tokens = 0
         self._silent_since_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -144,19 +142,12 @@ class EventStream:
         events = b""
         failed: Failed | None = None
         for delta in deltas if len(deltas) == 1 else joined(deltas):
-            index = delta.index
-            finish: OpenAIFinish | None = None
-            if delta.ending is not None:
-                outcome = outcome_of(delta.ending)
-                if isinstance(outcome, Failed):
-                    failed = failed or outcome
-                else:
-                    finish = outcome
-            self._tokens += len(delta.token_ids)
-            opens = index not in self._opened
+            if isinstance(delta.ending, Failed):
+                failed = failed or delta.ending
+            opens = delta.index not in self._opened
             if opens:
-                self._opened.add(index)
-            events += self._shape.events(index, delta.text, delta.token_ids, finish, opens=opens)
+                self._opened.add(delta.index)
+            events += self._shape.events(delta, opens=opens)
         return events, failed
 
     def _pass_on(self, events: bytes, failed: Failed | None) -> None:
@@ -168,7 +159,7 @@ class EventStream:
         if failed is not None:
             events, last = events + b"data: " + error_json(detail_of_failure(failed)) + b"\n\n", b""
         elif self._source.ended:
-            last = (self._shape.usage_event(self._tokens) if self._shape.include_usage else b"") + b"data: [DONE]\n\n"
+            last = self._shape.last_events()
         messages: list[Message] = []
         if self._start is not None and events:
             messages.append(self._start)
@@ -227,12 +218,3 @@ def _rest(running: Generator[Any, Any, None], waits_for: object) -> Generator[An
         yield from running
     finally:
         running.close()
-
-
-def outcome_of(ending: Ending) -> OpenAIFinish | Failed:
-    """The ending as clients see it. A cancel by an instance is a failure: the client did not ask for it."""
-    if isinstance(ending, Failed):
-        return ending
-    if ending.reason == "cancelled":
-        return Failed(message="the request was cancelled by the instance that served it")
-    return "length" if ending.reason == "length" else "stop"

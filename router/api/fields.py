@@ -7,7 +7,7 @@ endpoint's file. Does not know tokens, models or the fleet. Fields: https://plat
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,73 +18,153 @@ MAX_CHOICES_PER_PROMPT = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
+MAX_BIASES = 1024
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 64, 256
+MAX_TOP_LOGPROBS = 20
+"""As at OpenAI for chats, and as vLLM's `--max-logprobs` for everything else."""
 ALL_TOKENS = -1
 """As `top_k`: what vLLM's clients send for all tokens, as 0."""
 MAX_PRIORITY = 1000
 
-S = TypeVar("S", bound="SamplingFields")
+S = TypeVar("S", bound=msgspec.Struct)
+
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2, description="0: always take the most likely token.")]
+TopP: TypeAlias = Annotated[
+    float, Meta(gt=0, le=1, description="Sample from the most likely tokens that together have this probability.")
+]
+TopK: TypeAlias = Annotated[
+    int, Meta(ge=ALL_TOKENS, lt=2**31, description="Sample from this many of the most likely tokens; 0 or -1: from all.")
+]
+MinP: TypeAlias = Annotated[
+    float, Meta(ge=0, le=1, description="Skip tokens less likely than this share of the most likely one.")
+]
+Choices: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT, description="Answers to each prompt.")]
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop: TypeAlias = Annotated[
+    StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)],
+    Meta(description="Strings before which the answer ends."),
+]
+StopTokenIds: TypeAlias = Annotated[
+    list[TokenId], Meta(max_length=MAX_STOP_TOKENS, description="Token ids that end the answer. They have no text.")
+]
+IgnoreEos: TypeAlias = Annotated[bool, Meta(description="Go on after the model's end-of-text token.")]
+SkipSpecialTokens: TypeAlias = Annotated[bool, Meta(description="Special tokens of the answer give no text.")]
+RepetitionPenalty: TypeAlias = Annotated[
+    float,
+    Meta(gt=0, le=2, description="Makes tokens of the prompt and the answer less likely (above 1) or likelier (below 1)."),
+]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+PresencePenalty: TypeAlias = Annotated[Penalty, Meta(description="Taken off the logit of each token that the answer holds.")]
+FrequencyPenalty: TypeAlias = Annotated[
+    Penalty, Meta(description="Taken off the logit of a token, as often as the answer holds it.")
+]
+LogitBias: TypeAlias = Annotated[
+    dict[str, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=MAX_BIASES, description="Token ids, as strings, and what is added to their logits."),
+]
+MinTokens: TypeAlias = Annotated[
+    int,
+    Meta(
+        ge=0, lt=2**31, description="Shortest answer, in tokens: no end-of-text token, stop token or stop string ends it sooner."
+    ),
+]
+Priority: TypeAlias = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower is earlier.")]
+Stream: TypeAlias = Annotated[bool, Meta(description="Send the answer as server-sent events.")]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage.")] = False
+    continuous_usage_stats: Annotated[bool, Meta(description="Send the usage so far with each chunk, as vLLM does.")] = False
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of both endpoints. user, metadata, safety_identifier and prompt_cache_key label a request and change nothing."""
 
     model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
-    stream: Annotated[bool, Meta(description="Send the answer as server-sent events.")] = False
-    stream_options: StreamOptions | None = None
+    stream: Stream = False
+    stream_options: Annotated[StreamOptions | None, Meta(description="What else a stream holds.")] = None
     max_tokens: Annotated[
-        int | None, Meta(description="Longest answer, in tokens; without it: 16, or what the context leaves a chat.")
+        Tokens | None, Meta(description="Longest answer, in tokens; without it: 16, or what the context leaves a chat.")
     ] = None
-    temperature: Annotated[float, Meta(description="0: always take the most likely token. At most 2.")] = 1.0
-    top_p: Annotated[float, Meta(description="Sample from the most likely tokens that together have this probability.")] = 1.0
-    top_k: Annotated[int, Meta(description="Sample from this many of the most likely tokens; 0 or -1: from all.")] = 0
-    min_p: Annotated[float, Meta(description="Skip tokens less likely than this share of the most likely one.")] = 0.0
-    seed: Annotated[int | None, Meta(description="The same seed and request give the same answer.")] = None
-    n: Annotated[int, Meta(description=f"Answers to each prompt: 1 to {MAX_CHOICES_PER_PROMPT}.")] = 1
-    stop: Annotated[str | list[str], Meta(description=f"Up to {MAX_STOPS} strings before which the answer ends.")] = []
-    stop_token_ids: Annotated[list[int], Meta(description="Token ids that end the answer. They have no text.")] = []
-    ignore_eos: Annotated[bool, Meta(description="Go on after the model's end-of-text token.")] = False
+    min_tokens: MinTokens = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    seed: Annotated[
+        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
+        Meta(description="The same seed and request give the same answer."),
+    ] = None
+    n: Choices = 1
+    stop: Stop = []
+    stop_token_ids: StopTokenIds = []
+    include_stop_str_in_output: Annotated[
+        bool, Meta(description="Leave the stop string that ends the answer in its text, and the text of a stop token.")
+    ] = False
+    skip_special_tokens: SkipSpecialTokens = True
+    ignore_eos: IgnoreEos = False
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    logit_bias: LogitBias = {}
+    bad_words: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+        Meta(max_length=MAX_BAD_WORDS, description="Texts that the answer must not contain, as the tokenizer spells them."),
+    ] = []
+    prompt_logprobs: Annotated[
+        TopLogprobs | None,
+        Meta(description="Send how likely each token of the prompt was, and so many of the likeliest tokens, as vLLM does."),
+    ] = None
     return_token_ids: Annotated[bool, Meta(description="Send the token ids with the text.")] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, Meta(description='In logprobs, write "token_id:7" for the text of token 7, as vLLM does.')
+    ] = False
     timeout: Annotated[
-        float | None, Meta(description="Cancel the request after this many seconds; without it: after `--request-timeout-s`.")
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Cancel the request after this many seconds; without it: after `--request-timeout-s`."),
     ] = None
-    priority: Annotated[int, Meta(description=f"Lower is earlier: -{MAX_PRIORITY} to {MAX_PRIORITY}.")] = 0
-    user: str = ""
-    metadata: dict[str, str] = {}
-    safety_identifier: str = ""
-    prompt_cache_key: str = ""
+    priority: Priority = 0
+    user: Annotated[str, Meta(description="A label; it changes nothing.")] = ""
+    metadata: Annotated[dict[str, str], Meta(description="Labels; they change nothing.")] = {}
+    safety_identifier: Annotated[str, Meta(description="A label; it changes nothing.")] = ""
+    prompt_cache_key: Annotated[str, Meta(description="A label; it changes nothing.")] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRequest:
-    """A request as it was read. max_tokens: None when the client leaves it to us. max_tokens_field: the field that gave it."""
+    """A request as it was read.
+
+    max_tokens: None when the client leaves it to us. max_tokens_field: the field that gave it. logprobs: report the log
+    probability of each token of the answer, and of so many of the likeliest tokens; None: report nothing. prompt_logprobs: the
+    same for the prompt.
+    """
 
     fields: SamplingFields
     stop: tuple[str, ...]
     max_tokens: int | None
     max_tokens_field: str = "max_tokens"
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 def checked_stops(fields: SamplingFields) -> tuple[str, ...]:
-    """Check the limits of what both endpoints take. Returns the stop strings. Raises BadRequest."""
-    if not 1 <= fields.n <= MAX_CHOICES_PER_PROMPT:
-        raise BadRequest(f"n must be between 1 and {MAX_CHOICES_PER_PROMPT}, is {fields.n}", field="n")
-    if abs(fields.priority) > MAX_PRIORITY:
-        raise BadRequest(f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {fields.priority}", field="priority")
+    """Check what no single field shows. Returns the stop strings. Raises BadRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options is for streams only: leave it out or send stream=true", field="stream_options")
-    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
-    if len(stops) > MAX_STOPS:
-        raise BadRequest(f"stop holds {len(stops)} strings: send at most {MAX_STOPS}", field="stop")
-    if any(not 1 <= len(one) <= MAX_STOP_CHARS for one in stops):
-        raise BadRequest(f"each stop string must have between 1 and {MAX_STOP_CHARS} characters", field="stop")
-    if len(fields.stop_token_ids) > MAX_STOP_TOKENS:
-        message = f"stop_token_ids holds {len(fields.stop_token_ids)} ids: send at most {MAX_STOP_TOKENS}"
-        raise BadRequest(message, field="stop_token_ids")
-    return stops
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise BadRequest("prompt_logprobs is for whole answers only: leave it out or send stream=false", field="prompt_logprobs")
+    return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+
+
+def biases_of(fields: SamplingFields) -> tuple[tuple[int, float], ...]:
+    """`logit_bias` with numbers for ids. Raises BadRequest."""
+    for key in fields.logit_bias:
+        if not _TOKEN_ID.match(key):
+            raise BadRequest(f'logit_bias has the key {key[:32]!r}: keys must be token ids, like "7"', field="logit_bias")
+    return tuple((int(key), bias) for key, bias in fields.logit_bias.items())
 
 
 def object_in(body: bytes) -> dict[str, Any]:
@@ -97,9 +177,13 @@ def object_in(body: bytes) -> dict[str, Any]:
     return decoded
 
 
+_TOKEN_ID = re.compile(r"^[0-9]{1,10}$", re.ASCII)
 _AT_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_LIMIT = re.compile(r"^Expected `(?P<kind>\w+)`(?P<length> of length)? (?P<sign>[<>]=?) (?P<limit>\S+)$")
+_LIMITS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+_LENGTHS = {"str": "characters", "array": "items", "object": "entries"}
 _ALLOWED = {
     "role": "use system, developer, user or assistant",
     "type": "only parts of type 'text' are supported",
@@ -129,6 +213,10 @@ def _named(message: str) -> BadRequest:
     if unknown := _UNKNOWN.match(what):
         name = prefix + unknown["name"]
         return BadRequest(f"{name} is not a known field: leave it out", field=name, code="unknown_parameter")
+    if limit := _LIMIT.match(what):
+        rule = f"{_LIMITS[limit['sign']]} {limit['limit'].removesuffix('.0')}"
+        must = f"must have {rule} {_LENGTHS[limit['kind']]}" if limit["length"] else f"must be {rule}"
+        return BadRequest(f"{path} {must}", field=path, code="invalid_value")
     hint = _ALLOWED.get(path.rpartition(".")[2])
     problem = what[:1].lower() + what[1:] + (f" ({hint})" if hint else "")
     return BadRequest(f"{path}: {problem}" if path else problem, field=path or None, code="invalid_value")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -19,8 +20,10 @@ from common.errors import BadRequest, UnknownModel
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
 from router.api.chat import ChatRequest
-from router.api.completions import COMPLETION_MAX_TOKENS, CompletionRequest
-from router.api.fields import ALL_TOKENS, ReadRequest
+from router.api.completions import COMPLETION_MAX_TOKENS, CompletionRequest, Prompt
+from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
+from router.api.logprobs import DecodedTexts, TokenTexts
+from router.api.request_ids import AnswerId
 from router.core import RouterCore
 from router.requests import TOKEN_BYTES, RequestSpec
 
@@ -48,7 +51,7 @@ R = TypeVar("R", bound=ReadRequest)
 class Tokenizer(Protocol):
     """What the intake needs from `common.text.tokenizer_manager.TokenizerManager`.
 
-    Both methods raise BadRequest. Several threads may call them at once.
+    The methods that encode raise BadRequest. Several threads may call all of them at once.
     """
 
     @property
@@ -57,18 +60,30 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A client's request, ready to dispatch. id: of its answer. specs: one for each choice, prompt by prompt, n each."""
+    """A client's request, ready to dispatch. id: of its answer. specs: one for each choice, prompt by prompt, n each. echoes: the
+    text of each choice's prompt, if the answer repeats it."""
 
     id: str
     specs: tuple[RequestSpec, ...]
     prompt_tokens: int
+    echoes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A prompt in packed token ids, and its text if the answer repeats it."""
+
+    packed: bytes
+    echo: str = ""
 
 
 class Intake:
@@ -83,6 +98,7 @@ class Intake:
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
         self._long_threads = ThreadPoolExecutor(max_workers=LONG_ENCODING_THREADS, thread_name_prefix="long-tokenizer")
         self._encoding = 0
+        self.token_texts: TokenTexts = DecodedTexts(partial(tokenizer.decode, skip_special_tokens=False))
 
     async def read(self, reader: Callable[[bytes, int], R], body: bytes) -> R:
         """What the body asks for. Raises BadRequest."""
@@ -90,7 +106,7 @@ class Intake:
             return reader(body, self.context_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._long_threads, reader, body, self.context_tokens)
 
-    async def accept_chat(self, request: ChatRequest) -> Accepted:
+    async def accept_chat(self, request: ChatRequest, answer: AnswerId) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
         texts = [text for message in request.messages for text in message.values()]
         self._check(request, "messages", sum(map(len, texts)), self.context_tokens)
@@ -98,18 +114,27 @@ class Intake:
         prompts = await self._encode(
             self._tokenizer.encode_chat, (request.messages,), (texts,), size, request.fields.n, "messages"
         )
-        return self._accept("chatcmpl-", prompts, request, "messages", self._chat_max_tokens)
+        return self._accept(answer, prompts, request, "messages", self._chat_max_tokens)
 
-    async def accept_completion(self, request: CompletionRequest) -> Accepted:
-        """Raises BadRequest, UnknownModel, Overloaded."""
-        self._check(request, "prompt", max(map(len, request.prompts)), self.context_tokens)
+    async def accept_completion(self, request: CompletionRequest, answer: AnswerId, field: str = "prompt") -> Accepted:
+        """field: where the prompts are from. Raises BadRequest, UnknownModel, Overloaded."""
+        self._check(request, field, max(map(len, request.prompts)), self.context_tokens)
         encode, prompts = self._tokenizer.encode, request.prompts
         texts = [[prompt] if isinstance(prompt, str) else [] for prompt in prompts]
         size = sum(map(len, prompts))
         encoded = await self._encode(
-            lambda prompt: encode(prompt) if isinstance(prompt, str) else prompt, prompts, texts, size, request.fields.n, "prompt"
+            lambda prompt: encode(prompt) if isinstance(prompt, str) else prompt,
+            prompts,
+            texts,
+            size,
+            request.fields.n,
+            field,
+            echo=self._echo if request.echo else None,
         )
-        return self._accept("cmpl-", encoded, request, "prompt", COMPLETION_MAX_TOKENS)
+        return self._accept(answer, encoded, request, field, COMPLETION_MAX_TOKENS)
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     @property
     def context_tokens(self) -> int:
@@ -127,8 +152,8 @@ class Intake:
         fields, longest_s = request.fields, self._longest_timeout_s
         if fields.model != self._model:
             raise unknown_model(fields.model, self._model)
-        if fields.timeout is not None and not 0 < fields.timeout <= longest_s:
-            rule = f"above 0 and at most {longest_s:g} seconds (--max-request-timeout-s)"
+        if fields.timeout is not None and fields.timeout > longest_s:
+            rule = f"at most {longest_s:g} seconds (--max-request-timeout-s)"
             raise BadRequest(f"timeout must be {rule}, is {fields.timeout:g}", field="timeout")
         if longest > context * MAX_TOKEN_CHARS:
             message = f"{prompt_field} is far longer than the model's context of {context} tokens"
@@ -142,23 +167,26 @@ class Intake:
         size: int,
         n: int,
         prompt_field: str,
-    ) -> list[bytes]:
-        """Packed token ids of each prompt. texts: what each consists of. size: characters and token ids of all. Choices that wait
-        here, n for each prompt, count against --max-requests. Raises Overloaded, BadRequest, and what `encode` raises."""
+        *,
+        echo: Callable[[P], str] | None = None,
+    ) -> list[_Encoded]:
+        """Each prompt in tokens. texts: what each consists of. size: characters and token ids of all. echo: gives the text of a
+        prompt that the answer repeats. Choices that wait here, n for each prompt, count against --max-requests. Raises
+        Overloaded, BadRequest, and what `encode` raises."""
         choices, context = len(prompts) * n, self.context_tokens
         self._core.requests.require_room(self._encoding + choices)
         self._encoding += choices
 
-        def packed(prompt: P) -> bytes:
+        def encoded(prompt: P) -> _Encoded:
             ids = encode(prompt)
             _require_room(len(ids), context, prompt_field)
             self._check_ids(ids, prompt_field)
-            return pack_ids(ids)
+            return _Encoded(pack_ids(ids), echo(prompt) if echo else "")
 
-        def work() -> list[bytes]:
+        def work() -> list[_Encoded]:
             for parts in texts:
                 self._require_fit(parts, context, prompt_field)
-            return list(map(packed, prompts))
+            return list(map(encoded, prompts))
 
         threads = self._long_threads if size > LONG_CHARS else self._threads
         try:
@@ -182,37 +210,75 @@ class Intake:
                     raise BadRequest(message, field=prompt_field, code="context_length_exceeded")
 
     def _accept(
-        self, prefix: str, prompts: list[bytes], request: ReadRequest, prompt_field: str, default_max_tokens: int | None
+        self,
+        answer: AnswerId,
+        prompts: list[_Encoded],
+        request: ReadRequest,
+        prompt_field: str,
+        default_max_tokens: int | None,
     ) -> Accepted:
-        fields = request.fields
-        context, answer_id = self.context_tokens, prefix + secrets.token_hex(12)
+        fields, context = request.fields, self.context_tokens
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
-        self._check_ids(fields.stop_token_ids, "stop_token_ids")
+        base = self._sampling(request)
         specs: list[RequestSpec] = []
         samples: Counter[bytes] = Counter()  # of each prompt: equal prompts go on counting, or they would get equal answers
-        for packed in prompts:
+        for prompt in prompts:
+            packed = prompt.packed
             if not packed:
                 raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
-            sampling = SamplingParams(
-                max_new_tokens=self._max_new_tokens(
-                    len(packed) // TOKEN_BYTES, request, prompt_field, default_max_tokens, context
-                ),
-                temperature=fields.temperature,
-                top_p=fields.top_p,
-                top_k=0 if fields.top_k == ALL_TOKENS else fields.top_k,
-                min_p=fields.min_p,
-                seed=seed,
-                ignore_eos=fields.ignore_eos,
-                stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
-            )
+            prompt_tokens = len(packed) // TOKEN_BYTES
+            limit = self._max_new_tokens(prompt_tokens, request, prompt_field, default_max_tokens, context)
+            if fields.min_tokens > limit:
+                raise BadRequest(f"min_tokens is {fields.min_tokens}, but the answer has at most {limit}: lower it", "min_tokens")
+            sampling = replace(base, max_new_tokens=limit)
             sampling.validate()
             for _ in range(fields.n):
                 index = len(specs)
                 params = replace(sampling, seed=_wrapped(seed + samples[packed]))
                 samples[packed] += 1
-                request_id = RequestId(f"{answer_id}-{index}")
+                request_id = RequestId(f"{answer.unique}-{index}")
                 specs.append(RequestSpec(request_id, index, packed, params, request.stop, fields.priority, fields.timeout))
-        return Accepted(answer_id, tuple(specs), sum(map(len, prompts)) // TOKEN_BYTES)
+        echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))
+        prompt_tokens = sum(len(prompt.packed) for prompt in prompts) // TOKEN_BYTES
+        return Accepted(answer.shown, tuple(specs), prompt_tokens, echoes)
+
+    def _sampling(self, request: ReadRequest) -> SamplingParams:
+        """What the request says of sampling, without what depends on the prompt and the choice. Raises BadRequest."""
+        fields = request.fields
+        biases = biases_of(fields)
+        self._check_ids(fields.stop_token_ids, "stop_token_ids")
+        self._check_ids([token_id for token_id, _ in biases], "logit_bias")
+        return SamplingParams(
+            max_new_tokens=1,
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=0 if fields.top_k == ALL_TOKENS else fields.top_k,
+            min_p=fields.min_p,
+            ignore_eos=fields.ignore_eos,
+            stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
+            repetition_penalty=fields.repetition_penalty,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            logit_bias=biases,
+            min_tokens=fields.min_tokens,
+            bad_words=self._bad_words(fields.bad_words),
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+        )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each text, as it begins a text and as it follows a space, as in vLLM: tokenizers spell the two in
+        different ways. The second is left out if it only puts a token for the space in front. Raises BadRequest."""
+        sequences: list[tuple[int, ...]] = []
+        for word in words:
+            plain = self._tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            behind = self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            if not plain:
+                raise BadRequest(f"bad_words holds {word!r}, which has no tokens: leave it out", field="bad_words")
+            sequences.append(tuple(plain))
+            if len(behind) == len(plain) and behind[0] != plain[0]:
+                sequences.append(tuple(behind))
+        return tuple(dict.fromkeys(sequences))
 
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raises BadRequest when one of these is no token of the model."""

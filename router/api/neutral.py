@@ -13,18 +13,12 @@ from common.errors import BadRequest
 _NOTHING: tuple[object, ...] = ()
 
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
 NEUTRAL_CHAT_VALUES: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_VALUES,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
@@ -40,8 +34,6 @@ NEUTRAL_CHAT_VALUES: Mapping[str, tuple[object, ...]] = {
 }
 NEUTRAL_COMPLETION_VALUES: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_VALUES,
-    "logprobs": _NOTHING,
-    "echo": (False,),
     "suffix": ("",),
 }
 NEUTRAL_MESSAGE_VALUES: Mapping[str, tuple[object, ...]] = {

@@ -9,6 +9,7 @@ Does not know the fleet.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -17,7 +18,7 @@ from common.messages import Failed
 from router.api.answers import AnswerShape, WholeChoice
 from router.api.connections import SEND_TIMEOUT_S
 from router.api.errors import response_to_failure
-from router.api.event_stream import ClientGone, EventStream, outcome_of
+from router.api.event_stream import ClientGone, EventStream
 from router.api.intake import Accepted
 from router.gateway import Gateway
 from router.outbox import ChoiceDelta, Outbox
@@ -85,7 +86,7 @@ def _ignore() -> None:
 class AnswerResponse(Response, ABC):
     """Sends a dispatched answer, and closes it when sending ends."""
 
-    def __init__(self, answer: Answer, shape: AnswerShape) -> None:
+    def __init__(self, answer: Answer, shape: AnswerShape[Any]) -> None:
         super().__init__()
         self._answer = answer
         self._shape = shape
@@ -108,16 +109,15 @@ class AnswerResponse(Response, ABC):
         """Send the answer; or send nothing and return why there is none. over: its end. Raises ClientGone."""
 
     def _start(self, *headers: tuple[bytes, bytes]) -> Message:
-        headers = ((b"x-request-id", self._shape.id.encode()), *headers)
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 class WholeResponse(AnswerResponse):
     """One JSON body with every choice."""
 
-    def __init__(self, answer: Answer, shape: AnswerShape) -> None:
+    def __init__(self, answer: Answer, shape: AnswerShape[Any]) -> None:
         super().__init__(answer, shape)
-        self._choices = [WholeChoice() for _ in range(shape.choices)]
+        self._choices = [WholeChoice() for _ in shape.accepted.specs]
 
     async def _send(self, scope: Scope, send: Send, over: "asyncio.Future[Failed | None]") -> Failed | None:
         self._answer.on_news(lambda: self._collect(over))
@@ -135,16 +135,11 @@ class WholeResponse(AnswerResponse):
 
     def _collect(self, over: "asyncio.Future[Failed | None]") -> None:
         for delta in self._answer.take():
-            choice = self._choices[delta.index]
-            choice.texts.append(delta.text)
-            choice.token_ids += delta.token_ids
-            if delta.ending is not None:
-                outcome = outcome_of(delta.ending)
-                if isinstance(outcome, Failed):
-                    if not over.done():
-                        over.set_result(outcome)
-                    return
-                choice.finish_reason = outcome
+            if isinstance(delta.ending, Failed):
+                if not over.done():
+                    over.set_result(delta.ending)
+                return
+            self._choices[delta.index].add(delta)
         if self._answer.ended and not over.done():
             over.set_result(None)
 
@@ -152,7 +147,7 @@ class WholeResponse(AnswerResponse):
 class StreamResponse(AnswerResponse):
     """Server-sent events. keep_alive_s: a comment is sent after so long a silence; 0: never."""
 
-    def __init__(self, answer: Answer, shape: AnswerShape, keep_alive_s: float) -> None:
+    def __init__(self, answer: Answer, shape: AnswerShape[Any], keep_alive_s: float) -> None:
         super().__init__(answer, shape)
         self._keep_alive_s = keep_alive_s
 

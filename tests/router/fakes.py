@@ -91,8 +91,11 @@ class CharTokenizer:
     context_tokens = CONTEXT
     vocab_size = engine().model.vocab_size
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(char) for char in text]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
 
     def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         if messages[-1]["role"] == "assistant":

@@ -14,11 +14,13 @@ from router.api import intake
 from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
+from router.api.request_ids import answer_id
 from tests.router.calls import chat, completion
 from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site
 
 pytestmark = pytest.mark.anyio
 LONG_CHARS = 100
+ANSWER = answer_id("a")
 
 
 class WatchedTokenizer(CharTokenizer):
@@ -36,7 +38,7 @@ class WatchedTokenizer(CharTokenizer):
         self.checked_on.append(threading.current_thread())
         return CharTokenizer.vocab_size
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.encoded += len(text)
         if len(text) > LONG_CHARS:
             self.go.wait(60)
@@ -66,11 +68,11 @@ async def test_short_texts_overtake_long_ones_however_many_there_are() -> None:
         tokenizer = WatchedTokenizer(chars=10)
         with closing(accepting(site, tokenizer)) as accepting_intake:
             long = [
-                asyncio.create_task(accepting_intake.accept_completion(completion_of(f"{number}" * 2 * LONG_CHARS)))
+                asyncio.create_task(accepting_intake.accept_completion(completion_of(f"{number}" * 2 * LONG_CHARS), ANSWER))
                 for number in range(ENCODING_THREADS + LONG_ENCODING_THREADS + 1)
             ]
             for text in ("hello", "again"):
-                assert (await asyncio.wait_for(accepting_intake.accept_chat(chat_of(text)), 10)).prompt_tokens == 1
+                assert (await asyncio.wait_for(accepting_intake.accept_chat(chat_of(text), ANSWER), 10)).prompt_tokens == 1
             assert not any(task.done() for task in long)
             tokenizer.go.set()
             assert [accepted.prompt_tokens for accepted in await asyncio.gather(*long)] == [20] * len(long)
@@ -83,8 +85,8 @@ async def test_a_text_that_cannot_fit_is_refused_after_the_work_of_one_that_just
         with closing(accepting(site, tokenizer)) as accepting_intake:
             text = "x" * 60_000
             for accepting_it in (
-                accepting_intake.accept_chat(chat_of(text)),
-                accepting_intake.accept_completion(completion_of(*["short"] * (texts - 1), text)),
+                accepting_intake.accept_chat(chat_of(text), ANSWER),
+                accepting_intake.accept_completion(completion_of(*["short"] * (texts - 1), text), ANSWER),
             ):
                 tokenizer.encoded = 0
                 with pytest.raises(BadRequest, match=f"more tokens than the model's context of {CONTEXT}") as refused:
@@ -98,7 +100,7 @@ async def test_a_text_of_few_tokens_is_accepted_whatever_its_length() -> None:
         tokenizer = WatchedTokenizer(chars=200)
         tokenizer.go.set()
         with closing(accepting(site, tokenizer)) as accepting_intake:
-            accepted = await accepting_intake.accept_completion(completion_of("x" * 20_000))
+            accepted = await accepting_intake.accept_completion(completion_of("x" * 20_000), ANSWER)
             assert accepted.prompt_tokens == 100
 
 
@@ -115,7 +117,7 @@ async def test_a_large_body_is_read_and_its_ids_are_checked_on_another_thread() 
             for spaces in (0, intake.LARGE_BODY_BYTES):
                 body = json.dumps(completion([1] * 100)).encode() + b" " * spaces
                 asked = await accepting_intake.read(reader, body)
-                assert (await accepting_intake.accept_completion(asked)).prompt_tokens == 100
+                assert (await accepting_intake.accept_completion(asked, ANSWER)).prompt_tokens == 100
         assert [thread is main for thread in read_on] == [True, False]
         assert sum(thread is not main for thread in tokenizer.checked_on) == 2, "those of the stop tokens are few"
 

@@ -1,0 +1,150 @@
+"""Log probabilities as the APIs write them: for chats, for text completions, and for prompts as vLLM does.
+
+Owns these shapes. Does not know where the numbers come from.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Protocol, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from common.messages import TokenLogprob
+
+LEAST_LOGPROB = -9999.0
+"""What is written for less likely tokens: JSON has no infinity. As in vLLM."""
+
+
+class TokenTexts(Protocol):
+    """The text of single tokens."""
+
+    def text(self, token_id: int) -> str:
+        """What the token stands for; incomplete characters are U+FFFD."""
+
+    def bytes(self, token_id: int) -> bytes:
+        """What the token stands for, which may be a part of a character."""
+
+
+class DecodedTexts:
+    """Implements `TokenTexts`. decode: gives the text of token ids."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+
+    def text(self, token_id: int) -> str:
+        return self._decode((token_id,))
+
+    def bytes(self, token_id: int) -> bytes:
+        return self.text(token_id).encode()
+
+
+class ChatTop(msgspec.Struct, frozen=True):
+    """One of the likeliest tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    """A token of the answer."""
+
+    token: str
+    logprob: float
+    bytes: Annotated[list[int], Meta(description="The token's text in UTF-8: a token may end within a character.")]
+    top_logprobs: list[ChatTop]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """All lists are as long. The first token of a prompt has no log probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: Annotated[list[int], Meta(description="Where each token begins in the text.")]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, by token id: the token itself and the likeliest ones. Nothing for the first."""
+
+
+class LogprobWriter:
+    """Writes log probabilities. top: how many of the likeliest tokens. as_ids: "token_id:7" in place of texts, as vLLM does."""
+
+    def __init__(self, texts: TokenTexts, top: int, *, as_ids: bool = False) -> None:
+        self._texts = texts
+        self._top = top
+        self._as_ids = as_ids
+
+    def chat(self, tokens: Iterable[TokenLogprob]) -> ChatLogprobs:
+        return ChatLogprobs(
+            [
+                ChatLogprob(
+                    self._text(token.token_id),
+                    finite(token.logprob),
+                    self._bytes(token.token_id),
+                    [ChatTop(self._text(top), finite(logprob), self._bytes(top)) for top, logprob in token.top[: self._top]],
+                )
+                for token in tokens
+            ]
+        )
+
+    def completion(self, tokens: Iterable[TokenLogprob], offset: int, first: int | None = None) -> CompletionLogprobs:
+        """offset: where their text begins. first: the prompt's first token, when the others are those behind it."""
+        written = CompletionLogprobs([], [], [], [])
+        if first is not None:
+            offset += self._add(written, first, None, None, offset)
+        for token in tokens:
+            logprob = finite(token.logprob)
+            likeliest: dict[str, float] = {}
+            for top, top_logprob in token.top[: self._top]:
+                likeliest.setdefault(self._text(top), finite(top_logprob))
+            likeliest.setdefault(self._text(token.token_id), logprob)
+            offset += self._add(written, token.token_id, logprob, likeliest, offset)
+        return written
+
+    def chars(self, token_ids: Iterable[int]) -> int:
+        """Length of the tokens' texts."""
+        return sum(len(self._texts.text(token_id)) for token_id in token_ids)
+
+    def prompt(self, tokens: Iterable[TokenLogprob]) -> PromptLogprobs:
+        """tokens: those behind the first one."""
+        written: PromptLogprobs = [None]
+        for token in tokens:
+            own = PromptLogprob(finite(token.logprob), token.rank, self._texts.text(token.token_id))
+            at = {str(token.token_id): own}
+            for rank, (top, logprob) in enumerate(token.top[: self._top], 1):
+                at.setdefault(str(top), PromptLogprob(finite(logprob), rank, self._texts.text(top)))
+            written.append(at)
+        return written
+
+    def _add(
+        self, to: CompletionLogprobs, token_id: int, logprob: float | None, likeliest: dict[str, float] | None, offset: int
+    ) -> int:
+        """Returns the length of the token's text."""
+        to.tokens.append(self._text(token_id))
+        to.token_logprobs.append(logprob)
+        to.top_logprobs.append(likeliest)
+        to.text_offset.append(offset)
+        return len(self._texts.text(token_id))
+
+    def _text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self._texts.text(token_id)
+
+    def _bytes(self, token_id: int) -> list[int]:
+        return list(self._texts.bytes(token_id))
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

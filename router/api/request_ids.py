@@ -1,0 +1,52 @@
+"""The ids of requests: a client's own from the X-Request-Id header, or one that is made here.
+
+Owns their form. Every response carries its request's id in that header. Does not know what a request asks for.
+"""
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.types import Scope
+
+from common.errors import BadRequest
+
+HEADER: Final = b"x-request-id"
+REQUEST_ID = "tandem.request_id"
+"""Where a request's scope holds its id."""
+MAX_CHARS = 128
+_VISIBLE = re.compile(rf"^[!-~]{{1,{MAX_CHARS}}}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerId:
+    """shown: the id that the client sees. unique: no other request ever has it, whatever ids clients choose."""
+
+    shown: str
+    unique: str
+
+
+def answer_id(request_id: str, prefix: str = "") -> AnswerId:
+    """The id of the answer to this request."""
+    shown = prefix + request_id
+    return AnswerId(shown, f"{shown}.{secrets.token_hex(8)}")
+
+
+def new_id() -> str:
+    return secrets.token_hex(12)
+
+
+def checked_id(request_id: str, field: str) -> str:
+    """Raises BadRequest when it is no id."""
+    if not _VISIBLE.match(request_id):
+        raise BadRequest(f"{field} must have 1 to {MAX_CHARS} visible ASCII characters", field=field)
+    return request_id
+
+
+def id_in(scope: Scope) -> str:
+    """The client's id, or a new one. Raises BadRequest."""
+    for name, value in scope["headers"]:
+        if name == HEADER:
+            return checked_id(value.decode("latin-1"), "X-Request-Id")
+    return new_id()
