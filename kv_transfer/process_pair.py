@@ -15,6 +15,9 @@ Measured behaviour that shapes this file:
 - A wait cannot be cancelled, and a wait that times out ends the group. So silence ends the pair, and an idle sender sends an
   empty header now and then.
 - A group is closed by dropping the last reference; its `abort` and `shutdown` leave the peer waiting.
+- When the peer closes the connection, Gloo fails a pending receive at once, but not a send that is half written: the wait for
+  that one times out, which hides that the peer is gone. So the sender posts the receive of the answer before it sends, and waits
+  for the answer first.
 
 On CUDA the bytes go over NCCL, and header and answer over Gloo. Read in torch 2.11 and not measured:
 
@@ -23,7 +26,7 @@ On CUDA the bytes go over NCCL, and header and answer over Gloo. Read in torch 2
   written (`kv_transfer/cuda.py`). NCCL's own stream waits for it before it sends, and is waited for on the host after that.
 - A slice is answered when the stream that scattered it has come to its end, so its bytes are in the pool by then.
 - NCCL takes one process per card (`TorchTransport` refuses more).
-- A receiver that dies leaves NCCL waiting. The connection of the headers tells of the death.
+- A receiver that dies leaves NCCL waiting. The wait for the answer fails, because the connection of the headers breaks.
 """
 
 import ctypes
@@ -45,8 +48,6 @@ from common.pages.layout import MemoryRegion
 SLICE_BYTES = 8 * 2**20
 SLICE_RUNS = 1024
 NCCL_POLL_S = 50e-6
-GONE_S = 0.5
-"""How long the connection of a peer that has died may take to break."""
 _PLACE_IN_SOURCE = re.compile(r"^\[\S+\] ")
 _CLOSED_BY_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 
@@ -83,7 +84,10 @@ class Landing:
 
 
 class _Gloo:
-    """A process group for tensors on the CPU. Messages arrive in the order of sending. until: a time of the monotonic clock."""
+    """A process group for tensors on the CPU. Messages arrive in the order of sending.
+
+    Owns the messages under way: Gloo moves no bytes of one that is dropped, and keeps the connection while one is held.
+    """
 
     def __init__(self, store: Store, rank: int, host: str, connect_s: float) -> None:
         gloo: Any = ProcessGroupGloo
@@ -93,15 +97,23 @@ class _Gloo:
         options._devices = [gloo.create_device(hostname=host)]
         self._group: Any = gloo(store, rank, 2, options)
         self._peer = 1 - rank
+        self._under_way: list[Any] = []
 
-    def send(self, tensor: Tensor, until: float) -> None:
-        self._group.send([tensor], self._peer, 0).wait(_left(until))
+    def send(self, tensor: Tensor) -> None:
+        self._under_way.append(self._group.send([tensor], self._peer, 0))
 
-    def receive(self, tensor: Tensor, until: float) -> None:
-        self._group.recv([tensor], self._peer, 0).wait(_left(until))
+    def receive(self, tensor: Tensor) -> None:
+        self._under_way.append(self._group.recv([tensor], self._peer, 0))
+
+    def finish(self, until: float) -> None:
+        """Wait for the messages under way, in the order in which they began. until: a time of the monotonic clock."""
+        while self._under_way:
+            self._under_way[0].wait(timedelta(seconds=max(1e-3, until - time.monotonic())))  # Gloo takes 0 for no limit
+            del self._under_way[0]
 
     def close(self) -> None:
         """The peer's wait ends at once."""
+        self._under_way.clear()
         self._group = None
 
 
@@ -120,28 +132,33 @@ class _Nccl:
         options._timeout = timedelta(days=1)
         self._group: Any = nccl(store, rank, 2, options)
         self._peer = 1 - rank
+        self._under_way: list[Any] = []
         meet = self.receive if rank == 0 else self.send
-        meet(torch.zeros(1, dtype=torch.uint8, device=device), time.monotonic() + connect_s)
+        meet(torch.zeros(1, dtype=torch.uint8, device=device))
+        self.finish(time.monotonic() + connect_s)
 
-    def send(self, tensor: Tensor, until: float) -> None:
-        self._finish(self._group.send([tensor], self._peer, 0), until)
+    def send(self, tensor: Tensor) -> None:
+        self._under_way.append(self._group.send([tensor], self._peer, 0))
 
-    def receive(self, tensor: Tensor, until: float) -> None:
-        self._finish(self._group.recv([tensor], self._peer, 0), until)
+    def receive(self, tensor: Tensor) -> None:
+        self._under_way.append(self._group.recv([tensor], self._peer, 0))
+
+    def finish(self, until: float) -> None:
+        """Wait for the device's copies. NCCL's own `wait` orders streams, raises what has failed, and does not wait."""
+        while self._under_way:
+            while not self._under_way[0].is_completed():
+                if time.monotonic() > until:
+                    raise RuntimeError("Timed out waiting for NCCL")
+                time.sleep(NCCL_POLL_S)
+            self._under_way[0].wait()
+            del self._under_way[0]
 
     def close(self) -> None:
         """May be called again."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
-
-    def _finish(self, work: Any, until: float) -> None:
-        """Wait for the device's copy. NCCL's own `wait` orders streams, raises what has failed, and does not wait."""
-        while not work.is_completed():
-            if time.monotonic() > until:
-                raise RuntimeError("Timed out waiting for NCCL")
-            time.sleep(NCCL_POLL_S)
-        work.wait()
+        self._under_way.clear()
 
 
 class Pair:
@@ -163,25 +180,30 @@ class Pair:
         until = time.monotonic() + self._silence_s
         self._header[0] = len(runs)
         self._rows(len(runs))[:] = runs[:, 1:]
-        self._control.send(self._header, until)
+        self._control.receive(self._answer)  # first, so that `finish` waits for it first
+        self._control.send(self._header)
         staged = self._staging[: int(runs[:, 2].sum())]
         if len(staged):
             torch.cat([pool[offset : offset + run_bytes] for offset, _, run_bytes in runs.tolist()], out=staged)
-            self._send(staged, until)
-        self._control.receive(self._answer, until)
+            self._data.send(staged)
+        self._control.finish(until)
+        self._data.finish(until)
 
     def take_slice(self, landing: Landing) -> bool:
         """Returns False when the landing is closed; then the pair must be closed too."""
-        self._control.receive(self._header, time.monotonic() + self._silence_s)
+        self._control.receive(self._header)
+        self._control.finish(time.monotonic() + self._silence_s)
         until = time.monotonic() + self._silence_s
         rows = self._rows(int(self._header[0]))
         landing.check(rows)
         staged = self._staging[: int(rows[:, 1].sum())]
         if len(staged):
-            self._data.receive(staged, until)
+            self._data.receive(staged)
+            self._data.finish(until)
         if not landing.scatter(staged, rows):
             return False
-        self._control.send(self._answer, until)
+        self._control.send(self._answer)
+        self._control.finish(until)
         return True
 
     def close(self) -> None:
@@ -189,27 +211,12 @@ class Pair:
         self._data.close()
         self._control.close()
 
-    def _send(self, staged: Tensor, until: float) -> None:
-        """When this fails, raises what the connection of the headers says, if that broke too: then the peer is gone."""
-        try:
-            self._data.send(staged, until)
-        except RuntimeError:
-            if self._data is not self._control:
-                self._data.close()
-                self._control.receive(self._answer, time.monotonic() + GONE_S)
-            raise
-
     def _rows(self, runs: int) -> Int64Array:
         """The header's rows of (target offset, bytes)."""
         if not 0 <= runs <= SLICE_RUNS:
             raise ValueError(f"a slice of {runs} runs")
         rows: Int64Array = self._header[1 : 1 + 2 * runs].numpy().reshape(-1, 2)
         return rows
-
-
-def _left(until: float) -> timedelta:
-    """At least a millisecond: Gloo takes 0 for no limit."""
-    return timedelta(seconds=max(1e-3, until - time.monotonic()))
 
 
 class _CudaBytes:
