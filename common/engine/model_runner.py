@@ -18,6 +18,7 @@ from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import KVBudget, auto_host_kv_bytes, check_context, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.kv_meter import KVMemoryMeter, total_bytes
+from common.engine.logits.choice import make_processors
 from common.engine.models.loading import Loading
 from common.engine.models.registry import load_model, model_fingerprint
 from common.engine.models.served_shape import ServedShape, read_served_shape
@@ -182,6 +183,7 @@ class ModelRunner:
             pages_per_row=pages_per_row,
             layer_groups=engine.layer_groups,
             vocab_size=shape.vocab_size,
+            processors=make_processors(engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device),
         )
 
     def _warm_up(self, steps: StepRunner, layout: KVLayout, context_tokens: int) -> None:

@@ -7,23 +7,31 @@ import torch
 from torch import Tensor
 
 from common.engine.layer_progress import LayerProgress
+from common.engine.logprobs import NO_LOGPROBS, Logprobs
 from common.engine.plan import Plan, StepResult
+from common.engine.raw_logprobs import Told
 from common.ids import Int32Array
 
 
 class PendingStep:
-    """tokens: [sampled] int64 on the device, in the order of `Plan.sampled_rows`. Make it when all of the step's work has been
-    started: its event comes behind that. A thread that waits for the event sleeps, and keeps no core busy."""
+    """tokens: [sampled] int64 on the device, in the order of `Plan.sampled_rows`. told, prompt_told: the log probabilities of a
+    `StepResult`; None: of nothing. Make it when all of the step's work has been started: its event comes behind that. A thread
+    that waits for the event sleeps, and keeps no core busy."""
 
-    def __init__(self, plan: Plan, tokens: Tensor, progress: LayerProgress) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tokens: Tensor,
+        progress: LayerProgress,
+        told: Told | None = None,
+        prompt_told: Told | None = None,
+    ) -> None:
         self._plan = plan
         self._progress = progress
+        self._told, self._prompt_told = (None if each is None else (each, _to_host(each.packed)) for each in (told, prompt_told))
+        self._tokens = _to_host(tokens.int())
         self._event: torch.cuda.Event | None = None
-        if tokens.device.type == "cpu":
-            self._tokens = tokens.int()
-        else:
-            self._tokens = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
-            self._tokens.copy_(tokens.int(), non_blocking=True)
+        if tokens.device.type != "cpu":
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -39,4 +47,19 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         tokens: Int32Array = self._tokens.numpy()
-        return StepResult(self._plan, tokens)
+        return StepResult(self._plan, tokens, _read(self._told), _read(self._prompt_told))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Its numbers are there when the step's event has passed. On CPU it is the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _read(told: tuple[Told, Tensor] | None) -> Logprobs:
+    if told is None:
+        return NO_LOGPROBS
+    which, packed = told
+    return which.read(packed.numpy())

@@ -4,6 +4,7 @@ Owns the filters. Knows rows as tensors. Waits for nothing on the device: which 
 host.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,9 +58,9 @@ class Sampler:
         if len(noisy) == 0:
             return logits.argmax(dim=-1)
         if len(noisy) == len(logits):
-            return self._draw_filtered(logits, rows, filtering, filter_width)
+            return self.draw_filtered(logits, rows, filtering, filter_width)
         tokens = logits.argmax(dim=-1)
-        tokens[noisy] = self._draw_filtered(logits[noisy], rows.of(noisy), filtering, filter_width)
+        tokens[noisy] = self.draw_filtered(logits[noisy], rows.of(noisy), filtering, filter_width)
         return tokens
 
     def draw(self, logits: Tensor, rows: RowSampling) -> Tensor:
@@ -72,17 +73,23 @@ class Sampler:
         some = rows.of(filtering)
         tokens[filtering] = self.draw(_filtered_logits(logits[filtering], some, filter_width), some)
 
-    def _draw_filtered(self, logits: Tensor, rows: RowSampling, filtering: Tensor, filter_width: int) -> Tensor:
+    def draw_filtered(self, logits: Tensor, rows: RowSampling, filtering: Tensor, filter_width: int) -> Tensor:
+        """One token per row, greedy or not, as the temperature says. filtering: those of the rows that filter; all of them are
+        noisy. Shapes as in `__call__`."""
         if len(filtering):
             logits = logits.index_copy(0, filtering, _filtered_logits(logits[filtering], rows.of(filtering), filter_width))
         return self.draw(logits, rows)
 
 
+def row_parts(rows: int) -> Iterator[slice]:
+    """Some rows at a time, for what needs a few times the memory of their logits."""
+    return (slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, rows, ROWS_AT_ONCE))
+
+
 def _filtered_logits(logits: Tensor, rows: RowSampling, filter_width: int) -> Tensor:
     """The logits with those of excluded tokens at minus infinity. Some rows at a time: filters take 40 times a row's memory."""
     filtered = torch.empty_like(logits)
-    for begin in range(0, len(logits), ROWS_AT_ONCE):
-        part = slice(begin, begin + ROWS_AT_ONCE)
+    for part in row_parts(len(logits)):
         some = logits[part]
         scaled = (some - some.max(dim=-1, keepdim=True).values) / rows.temperature[part, None]
         kept = _kept(scaled, rows.top_k[part], rows.top_p[part], rows.min_p[part], filter_width)

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.port import Attention, Segment, StepTokens
+from common.engine.drawing import Drawing, Special
 from common.engine.graphs import GraphMaker, Replay, fitting
 from common.engine.kernels.port import Kernels
 from common.engine.kv_memory import KVMemory
 from common.engine.layer_progress import LayerProgress
+from common.engine.logits.port import LogitsProcessor
 from common.engine.models.port import Model
 from common.engine.paged_step import PagedStep
 from common.engine.pending import PendingStep
@@ -39,7 +41,8 @@ class _DecodeGraph:
 
 
 class StepRunner:
-    """layer_groups: in how many groups the layers of a last chunk are reported. pages_per_row: most pages of a row."""
+    """layer_groups: in how many groups the layers of a last chunk are reported. pages_per_row: most pages of a row. processors:
+    in the order in which they change logits."""
 
     def __init__(
         self,
@@ -53,13 +56,15 @@ class StepRunner:
         pages_per_row: int,
         layer_groups: int,
         vocab_size: int,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._model, self._kernels, self._memory = model, kernels, memory
-        self._attention, self._sampler = attention, sampler
+        self._attention = attention
         self._layer_groups = layer_groups
         self._device = memory.pool.device
         page_size = memory.layout.page_size
         self.rows = Rows(max_rows, pages_per_row, page_size, memory.total_pages, self._device)
+        self._drawing = Drawing(sampler, processors, max_rows, self._device)
         self._staging = Staging(self._device)
         self._graph_sizes: Sequence[int] = ()
         self._graphs: dict[int, _DecodeGraph] = {}
@@ -82,13 +87,17 @@ class StepRunner:
         host = self.rows.prepare(plan, size or 0)
         step = StepArrays(*self._staging.send(host.arrays))
         self.rows.apply(step)
-        tokens = self._eager(plan, host, step, progress) if size is None else self._replayed(size, plan, host, step)
-        return PendingStep(plan, tokens, progress)
+        self._drawing.start(plan.starts)
+        special = self._drawing.prepare(plan, host, behind_graph=size is not None)
+        if size is None:
+            return self._eager(plan, host, step, special, progress)
+        return self._replayed(size, plan, host, step, special, progress)
 
     # --- eager -------------------------------------------------------------------------------------------------------------
 
-    def _eager(self, plan: Plan, host: HostStep, step: StepArrays[Tensor], progress: LayerProgress) -> Tensor:
-        """Returns the sampled tokens, [sampled] int64."""
+    def _eager(
+        self, plan: Plan, host: HostStep, step: StepArrays[Tensor], special: Special | None, progress: LayerProgress
+    ) -> PendingStep:
         rows = self.rows
         decode_lengths = rows.length[step.decode_rows]
         token_ids = torch.cat([step.token_ids, rows.last_token[step.decode_rows]])
@@ -98,12 +107,13 @@ class StepRunner:
         rows.length[step.decode_rows] = decode_lengths + 1
         self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, decode_lengths + 1, host.decode_lengths))
         hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written)
+        prompt_told = self._drawing.told_of_prompts(hidden, self._model.logits, special)
         if len(step.sampled_at) == 0:
-            return step.sampled_at
+            return PendingStep(plan, step.sampled_at, progress, prompt_told=prompt_told)
         logits = self._model.logits(hidden[step.sampled_at])
-        tokens = self._sampler(logits, rows.sampling(step.sampled_rows), step.noisy, step.filtering, host.filter_width)
+        tokens = self._drawing.draw(logits, rows.sampling(step.sampled_rows), step, host.filter_width, special)
         rows.last_token[step.sampled_rows] = tokens
-        return tokens
+        return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told)
 
     def _hidden(
         self, token_ids: Tensor, positions: Tensor, rows: Tensor, attention: Attention, written: Callable[[int], None]
@@ -145,30 +155,40 @@ class StepRunner:
 
     def _decode(self, size: int, attention: Attention) -> None:
         """One decode step of `_graph_rows`, into `_graph_tokens` and `_graph_logits`: what a graph holds. The logits are for rows
-        that filter. They lie outside of the graphs' memory, where each graph would keep its own."""
+        that are drawn again. They lie outside of the graphs' memory, where each graph would keep its own."""
         rows, batch = self._graph_rows[:size], self.rows
         positions = batch.length[rows]
         hidden = self._hidden(batch.last_token[rows], positions, rows, attention, _unheard)
         batch.length[rows] = (positions + 1).masked_fill(rows == batch.null, 0)
         logits = self._model.logits(hidden)
-        tokens = self._sampler.draw(logits, batch.sampling(rows))
+        tokens = self._drawing.sampler.draw(logits, batch.sampling(rows))
         batch.last_token[rows] = tokens
         self._graph_tokens[:size] = tokens
         self._graph_logits[:size] = logits
 
-    def _replayed(self, size: int, plan: Plan, host: HostStep, step: StepArrays[Tensor]) -> Tensor:
-        """As `_eager`, for a step of decode rows alone. Rows that filter are drawn once more behind the graph."""
+    def _replayed(
+        self,
+        size: int,
+        plan: Plan,
+        host: HostStep,
+        step: StepArrays[Tensor],
+        special: Special | None,
+        progress: LayerProgress,
+    ) -> PendingStep:
+        """As `_eager`, for a step of decode rows alone. Rows that filter, and those that a processor concerns, are drawn once
+        more behind the graph."""
         graph = self._graphs[size]
         self._graph_rows[:size].copy_(step.decode_rows)
         graph.attention.plan(self._graph_step(size, host.decode_lengths))
         graph.replay()
-        tokens = self._graph_tokens[: len(plan.decode_rows)]
-        if len(step.filtering):
-            at = step.noisy[step.filtering]
-            rows = step.sampled_rows
-            self._sampler.redraw(tokens, self._graph_logits[: len(tokens)], self.rows.sampling(rows), at, host.filter_width)
-            self.rows.last_token[rows] = tokens
-        return tokens
+        count = len(plan.decode_rows)
+        tokens, logits = self._graph_tokens[:count], self._graph_logits[:count]
+        rows = step.sampled_rows
+        if len(step.filtering) or special is not None:
+            sampling = self.rows.sampling(rows)
+            if self._drawing.redraw(tokens, logits, sampling, step, host.filter_width, special):
+                self.rows.last_token[rows] = tokens
+        return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special))
 
 
 def _segments(plan: Plan) -> tuple[Segment, ...]:

@@ -37,8 +37,10 @@ class Driver:
         tokens: int,
         sampling: SamplingParams | Sequence[SamplingParams],
         chunk_tokens: int = 1000,
+        answered: int = 0,
     ) -> list[list[int]]:
-        """So many tokens for each prompt. sampling: of all prompts, or of each."""
+        """So many tokens for each prompt. sampling: of all prompts, or of each. answered: how many tokens of each prompt, the
+        last ones, are of an answer that is resumed."""
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         answers: list[list[int]] = [[] for _ in prompts]
         done = [0] * len(prompts)
@@ -47,7 +49,7 @@ class Driver:
             chunks, decode = [], []
             for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
                 if done[row] == 0:
-                    self._start(row, len(prompt), tokens, params[row])
+                    self._start(row, prompt, answered, tokens, params[row])
                 if done[row] < len(prompt):
                     part = prompt[done[row] : done[row] + chunk_tokens]
                     chunks.append(Chunk(row, done[row], part, last=done[row] + len(part) == len(prompt)))
@@ -62,12 +64,14 @@ class Driver:
                 answers[row].append(token)
         return answers
 
-    def _start(self, row: int, prompt: int, tokens: int, sampling: SamplingParams) -> None:
-        pages = self._layout.pages_for(prompt) - 1 if self._growing else self._layout.pages_for(prompt + tokens - 1)
+    def _start(self, row: int, prompt: Int32Array, answered: int, tokens: int, sampling: SamplingParams) -> None:
+        own, most = (self._layout.pages_for(length) for length in (len(prompt), len(prompt) + tokens - 1))
+        pages = own - 1 if self._growing else most
         taken = np.array([next(self._pages) for _ in range(pages)], dtype=np.int32)
-        self._starts.append(RowStart(row, taken, sampling))
+        known = prompt if sampling.needs_tokens else None
+        self._starts.append(RowStart(row, taken, sampling, token_ids=known, answer_tokens=answered))
         self._held.append(pages)
-        self._reach(row, prompt)
+        self._reach(row, len(prompt))
 
     def _reach(self, row: int, tokens: int) -> None:
         """The row needs pages for so many tokens: at most one more than it holds."""
