@@ -22,6 +22,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated"]
 Switch = Literal["off", "on"]
 Graphs = Literal["auto", "on", "off"]
+ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
+ReasoningParserName = Literal["auto", "think", "none"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 STEP_COST = "0.005,0.00001,0.00002"
@@ -210,6 +212,17 @@ class RouterConfig:
     detokenizers: int = option(1, "detokenizer processes, which share the answers; one takes about 100,000 tokens/s")
     peers_per_instance: int = option(
         64, "decode instances that a prefill instance links to, where there are more; 0: to all of them"
+    )
+    chat_template: str = option("", "jinja file of the chat template, or the template itself; without it: the model's own")
+    tool_parser: ToolParserName = option(
+        "auto",
+        "how the model writes tool calls: hermes (Qwen too), llama3 or mistral; auto: what the chat template shows; none: "
+        "tools are refused",
+    )
+    reasoning_parser: ReasoningParserName = option(
+        "auto",
+        "think: what the model writes between <think> and </think> is sent as reasoning; auto: if the chat template has "
+        "these marks",
     )
     dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
 

@@ -62,7 +62,7 @@ async def serve(
     Raises ConfigError when an address cannot be listened on or the tokenizer cannot be loaded.
     """
     allow_many_files()
-    tokenizer = TokenizerManager(model.model)
+    tokenizer = TokenizerManager(model.model, config.chat_template)
     name = model.served_name or tokenizer.model_name
     host = bind_address(config.host, "--host")
     control = f"tcp://{host}:{config.control_port}"

@@ -5,7 +5,10 @@ the tokenizers library through transformers' thin class, not through its AutoTok
 the libraries when a tokenizer is loaded.
 """
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +19,36 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+_TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a chat template raises, besides jinja2's own errors, for messages that it does not expect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What a chat template gets besides the messages.
+
+    tools: the functions that the model may call, as in OpenAI's API; empty: the template gets none. add_generation_prompt: the
+    text ends where the assistant's answer begins. continue_final_message: it ends within the last message, which the answer
+    continues; not with add_generation_prompt. arguments: further names that the template reads.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAIN_CHAT = ChatOptions()
 
 
 class TokenizerManager:
-    """The tokenizer of a model: a folder, a Hugging Face name, or "demo". Raises ConfigError when it cannot be loaded.
+    """The tokenizer of a model: a folder, a Hugging Face name, or "demo". chat_template: a jinja file, or the template itself, in
+    place of the model's; "": the model's. Raises ConfigError when it cannot be loaded.
 
-    `encode` and `encode_chat` change nothing, so several threads may call them at once.
+    `encode`, `encode_chat` and `decode` change nothing, so several threads may call them at once.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, chat_template: str = "") -> None:
         path = resolve_model_path(model, weights=False)
         config = read_json(path / "config.json")
         text_config = config.get("text_config", config)
@@ -34,6 +58,16 @@ class TokenizerManager:
         """Rows of the model's embedding: every id below it can be computed, even one that the tokenizer lacks."""
         self._transformers = _load(path)
         self.backend: Tokenizer = self._transformers.backend_tokenizer
+        if chat_template:
+            self._use_template(chat_template)
+        templates = self._transformers.chat_template or ""
+        self.chat_template: str = templates if isinstance(templates, str) else "\n".join(templates.values())
+        """The source of the chat template; of all, one after the other, if there are several; "" if there is none."""
+        added = self.backend.get_added_tokens_decoder().values()
+        self.special_tokens: frozenset[str] = frozenset(token.content for token in added if token.special)
+        """The texts of the tokens that `skip_special_tokens` skips."""
+        apply_arguments = inspect.signature(self._transformers.apply_chat_template).parameters
+        self._reserved = frozenset(apply_arguments) | frozenset(self._transformers.special_tokens_map) | {"messages"}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt. add_special_tokens: with those that the model begins with. Raises BadRequest."""
@@ -44,32 +78,53 @@ class TokenizerManager:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins. Raises BadRequest."""
-        return self._encode(self.render_chat(messages), "messages", add_special_tokens=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer goes on. Raises BadRequest."""
+        return self._encode(self.render_chat(messages, options), "messages", add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The model's chat template applied to the messages. Raises BadRequest, also for what the template itself refuses."""
+    def reads(self, name: str) -> bool:
+        """Whether the chat template reads an argument of this name: whether the name stands in it as a word."""
+        return name not in self._reserved and self._mentions(name)
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the chat template shows the model its tools."""
+        return self._mentions("tools")
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT) -> str:
+        """The chat template applied to the messages. Raises BadRequest, also for what the template itself refuses."""
         import jinja2
 
         if self._transformers.chat_template is None:
-            reason = f"{self.model_name} has no chat template: use /v1/completions with a prompt"
+            reason = f"{self.model_name} has no chat template: use /v1/completions with a prompt, or start with --chat-template"
             raise BadRequest(reason, field="messages")
         try:
             text: str = self._transformers.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in options.tools] or None,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                tokenize=False,
+                **options.arguments,
             )
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (jinja2.TemplateError, *_TEMPLATE_BUGS) as error:
             raise BadRequest(f"the chat template of {self.model_name} refuses messages: {error}", field="messages") from error
         return text
+
+    def _mentions(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self.chat_template) is not None
+
+    def _use_template(self, chat_template: str) -> None:
+        """Raises ConfigError when it is no template."""
+        import jinja2
+
+        self._transformers.chat_template = template_text(chat_template)
+        try:
+            self._transformers.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"--chat-template: line {error.lineno}: {error.message}") from error
+        except (jinja2.TemplateError, *_TEMPLATE_BUGS):
+            pass  # a template may refuse this chat, and take others
 
     def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -77,6 +132,17 @@ class TokenizerManager:
         except UnicodeEncodeError as error:
             raise BadRequest(f"{field} contains half of a surrogate pair, which is not text", field=field) from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def template_text(given: str) -> str:
+    """The chat template that --chat-template gives: the text of a file, or what was given if it cannot be a file's name. Raises
+    ConfigError."""
+    if any(mark in given for mark in "{}\n"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {given}: the file cannot be read: {error}") from error
 
 
 def _load(path: Path) -> Any:

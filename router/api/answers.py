@@ -19,7 +19,7 @@ from router.api.intake import Accepted
 from router.api.logprobs import LogprobWriter, PromptLogprobs, TokenTexts
 from router.outbox import ChoiceDelta
 
-OpenAIFinish: TypeAlias = Literal["stop", "length", "abort"]
+OpenAIFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
 """abort: as in vLLM and SGLang, the request was ended by another one (POST /abort_request)."""
 TokenIds: TypeAlias = tuple[int, ...] | msgspec.UnsetType
 """`token_ids` of a choice. The OpenAI API does not have it; as in vLLM it is left out unless `return_token_ids` asks for it."""
@@ -141,7 +141,7 @@ class OpenAIShape(AnswerShape[R]):
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
         self.tokens += len(delta.token_ids)
-        if self._is_plain and delta.text and delta.ending is None and not opens:
+        if self._is_plain and delta.text and delta.ending is None and not opens and self._is_content(delta.index):
             frame = self._frames.get(delta.index)
             if frame is None:
                 frame = self._frames[delta.index] = self._frame(delta.index)
@@ -182,6 +182,10 @@ class OpenAIShape(AnswerShape[R]):
 
     def _ids(self, token_ids: Iterable[int]) -> TokenIds:
         return tuple(token_ids) if self.asked.fields.return_token_ids else msgspec.UNSET
+
+    def _is_content(self, index: int) -> bool:
+        """Whether the next text of this choice is told as it is, and not what a parser makes of it."""
+        return True
 
     @abstractmethod
     def _chunk_choices(self, delta: ChoiceDelta, *, opens: bool) -> Iterable[msgspec.Struct]:

@@ -1,37 +1,21 @@
-"""The body of POST /v1/chat/completions.
+"""The body of POST /v1/chat/completions, and the normal form of every request that is a conversation.
 
-Owns its own fields. Fields: https://platform.openai.com/docs/api-reference/chat.
+Owns its own fields. Fields: https://platform.openai.com/docs/api-reference/chat; those of chat templates:
+https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from router.api.chat_messages import ChatMessage
 from router.api.fields import ReadRequest, SamplingFields, Tokens, TopLogprobs, checked_stops, convert, object_in
 from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_MESSAGE_VALUES, drop_neutral
-
-
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    text: str
-
-
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[TextPart] | None, Meta(description="The text. Null is an empty text.")]
-    name: Annotated[str | None, Meta(description="Who speaks, for chat templates that use it.")] = None
-
-    def for_template(self) -> dict[str, str]:
-        """What the chat template gets. `developer` is OpenAI's newer name of `system`; chat templates know the older one."""
-        content = self.content or ""
-        message = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content if isinstance(content, str) else "".join(part.text for part in content),
-        }
-        return message if self.name is None else message | {"name": self.name}
+from router.api.tools import NO_TOOLS, FunctionTool, NamedTool, ToolChoice, ToolUse, tool_use
 
 
 class ChatFields(SamplingFields, frozen=True, kw_only=True):
@@ -43,11 +27,45 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[
         TopLogprobs | None, Meta(description="With `logprobs`, also send so many of the likeliest tokens in each place.")
     ] = None
+    tools: Annotated[list[FunctionTool], Meta(description="Functions that the model may call.")] = msgspec.field(
+        default_factory=list
+    )
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool, Meta(description="False: at most one call in an answer.")] = True
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
+    ] = msgspec.field(default_factory=dict)
+    add_generation_prompt: Annotated[bool, Meta(description="The prompt ends where the assistant's answer begins.")] = True
+    continue_final_message: Annotated[
+        bool, Meta(description="The answer continues the last message. Send add_generation_prompt=false with it.")
+    ] = False
+    reasoning_effort: Annotated[str | None, Meta(description="How much to think, for chat templates that use it.")] = None
+    separate_reasoning: Annotated[
+        bool, Meta(description="False: what the model thinks stays in `content`, between its marks.")
+    ] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(ReadRequest):
-    messages: tuple[Mapping[str, str], ...]
+    """messages: as the chat template gets them. template_arguments: what else it gets. reasoning_effort: None: the template's
+    own. separate_reasoning: the answer tells thoughts apart from content. prompt_field: the field that held the messages."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: ToolUse = NO_TOOLS
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    reasoning_effort: str | None = None
+    separate_reasoning: bool = True
+    prompt_field: str = "messages"
+
+    def texts(self) -> Iterator[str]:
+        """Everything that the chat template may write into the prompt."""
+        for message in self.messages:
+            for value in message.values():
+                yield value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for tool in self.tools.for_template():
+            yield msgspec.json.encode(tool).decode()
 
 
 def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
@@ -56,7 +74,9 @@ def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
     messages = raw.get("messages")
     if isinstance(messages, list):
         raw["messages"] = [
-            drop_neutral(message, NEUTRAL_MESSAGE_VALUES, path=f"messages[{index}].") if isinstance(message, dict) else message
+            drop_neutral(message, NEUTRAL_MESSAGE_VALUES, ("tool_calls",), path=f"messages[{index}].")
+            if isinstance(message, dict)
+            else message
             for index, message in enumerate(messages)
         ]
     fields = convert(raw, ChatFields)
@@ -69,6 +89,9 @@ def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
         limit, name = fields.max_completion_tokens, "max_completion_tokens"
     if fields.top_logprobs and not fields.logprobs:
         raise BadRequest("top_logprobs is for logprobs only: leave it out or send logprobs=true", field="top_logprobs")
+    if fields.continue_final_message and fields.add_generation_prompt:
+        fix = "send add_generation_prompt=false with it"
+        raise BadRequest(f"continue_final_message goes on with the last message: {fix}", field="continue_final_message")
     return ChatRequest(
         fields=fields,
         stop=checked_stops(fields),
@@ -76,5 +99,18 @@ def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
         max_tokens_field=name,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
-        messages=tuple(message.for_template() for message in fields.messages),
+        messages=tuple(message.for_template(f"messages[{index}]") for index, message in enumerate(fields.messages)),
+        tools=_tools(fields),
+        template_arguments=fields.chat_template_kwargs,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        reasoning_effort=fields.reasoning_effort,
+        separate_reasoning=fields.separate_reasoning,
     )
+
+
+def _tools(fields: ChatFields) -> ToolUse:
+    functions, choice = [tool.function for tool in fields.tools], fields.tool_choice
+    if isinstance(choice, NamedTool):
+        return tool_use(functions, choice.function.name, fields.parallel_tool_calls, named=True)
+    return tool_use(functions, choice, fields.parallel_tool_calls, named=False)

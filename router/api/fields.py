@@ -185,8 +185,8 @@ _LIMIT = re.compile(r"^Expected `(?P<kind>\w+)`(?P<length> of length)? (?P<sign>
 _LIMITS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _LENGTHS = {"str": "characters", "array": "items", "object": "entries"}
 _ALLOWED = {
-    "role": "use system, developer, user or assistant",
-    "type": "only parts of type 'text' are supported",
+    "role": "use system, developer, user, assistant or tool",
+    "type": "use 'text' for parts of a message, 'function' for tools",
 }
 
 

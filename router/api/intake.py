@@ -5,6 +5,7 @@ context, ids and seeds. Does not know HTTP, instances or messages.
 """
 
 import asyncio
+import dataclasses
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,11 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
-from common.ids import RequestId, pack_ids
+from common.ids import RequestId, pack_ids, unpack_ids
 from common.sampling_params import SamplingParams
+from common.text.tokenizer_manager import ChatOptions
 from router.api.chat import ChatRequest
+from router.api.chat_plan import PLAIN_TEXT, TAIL_TOKENS, AnswerReading, ChatPlanner, ChatTemplate
 from router.api.completions import COMPLETION_MAX_TOKENS, CompletionRequest, Prompt
 from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
 from router.api.logprobs import DecodedTexts, TokenTexts
@@ -48,7 +51,7 @@ P = TypeVar("P")
 R = TypeVar("R", bound=ReadRequest)
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ChatTemplate, Protocol):
     """What the intake needs from `common.text.tokenizer_manager.TokenizerManager`.
 
     The methods that encode raise BadRequest. Several threads may call all of them at once.
@@ -62,7 +65,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], options: ChatOptions) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -70,12 +73,13 @@ class Tokenizer(Protocol):
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """A client's request, ready to dispatch. id: of its answer. specs: one for each choice, prompt by prompt, n each. echoes: the
-    text of each choice's prompt, if the answer repeats it."""
+    text of each choice's prompt, if the answer repeats it. reading: how the texts of the answer become its parts."""
 
     id: str
     specs: tuple[RequestSpec, ...]
     prompt_tokens: int
     echoes: tuple[str, ...] = ()
+    reading: AnswerReading = PLAIN_TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class Intake:
         self._core = core
         self._tokenizer = tokenizer
         self._model = model
+        self._chats = ChatPlanner(tokenizer, model, config)
         self._chat_max_tokens = config.default_max_tokens or None
         self._longest_timeout_s = config.max_request_timeout_s
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
@@ -108,13 +113,18 @@ class Intake:
 
     async def accept_chat(self, request: ChatRequest, answer: AnswerId) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
-        texts = [text for message in request.messages for text in message.values()]
-        self._check(request, "messages", sum(map(len, texts)), self.context_tokens)
-        size = sum(map(len, texts))
-        prompts = await self._encode(
-            self._tokenizer.encode_chat, (request.messages,), (texts,), size, request.fields.n, "messages"
-        )
-        return self._accept(answer, prompts, request, "messages", self._chat_max_tokens)
+        texts = list(request.texts())
+        size, field = sum(map(len, texts)), request.prompt_field
+        self._check(request, field, size, self.context_tokens)
+        plan = self._chats.plan(request)
+        encode = partial(self._tokenizer.encode_chat, options=plan.options)
+        prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields.n, field)
+        accepted = self._accept(answer, prompts, request, field, self._chat_max_tokens)
+        if plan.is_plain:
+            return accepted
+        tail = unpack_ids(prompts[0].packed[-TAIL_TOKENS * TOKEN_BYTES :]).tolist()
+        reading = plan.reading(self._tokenizer.decode(tail, skip_special_tokens=False))
+        return dataclasses.replace(accepted, reading=reading)
 
     async def accept_completion(self, request: CompletionRequest, answer: AnswerId, field: str = "prompt") -> Accepted:
         """field: where the prompts are from. Raises BadRequest, UnknownModel, Overloaded."""

@@ -19,18 +19,16 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 }
 NEUTRAL_CHAT_VALUES: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_VALUES,
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": _NOTHING,
     "prediction": _NOTHING,
-    "reasoning_effort": ("none",),
     "verbosity": _NOTHING,
     "web_search_options": _NOTHING,
+    "chat_template": _NOTHING,
+    "documents": ([],),
 }
 NEUTRAL_COMPLETION_VALUES: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_VALUES,
@@ -40,7 +38,6 @@ NEUTRAL_MESSAGE_VALUES: Mapping[str, tuple[object, ...]] = {
     "refusal": _NOTHING,
     "audio": _NOTHING,
     "annotations": ([],),
-    "tool_calls": ([],),
     "function_call": _NOTHING,
 }
 """Fields that the messages of our own answers have when a client sends them back."""

@@ -41,6 +41,7 @@ from common.messages import (
     TextBatch,
     TextDelta,
 )
+from common.text.tokenizer_manager import ChatOptions
 from router.api.app import Api, build_app
 from router.api.connections import WaitingConnections
 from router.api.intake import Intake
@@ -86,18 +87,27 @@ class Unobserved:
 
 
 class CharTokenizer:
-    """Implements `router.intake.Tokenizer`: a token is a character's code."""
+    """Implements `router.intake.Tokenizer`: a token is a character's code. chat_template: what it seems to be; the prompt is
+    always the contents of the messages."""
 
     context_tokens = CONTEXT
     vocab_size = engine().model.vocab_size
+    special_tokens: frozenset[str] = frozenset()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [ord(char) for char in text]
+    def __init__(self, chat_template: str = "") -> None:
+        self.chat_template = chat_template
+        self.reads_tools = "tools" in chat_template
+
+    def reads(self, name: str) -> bool:
+        return name in self.chat_template
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(char) for char in text]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], options: ChatOptions) -> list[int]:
         if messages[-1]["role"] == "assistant":
             raise BadRequest("the template wants the user to speak last", field="messages")
         return self.encode("".join(str(message["content"]) for message in messages))
@@ -264,13 +274,19 @@ class EchoFleet(FakeMail[RouterInbox]):
 class Site:
     """A router without sockets: app, gateway and fleet in the running loop."""
 
-    def __init__(self, fleet: EchoFleet | None = None, config: RouterConfig | None = None, max_body_bytes: int = 100_000) -> None:
+    def __init__(
+        self,
+        fleet: EchoFleet | None = None,
+        config: RouterConfig | None = None,
+        max_body_bytes: int = 100_000,
+        chat_template: str = "",
+    ) -> None:
         self.fleet = fleet = fleet or EchoFleet()
         config = config or RouterConfig()
         self.metrics = RouterMetrics()
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
-        self.intake = Intake(self.core, CharTokenizer(), MODEL, config)
+        self.intake = Intake(self.core, CharTokenizer(chat_template), MODEL, config)
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s)
         self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
         fleet.gateway = self.gateway

@@ -17,6 +17,18 @@ def chat(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [USER]} | fields).encode()
 
 
+def function(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name} | fields}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    """A message of the assistant that called f."""
+    return {
+        "role": "assistant",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+
+
 def completion(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "prompt": "hi"} | fields).encode()
 
@@ -67,6 +79,45 @@ def test_a_chat_request_of_every_field_is_read() -> None:
     assert (asked.timeout, asked.priority) == (2.0, -1000)
 
 
+def test_tools_and_calls_are_read_as_chat_templates_want_them() -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    request = read_chat(
+        chat(
+            messages=[
+                USER,
+                called('{"city": "Oslo"}') | {"content": None, "reasoning_content": "hm", "reasoning": "hm"},
+                called(""),
+                {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
+            ],
+            tools=[function("f", parameters=schema, strict=True, description=None), function("g", description="does it")],
+            tool_choice=function("g"),
+            parallel_tool_calls=None,
+            chat_template_kwargs={"enable_thinking": False},
+            add_generation_prompt=True,
+        )
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}
+    assert request.messages[1:] == (
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [call | {"function": {"name": "f", "arguments": {}}}]},
+        {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+    )
+    f, g = function("f", parameters=schema), function("g", description="does it")
+    assert list(request.tools.for_template()) == [f, g], "strict is not for the model"
+    assert [one.name for one in request.tools.callable] == ["g"] and request.tools.required and not request.tools.parallel
+    assert request.template_arguments == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("choice", "callable", "required"),
+    [(None, ["f", "g"], False), ("auto", ["f", "g"], False), ("none", [], False), ("required", ["f", "g"], True)],
+)
+def test_tool_choice_says_what_may_and_what_must_be_called(choice: Any, callable: list[str], required: bool) -> None:
+    tools = read_chat(chat(tools=[function("f"), function("g")], tool_choice=choice)).tools
+    assert ([one.name for one in tools.callable], tools.required) == (callable, required)
+    assert len(tools.shown) == 2
+
+
 def test_null_is_as_good_as_absent() -> None:
     nothing = dict.fromkeys(("stream", "stream_options", "max_tokens", "temperature", "top_p", "seed", "n", "stop", "user"))
     assert read_chat(chat(**nothing)) == read_chat(chat())
@@ -100,7 +151,7 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (chat(messages=[]), "messages", "empty"),
         (chat(messages="hi"), "messages", "expected `array`"),
         (chat(messages=["hi"]), "messages[0]", "expected `object`"),
-        (chat(messages=[USER, {"role": "tool", "content": "x"}]), "messages[1].role", "use system, developer, user or assistant"),
+        (chat(messages=[USER, {"role": "robot", "content": "x"}]), "messages[1].role", "use system, developer, user, assistant"),
         (chat(messages=[{"role": "user"}]), "messages[0].content", "missing"),
         (chat(messages=[{"role": "user", "content": 3}]), "messages[0].content", "expected `str | array | null`"),
         (chat(messages=[{"role": "user", "content": "x", "name": 3}]), "messages[0].name", "expected `str | null`"),
@@ -124,7 +175,6 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (chat(stream_options={"include_usage": True}), "stream_options", "stream=true"),
         (chat(stream=True, stream_options={"colour": 1}), "stream_options.colour", "not a known field"),
         (chat(response_format={"type": "json_object"}), "response_format", 'send {"type":"text"}'),
-        (chat(tools=[{"type": "function"}]), "tools", "leave it out or send []"),
         (chat(top_logprobs=3), "top_logprobs", "send logprobs=true"),
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
         (chat(logprobs=3), "logprobs", "expected `bool`"),
@@ -137,6 +187,17 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (chat(min_tokens=-1), "min_tokens", "at least 0"),
         (chat(prompt_logprobs=-1), "prompt_logprobs", "at least 0"),
         (chat(prompt_logprobs=1, stream=True), "prompt_logprobs", "send stream=false"),
+        (chat(tools=[{"type": "function"}]), "tools[0].function", "missing"),
+        (chat(tools=[{"type": "retrieval"}]), "tools[0].type", "'function'"),
+        (chat(tools=[function("a b")]), "tools", "must be 1 to 128 letters"),
+        (chat(tools=[function("f")] * 513), "tools", "at most 512"),
+        (chat(tool_choice="required"), "tool_choice", "there are no tools"),
+        (chat(tools=[function("f")], tool_choice="often"), "tool_choice", "invalid enum value 'often'"),
+        (chat(tools=[function("f")], tool_choice=function("g")), "tool_choice", "not among the tools"),
+        (chat(messages=[called("{")]), "messages[0].tool_calls[0].function.arguments", "is not JSON"),
+        (chat(messages=[called("3")]), "messages[0].tool_calls[0].function.arguments", "must be a JSON object"),
+        (chat(continue_final_message=True), "continue_final_message", "add_generation_prompt=false"),
+        (chat(chat_template="{{ messages }}"), "chat_template", "leave it out"),
     ],
 )
 def test_a_bad_chat_request_is_refused_by_field_and_fix(body: bytes, field: str | None, says: str) -> None:

@@ -28,6 +28,7 @@ class WatchedTokenizer(CharTokenizer):
     checked_on: the threads on which ids were compared with the vocabulary."""
 
     def __init__(self, chars: int = 1) -> None:
+        super().__init__()
         self.chars = chars
         self.go = threading.Event()
         self.encoded = 0

@@ -1,0 +1,142 @@
+"""What a chat asks of the served model: what its template gets, and how its answer is read.
+
+Owns the refusals of what the model's chat template or its format cannot do. Does not know fields, tokens or the fleet.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from common.config import RouterConfig
+from common.errors import BadRequest
+from common.text.tokenizer_manager import ChatOptions
+from router.api.chat import ChatRequest
+from router.api.output.formats import THINK_MARKS, AnswerFormat, ToolFormat, answer_format
+from router.api.output.parser import THINK, THINK_END, AnswerParser
+from router.api.output.parts import WholeAnswer
+
+TAIL_TOKENS = 16
+"""The end of a prompt: it holds the mark with which the prompt opens the answer's thoughts, if it does."""
+
+
+class ChatTemplate(Protocol):
+    """What `common.text.tokenizer_manager.TokenizerManager` knows of its chat template."""
+
+    @property
+    def chat_template(self) -> str: ...
+
+    @property
+    def special_tokens(self) -> frozenset[str]: ...
+
+    @property
+    def reads_tools(self) -> bool: ...
+
+    def reads(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerReading:
+    """How the answers to a request are read. new_parser: for each choice; None: the text is content. new_id: of a call."""
+
+    new_parser: Callable[[], AnswerParser] | None = None
+    new_id: Callable[[], str] = str
+
+    def whole(self, text: str) -> WholeAnswer:
+        """The parts of a whole answer."""
+        answer = WholeAnswer()
+        if self.new_parser is None:
+            answer.content = text
+            return answer
+        parser = self.new_parser()
+        for part in [*parser.push(text), *parser.finish()]:
+            answer.add(part)
+        return answer
+
+
+PLAIN_TEXT = AnswerReading()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPlan:
+    """options: for the chat template. thinks: thoughts are told apart. tools: the format of the calls; None: there are none.
+    special_tokens: the texts of the special tokens that the detokenizer must show; empty: it may skip all."""
+
+    request: ChatRequest
+    options: ChatOptions
+    thinks: bool
+    tools: ToolFormat | None
+    special_tokens: frozenset[str]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the answer's text is its content."""
+        return not self.thinks and self.tools is None
+
+    def reading(self, prompt_tail: str) -> AnswerReading:
+        """prompt_tail: the text of the prompt's last TAIL_TOKENS tokens."""
+        if self.is_plain:
+            return PLAIN_TEXT
+        format = self.tools
+        marks = {*THINK_MARKS, *(format.marks if format is not None else ())}
+        new_parser = partial(
+            AnswerParser,
+            thinks=self.thinks,
+            opened=self._opens_thoughts(prompt_tail),
+            read_tools=None if format is None else format.read,
+            omit=self.special_tokens - marks,
+        )
+        return AnswerReading(new_parser=new_parser, new_id=str if format is None else format.new_id)
+
+    def _opens_thoughts(self, prompt_tail: str) -> bool:
+        """Whether the answer begins within thoughts. A user's message may hold the mark too, so it counts at the very end."""
+        if self.request.continue_final_message:
+            text = str(self.request.messages[-1].get("content"))
+            return text.rfind(THINK) > text.rfind(THINK_END)
+        return prompt_tail.rstrip().endswith(THINK)
+
+
+class ChatPlanner:
+    """Plans chats with one model, named `model` in errors."""
+
+    def __init__(self, template: ChatTemplate, model: str, config: RouterConfig) -> None:
+        self._template = template
+        self._model = model
+        self._format: AnswerFormat = answer_format(template.chat_template, config.tool_parser, config.reasoning_parser)
+
+    def plan(self, request: ChatRequest) -> ChatPlan:
+        """Raises BadRequest for what the model's template does not do."""
+        self._require_tools(request)
+        options = ChatOptions(
+            tools=request.tools.for_template(),
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            arguments=self._arguments(request),
+        )
+        thinks = self._format.thinks and request.separate_reasoning
+        tools = self._format.tools if request.tools.callable else None
+        marks = (*(THINK_MARKS if thinks else ()), *(tools.marks if tools is not None else ()))
+        special = self._template.special_tokens
+        shown = special if any(mark in special for mark in marks) else frozenset()
+        return ChatPlan(request=request, options=options, thinks=thinks, tools=tools, special_tokens=shown)
+
+    def _require_tools(self, request: ChatRequest) -> None:
+        if request.tools.shown and not self._template.reads_tools:
+            fix = "leave tools out, or start the router with a --chat-template that does"
+            raise BadRequest(f"the chat template of {self._model} does not show tools to the model: {fix}", field="tools")
+        if request.tools.callable and self._format.tools is None:
+            fix = "leave tools out, or start the router with --tool-parser"
+            raise BadRequest(f"the format of the tool calls of {self._model} is not known: {fix}", field="tools")
+
+    def _arguments(self, request: ChatRequest) -> Mapping[str, Any]:
+        for name in request.template_arguments:
+            if not self._template.reads(name):
+                message = f"the chat template of {self._model} does not read {name!r}: leave it out"
+                raise BadRequest(message, field=f"chat_template_kwargs.{name}")
+        effort = request.reasoning_effort
+        if effort is None or (effort == "none" and not self._template.reads("reasoning_effort")):
+            return request.template_arguments
+        if not self._template.reads("reasoning_effort"):
+            message = f"the chat template of {self._model} does not use reasoning_effort: leave it out"
+            raise BadRequest(message, field="reasoning_effort", code="unsupported_parameter")
+        return {"reasoning_effort": effort, **request.template_arguments}

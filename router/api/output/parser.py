@@ -1,0 +1,73 @@
+"""The parser of one answer: its text in, as it comes, and its parts out.
+
+Owns the order thoughts, then content and calls. Does not know requests or HTTP.
+"""
+
+from collections.abc import Callable, Collection
+from typing import TypeAlias
+
+from router.api.output.parts import Part, PartSink
+from router.api.output.source import GrowingText, Reading, read_until
+
+THINK, THINK_END = "<think>", "</think>"
+ToolReader: TypeAlias = Callable[[GrowingText, PartSink], Reading[None]]
+"""Reads content and calls, to the end of the answer."""
+
+
+class AnswerParser:
+    """thinks: the answer may begin with thoughts. opened: the prompt opened them already. read_tools: None when calls are
+    content. omit: texts that are nobody's: of special tokens, when those are shown."""
+
+    def __init__(self, *, thinks: bool, opened: bool, read_tools: ToolReader | None, omit: Collection[str] = ()) -> None:
+        self._source, self._sink, self._raw = GrowingText(), PartSink(), GrowingText()
+        self._thinks, self._opened, self._read_tools = thinks, opened, read_tools
+        self._omit = tuple(omit)
+        self._reading = self._read()
+        self._at_content = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text from here on is content, as it is."""
+        return self._at_content and self._sink.holds_nothing
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that this text settles. Their joined texts do not depend on how the answer is cut into pieces."""
+        self._raw.push(text)
+        self._read_on()
+        return self._sink.take()
+
+    def finish(self) -> list[Part]:
+        """The answer is over. Returns the last parts."""
+        self._raw.over = True
+        self._read_on()
+        self._source.over = True
+        next(self._reading, None)
+        self._sink.finish()
+        return self._sink.take()
+
+    def _read_on(self) -> None:
+        mark: str | None = ""
+        while mark is not None:
+            text, mark = self._raw.first_of(self._omit)
+            self._raw.forget()
+            self._source.push(text)
+        next(self._reading, None)
+
+    def _read(self) -> Reading[None]:
+        if self._thinks:
+            yield from _read_thoughts(self._source, self._sink, self._opened)
+        if self._read_tools is not None:
+            yield from self._read_tools(self._source, self._sink)
+        self._at_content = not self._omit
+        yield from read_until(self._source, self._sink.content)
+
+
+def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading[None]:
+    yield from source.skip_space()
+    if not (yield from source.next_is(THINK)) and not opened:
+        source.at = 0
+        return
+    source.forget()
+    sink.mark()
+    yield from read_until(source, sink.reasoning, THINK_END)
+    sink.mark()
