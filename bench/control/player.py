@@ -38,6 +38,7 @@ from common.messages import (
     Welcome,
 )
 from common.pages.layout import KVLayout
+from common.refusals import EVENTS, RefusalWatch
 from common.text.tokenizer_manager import TokenizerManager
 from common.wire import SEND_LIMIT, pack_frame, unpack_frame
 
@@ -94,6 +95,7 @@ class Player:
         self._model = model
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._refusals = RefusalWatch(self._context, lambda: None)
         self._poller = zmq.Poller()
         self._outboxes: list[zmq.Socket[bytes]] = []
         self._played: dict[InstanceId, Played] = {}
@@ -151,13 +153,19 @@ class Player:
         return time.monotonic() - began
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        for outbox in self._outboxes:
+            outbox.disable_monitor()
+        for each in (*self._outboxes, *self._by_inbox):
+            each.close(linger=0)
+        self._refusals.close()
+        self._context.term()
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _connect(self) -> "zmq.Socket[bytes]":
         outbox = self._context.socket(zmq.PUSH)
         outbox.set(zmq.SNDHWM, SEND_LIMIT)
+        self._refusals.follow(self._control, outbox.get_monitor_socket(EVENTS))
         outbox.connect(self._control)
         return outbox
 
@@ -170,6 +178,8 @@ class Player:
 
     def _turn(self) -> None:
         time.sleep(TURN_S)
+        if self._refusals.take():
+            self._lose_router()
         for inbox, _ in self._poller.poll(0):
             self._read(self._by_inbox[inbox])
         now = time.monotonic()
@@ -180,6 +190,17 @@ class Player:
                 if played.membership.next_deadline <= now:
                     self._report(played, now)
                 heapq.heappush(self._due, (played.membership.next_deadline, name))
+
+    def _lose_router(self) -> None:
+        """Its process is proven to be gone: everybody begins anew, and keeps his links for a while."""
+        now = time.monotonic()
+        for played in self._played.values():
+            if played.router is not None:
+                played.membership.end(now)
+                played.peers.retire(played.router, now)
+                played.router, played.said, played.heard = None, False, False
+        self._due = [(played.membership.next_deadline, name) for name, played in self._played.items()]
+        heapq.heapify(self._due)
 
     def _read(self, played: Played) -> None:
         while True:
@@ -195,9 +216,10 @@ class Player:
                     self._welcomed(played, message)
                 case Refused():
                     raise FleetFailed(f"a played instance was refused: {message.reason}")
-                case Peers() if played.router is not None:
-                    played.meet(played.peers.receive(played.router, message))
-                    self._report(played, time.monotonic())
+                case Peers():
+                    if played.router is not None:
+                        played.meet(played.peers.receive(played.router, message))
+                        self._report(played, time.monotonic())
                 case TellLinks():
                     self._send(played, _report(played, None, tuple(played.links.values())))
                 case _:
@@ -223,7 +245,8 @@ class Player:
         peers_version = 0 if played.router is None else played.peers.version(played.router)
         load = Load(pages_free=PAGES, pages_total=PAGES)
         state = State(load, Counters(), played.links_version, draining=False)
-        for send in played.membership.due(now, state, peers_version, reachable=True):
+        reachable = self._refusals.reaches(self._control)
+        for send in played.membership.due(now, state, peers_version, reachable=reachable):
             self._send(played, send.message)
         played.said = played.membership.joined and peers_version > 0
 

@@ -165,8 +165,9 @@ async def test_a_timer_that_is_due_while_mail_waits_takes_no_second_turn_of_it(s
         slow(rig, TURN_S / 10)
         rig.hear(*[beat(D0)] * 100)
         left = len(rig.mail.arriving)
-        while len(rig.mail.arriving) == left:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while len(rig.mail.arriving) == left:
+                await asyncio.sleep(0)
         assert left - len(rig.mail.arriving) == 1
 
 
