@@ -296,9 +296,11 @@ class RequestTable(Generic[R]):
         return Standing(key, None if request.phase is Phase.ENDED else request.next_token, request.decode)
 
     def counters(self) -> Counters:
-        """What both roles count."""
+        """What both roles count. A reservation that waits does not count yet: `forget` may take it off again, and a counter never
+        falls."""
+        may_be_forgotten = sum(isinstance(request.asked, Reserve) for request in self.waiting)
         return Counters(
-            requests_accepted=self.accepted,
+            requests_accepted=self.accepted - may_be_forgotten,
             requests_ended=self.ended,
             prompt_tokens_computed=self.prompt_tokens,
             tokens_generated=self.tokens,

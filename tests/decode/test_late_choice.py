@@ -109,6 +109,7 @@ def test_a_more_urgent_request_that_does_not_wait_and_does_not_fit_hides_nobody_
 def test_a_reservation_that_waits_is_declined_after_a_while_and_leaves_no_trace() -> None:
     made = full()
     assert ask(made, waits=True) == [] and made.next_deadline() == 0.5 + WAITS_S
+    assert made.report().counters.requests_accepted == 1, "it may be declined, and a counter never falls"
     assert made.tick(0.4 + WAITS_S) == []
     (refused,) = declined(made.tick(0.5 + WAITS_S)).values()
     assert refused.kind == NoRoom.kind and refused.retryable
@@ -120,6 +121,7 @@ def test_a_reservation_that_waits_is_declined_after_a_while_and_leaves_no_trace(
 def test_a_reservation_that_was_granted_in_time_is_not_declined_later() -> None:
     made, _ = with_reservation()
     assert declined(made.tick(WAITS_S)) == {} and made.report().load.reservations == 1
+    assert made.report().counters.requests_accepted == 1
 
 
 def test_going_round_neither_resets_how_long_a_request_has_waited_nor_gives_its_memory_to_others() -> None:

@@ -318,14 +318,9 @@ def _deed(random: Random, names: list[str], victims: list[str], survivor: str | 
 
 
 def _with_routers(schedule: Schedule, random: Random) -> Schedule:
-    """A third of the fleets have two routers, some of which have two detokenizers each, and something befalls these."""
+    """A third of the fleets have two routers, and something befalls these. Routers have one detokenizer or two."""
     detokenizers, routers = random.choice((1, 1, 1, 2)), random.choice((1, 1, 2))
     schedule = replace(schedule, routers=routers, detokenizers=detokenizers)
-    if random.random() < 0.15:
-        deed = KillDetokenizer(
-            router=random.randrange(routers), shard=random.randrange(detokenizers), back_s=random.uniform(0.5, 4.0)
-        )
-        schedule = replace(schedule, faults=(*schedule.faults, _strikes(random, deed)))
     if routers == 1:
         return schedule
     schedule = replace(
