@@ -64,7 +64,8 @@ class Churn:
                 if waiting and prefills:
                     request = self._rows[row] = waiting.pop()
                     self._lease(request, len(request.prompt))
-                    starts.append(RowStart(row, np.array(request.pages, dtype=np.int32), request.sampling))
+                    known = request.prompt if request.sampling.needs_tokens else None
+                    starts.append(RowStart(row, np.array(request.pages, dtype=np.int32), request.sampling, token_ids=known))
             elif self._random.random() < 0.2:
                 continue  # it pauses
             elif request.computed >= len(request.prompt):

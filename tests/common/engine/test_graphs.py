@@ -16,6 +16,7 @@ from common.engine.graphs import GraphMaker, fitting, ladder
 from common.engine.kernels.choice import make_kernels
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.kv_memory import KVMemory
+from common.engine.logits.choice import make_processors
 from common.engine.models.loading import Loading
 from common.engine.models.registry import load_model
 from common.engine.models.served_shape import read_served_shape
@@ -35,11 +36,14 @@ from tests.common.engine.padded_attention import CapturablePaged
 
 CPU = torch.device("cpu")
 ROWS, PAGES, CONTEXT, TOKENS = 8, 200, 96, 14
+EOS = (2,)
 EVERY_KIND = [
     SamplingParams(max_new_tokens=99, temperature=0.0),
     SamplingParams(max_new_tokens=99, temperature=0.9, seed=5),
     SamplingParams(max_new_tokens=99, temperature=1.1, top_k=7, seed=6),
     SamplingParams(max_new_tokens=99, temperature=0.8, top_p=0.9, min_p=0.02, seed=7),
+    SamplingParams(max_new_tokens=99, temperature=0.9, seed=8, repetition_penalty=1.4, frequency_penalty=0.5, logprobs=2),
+    SamplingParams(max_new_tokens=99, temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(0, VOCAB, 2)), bad_words=((7,),)),
 ]
 
 
@@ -84,6 +88,7 @@ class Engine:
             pages_per_row=CONTEXT // 8,
             layer_groups=0,
             vocab_size=VOCAB,
+            processors=make_processors(ROWS, VOCAB, EOS, device),
         )
         self.replays: dict[int, int] = {}
         self._size = 0

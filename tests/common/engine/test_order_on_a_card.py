@@ -15,9 +15,10 @@ from common.engine.kv_memory import KVMemory
 from common.engine.layer_progress import LayerProgress
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan
+from common.engine.raw_logprobs import Told, pack_logprobs
 from common.engine.staging import BUFFERS, Staging
 from common.pages.layout import KVLayout
-from tests.common.engine.fake_cuda import CARD, FakeStream, fake_card
+from tests.common.engine.fake_cuda import CARD, CardTensor, FakeStream, fake_card
 
 
 @pytest.fixture
@@ -57,6 +58,18 @@ def test_tokens_are_read_when_their_own_step_is_done(card: FakeStream) -> None:
     assert (steps[0].wait().tokens.tolist(), ran) == ([5, 6], ["first"])
     assert (steps[1].wait().tokens.tolist(), ran) == ([], ["first", "second"]), "its KV is written, though it samples nothing"
     assert (steps[2].wait().tokens.tolist(), ran) == ([8], ["first", "second", "third"])
+
+
+def test_log_probabilities_are_read_when_their_step_is_done(card: FakeStream) -> None:
+    packed = pack_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), most=1)
+    told = Told(np.array([5]), np.array([1]), packed.as_subclass(CardTensor))
+    step = PendingStep(Plan(1), torch.tensor([1], device=CARD), silent(), told, told)
+    assert card.done == 0
+    result = step.wait()
+    for logprobs in (result.logprobs, result.prompt_logprobs):
+        ((row, (own,)),) = logprobs.by_row().items()
+        assert (row, own.token_id, own.rank, own.top[0][0]) == (5, 1, 2, 2)
+        assert (own.logprob, own.top[0][1]) == pytest.approx((-1.407606, -0.407606))
 
 
 def test_layers_are_reported_when_the_card_has_written_them_and_before_it_goes_on(card: FakeStream) -> None:
