@@ -1,0 +1,300 @@
+"""Which JSON schemas an answer can be held to: what xgrammar 0.2 enforces exactly, and no more.
+
+Owns the allow-list. xgrammar ignores what it does not know, or only warns, so its answers would not validate. Such a schema is
+refused instead, with the place in it and the keyword. Pure; knows nothing of xgrammar itself. The tests compare with a validator.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from common.errors import BadRequest
+
+_SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
+_SAY_NOTHING |= {"$schema", "$id", "$comment", "$defs", "definitions"}
+_CHOICES = ("anyOf", "oneOf", "allOf")
+_NUMBER = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_KEYWORDS: Mapping[str, set[str]] = {
+    "object": {
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+        "unevaluatedProperties",
+    },
+    "array": {"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"},
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "integer": _NUMBER,
+    "number": _NUMBER,
+    "boolean": set(),
+    "null": set(),
+}
+_FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"}
+_FORMATS |= {"uri-template", "json-pointer", "relative-json-pointer"}
+_MAX_MULTIPLE = 1024
+
+Refuse = Callable[[str], BadRequest]
+
+
+def check_schema(schema: Any, name: str) -> None:
+    """Raises BadRequest for a schema that answers could not be held to. name: of the field, for the message."""
+    _Check(schema, name).schema(schema, "$")
+
+
+def check_structural_tag(tag: Any, name: str) -> None:
+    """Check every JSON schema and every regular expression in a structural tag. Raises BadRequest."""
+    if isinstance(tag, list):
+        for each in tag:
+            check_structural_tag(each, name)
+    elif isinstance(tag, dict):
+        if tag.get("type") == "json_schema":
+            check_schema(tag.get("json_schema"), name)
+            return
+        if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
+            check_regex(tag["pattern"], name)
+        for each in tag.values():
+            check_structural_tag(each, name)
+
+
+def check_regex(pattern: str, name: str) -> None:
+    """Raises BadRequest for what xgrammar ignores in a regular expression."""
+    problem = _regex_problem(pattern)
+    if problem is not None:
+        raise BadRequest(f"{name}: {problem}", field=name)
+
+
+class _Check:
+    """root: where references lead."""
+
+    def __init__(self, root: Any, name: str) -> None:
+        self._root = root
+        self._name = name
+
+    def refusal(self, where: str, problem: str) -> BadRequest:
+        return BadRequest(f"{self._name}: at {where}: {problem}", field=self._name)
+
+    def schema(self, schema: Any, where: str) -> None:
+        if schema is True:
+            return
+        if not isinstance(schema, dict):
+            problem = "false allows no value" if schema is False else "a schema must be an object"
+            raise self.refusal(where, problem)
+        for defs in ("$defs", "definitions"):
+            for key, each in _object(schema.get(defs)).items():
+                self.schema(each, f"{where}.{defs}.{key}")
+        said = {key for key in schema if key not in _SAY_NOTHING and not key.startswith("x-")}
+        for whole in ("$ref", "enum", "const", *_CHOICES):
+            if whole in said:
+                allowed = {whole, "type"} if whole in ("enum", "const") else {whole}
+                if said - allowed:
+                    other = sorted(said - allowed)[0]
+                    raise self.refusal(where, f"{other} beside {whole} is not supported: write them into one schema")
+                self._whole(whole, schema, where)
+                return
+        self._typed(schema, said, where)
+
+    def _whole(self, keyword: str, schema: dict[str, Any], where: str) -> None:
+        """A keyword that says everything about a value."""
+        value = schema[keyword]
+        if keyword == "$ref":
+            if self._followed(schema) is None:
+                raise self.refusal(where, f"$ref {value!r} leads nowhere in this schema: other documents are not supported")
+        elif keyword in ("enum", "const"):
+            values = value if keyword == "enum" and isinstance(value, list) else [value]
+            types = _types(schema)
+            if types and any(not _kinds(each) & types for each in values):
+                raise self.refusal(where, f"a value of {keyword} is not of the given type")
+        else:
+            if not isinstance(value, list) or not value:
+                raise self.refusal(where, f"{keyword} must be a list of schemas")
+            if keyword == "allOf" and len(value) > 1:
+                raise self.refusal(where, "allOf of several schemas is not supported: write them into one")
+            for index, each in enumerate(value):
+                self.schema(each, f"{where}.{keyword}[{index}]")
+            if keyword == "oneOf" and not all(
+                self._excludes(one, other) for at, one in enumerate(value) for other in value[at + 1 :]
+            ):
+                raise self.refusal(where, "oneOf of schemas that may both hold is not supported: use anyOf")
+
+    def _typed(self, schema: dict[str, Any], said: set[str], where: str) -> None:
+        types = _types(schema)
+        known = {keyword for kind in types for keyword in _KEYWORDS.get(kind, ())}
+        for key in sorted(said - {"type"} - known):
+            if not any(key in keywords for keywords in _KEYWORDS.values()):
+                raise self.refusal(where, f"{key} is not supported: leave it out")
+            fits = " or ".join(kind for kind, keywords in _KEYWORDS.items() if key in keywords)
+            raise self.refusal(where, f"{key} is for type {fits}: give the type, or leave {key} out")
+        for kind in types:
+            if kind not in _KEYWORDS:
+                raise self.refusal(where, f"type {kind!r} is not known")
+        if "object" in types:
+            self._object(schema, where)
+        if "array" in types:
+            self._array(schema, where)
+        if "string" in types:
+            self._string(schema, said, where)
+        multiple = schema.get("multipleOf")
+        if multiple is not None:
+            if "number" in types or not isinstance(multiple, int) or not 1 <= multiple <= _MAX_MULTIPLE:
+                problem = f"multipleOf is supported for type integer, with whole numbers of 1 to {_MAX_MULTIPLE}"
+                raise self.refusal(where, problem)
+            if said & (_NUMBER - {"multipleOf"}):
+                raise self.refusal(where, "multipleOf beside a minimum or maximum is not supported")
+
+    def _object(self, schema: dict[str, Any], where: str) -> None:
+        properties, patterns = _object(schema.get("properties")), _object(schema.get("patternProperties"))
+        for key, each in properties.items():
+            self.schema(each, f"{where}.properties.{key}")
+        others = schema.get("additionalProperties", False)
+        if not isinstance(others, bool):
+            self.schema(others, f"{where}.additionalProperties")
+        required = schema.get("required", [])
+        for key in required if isinstance(required, list) else []:
+            if key not in properties:
+                raise self.refusal(where, f"required names {key!r}, which properties lacks")
+        if patterns and (len(patterns) > 1 or properties or others is not False):
+            raise self.refusal(where, "patternProperties is supported with one pattern, and without other properties")
+        for pattern, each in patterns.items():
+            self._pattern(pattern, f"{where}.patternProperties")
+            self.schema(each, f"{where}.patternProperties.{pattern}")
+        least = schema.get("minProperties", 0)
+        is_open = bool(patterns) or others is not False or not properties
+        if is_open and isinstance(least, int) and least > max(1, len(required)):
+            raise self.refusal(where, "minProperties above 1 is supported for named properties alone")
+        if schema.get("unevaluatedProperties", False) is not False:
+            raise self.refusal(where, "unevaluatedProperties is supported as false")
+
+    def _array(self, schema: dict[str, Any], where: str) -> None:
+        items = schema.get("items", True)
+        if not isinstance(items, bool):
+            self.schema(items, f"{where}.items")
+        prefix = schema.get("prefixItems", [])
+        for index, each in enumerate(prefix if isinstance(prefix, list) else []):
+            self.schema(each, f"{where}.prefixItems[{index}]")
+        if schema.get("unevaluatedItems", False) is not False:
+            raise self.refusal(where, "unevaluatedItems is supported as false")
+
+    def _string(self, schema: dict[str, Any], said: set[str], where: str) -> None:
+        if len(said & {"pattern", "format"}) + bool(said & {"minLength", "maxLength"}) > 1:
+            raise self.refusal(where, "of pattern, format and lengths, one is supported at a time")
+        form = schema.get("format")
+        if form is not None and form not in _FORMATS:
+            raise self.refusal(
+                where, f"format {form!r} is not supported: leave it out, or use one of {', '.join(sorted(_FORMATS))}"
+            )
+        if "pattern" in said:
+            self._pattern(schema["pattern"], where)
+
+    def _pattern(self, pattern: Any, where: str) -> None:
+        problem = _regex_problem(pattern) or _text_problem(pattern) if isinstance(pattern, str) else "pattern must be a string"
+        if problem is not None:
+            raise self.refusal(where, f"pattern: {problem}")
+
+    # --- oneOf -------------------------------------------------------------------------------------------------------------
+
+    def _followed(self, schema: Any) -> Any:
+        """What the schema's references lead to. None: nowhere, or in a circle."""
+        for _ in range(16):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            ref = schema["$ref"]
+            if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+                return None
+            schema = self._root
+            for part in ref.split("/")[1:]:
+                part = part.replace("~1", "/").replace("~0", "~")
+                schema = schema.get(part) if isinstance(schema, dict) else None
+        return None
+
+    def _excludes(self, one: Any, other: Any) -> bool:
+        """Whether no value can match both."""
+        one, other = self._followed(one), self._followed(other)
+        if not (isinstance(one, dict) and isinstance(other, dict)):
+            return False
+        first, second = _values(one), _values(other)
+        if first is not None and second is not None:
+            return not any(a == b for a in first for b in second)
+        kinds, others = _reach(one), _reach(other)
+        if kinds and others and not kinds & others:
+            return True
+        if _types(one) != {"object"} or _types(other) != {"object"}:
+            return False
+        shared = set(_list(one.get("required"))) & set(_list(other.get("required")))
+        return any(
+            self._excludes(_object(one.get("properties")).get(key), _object(other.get("properties")).get(key)) for key in shared
+        )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    """The types that the schema names. One with properties or items means an object or an array."""
+    named = schema.get("type")
+    if named is None:
+        return {"object"} if "properties" in schema else {"array"} if {"items", "prefixItems"} & schema.keys() else set()
+    return {str(each) for each in named} if isinstance(named, list) else {str(named)}
+
+
+def _reach(schema: dict[str, Any]) -> set[str]:
+    """The types of the values that can match; empty: any."""
+    values = _values(schema)
+    if values is not None:
+        return {kind for value in values for kind in _kinds(value)}
+    types = _types(schema)
+    return types | {"integer"} if "number" in types else types
+
+
+def _values(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that can match, if they are listed."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def _kinds(value: Any) -> set[str]:
+    """The types that a value has."""
+    if value is None or isinstance(value, bool):
+        return {"null" if value is None else "boolean"}
+    if isinstance(value, int | float):
+        return {"integer", "number"} if isinstance(value, int) or value.is_integer() else {"number"}
+    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
+
+
+_REGEX_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?[:<P]?[=!<]?|.", re.DOTALL)
+_GROUPS = ("(?:", "(?<", "(?P<")
+
+
+def _regex_problem(pattern: str) -> str | None:
+    """What of a regular expression would be ignored. Anchors are fine where they change nothing, as all of a text must match."""
+    parts = _REGEX_PARTS.findall(pattern)
+    depth = 0
+    for at, part in enumerate(parts):
+        if part.startswith("(?") and part not in _GROUPS:
+            return f"{part!r} is not supported: no lookahead, lookbehind or flags"
+        depth += part.startswith("(")
+        depth -= part == ")"
+        begins = at == 0 or (parts[at - 1] == "|" and depth == 0)
+        ends = at == len(parts) - 1 or (parts[at + 1] == "|" and depth == 0)
+        if (part == "^" and not begins) or (part == "$" and not ends):
+            return f"{part!r} is supported at the ends of the whole expression alone"
+    return None
+
+
+_ESCAPED_CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|u\{([0-9A-Fa-f]+)\})")
+
+
+def _text_problem(pattern: str) -> str | None:
+    """A string's pattern holds for its JSON text, in which some characters would be escaped."""
+    codes = [int(next(filter(None, match.groups())), 16) for match in _ESCAPED_CODE.finditer(pattern)]
+    literal = any(ord(each) < 0x20 or each == '"' for each in pattern) or any(
+        code < 0x20 or code in (0x22, 0x5C) for code in codes
+    )
+    if literal or re.search(r"\\[\\\"ntrfv0cb]", pattern):
+        return "quotation marks, backslashes and control characters are not supported"
+    return None

@@ -1,0 +1,96 @@
+"""Schemas that answers could not be held to are refused, with the place and the keyword."""
+
+import json
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from xgrammar import GrammarMatcher
+
+from common.engine.grammars import check_text, compiler_of
+from common.engine.json_schemas import check_regex, check_schema
+from common.errors import BadRequest
+from common.model_path import resolve_model_path
+from common.sampling_params import Grammar
+
+INTEGER, STRING = {"type": "integer"}, {"type": "string"}
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
+
+COMPILER = compiler_of(resolve_model_path("demo"), 2683, (2,))
+IGNORED: list[tuple[dict[str, Any], str, object]] = [
+    ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", [1, 1]),
+    ({"not": INTEGER}, "not", 1),
+    ({"if": INTEGER, "then": {"minimum": 5}}, "if", 1),
+    ({"type": "array", "items": INTEGER, "contains": {"const": 5}}, "contains", [1]),
+    ({"type": "number", "multipleOf": 0.5}, "multipleOf", 7.3),
+    ({"type": "integer", "multipleOf": 3, "minimum": 5}, "multipleOf", 7),
+    ({"type": "string", "pattern": "a+", "maxLength": 2}, "pattern", "aaa"),
+    ({"type": "string", "format": "date", "maxLength": 2}, "format", "2020-01-01"),
+    ({"type": "object", "required": ["b"]}, "required", {}),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}}, "dependentRequired", {"a": 1}),
+    ({"anyOf": [{"type": "integer", "minimum": 5}], "type": "integer"}, "type beside anyOf", None),
+    ({"allOf": [INTEGER, {"type": "integer", "minimum": 5}]}, "allOf", 1),
+    ({"enum": [1, 2], "minimum": 2}, "minimum beside enum", 1),
+    ({"$ref": "#/$defs/a", "$defs": {"a": INTEGER}, "minimum": 5}, "minimum beside \\$ref", 1),
+    ({"minimum": 5}, "minimum is for type", 4),
+    ({"maxItems": 1}, "maxItems is for type", [1, 2]),
+    ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf", 1),
+    ({"type": "string", "pattern": "(?=a)b"}, "lookahead", "b"),
+]
+
+
+@pytest.mark.parametrize(("schema", "named", "slipped"), IGNORED, ids=[named for _, named, _ in IGNORED])
+def test_what_xgrammar_would_ignore_is_refused_by_name(schema: dict[str, Any], named: str, slipped: object) -> None:
+    with pytest.raises(BadRequest, match=named):
+        check_schema(schema, "response_format")
+    if slipped is not None:  # or the refusal would be of something that xgrammar holds
+        matcher = GrammarMatcher(COMPILER.compile_json_schema(json.dumps(schema)))
+        assert matcher.accept_string(json.dumps(slipped)) and not jsonschema_rs.is_valid(schema, slipped)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": "object"},
+        {"title": "T", "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+        {"anyOf": [INTEGER, {"type": "null"}], "default": None},
+        {"oneOf": [INTEGER, STRING]},
+        {"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}},
+        {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}], "$defs": {"c": CAT, "d": DOG}},
+        {"type": ["integer", "null"], "minimum": 3},
+        {"type": "string", "pattern": "^[a-z]+(?:-[a-z]+)*$"},
+        {"type": "array", "prefixItems": [INTEGER], "items": False},
+    ],
+)
+def test_what_xgrammar_holds_is_accepted(schema: object) -> None:
+    check_schema(schema, "response_format")
+
+
+def test_a_refusal_says_where() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [INTEGER, {"not": {}}]}}}}
+    with pytest.raises(BadRequest, match=r"at \$\.properties\.a\.items\.anyOf\[1\]: not is not supported"):
+        check_schema(schema, "response_format")
+
+
+@pytest.mark.parametrize("regex", ["(?!a)b", "a^b", "(a$)b", "(?i)a"])
+def test_a_regular_expression_of_which_a_part_would_be_ignored_is_refused(regex: str) -> None:
+    with pytest.raises(BadRequest, match=r"not supported|supported at the ends"):
+        check_regex(regex, "regex")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", '{"type":"array","items":' * 60 + "{}" + "}" * 60),
+        Grammar("regex", "(" * 30 + "a" + ")*" * 30),
+        Grammar("regex", "((a{1,1000}){1,1000}){1,1000}"),
+        Grammar("ebnf", "root ::= " + "[a-z]* " * 1000),
+        Grammar("ebnf", "root ::= " + "x" * 70_000),
+        Grammar("json_schema", "{"),
+    ],
+)
+def test_what_would_take_long_to_compile_is_refused_before(grammar: Grammar) -> None:
+    with pytest.raises(BadRequest, match=f"^{grammar.kind}"):
+        check_text(grammar)
