@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from bench.figures import Outcome
+from bench.hardware import Hardware
 
 QUIET_LOAD = 0.5
 BUSY = "The machine had other work, which affects all speeds, times and ratios, even where a goal is met."
@@ -32,21 +33,26 @@ def text_table(lines: Sequence[Sequence[str]]) -> str:
 def text_report(outcome: Outcome, settings: str, steady: str, body: Sequence[str]) -> str:
     """A report for a terminal. settings: what to know besides the machine. steady: which figures other work affects least."""
     goals = [f"{_VERDICTS[goal.met]:>12}: {goal.rule}: {goal.figure}" for goal in outcome.goals]
-    return "\n".join([_machine(outcome, settings), *body, *goals, *_cautions(outcome, steady)])
+    return "\n".join([machine_line(outcome.hardware, settings), *body, *goals, *_cautions(outcome, steady)])
 
 
 def markdown_report(outcome: Outcome, settings: str, steady: str, body: Sequence[str]) -> str:
     """The section for a file in docs/measurements. Arguments as for `text_report`."""
     goals = markdown_table([("goal", "", "measured"), *((goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals)])
-    head = [f"```sh\n{outcome.command}\n```", _machine(outcome, settings), *_cautions(outcome, steady), goals]
+    head = [f"```sh\n{outcome.command}\n```", machine_line(outcome.hardware, settings), *_cautions(outcome, steady), goals]
     return "\n\n".join([*head, *body])
 
 
 def publish(outcome: Outcome, report: str, json: str) -> None:
     """Print the report. json: the file that gets every figure; empty for none."""
     print(report)
+    write_figures(outcome, json)
+
+
+def write_figures(figures: object, json: str) -> None:
+    """json: the file that gets them; empty for none."""
     if json:
-        Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+        Path(json).write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
 
 
 def say(text: str) -> None:
@@ -54,8 +60,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _machine(outcome: Outcome, settings: str) -> str:
-    hardware = outcome.hardware
+def machine_line(hardware: Hardware, settings: str) -> str:
+    """The date, the machine and its software. settings: what else to know of the run."""
     libraries = ", ".join(f"{name} {version}" for name, version in hardware.libraries.items())
     gpus = "".join(f"{count} × {gpu}, " for gpu, count in Counter(hardware.gpus).items())
     return (

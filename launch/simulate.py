@@ -5,12 +5,11 @@ Owns the order of things and the garbage collector's part in it. The fleet is in
 
 import gc
 import time
-from pathlib import Path
 
 import msgspec
 
 from bench.hardware import Hardware, this_hardware
-from bench.tables import markdown_table, say, text_table
+from bench.tables import machine_line, markdown_table, say, text_table, write_figures
 from common.config import RouterConfig
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.report import Figures, figures, tables
@@ -50,17 +49,12 @@ def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, ma
     gc.set_threshold(*usual)
     outcome = Outcome(command=command, hardware=hardware, took_s=time.monotonic() - began_s, found=figures(simulation))
     print(report(outcome, markdown))
-    if load.json:
-        Path(load.json).write_bytes(msgspec.json.format(msgspec.json.encode(outcome)))
+    write_figures(outcome, load.json)
     return 0
 
 
 def report(outcome: Outcome, markdown: bool) -> str:
-    machine = outcome.hardware
-    ran = (
-        f"{machine.date}: ran for {outcome.took_s:.0f} s on one of {machine.cores} cores of {machine.cpu}, "
-        f"Python {machine.python}; load {machine.load:.1f} at the start."
-    )
+    ran = machine_line(outcome.hardware, f"it ran for {outcome.took_s:.0f} s on one core")
     if markdown:
         body = [part for title, lines in tables(outcome.found) for part in (f"### {title}", markdown_table(lines))]
         return "\n\n".join([f"```sh\n{outcome.command}\n```", ran, *body])

@@ -8,9 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
-
-import msgspec
 
 from bench.control.choosing import choose_us
 from bench.control.figures import ControlFigures, ControlOutcome, judge, table
@@ -20,7 +17,7 @@ from bench.control.player import Player, describe, played_model
 from bench.control.router import RouterUnderMeasure
 from bench.hardware import this_hardware
 from bench.local_fleet import FleetFailed
-from bench.tables import markdown_report, markdown_table, publish, say, text_report, text_table
+from bench.tables import markdown_report, markdown_table, publish, say, text_report, text_table, write_figures
 from common.processes.open_files import allow_many_files
 
 AT_ONCE = 50
@@ -43,8 +40,7 @@ def run(bench: ControlBench, command: str, markdown: bool) -> int:
     body = [(markdown_table if markdown else text_table)(table(fleets))]
     body += [f"{fleet.instances} instances: {fleet.trouble}" for fleet in fleets if fleet.trouble]
     publish(outcome, (markdown_report if markdown else text_report)(outcome, settings, STEADY, body), "")
-    if bench.json:
-        Path(bench.json).write_bytes(msgspec.json.format(msgspec.json.encode(fleets)))
+    write_figures(fleets, bench.json)
     return 0
 
 
