@@ -5,6 +5,7 @@ Owns names, defaults, help and limits. Reads no files, flags or environment.
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -38,6 +39,13 @@ def option(default: Any, help_text: str) -> Any:
 def _require(holds: bool, flag: str, rule: str, value: object) -> None:
     if not holds:
         raise ConfigError(f"--{flag} must be {rule}; it is {value!r}")
+
+
+def refuse_without_effect(config: Any, names: Iterable[str], why: str) -> None:
+    """Raises ConfigError when one of these fields, which would change nothing, does not have its default."""
+    for name in names:
+        if getattr(config, name) != type(config).__dataclass_fields__[name].default:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
 
 
 def _require_choices(config: Any) -> None:
@@ -127,12 +135,10 @@ class EngineConfig:
         if self.executor == "timed":
             parse_step_cost(self.step_cost)
             _require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
-            for name in ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups"):
-                usual = type(self).__dataclass_fields__[name].default
-                rule = "left out with --executor timed, which loads no model"
-                _require(getattr(self, name) == usual, name.replace("_", "-"), rule, getattr(self, name))
+            of_models = ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups")
+            refuse_without_effect(self, of_models, "with --executor timed, which loads no model")
         else:
-            _require(self.step_cost == "", "step-cost", "left out unless --executor is timed", self.step_cost)
+            refuse_without_effect(self, ("step_cost",), "without --executor timed")
 
 
 @dataclass(frozen=True, kw_only=True)

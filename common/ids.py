@@ -49,7 +49,7 @@ class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     request_id: RequestId
     attempt: int
-    router: InstanceId = ROUTER
+    router: InstanceId
     """The life of the router that asked, by its name: answers and tokens go there."""
 
     def __str__(self) -> str:

@@ -7,7 +7,7 @@ a model of 8 billion parameters in bfloat16 on one H100 per instance; measure yo
 from dataclasses import dataclass
 from typing import Literal
 
-from common.config import Switch, option, parse_step_cost
+from common.config import Switch, option, parse_step_cost, refuse_without_effect
 from common.errors import ConfigError
 
 Arrivals = Literal["poisson", "even"]
@@ -82,17 +82,11 @@ class LoadPlan:
     def __post_init__(self) -> None:
         _check(self)
         if self.trace:
-            self._refuse(_WITHOUT_TRACE, "with --trace, which says which requests come when")
+            refuse_without_effect(self, _WITHOUT_TRACE, "with --trace, which says which requests come when")
         else:
-            self._refuse(("speed",), "without --trace")
+            refuse_without_effect(self, ("speed",), "without --trace")
         if not self.kill_every_s:
-            self._refuse(("restart_s",), "without --kill-every-s")
-
-    def _refuse(self, names: tuple[str, ...], why: str) -> None:
-        """Flags that would change nothing. Raises ConfigError when one does not have its default."""
-        for name in names:
-            if vars(self)[name] != type(self).__dataclass_fields__[name].default:
-                raise ConfigError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
+            refuse_without_effect(self, ("restart_s",), "without --kill-every-s")
 
 
 def _check(plan: FleetPlan | LoadPlan) -> None:

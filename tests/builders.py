@@ -6,7 +6,7 @@ import numpy as np
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
-from common.ids import Incarnation, InstanceId, Key, RequestId, Role
+from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Role
 from common.instance.limits import InstanceLimits
 from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.pages.layout import KVLayout, MemoryRegion
@@ -48,7 +48,7 @@ def limits(
 
 
 def key(name: str = "r", attempt: int = 0) -> Key:
-    return Key(RequestId(name), attempt)
+    return Key(RequestId(name), attempt, ROUTER)
 
 
 def sampling(max_new_tokens: int = 4, ignore_eos: bool = False, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:

@@ -22,7 +22,7 @@ INBOXES: dict[str, Any] = {
     "decode": DecodeInbox,
     "detokenizer": DetokenizerInbox,
 }
-KEY = Key(RequestId("request"), 1)
+KEY = Key(RequestId("request"), 1, ROUTER)
 PREFILL, LIFE = InstanceId("prefill-1"), Incarnation("life")
 SAMPLING = SamplingParams(max_new_tokens=5, temperature=0.5, stop_token_ids=(1, 2), seed=2**63 - 1)
 TERMS = messages.Terms(priority=-2, age_s=1.5, timeout_s=30.0)
@@ -60,8 +60,8 @@ SAMPLES: tuple[AnyMessage, ...] = (
         first=2,
         terms=TERMS,
     ),
-    messages.Probe(keys=(KEY, Key(RequestId("other"), 0))),
-    messages.Repeat(tokens=((KEY, 3), (Key(RequestId("other"), 0), 0))),
+    messages.Probe(keys=(KEY, Key(RequestId("other"), 0, ROUTER))),
+    messages.Repeat(tokens=((KEY, 3), (Key(RequestId("other"), 0, ROUTER), 0))),
     messages.Placed(id=PREFILL, incarnation=LIFE, key=KEY, decode=Life(InstanceId("decode-1"), LIFE)),
     messages.Probed(id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
     messages.Cancel(key=KEY),
@@ -194,4 +194,6 @@ def test_half_an_id_is_refused(data: bytes) -> None:
 
 def test_a_key_names_request_and_attempt_and_is_ordered_by_both() -> None:
     assert str(KEY) == "request/1"
-    assert sorted([Key(RequestId("b"), 0), Key(RequestId("a"), 2), Key(RequestId("a"), 1)])[0] == Key(RequestId("a"), 1)
+    assert sorted([Key(RequestId("b"), 0, ROUTER), Key(RequestId("a"), 2, ROUTER), Key(RequestId("a"), 1, ROUTER)])[0] == Key(
+        RequestId("a"), 1, ROUTER
+    )

@@ -76,7 +76,7 @@ class Router:
 
     def generate(self, max_new_tokens: int) -> None:
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
-        key = Key(RequestId("r"), 0)
+        key = Key(RequestId("r"), 0, ROUTER)
         self.mailbox.send(InstanceId(NAME), messages.Generate(key=key, prompt=pack_ids([5, 6, 7]), sampling=sampling))
 
     def until_running(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.ids import ROUTER, InstanceId, Key, pack_ids
+from common.ids import ROUTER, InstanceId, pack_ids
 from common.instance.ports import Send
 from common.messages import Cancel, Decline, Failed, Finished, Handoff, Terms, TokenDelta, Withdraw
 from tests.builders import EOS, LAYOUT, key, result, sampling
@@ -191,7 +191,7 @@ def test_a_cancel_that_overtakes_its_generate_is_remembered() -> None:
 def test_withdraw_and_cancel_names_stay_with_their_attempt() -> None:
     made = scheduler()
     made.receive(ROUTER, generate("a", 5), 0.0)
-    assert made.receive(ROUTER, Cancel(key=Key(key("a").request_id, 1)), 0.0) == []
+    assert made.receive(ROUTER, Cancel(key=key("a", 1)), 0.0) == []
     decision = made.decide(0.0)
     assert not any(isinstance(a.message, Withdraw) for a in decision.actions if isinstance(a, Send))
     assert decision.plan is not None

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.ids import Key, RequestId
+from common.ids import ROUTER, Key, RequestId
 from common.instance.waiting_line import Rank, WaitingLine
 from tests.builders import key
 
@@ -21,7 +21,7 @@ class LineAgainstSortedList(RuleBasedStateMachine):
     @rule(rank=RANKS)
     def join(self, rank: Rank) -> None:
         self.serial += 1
-        joined = Key(RequestId(str(self.serial % 7)), self.serial)  # keys are not in the order of joining
+        joined = Key(RequestId(str(self.serial % 7)), self.serial, ROUTER)  # keys are not in the order of joining
         self.line.join(joined, rank, f"item {joined}")
         self.waiting = sorted([*self.waiting, (rank, self.serial, joined)], key=lambda place: place[:2])
 
