@@ -13,6 +13,7 @@ from typing import Self, cast
 
 import httpx
 from fastapi import FastAPI
+from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest
@@ -90,11 +91,11 @@ class CharTokenizer:
     """Implements `router.intake.Tokenizer`: a token is a character's code. chat_template: what it seems to be; the prompt is
     always the contents of the messages."""
 
-    context_tokens = CONTEXT
     vocab_size = engine().model.vocab_size
     special_tokens: frozenset[str] = frozenset()
 
-    def __init__(self, chat_template: str = "") -> None:
+    def __init__(self, chat_template: str = "", context_tokens: int = CONTEXT) -> None:
+        self.context_tokens = context_tokens
         self.chat_template = chat_template
         self.reads_tools = "tools" in chat_template
 
@@ -169,11 +170,17 @@ def flush(fleet: Fleet, now: float) -> list[Send]:
     return fleet.flush(now)
 
 
+def _holding(member: InstanceInfo, context_tokens: int) -> InstanceInfo:
+    """The member, with a model of this context, and room for it."""
+    pool = replace(member.pool, total_pages=max(64, context_tokens))
+    return replace(member, model=replace(member.model, context_tokens=context_tokens), pool=pool)
+
+
 class EchoFleet(FakeMail[RouterInbox]):
     """A prefill and a decode instance and a detokenizer, which answer when the loop turns.
 
     fail_at: number of the token in whose place a failure comes, in the first `failing` attempts (None: in all).
-    stall_at: number of the token before which the fleet falls silent.
+    stall_at: number of the token before which the fleet falls silent. context_tokens: of its model.
     """
 
     def __init__(
@@ -183,10 +190,15 @@ class EchoFleet(FakeMail[RouterInbox]):
         failed: Failed | None = None,
         joins: bool = True,
         failing: int | None = None,
+        context_tokens: int = CONTEXT,
     ) -> None:
         super().__init__()
         self.joins = joins
-        self.prefill, self.decode = instance("p0", "prefill"), instance("d0", "decode")
+        self.context_tokens = context_tokens
+        self.prefill, self.decode = (
+            _holding(instance("p0", "prefill"), context_tokens),
+            _holding(instance("d0", "decode"), context_tokens),
+        )
         self.gateway: Gateway | None = None
         self._fail_at, self._stall_at, self._failing = fail_at, stall_at, failing
         self._failed = failed or Failed(message="the step failed")
@@ -286,7 +298,7 @@ class Site:
         self.metrics = RouterMetrics()
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
-        self.intake = Intake(self.core, CharTokenizer(chat_template), MODEL, config)
+        self.intake = Intake(self.core, CharTokenizer(chat_template, fleet.context_tokens), MODEL, config)
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s)
         self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
         fleet.gateway = self.gateway

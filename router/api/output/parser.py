@@ -69,5 +69,5 @@ def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading
         return
     source.forget()
     sink.mark()
-    yield from read_until(source, sink.reasoning, THINK_END)
-    sink.mark()
+    if (yield from read_until(source, sink.reasoning, THINK_END)):
+        sink.mark()

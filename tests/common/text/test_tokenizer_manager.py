@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import BadRequest, ConfigError
-from common.text.tokenizer_manager import TokenizerManager
+from common.text.tokenizer_manager import ChatOptions, TokenizerManager
 from tests.common.text.tiny import TEXTS, write_checkpoint
 
 CHAT: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "日本 🙂 <|im_end|> hello"}]
@@ -103,6 +103,47 @@ def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
         manager.encode_chat(CHAT)
     assert caught.value.field == "messages"
     assert manager.encode("hello")
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}[answer]"
+    "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+
+def test_a_template_gets_tools_arguments_and_calls_as_transformers_gives_them(tmp_path: Path, folder: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+    ]
+    tools = ({"type": "function", "function": {"name": "weather"}},)
+    for given in (str(file), TOOL_TEMPLATE):
+        manager = TokenizerManager(str(folder), given)
+        options = ChatOptions(tools=tools, arguments={"enable_thinking": False})
+        assert manager.render_chat(messages, options) == f"{json.dumps(list(tools))}[user]hi[assistant]Oslo[answer]"
+        assert manager.render_chat(messages[:1]) == "[user]hi[answer]<think>"
+        goes_on = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+        assert manager.render_chat([*messages, {"role": "user", "content": "no"}], goes_on).endswith("[user]no")
+        assert (manager.reads_tools, manager.reads("enable_thinking"), manager.reads("colour")) == (True, True, False)
+        assert not any(map(manager.reads, ("messages", "tools", "tokenize", "eos_token"))), "these are not for clients to set"
+        assert manager.chat_template == TOOL_TEMPLATE and manager.special_tokens == {"<|im_start|>", "<|im_end|>"}
+
+
+def test_templates_run_in_a_sandbox(folder: Path) -> None:
+    manager = TokenizerManager(str(folder), "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(BadRequest, match="unsafe"):
+        manager.render_chat(CHAT)
+
+
+@pytest.mark.parametrize(("given", "reason"), [("{% if %}", "--chat-template: line 1"), ("no-such-file.jinja", "cannot be read")])
+def test_a_chat_template_that_cannot_be_used_is_refused_at_the_start(folder: Path, given: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        TokenizerManager(str(folder), given)
 
 
 def test_half_a_surrogate_pair_is_a_bad_request(manager: TokenizerManager) -> None:

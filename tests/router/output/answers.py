@@ -1,0 +1,90 @@
+"""Answers as models write them, and a plain reading of a whole answer to compare parsers with."""
+
+import json
+import re
+from typing import Any
+
+from hypothesis import strategies as st
+
+from router.api.output.formats import HERMES, LLAMA3, MISTRAL, ToolFormat
+from router.api.output.parser import AnswerParser
+from router.api.output.parts import WholeAnswer, WholeCall
+
+NAMES = st.sampled_from(["f", "get_weather", "a.b-c"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.sampled_from(["", "x y", 'q"\\', "</tool_call>", "{[", "é🙂", "a, b]"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "b c"]), inner, max_size=2),
+    max_leaves=4,
+)
+ARGUMENTS = st.dictionaries(st.sampled_from(["city", "n", "x"]), VALUES, max_size=3).flatmap(
+    lambda value: st.sampled_from([json.dumps(value), json.dumps(value, indent=1), json.dumps(value, separators=(",", ":"))])
+)
+CALLS = st.lists(st.builds(WholeCall, NAMES, ARGUMENTS), max_size=3)
+TEXTS = st.sampled_from(["", "Let me see.", "a < b, [1]: {x}", "two\n\nlines", "<tool", "<|python", "[TOOL", "<thi"])
+
+
+def written(format: ToolFormat, content: str, calls: list[WholeCall], style: int) -> str:
+    """The answer as a model would write it. style: which of the ways that the format has."""
+    space = "\n" if style % 2 else ""
+    if not calls:
+        return content
+    if format is HERMES:
+        objects = [f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in calls]
+        if style >= 2:
+            objects = [f'{{ "arguments":{call.arguments} ,"name" : "{call.name}" }}' for call in calls]
+        return content + space.join(f"<tool_call>{space}{one}{space}</tool_call>" for one in objects)
+    if format is LLAMA3:
+        objects = [f'{{"name": "{call.name}", "parameters": {call.arguments}}}' for call in calls]
+        return (f"{content}<|python_tag|>" if content or style >= 2 else space) + f";{space}".join(objects)
+    if style >= 2:
+        return content + "".join(f"[TOOL_CALLS]{call.name}[ARGS]{call.arguments}" for call in calls)
+    objects = [f'{{"name": "{call.name}", "arguments": {call.arguments}, "id": "abcdefghi"}}' for call in calls]
+    return f"{content}[TOOL_CALLS] [{space}{', '.join(objects)}{space}]"
+
+
+def parser_of(
+    format: ToolFormat | None, *, thinks: bool = False, opened: bool = False, omit: tuple[str, ...] = ()
+) -> AnswerParser:
+    read = None if format is None else format.read
+    return AnswerParser(thinks=thinks, opened=opened, read_tools=read, omit=omit)
+
+
+def pushed(parser: AnswerParser, pieces: list[str]) -> WholeAnswer:
+    """What the parts of these pieces are together."""
+    answer = WholeAnswer()
+    for piece in pieces:
+        for part in parser.push(piece):
+            answer.add(part)
+    for part in parser.finish():
+        answer.add(part)
+    return answer
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({place % (len(text) + 1) for place in places})
+    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+FORMATS = (HERMES, LLAMA3, MISTRAL)
+
+
+def reference_hermes(text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Content without white space, and calls, of a text in which each object is whole: by json's own decoder."""
+    content, calls, at = "", [], 0
+    for mark in re.finditer(r"<tool_call>\s*", text):
+        if mark.start() < at:
+            continue
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, mark.end())
+            name = value["name"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        content += text[at : mark.start()]
+        calls.append((name, value.get("arguments", {})))
+        closing = text.find("</tool_call>", end)
+        following = text.find("<tool_call>", end)
+        at = end
+        if closing >= 0 and (following < 0 or closing < following):
+            content += text[end:closing]
+            at = closing + len("</tool_call>")
+    return "".join((content + text[at:]).split()), calls

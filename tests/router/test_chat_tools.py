@@ -1,0 +1,154 @@
+"""Tools and thoughts through the `openai` client.
+
+The fleet echoes, so a question holds the text that the model would write; a bar ends the answer.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from tests.router.calls import assert_error, chat, post
+from tests.router.fakes import MODEL, EchoFleet, Site, listening
+
+pytestmark = pytest.mark.anyio
+TEMPLATE = "{{ tools }} <tool_call> <think> {{ enable_thinking }}"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": SCHEMA}}]
+THOUGHT = "<think>\nwhich city?\n</think>\n\n"
+CALLS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+)
+
+
+@asynccontextmanager
+async def client_of(template: str = TEMPLATE) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        Site(EchoFleet(context_tokens=2_000), chat_template=template) as site,
+        listening(site) as port,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client,
+    ):
+        yield client
+
+
+def asking(text: str, **fields: Any) -> dict[str, Any]:
+    """Arguments of a chat whose answer is this text."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": text + "|"}], "stop": "|", "max_tokens": 500} | fields
+
+
+async def test_calls_and_thoughts_whole() -> None:
+    async with client_of() as client:
+        answer = await client.chat.completions.create(**asking(THOUGHT + "Both.\n" + CALLS, tools=TOOLS))
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Both."
+    assert choice.message.model_extra is not None
+    assert choice.message.model_extra["reasoning_content"] == choice.message.model_extra["reasoning"] == "which city?"
+    calls = choice.message.tool_calls or []
+    assert [(call.type, call.function.name) for call in calls if call.type == "function"] == [("function", "weather")] * 2
+    cities = [json.loads(call.function.arguments)["city"] for call in calls if call.type == "function"]
+    assert cities == ["Oslo", "Rome"] and len({call.id for call in calls}) == 2
+
+
+async def test_calls_and_thoughts_streamed_as_the_client_gathers_them() -> None:
+    async with client_of() as client:
+        manager = client.chat.completions.stream(**asking(THOUGHT + CALLS, tools=TOOLS, n=2))
+        async with manager as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_completion()
+    for choice in final.choices:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "")
+        calls = choice.message.tool_calls or []
+        assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Oslo", "Rome"]
+        assert all(call.id.startswith("call_") and call.function.name == "weather" for call in calls)
+    fragments = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(fragments) > 40, "arguments come as they are written"
+
+
+async def test_streamed_thoughts_come_before_the_content_that_follows_them() -> None:
+    async with client_of() as client:
+        stream = await client.chat.completions.create(**asking(THOUGHT + "Oslo or Rome", stream=True))
+        deltas = [chunk.choices[0].delta.model_dump(exclude_unset=True) async for chunk in stream]
+    thoughts = [number for number, delta in enumerate(deltas) if "reasoning_content" in delta]
+    texts = [number for number, delta in enumerate(deltas) if delta.get("content")]
+    assert "".join(deltas[number]["reasoning_content"] for number in thoughts) == "which city?"
+    assert "".join(deltas[number]["content"] for number in texts) == "Oslo or Rome"
+    assert max(thoughts) < min(texts)
+
+
+async def test_a_conversation_goes_on_with_the_results_of_calls() -> None:
+    async with client_of() as client:
+        first = await client.chat.completions.create(**asking(CALLS, tools=TOOLS))
+        message = first.choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "rain|"} for call in message.tool_calls or []]
+        messages: Any = [{"role": "user", "content": ""}, message.model_dump(), *results]
+        second = await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, max_tokens=4)
+    assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("rain", "length")
+
+
+async def test_without_tools_or_with_tool_choice_none_calls_are_content() -> None:
+    async with client_of() as client:
+        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            answer = await client.chat.completions.create(**asking(CALLS, **fields))
+            assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (CALLS, "stop")
+
+
+async def test_a_call_that_is_cut_off_says_so() -> None:
+    async with client_of() as client:
+        answer = await client.chat.completions.create(**asking(CALLS, tools=TOOLS, max_tokens=58))
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length"
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function" and call.function.arguments == '{"city": "Osl'
+
+
+async def test_the_tokens_of_a_streamed_answer_come_once_each_also_where_their_text_waits() -> None:
+    async with client_of() as client:
+        text = THOUGHT + CALLS
+        stream = await client.chat.completions.create(
+            **asking(text, tools=TOOLS, stream=True, extra_body={"return_token_ids": True})
+        )
+        ids = [id async for chunk in stream for id in (chunk.choices[0].model_extra or {}).get("token_ids") or ()]
+    assert "".join(map(chr, ids)) == text + "|"
+
+
+async def test_thoughts_stay_in_the_content_on_request() -> None:
+    async with client_of() as client:
+        answer = await client.chat.completions.create(**asking(THOUGHT + "Yes", extra_body={"separate_reasoning": False}))
+    assert answer.choices[0].message.content == THOUGHT + "Yes"
+
+
+async def test_an_answer_to_a_prompt_that_opens_thoughts_begins_within_them() -> None:
+    """The echo repeats the prompt, whose own mark is the answer's end."""
+    async with client_of() as client:
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hm</think>yes<think>\n"}], max_tokens=13
+        )
+    assert answer.choices[0].message.content == "yes"
+    assert (answer.choices[0].message.model_extra or {})["reasoning_content"] == "hm"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "param"),
+    [
+        ("{{ messages }}", {"tools": TOOLS}, "tools"),
+        ("{{ messages }}", {"tools": TOOLS, "tool_choice": "none"}, "tools"),
+        ("{{ tools }}", {"tools": TOOLS}, "tools"),
+        (TEMPLATE, {"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs.colour"),
+        (TEMPLATE, {"reasoning_effort": "low"}, "reasoning_effort"),
+    ],
+)
+async def test_what_the_models_template_does_not_do_is_refused(template: str, fields: dict[str, Any], param: str) -> None:
+    async with Site(chat_template=template) as site:
+        message = assert_error(await post(site, "/v1/chat/completions", chat(**fields)), 400, "invalid_request_error", param)
+    assert "leave" in message
+
+
+async def test_what_the_models_template_does_is_accepted() -> None:
+    async with Site(chat_template=TEMPLATE + " reasoning_effort") as site:
+        fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+        assert (await post(site, "/v1/chat/completions", chat(**fields))).status_code == 200
