@@ -5,8 +5,9 @@ Owns the measure of answers and the forecast made of it. Knows the running batch
 A request may ask for far more tokens than its answer has: often its limit is the whole context. So the forecast is a length in
 tokens, the same for all, and each request's limit bounds it. It is measured: the tokens of the last answers, over how many of
 them stopped by themselves. An answer that reached its limit, or was preempted, would have been longer. So its tokens count, but
-not as an end. (This is the mean of an exponential distribution estimated from censored data.) An answer that was cancelled says
-nothing: its client left, or found a stop string. A margin for chance is added. Preemption corrects a forecast that is too low.
+not as an end. (This is the mean of an exponential distribution estimated from censored data.) An answer whose client has left
+says nothing of its length, but it takes its part from the weight of those before it: what was measured long ago fades. A margin
+for chance is added. Preemption corrects a forecast that is too low.
 
 Requests do not all end at once, and each that ends gives back its pages. So the most that is needed is less than the sum of all
 final lengths (the Past-Future scheduler of LightLLM, Gong et al. 2025). Sort the requests by the pages that they still need, most
@@ -40,8 +41,14 @@ class AnswerLength:
 
     def add(self, tokens: int, *, stopped: bool) -> None:
         """An answer had so many tokens. stopped: it was complete. Otherwise it would have been longer."""
-        self._tokens += tokens - self._tokens / MEMORY
-        self._stops += stopped - self._stops / MEMORY
+        self.fade()
+        self._tokens += tokens
+        self._stops += stopped
+
+    def fade(self) -> None:
+        """An answer ended that says nothing of its length."""
+        self._tokens -= self._tokens / MEMORY
+        self._stops -= self._stops / MEMORY
 
     def of(self, running: int) -> int:
         """The tokens to expect of each of so many answers, with the margin."""
@@ -112,3 +119,7 @@ class Growth:
     def ended(self, row: int, *, stopped: bool) -> None:
         """The answer of a row is over. stopped: by itself; otherwise it reached its limit, or was preempted."""
         self._lengths.add(int(self._batch.sampled[row]), stopped=stopped)
+
+    def cancelled(self) -> None:
+        """An answer is not wanted any more."""
+        self._lengths.fade()

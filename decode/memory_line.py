@@ -3,8 +3,8 @@
 Owns the order of admission. Knows the waiting line, the page pool and the rows. Does not know whether a request is a reservation
 or is computed here.
 
-The most urgent is first (`common.instance.waiting_line`), but a request that fits may pass one that does not. Once the request at
-the head has waited PATIENCE_S, nobody passes it any more, so its wait is bounded. A reservation that does not wait is admitted at
+The most urgent is first (`common.instance.waiting_line`), but a request that fits may pass one that does not. Once a request has
+waited PATIENCE_S, nobody passes it any more who is not more urgent. A reservation that does not wait is admitted at
 once or leaves the line. One that waits leaves it after `WAITS_S`, so that its writer finds room that came elsewhere. Going round
 costs it nothing here: what counts is since when it asks for room, and while it is away its place is kept (`Rounds`).
 """
@@ -56,13 +56,13 @@ class Rounds:
         self._waiting.clear(key)
 
     def over(self, waiting: WaitingLine[DecodeRequest], now: float) -> list[Key]:
-        """The reservations to decline now, if they still wait. The place of the head is kept when it has waited long."""
+        """The reservations to decline now, if they still wait. The place of the one that nobody may pass is kept."""
         if self._kept is not None and now >= self._kept.until_s:
             self._kept = None
         keys = self._waiting.expired(now)
-        head = waiting.head()
-        if head is not None and head.key in keys and now - head.waits_since_s >= PATIENCE_S and not self.is_away_before(head):
-            self._kept = _Kept(head.key, head.rank, now + RETURNS_S)
+        first = next((request for request in waiting if has_waited_long(request, now)), None) if keys else None
+        if first is not None and first.key in keys and not self.is_away_before(first):
+            self._kept = _Kept(first.key, first.rank, now + RETURNS_S)
         return keys
 
     def is_away_before(self, request: DecodeRequest) -> bool:
@@ -73,6 +73,11 @@ class Rounds:
         return earliest(self._waiting.next_deadline(), None if self._kept is None else self._kept.until_s)
 
 
+def has_waited_long(request: DecodeRequest, now: float) -> bool:
+    """Whether nobody behind it may be admitted before it."""
+    return request.waits and now - request.waits_since_s >= PATIENCE_S
+
+
 def admit(
     waiting: WaitingLine[DecodeRequest], rounds: Rounds, pool: PagePool, rows: Rows, growth: Growth, now: float
 ) -> list[DecodeRequest]:
@@ -81,8 +86,6 @@ def admit(
     if not len(waiting) or rows.free_count == 0:
         return admitted
     forecast = growth.forecast(pool.free_pages)
-    head = next((request for request in waiting if request.waits), None)
-    may_pass = head is None or now - head.waits_since_s < PATIENCE_S
     looks = LOOKED_AT
     for request in waiting:
         if rows.free_count == 0 or pool.free_pages <= forecast.running or looks == 0 or rounds.is_away_before(request):
@@ -95,6 +98,6 @@ def admit(
             admitted.append(request)
             continue
         looks -= 1
-        if request.waits and not may_pass:
+        if has_waited_long(request, now):
             break
     return admitted

@@ -112,7 +112,7 @@ class DecodeScheduler:
                 return self._reservations.withdraw(sender, message, now)
             case Cancel():
                 request = self._table.cancel(message.key, now)
-                return [] if request is None else self._requests.end(request, None, now)
+                return [] if request is None else self._cancel(request, message.complete, now)
             case Probe():
                 return [self._table.answer(sender, message)]
             case Repeat():
@@ -122,6 +122,14 @@ class DecodeScheduler:
                 return [action for request, failed in ended for action in self._requests.end(request, failed, now)]
             case _:
                 assert_never(message)
+
+    def _cancel(self, request: DecodeRequest, complete: bool, now: float) -> list[Action]:
+        if request.phase is Phase.DECODING and request.row is not None:
+            if complete:
+                self._requests.growth.ended(request.row, stopped=True)
+            else:
+                self._requests.growth.cancelled()
+        return self._requests.end(request, None, now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:

@@ -163,8 +163,9 @@ class Attempt:
     def _forget(self) -> Send:
         return Send(self.detokenizer, ForgetAnswer(key=self.key))
 
-    def cancels(self) -> list[Send]:
-        return [Send(member.info.id, Cancel(key=self.key)) for member in self.members]
+    def cancels(self, *, complete: bool = False) -> list[Send]:
+        """complete: see `Cancel`."""
+        return [Send(member.info.id, Cancel(key=self.key, complete=complete)) for member in self.members]
 
     def release(self) -> None:
         """Take its tokens off its members. Idempotent."""

@@ -177,7 +177,7 @@ class RequestBook:
                 # The ending came with the text, so the detokenizer knows it. The instances know it too, except for a stop string;
                 # after a failure the other instance may not.
                 told = isinstance(delta.ending, Finished) and not isinstance(delta.ending.matched, str)
-                return attempt.close() + ([] if told else attempt.cancels())
+                return attempt.close() + ([] if told else attempt.cancels(complete=isinstance(delta.ending, Finished)))
         outbox = record.outbox
         if delta.token_ids or delta.text:
             record.texts.append(delta.text)

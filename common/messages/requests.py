@@ -89,3 +89,5 @@ class Cancel(Message, frozen=True):
     """
 
     key: Key
+    complete: bool = False
+    """The answer is as long as it would have been anyway: a stop string has ended it. Else nobody waits for it."""

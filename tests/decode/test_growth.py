@@ -148,3 +148,21 @@ def test_neither_clients_that_leave_nor_short_limits_make_the_forecast_short(lim
         made.receive(ROUTER, generate(f"r{number}", 8, ANSWER), 0.0)
     assert max(finish(made, CONTEXT)) < 10, "five are sure to fit"
     assert made.report().counters.preemptions <= 2
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_after_long_answers_the_forecast_comes_down_though_no_answer_stops_by_a_token(complete: bool) -> None:
+    """A batch of answers that all reached a long limit, then chats that end by a stop string, or whose clients leave."""
+    made, _ = served(CONTEXT, [1000] * 64, CONTEXT)
+    for number in range(384):
+        made.receive(ROUTER, generate(f"chat{number}", 8, CONTEXT - 8), 0.0)
+    running = []
+    while len(made._table):
+        plan = planned(made.decide(0.0))
+        running.append(made._batch.running)
+        long_enough = made._batch.sampled[plan.sampled_rows] >= ANSWER - 1
+        ended = [made._requests.by_row[row].key for row in plan.sampled_rows[long_enough].tolist()]
+        made.step_done(result(plan, [60] * len(plan.sampled_rows)), 0.0)
+        for one in ended:
+            made.receive(ROUTER, Cancel(key=one, complete=complete), 0.0)
+    assert max(running[-2 * ANSWER :]) == 64, "all rows run side by side again"

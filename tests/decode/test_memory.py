@@ -263,6 +263,18 @@ def test_the_most_urgent_is_admitted_first_and_among_equals_the_oldest() -> None
     assert order == ["old", "young", "late"]
 
 
+def test_who_has_waited_long_is_passed_only_by_who_is_more_urgent() -> None:
+    """Also while the head of the line is somebody else."""
+    made = scheduler(total_pages=8)
+    ask(made, "running", tokens=8)
+    made.decide(100.0)
+    ask(made, "large", tokens=24, max_new_tokens=4, age_s=5.0)
+    ask(made, "small", tokens=1, max_new_tokens=2)
+    made.receive(ROUTER, generate("urgent", 1, 2, terms=Terms(priority=-1)), 103.0)
+    plan = planned(made.decide(103.0))
+    assert [made._requests.by_row[start.row].key.request_id for start in plan.starts] == ["urgent"]
+
+
 # --- pages that may never come home ----------------------------------------------------------------------------------------
 
 

@@ -137,8 +137,8 @@ def spec(name: str = "r", index: int = 0, max_new_tokens: int = 8, stop: tuple[s
     return RequestSpec(RequestId(name), index, PROMPT, SamplingParams(max_new_tokens=max_new_tokens), stop)
 
 
-def cancels(*to: InstanceInfo, name: str = "r", attempt: int = 0) -> list[Send]:
-    return [Send(one.id, Cancel(key=key(name, attempt))) for one in to]
+def cancels(*to: InstanceInfo, name: str = "r", attempt: int = 0, complete: bool = False) -> list[Send]:
+    return [Send(one.id, Cancel(key=key(name, attempt), complete=complete)) for one in to]
 
 
 def close(name: str = "r", attempt: int = 0) -> Send:

@@ -133,7 +133,7 @@ def test_text_of_another_attempt_is_dropped_and_counted(bench: Bench) -> None:
 def test_a_stop_string_cancels_at_the_instances_because_they_do_not_know_it() -> None:
     bench = Bench(P0, D0).serving(spec(stop=("end",)))
     bench.text(0, "a")
-    assert bench.text(1, "", Finished(reason="stop", matched="end")) == cancels(P0, D0)
+    assert bench.text(1, "", Finished(reason="stop", matched="end")) == cancels(P0, D0, complete=True)
 
 
 def test_a_stop_token_is_known_to_the_instance_that_sampled_it(bench: Bench) -> None:
