@@ -61,7 +61,7 @@ class RouterMetrics:
         self._dropped = Counter(
             "tandem_http_connections_dropped",
             "Connections that were dropped: the head came late or was too long, too many waited, an answer was not read, or "
-            "a request came behind an open POST.",
+            "requests came behind an open one.",
             ("reason",),
             registry=registry,
         )

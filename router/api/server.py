@@ -27,6 +27,8 @@ KEEP_ALIVE_S = 75
 BACKLOG = 2048
 HEAD_BYTES = 64 * 1024
 """Longest head of a request: its URL and headers."""
+MAX_PIPELINED = 16
+"""How many requests may wait behind an open one."""
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -89,11 +91,12 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Uvicorn's HTTP/1.1, with bounds for connections that wait, for heads and for clients that do not read; and without requests
-    that are pipelined behind an open POST (RFC 9112, 9.3.2, warns clients against it).
+    """Uvicorn's HTTP/1.1, with bounds for connections that wait, for heads and for clients that do not read; and with few
+    pipelined requests: none behind an open POST (RFC 9112, 9.3.2, warns clients against it) or an answer that is not read.
 
     Uvicorn stops reading behind an open request, so it would never notice that the client leaves, and the answer would go on for
-    nobody. It closes a connection only when all is sent, so a client that reads nothing would keep it open for ever.
+    nobody. It goes on reading after each answer, so one client could fill the memory with requests. It closes a connection only
+    when all is sent, so a client that reads nothing would keep it open for ever.
     """
 
     def __init__(self, waiting: WaitingConnections, **arguments: Any) -> None:
@@ -104,6 +107,8 @@ class _Protocol(HttpToolsProtocol):
         self._head_bytes = 0
         """Bytes since the last head or piece of a body: of the present head, or of what follows a chunked body."""
         self._refused = False
+        self._answering: RequestResponseCycle | None = None
+        """The request that was started last: those behind it wait."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -113,6 +118,10 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.leaves(self)
         self._stop_unread()
+        self.pipeline.clear()
+        if (answering := self._open_cycle()) is not None:
+            answering.disconnected = True
+            answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -128,18 +137,21 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._waiting.leaves(self)
         self._head_bytes = 0
-        answering = self.cycle
-        super().on_headers_complete()
-        if self.pipeline and answering is not None and answering.scope["method"] == "POST":
-            answering.disconnected = True
-            answering.message_event.set()
+        answering = self._open_cycle()
+        is_behind_post = answering is not None and answering.scope["method"] == "POST"
+        if is_behind_post or self.flow.write_paused or len(self.pipeline) >= MAX_PIPELINED:
             self._waiting.drop(self, Dropped.PIPELINED)
+            raise ConnectionAbortedError("too many requests at once")  # so that the parser stops
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         super().on_body(body)
 
     def on_response_complete(self) -> None:
+        if self.pipeline and self.flow.write_paused:
+            self._waiting.drop(self, Dropped.PIPELINED)
+            return
         super().on_response_complete()
         if self.transport.is_closing():
             self.loop.call_later(KEEP_ALIVE_S, self._drop_unread)
@@ -147,6 +159,8 @@ class _Protocol(HttpToolsProtocol):
             self._waiting.rests(self)
 
     def send_400_response(self, msg: str) -> None:
+        if self._is_over():
+            return
         super().send_400_response(msg)
         self.loop.call_later(GRACE_S, self._drop_unread)
 
@@ -166,9 +180,14 @@ class _Protocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
         super()._start_asgi_task(cycle, partial(_unframed, cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _open_cycle(self) -> RequestResponseCycle | None:
+        """The request that is being answered."""
+        return None if self._answering is None or self._answering.response_complete else self._answering
 
     def _is_over(self) -> bool:
         """Whether what still arrives is not read."""

@@ -4,13 +4,13 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
 from router.api import connections
-from router.api.server import HEAD_BYTES
+from router.api.server import HEAD_BYTES, MAX_PIPELINED
 from router.metrics import Dropped
 from tests.router.calls import completion, metric, until
 from tests.router.fakes import EchoFleet, Site, listening
@@ -63,13 +63,30 @@ async def test_the_connection_of_a_client_that_does_not_read_its_stream_is_dropp
         await broken(client)
 
 
-async def test_the_connection_of_a_client_that_only_asks_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SEND_TIMEOUT_S", 0.2)
+async def test_a_client_that_asks_more_than_it_reads_is_dropped_and_counted() -> None:
     async with Site() as site, listening(site, send_buffer=BUFFER) as port, deaf(port) as client:
-        asking = asyncio.create_task(asyncio.get_running_loop().sock_sendall(client, HEALTH.replace(b"health", b"metrics") * 50))
-        await until(lambda: dropped(site, Dropped.UNREAD) == 1)
-        asking.cancel()
+        for _ in range(50):
+            await asyncio.get_running_loop().sock_sendall(client, HEALTH.replace(b"health", b"metrics"))
+            if dropped(site, Dropped.PIPELINED):
+                break
+            await asyncio.sleep(0.005)
+        await until(lambda: dropped(site, Dropped.PIPELINED) == 1)
         await broken(client)
+
+
+async def test_of_many_requests_at_once_a_few_are_answered_and_more_than_a_few_drop_the_connection() -> None:
+    few = MAX_PIPELINED + 1
+    async with Site() as site, listening(site) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEALTH * few)
+        for _ in range(few):
+            await asyncio.wait_for(reader.readuntil(b"}"), 5)
+        writer.write(HEALTH * 3000)
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 5)
+        assert dropped(site, Dropped.PIPELINED) == 1
+        assert metric(site.metrics.text().decode(), 'tandem_http_responses_total{path="/health",status="200"}') <= 2 * few
+        writer.close()
 
 
 async def test_a_request_behind_an_open_post_drops_a_connection_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
