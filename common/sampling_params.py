@@ -15,6 +15,9 @@ MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD = 64, 16
 """Sequences, and tokens of each."""
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 250_000
+"""Most pairs of a token and its log probability that one request gets for its prompt: each token counts 1, and 1 for each
+alternative. They travel in one message, and take 4 MB there, and 30 MB as objects."""
 ANSWER_TOKENS = 512
 """An answer is expected to have as many tokens until more is known, or its limit when that is lower: limits are often far above
 what answers need."""
@@ -69,6 +72,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         constraints = self.min_tokens > 0 or bool(self.bad_words) or self.grammar is not None
         return penalties or constraints or self.prompt_logprobs is not None
+
+    def check_prompt(self, prompt_tokens: int) -> None:
+        """Raise BadRequest when too many log probabilities of the prompt are asked for."""
+        if self.prompt_logprobs is None:
+            return
+        pairs = prompt_tokens * (1 + self.prompt_logprobs)
+        if pairs > MAX_PROMPT_LOGPROBS:
+            most = MAX_PROMPT_LOGPROBS // prompt_tokens - 1
+            fix = f"at most {most} can be asked for" if most >= 0 else f"shorten the prompt to {MAX_PROMPT_LOGPROBS} tokens"
+            raise BadRequest(
+                f"prompt_logprobs of {self.prompt_logprobs} for a prompt of {prompt_tokens} tokens reports {pairs} log "
+                f"probabilities, more than {MAX_PROMPT_LOGPROBS}: {fix}",
+                field="prompt_logprobs",
+            )
 
     def validate(self, answered: int = 0) -> None:
         """Raise BadRequest naming the first parameter that is out of range. answered: tokens of the answer that were there before

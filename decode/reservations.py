@@ -79,7 +79,7 @@ class Reservations:
             self.pages_corrupt += objection.corrupt_pages
             failed = Failed.of(InstanceFailed(f"invalid handoff from {sender}: {objection.reason}"))
             return self._close(reservation, failed, now)
-        request.note(handoff.first_token)  # the writer has sent it
+        request.note_told(handoff.first_token, handoff.first_logprob)
         self.handoffs += 1
         self.pages_received += handoff.pushed_pages
         self.bytes_received += handoff.pushed_bytes

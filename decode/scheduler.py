@@ -166,11 +166,14 @@ class DecodeScheduler:
         plan, batch, requests = result.plan, self._batch, self._requests
         rows = plan.rows
         requests.rows.returned(rows)
+        logprobs, prompts = result.logprobs.by_row(), result.prompt_logprobs.by_row()
         for chunk in plan.chunks:
-            progress = requests.by_row[chunk.row].progress
-            assert progress is not None
-            progress.complete(len(chunk.token_ids))
+            request = requests.by_row[chunk.row]
+            assert request.progress is not None
+            request.progress.complete(len(chunk.token_ids))
             self._table.prompt_tokens += len(chunk.token_ids)
+            if chunk.row in prompts:
+                request.collect(prompts[chunk.row])
         for row in rows[~batch.live[rows]].tolist():
             requests.release(requests.by_row[row], now)
         sampled = plan.sampled_rows
@@ -185,6 +188,10 @@ class DecodeScheduler:
             deltas.append(TokenDelta(request.key, number, (token,)))
             request.next_token = number + 1
             request.token_ids.append(token)
+        reporting = {*logprobs, *(chunk.row for chunk in plan.chunks if chunk.last)}
+        for at, row in enumerate(sampled.tolist() if reporting else ()):
+            if row in reporting:
+                deltas[at] = answered[at].with_logprobs(deltas[at], logprobs.get(row, ()))
         for at in np.flatnonzero(stopped | at_limit).tolist():
             ending = Finished(reason="stop", matched=int(tokens[at])) if stopped[at] else Finished(reason="length")
             deltas[at] = msgspec.structs.replace(deltas[at], ending=ending)

@@ -32,7 +32,7 @@ from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
 from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
 from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Send
-from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
+from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, TokenLogprob, Withdraw
 from common.messages.base import fits
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
@@ -97,16 +97,24 @@ class HandoffSource:
         waiting = [o for o in self._by_key.values() if o.peer.id == peer and o.stage == "reserving"]
         return [action for outgoing in waiting for action in self._refuse(outgoing, failure)]
 
-    def computed(self, key: Key, tokens: int, layers: int = 0, first_token: int | None = None) -> list[Action]:
+    def computed(
+        self,
+        key: Key,
+        tokens: int,
+        layers: int = 0,
+        first_token: int | None = None,
+        first_logprob: TokenLogprob | None = None,
+    ) -> list[Action]:
         """Push what the source pages hold by now: the KV of the prompt's first `tokens` tokens, and of its last chunk, if that is
-        being computed, the first `layers` layers. first_token: what was sampled after the whole prompt, to be handed off."""
+        being computed, the first `layers` layers. first_token: what was sampled after the whole prompt, to be handed off, with
+        its log probability if the client asks for that."""
         outgoing = self._by_key.get(key)
         if outgoing is None:
             return []
         is_whole = layers == self._layers or first_token is not None
         outgoing.complete = len(outgoing.source_pages) if is_whole else max(outgoing.complete, tokens // self._page_size)
         outgoing.layers_complete = max(outgoing.layers_complete, layers)
-        outgoing.first_token = first_token
+        outgoing.first_token, outgoing.first_logprob = first_token, first_logprob
         return self._advance(outgoing)
 
     def give_up(self, key: Key) -> list[Action]:
@@ -330,6 +338,7 @@ class HandoffSource:
             pushed_pages=len(pushed),
             pushed_bytes=outgoing.pushed_bytes,
             digests=b"" if self._digest is None else self._digest(pushed),
+            first_logprob=outgoing.first_logprob,
         )
         return Send(outgoing.peer.id, handoff)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from common.ids import Generation, Int32Array, Key, Life, Ticket
-from common.messages import Failed
+from common.messages import Failed, TokenLogprob
 from kv_transfer.write_lease import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S
 
 MOST_RENEWALS = int((WRITE_LEASE_S + MARGIN_S) / RENEW_S)
@@ -81,6 +81,7 @@ class Outgoing:
     in_flight: dict[Ticket, int] = field(default_factory=dict)
     read: int = 0
     first_token: int | None = None
+    first_logprob: TokenLogprob | None = None
     failure: Failed | None = None
     quiescent: bool = True
     have_pages: int = 0

@@ -68,6 +68,7 @@ from common.messages import (
     TellLinks,
     Terms,
     TokenDelta,
+    TokenLogprobs,
 )
 from common.pages.pool import PageLease, PagePool
 from kv_transfer.digests import Digest
@@ -158,6 +159,7 @@ class PrefillScheduler:
         """Chunks came back: push what is complete, and send first tokens on their way."""
         self._rows.returned(result.plan.rows)
         tokens = dict(zip(result.plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True))
+        logprobs, prompts = result.logprobs.by_row(), result.prompt_logprobs.by_row()
         deltas: list[TokenDelta] = []
         pipelines: list[InstanceId] = []
         actions: list[Action] = []
@@ -166,11 +168,13 @@ class PrefillScheduler:
             assert request.progress is not None
             request.progress.complete(len(chunk.token_ids))
             self._requests.prompt_tokens += len(chunk.token_ids)
+            if chunk.row in prompts:
+                request.collect(prompts[chunk.row])
             if request.phase is Phase.ENDED:
                 self._release(request, now)
             elif chunk.last:
                 pipelines.append(request.pipeline)
-                actions += self._first_token(request, tokens[chunk.row], deltas, now)
+                actions += self._first_token(request, tokens[chunk.row], logprobs.get(chunk.row, ()), deltas, now)
             elif request.source_open:
                 actions += self._source.computed(request.key, request.progress.computed)
         # The first tokens leave before anything else that this step caused.
@@ -333,15 +337,18 @@ class PrefillScheduler:
         self._moved += 1
         return self._source.move(self._reserve(request, now), peer)
 
-    def _first_token(self, request: PrefillRequest, token: int, deltas: list[TokenDelta], now: float) -> list[Action]:
-        """The prompt is computed: its first token is on its way to the client before anything is handed off."""
+    def _first_token(
+        self, request: PrefillRequest, token: int, logprobs: TokenLogprobs, deltas: list[TokenDelta], now: float
+    ) -> list[Action]:
+        """The prompt is computed: its first token is on its way to the client before anything is handed off. logprobs: that of
+        the token, if asked for."""
         sampling = request.asked.sampling
         ending: Ending | None = None
         if token in sampling.stop_token_ids or (token in self._engine.eos_token_ids and not sampling.ignore_eos):
             ending = Finished(reason="stop", matched=token)
         elif sampling.max_new_tokens == 1:
             ending = Finished(reason="length")
-        deltas.append(TokenDelta(request.key, request.next_token, (token,), ending))
+        deltas.append(request.with_logprobs(TokenDelta(request.key, request.next_token, (token,), ending), logprobs))
         request.note(token)
         request.told = ending
         request.phase, request.sampled_s = Phase.HANDING_OFF, now
@@ -349,7 +356,8 @@ class PrefillScheduler:
         if ending is not None:
             return self._end(request, None, now)
         self._release(request, now)
-        return self._source.computed(request.key, len(request.prompt), first_token=token)
+        first_logprob = logprobs[0] if logprobs else None
+        return self._source.computed(request.key, len(request.prompt), first_token=token, first_logprob=first_logprob)
 
     def _end(self, request: PrefillRequest, ending: Ending | None, now: float) -> list[Action]:
         """The one door. `ending` is told to the client, or None when the client knows already."""

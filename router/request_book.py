@@ -146,10 +146,12 @@ class RequestBook:
         self._retelling.watch(attempt, now)
         spec, first = record.spec, len(record.token_ids)
         so_far, left_s = pack_ids(record.token_ids), record.deadline_s - now
+        # Log probabilities of the prompt have come with the answer's first token.
+        prompt_logprobs = None if first else spec.sampling.prompt_logprobs
         generate = Generate(
             key=attempt.key,
             prompt=spec.prompt + so_far,
-            sampling=replace(spec.sampling, max_new_tokens=record.remaining_tokens),
+            sampling=replace(spec.sampling, max_new_tokens=record.remaining_tokens, prompt_logprobs=prompt_logprobs),
             decodes=tuple(member.info.id for member in attempt.candidates),
             first=first,
             terms=Terms(priority=spec.priority, age_s=now - record.received_s, timeout_s=left_s),
@@ -173,7 +175,7 @@ class RequestBook:
         if delta.ending is not None:
             setback = _setback(attempt, delta.ending)
             if setback is None:
-                self._end(record, delta.ending, now, delta.text, delta.token_ids)
+                self._end(record, delta.ending, now, delta)
                 # The ending came with the text, so the detokenizer knows it. The instances know it too, except for a stop string;
                 # after a failure the other instance may not.
                 told = isinstance(delta.ending, Finished) and not isinstance(delta.ending.matched, str)
@@ -181,8 +183,8 @@ class RequestBook:
         outbox = record.outbox
         if delta.token_ids or delta.text:
             record.texts.append(delta.text)
-            outbox.put(ChoiceDelta(record.spec.index, delta.text, delta.token_ids))
-        if outbox.unread_chars > outbox.limit_chars:
+            outbox.put(_news(record, delta))
+        if outbox.is_over_limit:
             slow = Failed(message="the client reads too slowly: its request was cancelled", kind="slow_client", status=408)
             return self._break_off(record, slow, now)
         if setback is not None:
@@ -355,8 +357,8 @@ class RequestBook:
         self._end(record, ending, now)
         return sends
 
-    def _end(self, record: Record, ending: Ending, now: float, text: str = "", token_ids: tuple[int, ...] = ()) -> None:
-        """The one way out of the book. text, token_ids: what comes with the ending."""
+    def _end(self, record: Record, ending: Ending, now: float, last: TextDelta | None = None) -> None:
+        """The one way out of the book. last: what comes with the ending."""
         request_id = record.spec.request_id
         del self._records[request_id]
         self._parked.pop(request_id, None)
@@ -365,8 +367,13 @@ class RequestBook:
         if record.attempt is not None:
             self._retelling.drop(record.attempt)
             record.attempt.release()
-        record.outbox.put(ChoiceDelta(record.spec.index, text, token_ids, ending))
+        record.outbox.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
         self._observer.ended(ending, now - record.received_s, record.attempts)
+
+
+def _news(record: Record, delta: TextDelta, ending: Ending | None = None) -> ChoiceDelta:
+    """What the client is told. ending: of the request, not of an attempt."""
+    return ChoiceDelta(record.spec.index, delta.text, delta.token_ids, ending, delta.logprobs, delta.prompt_logprobs)
 
 
 def _setback(attempt: Attempt, ending: Ending) -> Setback | None:

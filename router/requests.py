@@ -18,7 +18,7 @@ TOKEN_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One choice of a client's request. index: its number in the answer. prompt: packed token ids. priority: lower is earlier.
-    timeout_s: counted from its arrival; None: the router's own limit."""
+    timeout_s: counted from its arrival; None: the router's own limit. skip_special_tokens, include_stop: see `ExpectAnswer`."""
 
     request_id: RequestId
     index: int
@@ -27,6 +27,8 @@ class RequestSpec:
     stop: tuple[str, ...] = ()
     priority: int = 0
     timeout_s: float | None = None
+    skip_special_tokens: bool = True
+    include_stop: bool = False
 
 
 class Phase(StrEnum):

@@ -53,6 +53,10 @@ def expect_answer(record: Record, attempt: Attempt, now: float, *, again: bool =
         first=len(record.token_ids),
         context=spec.prompt[-CONTEXT_TOKENS * TOKEN_BYTES :] + pack_ids(record.token_ids),
         text="".join(record.texts),
+        skip_special_tokens=spec.skip_special_tokens,
+        include_stop=spec.include_stop,
+        min_tokens=spec.sampling.min_tokens,
+        logprobs=spec.sampling.logprobs is not None,
         again=again,
         life_s=record.deadline_s - now + SPARE_LIFE_S,
     )

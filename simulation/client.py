@@ -6,7 +6,7 @@ Owns what each client has been told. Knows no instances.
 from dataclasses import dataclass, field
 
 from common.ids import RequestId
-from common.messages import Ending
+from common.messages import Ending, TokenLogprob
 from router.attempts import ResumeReason
 from router.outbox import Outbox
 
@@ -18,6 +18,8 @@ class Answer:
     request_id: RequestId
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
 
 
@@ -41,6 +43,8 @@ class Client:
             answer = self._answers[delta.index]
             answer.token_ids += delta.token_ids
             answer.text += delta.text
+            answer.logprobs += delta.logprobs
+            answer.prompt_logprobs += delta.prompt_logprobs
             if delta.ending is not None:
                 answer.endings.append(delta.ending)
         return self._answers

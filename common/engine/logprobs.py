@@ -3,7 +3,9 @@
 Owns their shape and how they become messages. Does not know how they are computed; knows no torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +38,27 @@ class Logprobs:
     asked: Int32Array = field(default_factory=_none)
     top_ids: Int32Array = field(default_factory=_none)
     top_logprobs: NDArray[np.float32] = field(default_factory=_no_shares)
+
+    @classmethod
+    def of(cls, rows: Sequence[int], told: Sequence[TokenLogprob]) -> Self:
+        """The inverse of `by_row`, for executors that compute no tensors. rows: the row of each."""
+        if not rows:
+            return cls()
+        asked = np.array([len(each.top) for each in told], dtype=np.int32)
+        shape = len(told), int(asked.max())
+        top_ids, top_logprobs = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.float32)
+        for at, each in enumerate(told):
+            for place, (token_id, logprob) in enumerate(each.top):
+                top_ids[at, place], top_logprobs[at, place] = token_id, logprob
+        return cls(
+            rows=np.array(rows, dtype=np.int32),
+            token_ids=np.array([each.token_id for each in told], dtype=np.int32),
+            logprobs=np.array([each.logprob for each in told], dtype=np.float32),
+            ranks=np.array([each.rank for each in told], dtype=np.int32),
+            asked=asked,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+        )
 
     def by_row(self) -> dict[int, tuple[TokenLogprob, ...]]:
         """The messages of each row that is here. Made anew by each call: call it once for a step."""

@@ -11,9 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.executor import EngineDescription
+from common.engine.logprobs import Logprobs
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
+from common.messages import TokenLogprob
 from common.pages.digest import digest
+from common.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ class Timeline:
         return self._busy_until_s
 
 
+def _certain(tokens: Sequence[tuple[int, int]]) -> Logprobs:
+    """tokens: each with its row before it."""
+    return Logprobs.of([row for row, _ in tokens], [TokenLogprob(token, 0.0, 1) for _, token in tokens])
+
+
 @dataclass(slots=True, eq=False)
 class TimedStep:
     """A step in flight until the clock reaches `ends_s`."""
@@ -61,6 +69,8 @@ class TimedExecutor:
     words: [words] the token ids that answers consist of, in this order again and again; a request's seed chooses the first. So a
     token depends on (seed, position), and an answer that is resumed elsewhere goes on as it would have. pages: [pages, bytes] the
     pool; left out, pages have no bytes.
+
+    It is sure of every token: where log probabilities are asked for, each is 0 and of rank 1, without alternatives.
     """
 
     def __init__(
@@ -76,15 +86,36 @@ class TimedExecutor:
         self.pages = np.zeros((description.total_pages, 0), dtype=np.uint8) if pages is None else pages
         self._next = np.zeros(description.max_rows, dtype=np.int64)
         """For each row, seed and length: which word follows."""
+        self._reports: dict[int, SamplingParams] = {}
+        """The rows that ask for log probabilities."""
 
     def launch(self, plan: Plan) -> TimedStep:
         for start in plan.starts:
             self._next[start.row] = start.sampling.seed % len(self._words) + start.length
+            self._reports.pop(start.row, None)
+            if start.sampling.logprobs is not None or start.sampling.prompt_logprobs is not None:
+                self._reports[start.row] = start.sampling
         for chunk in plan.chunks:
             self._next[chunk.row] += len(chunk.token_ids)
         self._next[plan.decode_rows] += 1
         tokens = self._words[self._next[plan.sampled_rows] % len(self._words)]
-        return TimedStep(StepResult(plan, tokens), self._timeline.add(plan), self._timeline.clock)
+        reported = self._logprobs(plan, tokens) if self._reports else ()
+        return TimedStep(StepResult(plan, tokens, *reported), self._timeline.add(plan), self._timeline.clock)
+
+    def _logprobs(self, plan: Plan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
+        asked = self._reports
+        sampled = [
+            (row, token)
+            for row, token in zip(plan.sampled_rows.tolist(), tokens.tolist(), strict=True)
+            if row in asked and asked[row].logprobs is not None
+        ]
+        prompts = [
+            (chunk.row, token)
+            for chunk in plan.chunks
+            if chunk.row in asked and asked[chunk.row].prompt_logprobs is not None
+            for token in chunk.token_ids[0 if chunk.start else 1 :].tolist()
+        ]
+        return _certain(sampled), _certain(prompts)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return digest(self.pages[page] for page in pages.tolist())

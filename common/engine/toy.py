@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.executor import EngineDescription
+from common.engine.logprobs import Logprobs
 from common.engine.plan import Plan, RowStart, StepResult
 from common.engine.timed import Timeline
 from common.ids import Int32Array, Int64Array
-from common.messages import ModelIdentity
+from common.messages import ModelIdentity, TokenLogprob
 from common.pages.digest import digest
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import SamplingParams
@@ -33,6 +34,13 @@ _SLOT_BYTES = 4 * _PLACES
 _TOKEN, _POSITION = np.int64(0x9E3779B1), np.int64(0x85EBCA77)
 _PLACE = (2 * np.arange(_PLACES, dtype=np.uint32) + 1) * np.uint32(0xC2B2AE3D)
 """Odd factors: what differs in token or position then differs in every place."""
+
+
+def toy_logprob(token_id: int, position: int, alternatives: int) -> TokenLogprob:
+    """What the toy reports of a token at this position of prompt and answer: numbers that a float32 holds, and that belong to no
+    other token or position."""
+    top = tuple(((token_id + place) % TOY_VOCAB, -0.25 * place) for place in range(alternatives))
+    return TokenLogprob(token_id, -position - token_id / 1024, 1 + token_id % 7, top)
 
 
 class ToyStep:
@@ -98,7 +106,8 @@ class ToyExecutor:
         """Let the oldest steps in flight complete, in the order of their launch."""
         for _ in range(min(steps, len(self._in_flight))):
             step = self._in_flight.popleft()
-            step.result = StepResult(step.plan, self._forward(step.plan))
+            tokens = self._forward(step.plan)
+            step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens))
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return digest(self.pages[page] for page in pages.tolist())
@@ -126,6 +135,23 @@ class ToyExecutor:
         self._write(decode, self._last[decode], self._length[decode])
         self._length[decode] += 1
         return self._sample(plan.sampled_rows)
+
+    def _logprobs(self, plan: Plan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
+        """Of the sampled tokens and of the prompts' tokens in this step's chunks, for the rows that ask."""
+        rows, told = list[int](), list[TokenLogprob]()
+        for row, token in zip(plan.sampled_rows.tolist(), tokens.tolist(), strict=True):
+            alternatives = self._sampling[row].logprobs
+            if alternatives is not None:
+                rows.append(row)
+                told.append(toy_logprob(token, int(self._length[row]), alternatives))
+        prompt_rows, prompt_told = list[int](), list[TokenLogprob]()
+        for chunk in plan.chunks:
+            alternatives = self._sampling[chunk.row].prompt_logprobs
+            for position, token in enumerate(chunk.token_ids.tolist(), chunk.start):
+                if alternatives is not None and position > 0:
+                    prompt_rows.append(chunk.row)
+                    prompt_told.append(toy_logprob(token, position, alternatives))
+        return Logprobs.of(rows, told), Logprobs.of(prompt_rows, prompt_told)
 
     def _start(self, start: RowStart) -> None:
         row = start.row

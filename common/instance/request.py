@@ -7,13 +7,23 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
+from msgspec.structs import replace
 
 from common.engine.plan import RowStart
 from common.ids import InstanceId, Int32Array, Key, Life
 from common.instance.prompts import PromptProgress
 from common.instance.token_memory import Emitted
 from common.instance.waiting_line import Rank
-from common.messages import Ending, Generate, Reserve
+from common.messages import (
+    Ending,
+    Generate,
+    Reserve,
+    TokenDelta,
+    TokenLogprob,
+    TokenLogprobs,
+    pack_logprobs,
+    unpack_logprobs,
+)
 from common.pages.pool import PageLease
 
 
@@ -38,7 +48,9 @@ class Request:
     """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
     alone. decode: the life of the decode instance that has granted the reservation, on its prefill instance. pages: to be leased
     on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
-    token_ids: the tokens up to there that are known here. told: the ending that was emitted. pipeline: who gets them.
+    token_ids: the tokens up to there that are known here. told: the ending that was emitted. pipeline: who gets them. logprobs,
+    prompt_logprobs: those of the known tokens, one by one, and those of the prompt, chunk by chunk; packed, and only if the
+    client asks for them.
     """
 
     asked: Generate | Reserve
@@ -57,6 +69,8 @@ class Request:
     decode: Life | None = None
     token_ids: list[int] = field(default_factory=list)
     told: Ending | None = None
+    logprobs: list[bytes] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)
 
     def note(self, token_id: int) -> None:
         """The token goes to the client, or has gone there by another instance."""
@@ -67,11 +81,40 @@ class Request:
         """The request begins in this row, on its leased pages. length, last_token: see `RowStart`."""
         assert self.lease is not None
         sampling, token_ids = self.asked.sampling, None
+        so_far = [] if last_token is None else [last_token]
         if sampling.needs_tokens:
-            token_ids = np.concatenate([self.prompt, np.array(self.token_ids, dtype=np.int32)])
-        return RowStart(row, self.lease.pages, sampling, length, last_token, token_ids, self.asked.first + len(self.token_ids))
+            token_ids = np.concatenate([self.prompt, np.array(so_far, dtype=np.int32)])
+        return RowStart(row, self.lease.pages, sampling, length, last_token, token_ids, self.asked.first + len(so_far))
+
+    def note_told(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """The first token has gone to the client by another instance. It can be told again from here only with everything that
+        goes with it: log probabilities of the prompt are not here."""
+        asks = self.asked.sampling
+        if (asks.logprobs is not None and logprob is None) or (asks.prompt_logprobs is not None and self.next_token == 0):
+            self.next_token += 1
+            return
+        self.note(token_id)
+        if logprob is not None:
+            self.logprobs.append(pack_logprobs([logprob]))
+
+    def collect(self, prompt_logprobs: TokenLogprobs) -> None:
+        """A chunk of the prompt has brought these. They are told with token 0 of the answer, by the instance that samples it; a
+        request that is resumed behind that token has been told them."""
+        if self.next_token == 0:
+            self.prompt_logprobs.append(pack_logprobs(prompt_logprobs))
+
+    def with_logprobs(self, delta: TokenDelta, logprobs: TokenLogprobs) -> TokenDelta:
+        """The delta of a token that was sampled here, with what the client asks for beside it. It is remembered. logprobs: that of
+        the token; empty if it is not asked for."""
+        if logprobs:
+            self.logprobs.append(pack_logprobs(logprobs))
+        prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if delta.first == 0 else ()
+        if not logprobs and not prompt_logprobs:
+            return delta
+        return replace(delta, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     @property
     def emitted(self) -> Emitted:
         """What can be sent again."""
-        return Emitted(self.next_token - len(self.token_ids), self.token_ids, self.told)
+        first = self.next_token - len(self.token_ids)
+        return Emitted(first, self.token_ids, self.told, self.logprobs, self.prompt_logprobs)

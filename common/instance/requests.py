@@ -150,6 +150,7 @@ class RequestTable(Generic[R]):
             raise BadRequest(f"prompt must hold token ids between 0 and {model.vocab_size - 1}", field="prompt")
         asked.sampling.validate(asked.first)
         asked.sampling.check_token_ids(model.vocab_size)
+        asked.sampling.check_prompt(len(prompt))
         if objection is not None:
             raise objection
         if isinstance(asked, Reserve) and asked.sampling.max_new_tokens < 2:
@@ -220,14 +221,15 @@ class RequestTable(Generic[R]):
         return [] if pipeline is None else [emit_ending(pipeline, asked.key, asked.first, refused)]
 
     def repeat(self, message: Repeat) -> list[Send]:
-        """Send again what the router asks for, as far as it is known. One message for each request: nobody's turn gets long."""
+        """Send again what the router asks for, as far as it is known. Each request has messages of its own: nobody's turn gets
+        long."""
         sends: list[Send] = []
         for key, first in message.tokens:
             request = self._open.get(key)
             emitted = self._memory.get(key) if request is None else request.emitted
-            delta = None if emitted is None else emitted.since(key, first)
             pipeline = self._pipeline_of(key)
-            sends += [] if delta is None or pipeline is None else emit_tokens([delta], [pipeline])
+            if emitted is not None and pipeline is not None:
+                sends += [send for delta in emitted.since(key, first) for send in emit_tokens([delta], [pipeline])]
         return sends
 
     def overdue(self, now: float) -> list[tuple[R, Failed]]:

@@ -5,22 +5,25 @@ Owns the answers of requests that are over, packed and within a bound of bytes, 
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from sys import getsizeof
 from typing import Self
 
 from common.ids import Key
-from common.messages import Ending, TokenDelta
+from common.messages import Ending, TokenDelta, unpack_logprobs
 
 LIMIT_BYTES = 16 * 2**20
 ENTRY_BYTES = 400
 """What an answer takes besides its tokens, about."""
+PIECE_TOKENS = 8_192
+"""Most that are told again in one message: with all that may be asked for beside them they take less than 3 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
     """What was emitted of one request. first: number of the first token. ending: the one that was emitted, if there was one.
+    logprobs: if asked for, of each token, packed. prompt_logprobs: if asked for, packed in pieces; they go with token 0.
 
     While the request is open its tokens are a list, because that is the fastest to append to.
     """
@@ -28,19 +31,27 @@ class Emitted:
     first: int
     token_ids: Sequence[int]
     ending: Ending | None
+    logprobs: Sequence[bytes] = ()
+    prompt_logprobs: Sequence[bytes] = ()
 
     @classmethod
     def nothing(cls, first: int, ending: Ending) -> Self:
         """No token, only an ending."""
         return cls(first, (), ending)
 
-    def since(self, key: Key, number: int) -> TokenDelta | None:
-        """The tokens from this number on, and the ending; None when that is nothing."""
-        at = max(0, number - self.first)
-        token_ids = tuple(self.token_ids[at:])
-        if not token_ids and self.ending is None:
-            return None
-        return TokenDelta(key, self.first + min(at, len(self.token_ids)), token_ids, self.ending)
+    def since(self, key: Key, number: int) -> Iterator[TokenDelta]:
+        """The tokens from this number on, a piece at a time, and the ending with the last of them."""
+        end = len(self.token_ids)
+        at = min(max(0, number - self.first), end)
+        while at < end or self.ending is not None:
+            upto = min(at + PIECE_TOKENS, end)
+            first, ending = self.first + at, self.ending if upto == end else None
+            prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if first == 0 and end else ()
+            logprobs = unpack_logprobs(self.logprobs[at:upto])
+            yield TokenDelta(key, first, tuple(self.token_ids[at:upto]), ending, logprobs, prompt_logprobs)
+            at = upto
+            if at == end:
+                return
 
 
 class TokenMemory:
@@ -75,4 +86,5 @@ class TokenMemory:
 
 
 def _bytes(emitted: Emitted) -> int:
-    return getsizeof(emitted.token_ids) + ENTRY_BYTES
+    logprobs = (*emitted.logprobs, *emitted.prompt_logprobs)
+    return ENTRY_BYTES + getsizeof(emitted.token_ids) + getsizeof(logprobs) + sum(map(getsizeof, logprobs))

@@ -39,6 +39,7 @@ from common.messages.fleet import (
 )
 from common.messages.handoffs import Claim, Decline, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
 from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkReport, LinkState, LinkTraffic, Load
+from common.messages.logprobs import TokenLogprob, TokenLogprobs, pack_logprobs, unpack_logprobs
 from common.messages.requests import Cancel, Generate, Placed, Probe, Probed, Repeat, Standing, Terms
 from common.messages.text import (
     DetokenizerHeartbeat,
@@ -48,7 +49,6 @@ from common.messages.text import (
     TextDelta,
     TokenBatch,
     TokenDelta,
-    TokenLogprob,
 )
 
 RouterInbox: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed | Probed | TextBatch | DetokenizerHeartbeat

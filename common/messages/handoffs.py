@@ -12,6 +12,7 @@ import msgspec
 from common.ids import Generation, Incarnation, Key
 from common.messages.base import UNNAMED, Message
 from common.messages.endings import Failed
+from common.messages.logprobs import TokenLogprob
 from common.messages.requests import Terms
 from common.sampling_params import SamplingParams
 
@@ -125,6 +126,8 @@ class Handoff(Message, frozen=True):
     """Bytes that were written."""
     digests: bytes = b""
     """With --verify-pages: the CRC-32 (little-endian uint32) of each page that was written, in token order."""
+    first_logprob: TokenLogprob | None = None
+    """Of the first token, if the request asks for it: the reader can then tell that token again."""
 
 
 class Withdraw(Message, frozen=True):

@@ -3,29 +3,12 @@
 Owns what carries tokens and text. Does not know tokenizers or HTTP.
 """
 
-from typing import Annotated, TypeAlias
-
 import msgspec
 
 from common.ids import Key
 from common.messages.base import Message
 from common.messages.endings import Ending
-
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""What `common.ids.pack_ids` can pack; a frame with any other id is refused where it arrives."""
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """How likely a token was, by the model's own distribution over the whole vocabulary."""
-
-    token_id: TokenId
-    logprob: float
-    """Natural logarithm."""
-    rank: int
-    """How many tokens were at least as likely, itself included: 1 is the likeliest."""
-    top: tuple[tuple[TokenId, float], ...] = ()
-    """The likeliest tokens and their log probabilities, the likeliest first; as many as were asked for."""
-
+from common.messages.logprobs import TokenLogprobs, TokenId
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request."""
@@ -37,9 +20,9 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """In order; empty when there is only an ending."""
     ending: Ending | None = None
     """The answer ends after the last of them."""
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: TokenLogprobs = ()
     """One for each token, if the request asks for them."""
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: TokenLogprobs = ()
     """Of the prompt's tokens from the second one on, if the request asks for them: they come with the answer's first token."""
 
 
@@ -67,7 +50,9 @@ class ExpectAnswer(Message, frozen=True, tag="Open"):
     include_stop: bool = False
     """The stop string that ends the answer stays in its text; so does the text of a stop token of the request."""
     min_tokens: int = 0
-    """Stop strings are looked for behind so many tokens of the answer."""
+    """Stop strings that are complete within so many tokens of the answer do not end it."""
+    logprobs: bool = False
+    """Each token comes with its log probability; a delta that lacks them is malformed."""
     again: bool = False
     """The answer was opened before, or may have been: the text from here on was lost, or may have been. Its tokens come again."""
     life_s: float = 3600.0
@@ -92,9 +77,9 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     """Text that is settled now; may be empty while a character or a stop string is incomplete."""
     ending: Ending | None = None
     """The answer ends after this text."""
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: TokenLogprobs = ()
     """As in TokenDelta."""
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: TokenLogprobs = ()
     """As in TokenDelta."""
 
 

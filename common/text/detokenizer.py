@@ -8,6 +8,8 @@ over its own socket, so any of them may overtake any other.
       deadline: dropped                  deadline while tokens are missing, end of its life: Failed
                                          ExpectAnswer again: the text after the router's last token goes out once more
 
+Log probabilities travel beside their tokens: a delta of text has those of its tokens, no others.
+
 What an answer holds back (half a character, the beginning of a stop string) goes out with its ending. It does not go out with a
 failure after which the request is resumed: then the next attempt's answer begins with it.
 """
@@ -17,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from common.deadlines import DeadlineWheel
@@ -61,10 +64,12 @@ class _Answer:
         if not 0 <= opened.first <= len(context):
             raise ValueError(f"the context holds {len(context)} tokens, fewer than the {opened.first} of the answer so far")
         begin = len(context) - opened.first
-        self.order = TokenOrder(opened.first)
+        self.order = TokenOrder(opened.first, opened.logprobs)
         self._decoder = IncrementalDecoder(vocabulary, context[:begin], opened.skip_special_tokens)
-        self._stops = StopStrings(opened.stop)
-        _, text = self._render(context[begin:])
+        self._stops = StopStrings(opened.stop, opened.include_stop)
+        self._include_stop = opened.include_stop
+        self._min_tokens = opened.min_tokens
+        _, text = self._render(0, context[begin:])
         if not text.startswith(opened.text):
             raise ValueError("the text that was delivered differs from the text of the answer's tokens so far")
         self._ahead = text[len(opened.text) :]
@@ -78,33 +83,48 @@ class _Answer:
 
         It carries the ending if that has come, or `broken_off` if the answer ends although tokens are missing.
         """
-        token_ids = self.order.take()
-        first = self.order.next - len(token_ids)
-        ending = self.order.ending or broken_off
+        order = self.order
+        token_ids = order.take()
+        first = order.next - len(token_ids)
+        ending = order.ending or broken_off
         if not token_ids and ending is None and self._stops.matched is None:
             return []
-        stop_token = ending.matched if isinstance(ending, Finished) and ending.reason == "stop" else None
-        is_last_silent = bool(token_ids) and token_ids[-1] == stop_token  # it is counted, but has no text
-        used, text = self._render(token_ids[:-1] if is_last_silent else token_ids)
+        is_last_silent = not self._include_stop and bool(token_ids) and token_ids[-1] == _stop_token(ending)
+        used, text = self._render(first, token_ids[:-1] if is_last_silent else token_ids)
         is_last_word = ending is not None and not (isinstance(ending, Failed) and ending.retryable)
         if self._stops.matched is None and is_last_word:
-            text += self._stops.push(self._decoder.flush())
+            text += self._stops.push(self._decoder.flush(), order.next > self._min_tokens)
         if self._stops.matched is not None:
             token_ids = token_ids[:used]
             ending = Finished("stop", self._stops.matched)
         elif is_last_word:
             text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
-        return [TextDelta(key, first, tuple(token_ids), text, ending)]
+        delta = TextDelta(key, first, tuple(token_ids), text, ending)
+        return [self._with_logprobs(delta) if token_ids else delta]
 
-    def _render(self, token_ids: list[int]) -> tuple[int, str]:
-        """Returns how many tokens were used, up to the one that completes a stop string, and their text."""
+    def _render(self, first: int, token_ids: list[int]) -> tuple[int, str]:
+        """Returns how many tokens were used, up to the one that completes a stop string, and their text. first: the number of the
+        first of them."""
         text = ""
         for used, token_id in enumerate(token_ids):
             if self._stops.matched is not None:
                 return used, text
-            text += self._stops.push(self._decoder.step(token_id))
+            text += self._stops.push(self._decoder.step(token_id), first + used >= self._min_tokens)
         return len(token_ids), text
+
+    def _with_logprobs(self, delta: TextDelta) -> TextDelta:
+        """The delta with the log probabilities of its tokens; those of the prompt go with token 0."""
+        logprobs = self.order.take_logprobs() if self.order.has_logprobs else []
+        prompt_logprobs = self.order.prompt_logprobs if delta.first == 0 else ()
+        if not logprobs and not prompt_logprobs:
+            return delta
+        return replace(delta, logprobs=tuple(logprobs[: len(delta.token_ids)]), prompt_logprobs=prompt_logprobs)
+
+
+def _stop_token(ending: Ending | None) -> str | int | None:
+    """The token that ended the answer: it is counted, but has no text, unless the client wants that."""
+    return ending.matched if isinstance(ending, Finished) and ending.reason == "stop" else None
 
 
 class Detokenizer:
@@ -214,8 +234,14 @@ class Detokenizer:
 
     def _advance(self, key: Key, answer: _Answer, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
         """Take in tokens of an open answer. Returns the text that they bring, and ends the answer or sets its deadline anew."""
+        order = answer.order
         for delta in deltas:
-            again = answer.order.put(delta.first, delta.token_ids, delta.ending)
+            if order.has_logprobs and len(delta.logprobs) != len(delta.token_ids):
+                self.dropped["malformed"] += 1
+                continue
+            if delta.prompt_logprobs and delta.first == 0:
+                order.prompt_logprobs = delta.prompt_logprobs
+            again = order.put(delta.first, delta.token_ids, delta.ending, delta.logprobs)
             if again:
                 self.dropped["tokens that came again"] += again
         if answer.order.waiting_tokens > self._limits.waiting_tokens:

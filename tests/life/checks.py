@@ -101,6 +101,10 @@ def _verdict(trial: Trial, asked: Asked, answer: Answer, expected: Expected) -> 
         return "has wrong tokens"
     if not expected.text.startswith(answer.text):
         return f"has the wrong text {answer.text!r}, not {expected.text!r}"
+    if tuple(answer.logprobs) != expected.logprobs[: len(tokens)]:
+        return f"has the log probabilities {answer.logprobs}, not {expected.logprobs}"
+    if tuple(answer.prompt_logprobs) != (expected.prompt_logprobs if tokens else ()):
+        return f"has the prompt's log probabilities {answer.prompt_logprobs}, not {expected.prompt_logprobs}"
     if not answer.endings:
         return None
     (ending,) = answer.endings

@@ -4,14 +4,14 @@ Owns the reference. Knows no fleet.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from common.engine.plan import Chunk, Plan, RowStart
-from common.engine.toy import ToyExecutor
+from common.engine.toy import ToyExecutor, toy_logprob
 from common.ids import Int32Array, pack_ids
-from common.messages import Finished
+from common.messages import Finished, TokenLogprob
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
 from tests.life.schedule import Ask, Choice
@@ -33,17 +33,31 @@ def undisturbed(prompt: Sequence[int], max_tokens: int, temperature: float = 0.0
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """All of an answer: its tokens, its text, and how it ends."""
+    """All of an answer: its tokens, its text, how it ends, and the log probabilities of its tokens and of its prompt's."""
 
     token_ids: tuple[int, ...]
     text: str
     ending: Finished
     sampling: SamplingParams
     stop: tuple[str, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def expect(choice: Choice) -> Expected:
     """The answer of a choice, and what the router is to be asked for it."""
+    expected = _without_logprobs(choice)
+    logprobs = _logprobs(expected.token_ids, len(choice.prompt), choice.logprobs)
+    return replace(expected, logprobs=logprobs, prompt_logprobs=_logprobs(choice.prompt, 0, choice.prompt_logprobs)[1:])
+
+
+def _logprobs(token_ids: Sequence[int], first_position: int, alternatives: int | None) -> tuple[TokenLogprob, ...]:
+    if alternatives is None:
+        return ()
+    return tuple(toy_logprob(token, position, alternatives) for position, token in enumerate(token_ids, first_position))
+
+
+def _without_logprobs(choice: Choice) -> Expected:
     tokens = undisturbed(choice.prompt, choice.max_tokens, choice.temperature, choice.seed)
     stop_token: int | None = None
     if choice.stop_after is not None and choice.stop_after < len(tokens):
@@ -54,21 +68,35 @@ def expect(choice: Choice) -> Expected:
         temperature=choice.temperature,
         seed=choice.seed,
         stop_token_ids=() if stop_token is None or by_text else (stop_token,),
+        min_tokens=choice.min_tokens,
+        logprobs=choice.logprobs,
+        prompt_logprobs=choice.prompt_logprobs,
     )
     stop, text = str(stop_token), ""
     for number, token in enumerate(tokens):
         if token in sampling.stop_token_ids:
             ending = Finished(reason="stop", matched=token)
+            text += f" {token}" if choice.include_stop else ""
             return Expected(tuple(tokens[: number + 1]), text, ending, sampling, ())
-        text += f" {token}"
-        if by_text and stop in text:
+        word = f" {token}"
+        if by_text and number >= choice.min_tokens and stop in word:
             ending = Finished(reason="stop", matched=stop)
-            return Expected(tuple(tokens[: number + 1]), text[: text.index(stop)], ending, sampling, (stop,))
-    return Expected(tuple(tokens), text, Finished(reason="length"), sampling, ())
+            before, stop, _ = word.partition(stop)
+            text += before + stop if choice.include_stop else before
+            return Expected(tuple(tokens[: number + 1]), text, ending, sampling, (stop,))
+        text += word
+    return Expected(tuple(tokens), text, Finished(reason="length"), sampling, (stop,) if by_text else ())
 
 
 def spec_of(choice: Choice, expected: Expected, ask: Ask, index: int) -> RequestSpec:
     """What the router is asked for a choice."""
     return RequestSpec(
-        choice.request_id, index, pack_ids(choice.prompt), expected.sampling, expected.stop, ask.priority, ask.timeout_s
+        choice.request_id,
+        index,
+        pack_ids(choice.prompt),
+        expected.sampling,
+        expected.stop,
+        ask.priority,
+        ask.timeout_s,
+        include_stop=choice.include_stop,
     )

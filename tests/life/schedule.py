@@ -35,7 +35,9 @@ TEXT_TRIGGERS = ("ExpectAnswer", "TokenBatch", "TextBatch", "Repeat")
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One answer that a client wants. stop_after: ends it at the text of its token of that number, if it is so long."""
+    """One answer that a client wants. stop_after: ends it at its token of that number, if it is so long. stop_by: that token's
+    text, or the token. The text of tokens before min_tokens ends nothing. include_stop: what ends it stays in the text.
+    logprobs, prompt_logprobs: see `SamplingParams`."""
 
     request_id: RequestId
     prompt: tuple[int, ...]
@@ -44,6 +46,10 @@ class Choice:
     seed: int = 0
     stop_after: int | None = None
     stop_by: Literal["text", "token"] = "text"
+    min_tokens: int = 0
+    include_stop: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +177,8 @@ class Schedule:
 
 def draw_schedule(seed: int) -> Schedule:
     schedule = _with_routers(_draw(seed), Random(f"routers {seed}"))
-    return replace(schedule, faults=(*schedule.faults, *_text_faults(schedule, Random(f"detokenizer {seed}"))))
+    asks = _with_extras(schedule.asks, Random(f"extras {seed}"))
+    return replace(schedule, asks=asks, faults=(*schedule.faults, *_text_faults(schedule, Random(f"detokenizer {seed}"))))
 
 
 def _draw(seed: int) -> Schedule:
@@ -270,6 +277,21 @@ def _ask(random: Random, number: int, at_s: float, shortest: int) -> Ask:
         timeout_s=random.uniform(0.5, 4.0) if random.random() < 0.05 else None,
         leaves_s=at_s + random.uniform(0.0, 5.0) if random.random() < 0.15 else None,
     )
+
+
+def _with_extras(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
+    """Some of the clients ask for log probabilities, or for other rules of stop strings."""
+
+    def extended(choice: Choice) -> Choice:
+        return replace(
+            choice,
+            min_tokens=random.choice((0, 0, 0, random.randrange(LONGEST_ANSWER))) if choice.stop_by == "text" else 0,
+            include_stop=random.random() < 0.3,
+            logprobs=random.choice((None, None, 0, 3)),
+            prompt_logprobs=random.choice((None, None, None, 0, 2)),
+        )
+
+    return tuple(replace(ask, choices=tuple(map(extended, ask.choices))) for ask in asks)
 
 
 def _fault(random: Random, names: list[str], victims: list[str], survivor: str | None) -> Fault:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.instance.token_memory import Emitted, TokenMemory
-from common.messages import Ending, Failed, Finished, TokenDelta
+from common.instance.token_memory import PIECE_TOKENS, Emitted, TokenMemory
+from common.messages import Ending, Failed, Finished, TokenDelta, TokenLogprob, pack_logprobs
 from tests.builders import key
 
 LENGTH = Finished("length")
@@ -23,7 +23,37 @@ LENGTH = Finished("length")
     ids=["all", "the rest", "nothing", "only the ending", "not what others emitted", "an ending at its place", "none yet"],
 )
 def test_tokens_are_told_from_a_number_on_with_the_ending(emitted: Emitted, number: int, told: TokenDelta | None) -> None:
-    assert emitted.since(key(), number) == told
+    assert list(emitted.since(key(), number)) == ([] if told is None else [told])
+
+
+def logprob(token_id: int, alternatives: int = 0) -> TokenLogprob:
+    return TokenLogprob(token_id, -0.5 * token_id, 1, tuple((token_id + n, -0.25 * n) for n in range(alternatives)))
+
+
+@pytest.mark.parametrize(("first", "number"), [(0, 0), (0, 9), (0, PIECE_TOKENS + 5), (3, 0)])
+def test_a_long_answer_is_told_in_pieces_each_with_the_logprobs_of_its_own_tokens(first: int, number: int) -> None:
+    count = 2 * PIECE_TOKENS + 3
+    logprobs = [logprob(token_id, 1) for token_id in range(count)]
+    prompt = (logprob(1), logprob(2), logprob(3))
+    pieces = [pack_logprobs(prompt[:1]), pack_logprobs(prompt[1:])]
+    emitted = Emitted(first, list(range(count)), LENGTH, [pack_logprobs([each]) for each in logprobs], pieces)
+    told = list(emitted.since(key(), number))
+    begin = max(0, number - first)
+    assert [token for delta in told for token in delta.token_ids] == list(range(begin, count))
+    assert [each for delta in told for each in delta.logprobs] == logprobs[begin:]
+    assert all(len(delta.token_ids) == len(delta.logprobs) <= PIECE_TOKENS for delta in told)
+    assert [delta.ending for delta in told] == [None] * (len(told) - 1) + [LENGTH]
+    assert [delta.first for delta in told] == [first + at for at in range(begin, count, PIECE_TOKENS)]
+    assert [delta.prompt_logprobs for delta in told] == [prompt if first + begin == 0 else (), *[()] * (len(told) - 1)]
+
+
+def test_remembered_logprobs_count_their_bytes() -> None:
+    packed = [pack_logprobs([logprob(token_id, 20)]) for token_id in range(100)]
+    memory = TokenMemory(limit_bytes=200_000)
+    for number in range(20):
+        memory.keep(key(str(number)), Emitted(0, range(100), LENGTH, packed, packed))
+    assert sum(map(len, packed)) > 20_000
+    assert 1 <= len(memory) <= 200_000 // (2 * sum(map(len, packed)))
 
 
 def test_the_oldest_answers_are_forgotten_when_there_are_too_many_bytes() -> None:
@@ -36,7 +66,8 @@ def test_the_oldest_answers_are_forgotten_when_there_are_too_many_bytes() -> Non
     assert 15_000 < memory.used_bytes <= 20_000
     for name in kept:
         known = memory.get(key(name))
-        assert known is not None and known.since(key(name), 98) == TokenDelta(key(name), 98, (98, 99), endings[name])
+        assert known is not None
+        assert list(known.since(key(name), 98)) == [TokenDelta(key(name), 98, (98, 99), endings[name])]
         memory.forget(key(name))
     assert (len(memory), memory.used_bytes) == (0, 0)
 

@@ -11,21 +11,25 @@ from common.text.stop_strings import StopStrings
 LETTERS = st.text(alphabet="ab\n🙂", max_size=24)
 
 
-def search_in_whole_text(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Text before the end, and the stop string: the first one that is complete, and of several at once the longest."""
-    for end in range(len(text) + 1):
+def search_in_whole_text(
+    text: str, stops: Sequence[str], included: bool = False, ignored: int = 0
+) -> tuple[str, str | None]:
+    """Text before the end, and the stop string: the first one that is complete, and of several at once the longest. included:
+    with that string. ignored: what is complete within so many characters ends nothing."""
+    for end in range(ignored + 1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
             stop = max(matches, key=len)
-            return text[: end - len(stop)], stop
+            return text[: end if included else end - len(stop)], stop
     return text, None
 
 
-def pushed(pieces: Sequence[str], stops: Sequence[str]) -> tuple[str, str | None]:
-    finder = StopStrings(stops)
+def pushed(pieces: Sequence[str], stops: Sequence[str], included: bool = False, ignored: int = 0) -> tuple[str, str | None]:
+    """ignored: so many pieces do not end the text."""
+    finder = StopStrings(stops, included)
     text = ""
-    for piece in pieces:
-        text += finder.push(piece)
+    for number, piece in enumerate(pieces):
+        text += finder.push(piece, number >= ignored)
         if finder.matched is not None:
             return text, finder.matched
     return text + finder.flush(), None
@@ -39,6 +43,25 @@ def test_the_text_ends_where_a_search_in_the_whole_text_ends_it(pieces: list[str
     # A piece may bring more than the first end: the earliest one must win inside it too.
     assert pushed(pieces, stops) == expected
     assert pushed([whole], stops) == expected
+
+
+@given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=4), st.booleans(), st.integers(0, 8))
+def test_stop_strings_may_stay_in_the_text_and_may_be_ignored_at_its_beginning(
+    pieces: list[str], stops: list[str], included: bool, ignored: int
+) -> None:
+    whole = "".join(pieces)
+    expected = search_in_whole_text(whole, stops, included, len("".join(pieces[:ignored])))
+    assert pushed(pieces, stops, included, ignored) == expected
+
+
+@given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=4))
+def test_nothing_is_held_back_when_the_stop_string_stays(pieces: list[str], stops: list[str]) -> None:
+    finder = StopStrings(stops, included=True)
+    for piece in pieces:
+        shown = finder.push(piece)
+        if finder.matched is not None:
+            return
+        assert shown == piece
 
 
 @given(st.lists(LETTERS, max_size=8), st.lists(LETTERS.filter(bool), max_size=4))
