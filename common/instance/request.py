@@ -104,8 +104,8 @@ class Request:
             self.prompt_logprobs.append(pack_logprobs(prompt_logprobs))
 
     def with_logprobs(self, delta: TokenDelta, logprobs: TokenLogprobs) -> TokenDelta:
-        """The delta of a token that was sampled here, with what the client asks for beside it. It is remembered. logprobs: that of
-        the token; empty if it is not asked for."""
+        """The delta of a token that was sampled here, with what the client asks for beside it, which is remembered. logprobs:
+        that of the token; empty if it is not asked for."""
         if logprobs:
             self.logprobs.append(pack_logprobs(logprobs))
         prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if delta.first == 0 else ()

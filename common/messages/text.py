@@ -8,7 +8,8 @@ import msgspec
 from common.ids import Key
 from common.messages.base import Message
 from common.messages.endings import Ending
-from common.messages.logprobs import TokenLogprobs, TokenId
+from common.messages.logprobs import TokenId, TokenLogprobs
+
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request."""

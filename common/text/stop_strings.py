@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """One answer's search. stops: none of them empty (ValueError). included: the stop string stays in the text, so nothing is held
-    back."""
+    """One answer's search. stops: none of them empty (ValueError). included: the stop string stays in the text, so nothing is
+    held back."""
 
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
         if "" in stops:

@@ -285,7 +285,7 @@ def _with_extras(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
     def extended(choice: Choice) -> Choice:
         return replace(
             choice,
-            min_tokens=random.choice((0, 0, 0, random.randrange(LONGEST_ANSWER))) if choice.stop_by == "text" else 0,
+            min_tokens=random.choice((0, 0, 0, random.randint(0, choice.max_tokens))) if choice.stop_by == "text" else 0,
             include_stop=random.random() < 0.3,
             logprobs=random.choice((None, None, 0, 3)),
             prompt_logprobs=random.choice((None, None, None, 0, 2)),

@@ -2,23 +2,37 @@
 
 import pytest
 
-from common.messages import Ending, Finished
+from common.messages import Ending, Finished, TokenLogprob, TokenLogprobs
 from router import outbox
 from router.outbox import ChoiceDelta, joined
 
 
 def test_pieces_of_each_choice_become_one_with_the_last_ones_ending() -> None:
     done = Finished(reason="length")
-    pieces = [ChoiceDelta(0, "a", (1,)), ChoiceDelta(1, "x", (7,)), ChoiceDelta(0, "", (2, 3)), ChoiceDelta(0, "c", (), done)]
-    assert joined(pieces) == [ChoiceDelta(0, "ac", (1, 2, 3), done), ChoiceDelta(1, "x", (7,))]
+    one, two, three, of_prompt = (TokenLogprob(number, -1.0, 1) for number in (1, 2, 3, 9))
+    pieces = [
+        ChoiceDelta(0, "a", (1,), None, (one,), (of_prompt,)),
+        ChoiceDelta(1, "x", (7,)),
+        ChoiceDelta(0, "", (2, 3), None, (two, three)),
+        ChoiceDelta(0, "c", (), done),
+    ]
+    first = ChoiceDelta(0, "ac", (1, 2, 3), done, (one, two, three), (of_prompt,))
+    assert joined(pieces) == [first, ChoiceDelta(1, "x", (7,))]
 
 
 def test_joining_builds_no_text_on_the_way_however_many_pieces_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece that is joined to what came before copies all of it: 27,000 pieces would stop the loop for seconds."""
     built: list[ChoiceDelta] = []
 
-    def build(index: int, text: str, token_ids: tuple[int, ...], ending: Ending | None = None) -> ChoiceDelta:
-        built.append(ChoiceDelta(index, text, token_ids, ending))
+    def build(
+        index: int,
+        text: str,
+        token_ids: tuple[int, ...],
+        ending: Ending | None,
+        logprobs: TokenLogprobs,
+        prompt_logprobs: TokenLogprobs,
+    ) -> ChoiceDelta:
+        built.append(ChoiceDelta(index, text, token_ids, ending, logprobs, prompt_logprobs))
         return built[-1]
 
     pieces = [ChoiceDelta(number % 2, " word", (number,)) for number in range(1_000)]

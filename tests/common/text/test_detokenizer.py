@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from common.ids import Key, pack_ids
 from common.messages import (
@@ -74,6 +75,9 @@ STOPPED = Finished("stop", matched=ids_of("!")[0])
         (ExpectAnswer(key=key()), (*ids_of("a"), EOS, *ids_of("b")), LENGTH, "ab", LENGTH),
         (ExpectAnswer(key=key(), stop=("STOP",)), ids_of("one ST"), LENGTH, "one ST", LENGTH),
         (ExpectAnswer(key=key(), stop=("ST",)), ids_of("a ST"), LENGTH, "a ", Finished("stop", "ST")),
+        (ExpectAnswer(key=key(), stop=("ST",), include_stop=True), ids_of("a ST"), LENGTH, "a ST", Finished("stop", "ST")),
+        (ExpectAnswer(key=key(), include_stop=True), ids_of("hello!"), STOPPED, "hello!", STOPPED),
+        (ExpectAnswer(key=key(), skip_special_tokens=False), (*ids_of("a"), EOS), LENGTH, "a<|im_end|>", LENGTH),
     ],
     ids=[
         "an answer becomes text with its ending",
@@ -81,6 +85,9 @@ STOPPED = Finished("stop", matched=ids_of("!")[0])
         "an end of text that is ignored stays a token without text",
         "text that only began a stop string comes with the ending",
         "a stop string wins over the ending that comes with it",
+        "a stop string that is included is text",
+        "so is the token that ended the answer",
+        "special tokens are text for those who want them",
     ],
 )
 def test_a_whole_answer_in_one_delta(
@@ -132,6 +139,42 @@ def test_a_stop_string_across_tokens_ends_the_answer_at_once_and_is_trimmed(deto
     assert last.token_ids != ids_of("OP two")
     assert received(detokenizer, [tokens(TokenDelta(key(), number + 9, (5,), LENGTH))]) == []
     assert detokenizer.dropped == {"after the end": 1}
+
+
+def rendered(stop: str, ids: tuple[int, ...], min_tokens: int, include_stop: bool) -> tuple[str, Ending]:
+    """By decoding the whole answer so far after each token, as vLLM defines `min_tokens`: a stop string ends the answer if it
+    ends in the text of a token behind those."""
+    before = ""
+    for count in range(1, len(ids) + 1):
+        text = tiny_tokenizer().decode(list(ids[:count]))
+        if text.endswith("\ufffd"):
+            continue  # an incomplete character
+        at = text.find(stop, max(0, len(before) + 1 - len(stop)))
+        if count > min_tokens and at >= 0:
+            return text[: at + len(stop) if include_stop else at], Finished("stop", stop)
+        before = text
+    return before, LENGTH
+
+
+@given(
+    min_tokens=st.integers(0, 30),
+    cut=st.integers(0, 30),
+    include_stop=st.booleans(),
+    stop=st.sampled_from(["STOP", "🙂", "o 日"]),
+)
+def test_stop_strings_within_the_first_tokens_end_nothing_also_when_the_answer_is_resumed(
+    min_tokens: int, cut: int, include_stop: bool, stop: str
+) -> None:
+    ids = ids_of(TEXT + TEXT)
+    detokenizer = Detokenizer(tiny_tokenizer())
+    opened = ExpectAnswer(key=key(), stop=(stop,), min_tokens=min_tokens, include_stop=include_stop)
+    got = received(detokenizer, [opened, *(tokens(TokenDelta(key(), n, ids[n : n + 1])) for n in range(cut))])
+    text = "".join(delta.text for delta in got)
+    if not got or got[-1].ending is None:
+        resumed = replace(opened, key=key(attempt=1), first=cut, context=pack_ids(ids[:cut]), text=text)
+        got = received(detokenizer, [resumed, tokens(TokenDelta(key(attempt=1), cut, ids[cut:], LENGTH))])
+        text += "".join(delta.text for delta in got)
+    assert (text, got[-1].ending) == rendered(stop, ids, min_tokens, include_stop)
 
 
 # --- order -----------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ from common.text.stop_strings import StopStrings
 LETTERS = st.text(alphabet="ab\n🙂", max_size=24)
 
 
-def search_in_whole_text(
-    text: str, stops: Sequence[str], included: bool = False, ignored: int = 0
-) -> tuple[str, str | None]:
+def search_in_whole_text(text: str, stops: Sequence[str], included: bool = False, ignored: int = 0) -> tuple[str, str | None]:
     """Text before the end, and the stop string: the first one that is complete, and of several at once the longest. included:
     with that string. ignored: what is complete within so many characters ends nothing."""
     for end in range(ignored + 1, len(text) + 1):

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages import Ending, Failed, Finished
+from common.messages import Ending, Failed, Finished, TokenLogprob
 from common.text.token_order import TokenOrder
 
 Piece = tuple[int, tuple[int, ...], Ending | None]
@@ -25,6 +25,10 @@ def arrivals(draw: st.DrawFn) -> list[Piece]:
     return draw(st.permutations(pieces + draw(st.lists(st.sampled_from(pieces), max_size=4))))
 
 
+def logprobs_of(token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token_id, -0.5 * token_id, 1, ((token_id, -0.5),)) for token_id in token_ids)
+
+
 def put_all(order: TokenOrder, pieces: Sequence[Piece]) -> list[int]:
     taken: list[int] = []
     for piece in pieces:
@@ -41,6 +45,23 @@ def test_each_token_is_taken_once_and_in_order_however_tokens_arrive(pieces: lis
     order = TokenOrder()
     assert put_all(order, pieces) == list(TOKENS)
     assert order.ending == END
+
+
+@given(arrivals(), st.data())
+def test_each_token_takes_its_logprob_with_it_also_into_another_order(pieces: list[Piece], data: st.DataObject) -> None:
+    order, taken, reported = TokenOrder(has_logprobs=True), list[int](), list[TokenLogprob]()
+    for first, token_ids, ending in pieces[: data.draw(st.integers(0, len(pieces)))]:
+        order.put(first, token_ids, ending, logprobs_of(token_ids))
+        if data.draw(st.booleans()):
+            taken += order.take()
+            reported += order.take_logprobs()
+    assert reported == list(logprobs_of(taken))
+    begins = data.draw(st.integers(0, order.next))
+    other = TokenOrder(begins, has_logprobs=True)
+    order.pour_into(other)
+    for first, token_ids, ending in pieces:
+        other.put(first, token_ids, ending, logprobs_of(token_ids))
+    assert (other.take(), other.take_logprobs()) == (list(TOKENS[begins:]), list(logprobs_of(TOKENS[begins:])))
 
 
 @given(arrivals())
