@@ -78,6 +78,10 @@ class TokenizerManager:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the tokenizer's vocabulary spells them; "" for ids that it lacks."""
+        return [self.backend.id_to_token(token_id) or "" for token_id in ids]
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer goes on. Raises BadRequest."""
         return self._encode(self.render_chat(messages, options), "messages", add_special_tokens=False)

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,12 +25,16 @@ from router.api.chat import ChatFields, read_chat
 from router.api.chat_answers import ChatShape
 from router.api.completion_answers import CompletionShape
 from router.api.completions import CompletionFields, read_completion
-from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp
+from router.api.description import CALL_REFUSALS, COMPLETION_REFUSALS, Described, DescribedApp
 from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.intake import Accepted, Intake, unknown_model
+from router.api.open_answers import OpenAnswers
 from router.api.request_ids import HEADER, REQUEST_ID, answer_id, id_in, new_id
 from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
+from router.api.sglang import Aborted, AbortFields, GenerateFields, read_abort, read_generate
+from router.api.sglang_answers import GenerateShape
+from router.api.tokens import DetokenizeFields, TokenizeFields, read_detokenize, read_tokenize
 from router.cluster import cluster_page
 from router.drain import Door
 from router.gateway import Gateway
@@ -68,6 +73,7 @@ class Api:
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
         self._started = int(time.time())
+        self._open = OpenAnswers()
         metrics.registry.register(FleetCollector(gateway.core))
         metrics.registry.register(DetokenizerCollector(gateway.core))
         metrics.registry.register(MailCollector(gateway.mail))
@@ -86,6 +92,40 @@ class Api:
         accepted = await self._intake.accept_completion(asked, answer_id(request.scope[REQUEST_ID], "cmpl-"))
         return self._dispatch(request, CompletionShape, asked, accepted, received_s)
 
+    async def generate(self, request: Request) -> Response:
+        """SGLang's own endpoint: continue one prompt or a batch of prompts. Each event of a stream repeats the answer so far."""
+        received_s = self._enter(request)
+        asked = await self._intake.read(partial(read_generate, self._model), await self._body(request))
+        if len(asked.rids) == 1:
+            request.scope[REQUEST_ID] = asked.rids[0]
+        accepted = await self._intake.accept_completion(asked, answer_id(request.scope[REQUEST_ID]))
+        choices = asked.choice_ids(accepted.id, len(accepted.specs))
+        named = {name: (spec.request_id,) for name, spec in zip(choices, accepted.specs, strict=True)}
+        request.scope[AT_END].callback(self._open.add(named if asked.is_batch else {}))
+        return self._dispatch(request, GenerateShape, asked, accepted, received_s)
+
+    async def abort_request(self, request: Request) -> Response:
+        """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason
+        `abort`."""
+        asked = await self._intake.read(read_abort, await self._body(request))
+        core = self._gateway.core
+        all_open = [record.spec.request_id for record in core.requests.records()] if asked.abort_all else []
+        ids = all_open or self._open.find(asked.rid)
+        self._gateway.deliver(core.requests.cancel(ids, self._gateway.clock()))
+        return _json(msgspec.structs.asdict(Aborted(len(ids))))
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text."""
+        self._enter(request)
+        asked = await self._intake.read(read_tokenize, await self._body(request))
+        return _json(msgspec.structs.asdict(await self._intake.tokenize(asked)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        self._enter(request)
+        asked = await self._intake.read(read_detokenize, await self._body(request))
+        return _json(msgspec.structs.asdict(await self._intake.detokenize(asked)))
+
     def _enter(self, request: Request) -> float:
         """Let the request in, until its response has ended. Returns the time. Raises Unavailable when the router drains."""
         self.door.enter()
@@ -97,6 +137,9 @@ class Api:
     ) -> Response:
         """Submit every choice to the fleet. Returns the response that sends the answer. Raises Overloaded, Unavailable,
         BadRequest."""
+        requests = [spec.request_id for spec in accepted.specs]
+        names = dict.fromkeys((request.scope[REQUEST_ID], accepted.id), requests)
+        request.scope[AT_END].callback(self._open.add(names))
         answer = Answer(self._gateway, accepted)
         request.scope[AT_END].callback(answer.close)
         answer.dispatch(received_s)
@@ -229,6 +272,10 @@ def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
     routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]], Described], ...] = (
         ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields)),
         ("POST", "/v1/completions", api.completions, _completion("Text completion", CompletionFields)),
+        ("POST", "/generate", api.generate, _completion("Generate", GenerateFields, tag="SGLang")),
+        ("POST", "/abort_request", api.abort_request, _call("SGLang", "Abort", AbortFields, "How many answers were ended.")),
+        ("POST", "/tokenize", api.tokenize, _call("vLLM", "Tokenize", TokenizeFields, "The token ids.")),
+        ("POST", "/detokenize", api.detokenize, _call("vLLM", "Detokenize", DetokenizeFields, "The text.")),
         ("GET", "/v1/models", api.models, Described(tag="OpenAI", summary="Models", answer="The list.")),
         (
             "GET",
@@ -262,9 +309,9 @@ def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
     return app
 
 
-def _completion(summary: str, body: type[msgspec.Struct]) -> Described:
+def _completion(summary: str, body: type[msgspec.Struct], tag: str = "OpenAI") -> Described:
     return Described(
-        tag="OpenAI",
+        tag=tag,
         summary=summary,
         body=body,
         answer="The answer. With `stream`, server-sent events that end with `[DONE]`; a failure after the stream has begun is an "
@@ -272,6 +319,10 @@ def _completion(summary: str, body: type[msgspec.Struct]) -> Described:
         media_types=("application/json", "text/event-stream"),
         refusals=COMPLETION_REFUSALS,
     )
+
+
+def _call(tag: str, summary: str, body: type[msgspec.Struct], answer: str) -> Described:
+    return Described(tag=tag, summary=summary, body=body, answer=answer, refusals=CALL_REFUSALS)
 
 
 def _check(summary: str, answer: str) -> Described:

@@ -38,10 +38,13 @@ Prompt: TypeAlias = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(ReadRequest):
-    """prompts: texts or token ids. Each gets `n` choices. echo: the answer begins with the prompt. hides_answer: the client wants
+    """prompts: texts or token ids. Each gets `n` choices. prompt_field: where they are from. default_max_tokens: length of an
+    answer when the client leaves it to us. echo: the answer begins with the prompt. hides_answer: the client wants
     the prompt only, so the one token that the model generates is left out."""
 
     prompts: tuple[Prompt, ...]
+    prompt_field: str = "prompt"
+    default_max_tokens: int = COMPLETION_MAX_TOKENS
     echo: bool = False
     hides_answer: bool = False
 
@@ -85,21 +88,20 @@ def prompts_in(prompt: str | list[str | int | list[int]], field: str) -> tuple[P
     return tuple(prompts)
 
 
-class _PromptOnly(msgspec.Struct, frozen=True):
-    prompt: msgspec.Raw = msgspec.Raw(b"")
+_Fields: TypeAlias = dict[str, msgspec.Raw]
 
 
-def require_few_ids(body: bytes, context_tokens: int) -> None:
+def require_few_ids(body: bytes, context_tokens: int, field: str = "prompt") -> None:
     """Refuse one prompt of more token ids than the context holds. Ids are counted by their commas: objects take long to make, and
-    nobody else runs meanwhile. What is no such prompt is left to the reader."""
+    nobody else runs meanwhile. What is no such prompt is left to the reader. field: where the prompt is."""
     try:
-        prompt = bytes(msgspec.json.decode(body, type=_PromptOnly).prompt)
+        prompt = bytes(msgspec.json.decode(body, type=_Fields).get(field, b""))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
     if prompt[:1] != b"[" or prompt[1:64].lstrip()[:1] in (b"[", b'"', b"{"):
         return
     ids = prompt.count(b",") + 1
     if ids >= context_tokens:
-        message = f"prompt has {ids} tokens, but the model's context of {context_tokens} must hold an answer too"
+        message = f"{field} has {ids} tokens, but the model's context of {context_tokens} must hold an answer too"
         fix = f"shorten it to at most {context_tokens - 1}"
-        raise BadRequest(f"{message}: {fix}", field="prompt", code="context_length_exceeded")
+        raise BadRequest(f"{message}: {fix}", field=field, code="context_length_exceeded")

@@ -13,14 +13,18 @@ from fastapi import FastAPI
 from router.api.chat import ChatFields
 from router.api.completions import CompletionFields
 from router.api.errors import ErrorBody
+from router.api.sglang import AbortFields, GenerateFields
+from router.api.tokens import DetokenizeFields, TokenizeFields
 
 ABOUT = """Serves a large language model with prefill and decode on separate machines.
 
 The completions follow the OpenAI API. A field that is not supported is refused by name, never ignored, unless its value asks for
-nothing (`null`, `"tools": []`, `"presence_penalty": 0`).
+nothing (`null`, `"functions": []`, `"best_of": 1`).
 """
 TAGS = (
     {"name": "OpenAI", "description": "What OpenAI clients use."},
+    {"name": "SGLang", "description": "What SGLang's own clients use beside it."},
+    {"name": "vLLM", "description": "What vLLM's clients use beside it."},
     {"name": "Operations", "description": "For monitors, load balancers and people who run the fleet."},
 )
 _REFUSALS = {
@@ -33,9 +37,9 @@ _REFUSALS = {
     504: "The request took longer than its `timeout`, or than `--request-timeout-s`.",
 }
 COMPLETION_REFUSALS = (400, 404, 408, 413, 429, 503, 504)
-_, _SCHEMAS = msgspec.json.schema_components(
-    [ChatFields, CompletionFields, ErrorBody], ref_template="#/components/schemas/{name}"
-)
+CALL_REFUSALS = (400, 404, 408, 413, 429, 503)
+_BODIES = (ChatFields, CompletionFields, GenerateFields, AbortFields, TokenizeFields, DetokenizeFields, ErrorBody)
+_, _SCHEMAS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,9 @@ TopK: TypeAlias = Annotated[
 MinP: TypeAlias = Annotated[
     float, Meta(ge=0, le=1, description="Skip tokens less likely than this share of the most likely one.")
 ]
+Seed: TypeAlias = Annotated[
+    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Meta(description="The same seed and request give the same answer.")
+]
 Choices: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT, description="Answers to each prompt.")]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop: TypeAlias = Annotated[
@@ -94,10 +97,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: TopP = 1.0
     top_k: TopK = 0
     min_p: MinP = 0.0
-    seed: Annotated[
-        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
-        Meta(description="The same seed and request give the same answer."),
-    ] = None
+    seed: Seed = None
     n: Choices = 1
     stop: Stop = []
     stop_token_ids: StopTokenIds = []

@@ -23,10 +23,11 @@ from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import ChatOptions
 from router.api.chat import ChatRequest
 from router.api.chat_plan import PLAIN_TEXT, TAIL_TOKENS, AnswerReading, ChatPlanner, ChatTemplate
-from router.api.completions import COMPLETION_MAX_TOKENS, CompletionRequest, Prompt
+from router.api.completions import CompletionRequest, Prompt
 from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
 from router.api.logprobs import DecodedTexts, TokenTexts
 from router.api.request_ids import AnswerId
+from router.api.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
 from router.core import RouterCore
 from router.requests import TOKEN_BYTES, RequestSpec
 
@@ -48,7 +49,7 @@ MAX_TOKEN_CHARS = 512
 """No tokenizer has longer tokens, so a text with more characters than this for each token of the context is too long."""
 
 P = TypeVar("P")
-R = TypeVar("R", bound=ReadRequest)
+R = TypeVar("R")
 
 
 class Tokenizer(ChatTemplate, Protocol):
@@ -68,6 +69,8 @@ class Tokenizer(ChatTemplate, Protocol):
     def encode_chat(self, messages: Sequence[Mapping[str, object]], options: ChatOptions) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,9 @@ class Intake:
         reading = plan.reading(self._tokenizer.decode(tail, skip_special_tokens=False))
         return dataclasses.replace(accepted, reading=reading)
 
-    async def accept_completion(self, request: CompletionRequest, answer: AnswerId, field: str = "prompt") -> Accepted:
-        """field: where the prompts are from. Raises BadRequest, UnknownModel, Overloaded."""
+    async def accept_completion(self, request: CompletionRequest, answer: AnswerId) -> Accepted:
+        """Raises BadRequest, UnknownModel, Overloaded."""
+        field = request.prompt_field
         self._check(request, field, max(map(len, request.prompts)), self.context_tokens)
         encode, prompts = self._tokenizer.encode, request.prompts
         texts = [[prompt] if isinstance(prompt, str) else [] for prompt in prompts]
@@ -141,7 +145,30 @@ class Intake:
             field,
             echo=self._echo if request.echo else None,
         )
-        return self._accept(answer, encoded, request, field, COMPLETION_MAX_TOKENS)
+        return self._accept(answer, encoded, request, field, request.default_max_tokens)
+
+    async def tokenize(self, asked: TokenizeFields) -> Tokenized:
+        """Raises BadRequest, UnknownModel, Overloaded."""
+        self._check_model(asked.model)
+        tokenizer, text = self._tokenizer, asked.prompt
+
+        def work() -> Tokenized:
+            ids = tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
+            strings = tokenizer.token_strings(ids) if asked.return_token_strs else None
+            return Tokenized(count=len(ids), max_model_len=self.context_tokens, tokens=ids, token_strs=strings)
+
+        return await self._run(work, len(text), 1)
+
+    async def detokenize(self, asked: DetokenizeFields) -> Detokenized:
+        """Raises BadRequest, UnknownModel, Overloaded."""
+        self._check_model(asked.model)
+        ids, skip = asked.tokens, asked.skip_special_tokens
+
+        def work() -> Detokenized:
+            self._check_ids(ids, "tokens")
+            return Detokenized(prompt=self._tokenizer.decode(ids, skip_special_tokens=skip))
+
+        return await self._run(work, len(ids), 1)
 
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
@@ -156,12 +183,15 @@ class Intake:
         for threads in (self._threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._model:
+            raise unknown_model(model, self._model)
+
     def _check(self, request: ReadRequest, prompt_field: str, longest: int, context: int) -> None:
         """Check what depends on the served model and on flags, before time is spent on the prompt. longest: the length of the
         longest prompt, in characters or token ids. Raises BadRequest, UnknownModel."""
         fields, longest_s = request.fields, self._longest_timeout_s
-        if fields.model != self._model:
-            raise unknown_model(fields.model, self._model)
+        self._check_model(fields.model)
         if fields.timeout is not None and fields.timeout > longest_s:
             rule = f"at most {longest_s:g} seconds (--max-request-timeout-s)"
             raise BadRequest(f"timeout must be {rule}, is {fields.timeout:g}", field="timeout")
@@ -184,8 +214,6 @@ class Intake:
         prompt that the answer repeats. Choices that wait here, n for each prompt, count against --max-requests. Raises
         Overloaded, BadRequest, and what `encode` raises."""
         choices, context = len(prompts) * n, self.context_tokens
-        self._core.requests.require_room(self._encoding + choices)
-        self._encoding += choices
 
         def encoded(prompt: P) -> _Encoded:
             ids = encode(prompt)
@@ -198,6 +226,13 @@ class Intake:
                 self._require_fit(parts, context, prompt_field)
             return list(map(encoded, prompts))
 
+        return await self._run(work, size, choices)
+
+    async def _run(self, work: Callable[[], R], size: int, choices: int) -> R:
+        """Do the work where texts of this size are encoded. Raises Overloaded when so many choices more do not fit, and what the
+        work raises."""
+        self._core.requests.require_room(self._encoding + choices)
+        self._encoding += choices
         threads = self._long_threads if size > LONG_CHARS else self._threads
         try:
             if size < SHORT_CHARS:

@@ -41,6 +41,7 @@ from common.messages import (
     TellLinks,
     TextBatch,
     TextDelta,
+    TokenLogprob,
 )
 from common.text.tokenizer_manager import ChatOptions
 from router.api.app import Api, build_app
@@ -108,6 +109,9 @@ class CharTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(char) for char in text]
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return list(map(chr, ids))
+
     def encode_chat(self, messages: Sequence[Mapping[str, object]], options: ChatOptions) -> list[int]:
         if messages[-1]["role"] == "assistant":
             raise BadRequest("the template wants the user to speak last", field="messages")
@@ -174,6 +178,11 @@ def _holding(member: InstanceInfo, context_tokens: int) -> InstanceInfo:
     """The member, with a model of this context, and room for it."""
     pool = replace(member.pool, total_pages=max(64, context_tokens))
     return replace(member, model=replace(member.model, context_tokens=context_tokens), pool=pool)
+
+
+def likely(token_id: int, top: int) -> TokenLogprob:
+    """What the fleet tells of a token: it is the likeliest one, and those that follow it in the vocabulary come next."""
+    return TokenLogprob(token_id, -0.25, 1, tuple((token_id + rank, -0.25 - rank) for rank in range(top)))
 
 
 class EchoFleet(FakeMail[RouterInbox]):
@@ -277,7 +286,10 @@ class EchoFleet(FakeMail[RouterInbox]):
             stop = next((stop for stop in self._stops[key] if text.endswith(stop)), None)
             last = number == end - 1
             ending = Finished(reason="stop", matched=stop) if stop else Finished(reason="length") if last else None
-            deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending))
+            top, prompt_top = message.sampling.logprobs, message.sampling.prompt_logprobs
+            logprobs = () if top is None else (likely(token, top),)
+            of_prompt = () if prompt_top is None or number > 0 else tuple(likely(one, prompt_top) for one in prompt[1:])
+            deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending, logprobs, of_prompt))
             if ending is not None:
                 break
         return deltas

@@ -9,6 +9,8 @@ from fastapi.routing import APIRoute
 from router.api.chat import ChatFields
 from router.api.completions import CompletionFields
 from router.api.errors import ErrorBody
+from router.api.sglang import AbortFields, GenerateFields
+from router.api.tokens import DetokenizeFields, TokenizeFields
 from tests.router.calls import get
 from tests.router.fakes import Site
 
@@ -25,7 +27,7 @@ async def described() -> tuple[Site, dict[str, Any]]:
 async def test_every_route_is_described_with_its_answers_and_errors() -> None:
     site, page = await described()
     routes = [route for route in site.app.routes if isinstance(route, APIRoute)]
-    assert len(routes) == sum(len(methods) for methods in page["paths"].values()) == 9
+    assert len(routes) == sum(len(methods) for methods in page["paths"].values()) == 13
     tags = {tag["name"] for tag in page["tags"]}
     for route in routes:
         (operation,) = [page["paths"][route.path_format][method.lower()] for method in route.methods or ()]
@@ -36,13 +38,49 @@ async def test_every_route_is_described_with_its_answers_and_errors() -> None:
         assert operation["responses"]["default"]["content"]["application/json"] == error
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", ChatFields), ("/v1/completions", CompletionFields)])
+BODIES = {
+    "/v1/chat/completions": ChatFields,
+    "/v1/completions": CompletionFields,
+    "/generate": GenerateFields,
+    "/abort_request": AbortFields,
+    "/tokenize": TokenizeFields,
+    "/detokenize": DetokenizeFields,
+}
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.items())
 async def test_the_body_of_a_request_is_described_field_by_field(path: str, body: type[msgspec.Struct]) -> None:
     _, page = await described()
     operation = page["paths"][path]["post"]
     assert operation["requestBody"]["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{body.__name__}"}
     assert list(page["components"]["schemas"][body.__name__]["properties"]) == list(body.__struct_encode_fields__)
     assert {"400", "429", "503"} <= operation["responses"].keys()
+
+
+async def test_every_field_of_every_body_has_a_description() -> None:
+    """Also the fields of the objects within: what a body refers to."""
+    _, page = await described()
+    schemas = page["components"]["schemas"]
+    for path, item in page["paths"].items():
+        for operation in item.values():
+            if "requestBody" in operation and path != "/v1/chat/completions":
+                assert path in BODIES
+                unseen = [operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+                while unseen:
+                    name = unseen.pop()
+                    described_here = schemas[name].get("properties", {})
+                    bare = [field for field, schema in described_here.items() if not schema.get("description")]
+                    assert not bare, f"{name} of {path}: {bare}"
+                    words = msgspec.json.encode(described_here).decode().split('"')
+                    unseen += [word.rpartition("/")[2] for word in words if word.startswith("#/")]
+
+
+async def test_limits_of_fields_are_in_the_description() -> None:
+    _, page = await described()
+    fields = page["components"]["schemas"]["CompletionFields"]["properties"]
+    assert (fields["temperature"]["minimum"], fields["temperature"]["maximum"]) == (0, 2)
+    assert fields["n"]["maximum"] == 16 and fields["bad_words"]["maxItems"] == 64
+    assert fields["logprobs"]["anyOf"][0] == {"type": "integer", "minimum": 0, "maximum": 20}
 
 
 async def test_whatever_the_description_refers_to_is_in_it() -> None:

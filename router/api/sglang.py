@@ -1,0 +1,259 @@
+"""SGLang's own endpoints: the bodies of POST /generate and POST /abort_request.
+
+Owns their fields, and how they become a request in the normal form. Fields: python/sglang/srt/managers/io_struct.py
+(GenerateReqInput, AbortReq) and docs/basic_usage/sampling_params.md at https://github.com/sgl-project/sglang.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import BadRequest
+from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
+from router.api.fields import (
+    ALL_TOKENS,
+    Choices,
+    FrequencyPenalty,
+    IgnoreEos,
+    LogitBias,
+    MinP,
+    MinTokens,
+    PresencePenalty,
+    Priority,
+    RepetitionPenalty,
+    SamplingFields,
+    Seed,
+    SkipSpecialTokens,
+    Stop,
+    StopTokenIds,
+    Stream,
+    Temperature,
+    TopK,
+    TopLogprobs,
+    TopP,
+    convert,
+    object_in,
+)
+from router.api.neutral import drop_neutral
+from router.api.request_ids import checked_id
+
+GENERATE_MAX_TOKENS = 128
+"""Length of an answer to /generate when the request gives none, as in SGLang."""
+MAX_STREAMED_LOGPROBS = 20_000
+"""Each event of SGLang's streams repeats all log probabilities before it, so a stream may hold only so many."""
+
+NEUTRAL_GENERATE_VALUES: Mapping[str, tuple[object, ...]] = {
+    "input_embeds": (),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+    "modalities": ([],),
+    "token_ids_logprob": (),
+    "log_metrics": (True,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "session_params": (),
+    "session_id": (),
+    "lora_path": (),
+    "lora_id": (),
+    "custom_logit_processor": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "extra_key": (),
+    "no_logs": (False,),
+    "background": (False,),
+}
+NEUTRAL_PARAMETER_VALUES: Mapping[str, tuple[object, ...]] = {
+    "stop_regex": ([], ""),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "spaces_between_special_tokens": (True,),
+    "custom_params": ({},),
+    "stream_interval": (1,),
+}
+NEUTRAL_ABORT_VALUES: Mapping[str, tuple[object, ...]] = {"finished_reason": (), "abort_message": ()}
+
+
+class GenerateParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params` of POST /generate."""
+
+    max_new_tokens: Annotated[
+        Annotated[int, Meta(ge=0, lt=2**31)] | None,
+        Meta(description="Longest answer, in tokens; without it: 128. 0: only the prompt's log probabilities."),
+    ] = None
+    min_new_tokens: MinTokens = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = ALL_TOKENS
+    min_p: MinP = 0.0
+    sampling_seed: Seed = None
+    n: Choices = 1
+    stop: Stop = []
+    stop_token_ids: StopTokenIds = []
+    no_stop_trim: Annotated[
+        bool, Meta(description="Leave the stop string that ends the answer in its text, and the text of a stop token.")
+    ] = False
+    skip_special_tokens: SkipSpecialTokens = True
+    ignore_eos: IgnoreEos = False
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    logit_bias: LogitBias = {}
+
+
+class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /generate. Exactly one of text and input_ids must be there."""
+
+    text: Annotated[str | list[str] | None, Meta(description="One prompt, or a batch of prompts.")] = None
+    input_ids: Annotated[list[int | list[int]] | None, Meta(description="Token ids of one prompt, or of each of a batch.")] = None
+    sampling_params: Annotated[GenerateParameters, Meta(description="How the next token is chosen and when the answer ends.")] = (
+        GenerateParameters()
+    )
+    rid: Annotated[
+        str | list[str] | None,
+        Meta(description="Id of the request, for POST /abort_request; a list for a batch. Without it: the X-Request-Id."),
+    ] = None
+    return_logprob: Annotated[bool, Meta(description="Send how likely each token was.")] = False
+    logprob_start_len: Annotated[
+        Annotated[int, Meta(ge=-1, lt=2**31)],
+        Meta(description="With `return_logprob`: send the prompt's log probabilities too, from this token on. -1: none of them."),
+    ] = -1
+    top_logprobs_num: Annotated[
+        TopLogprobs, Meta(description="With `return_logprob`: also send so many of the likeliest tokens in each place.")
+    ] = 0
+    return_text_in_logprobs: Annotated[bool, Meta(description="Send the texts of tokens with their log probabilities.")] = False
+    stream: Stream = False
+    priority: Priority = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest(CompletionRequest):
+    """is_batch: the answer is a list. rids: the ids that the client gave, one for each prompt or one for all. logprob_start: see
+    `GenerateFields`."""
+
+    is_batch: bool
+    rids: tuple[str, ...]
+    logprob_start: int
+    with_texts: bool
+
+    def choice_ids(self, answer_id: str, choices: int) -> tuple[str, ...]:
+        """The id of each choice."""
+        if not self.is_batch:
+            return (answer_id,)
+        if len(self.rids) == choices:
+            return self.rids
+        return tuple(f"{answer_id}_{number}" for number in range(choices))
+
+
+class AbortFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /abort_request."""
+
+    rid: Annotated[str, Meta(description="Id of the request: its `rid`, its X-Request-Id, or the `id` of its answer.")] = ""
+    abort_all: Annotated[bool, Meta(description="End every request that this router has open.")] = False
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    """The answer of POST /abort_request."""
+
+    aborted: Annotated[int, Meta(description="How many answers were ended.")]
+
+
+def read_generate(model: str, body: bytes, context_tokens: int | None = None) -> GenerateRequest:
+    """The body of POST /generate. model: what is served; SGLang's clients do not name it. Raises BadRequest, for far more token
+    ids than the context holds before they are read."""
+    if context_tokens is not None and len(body) > context_tokens:
+        require_few_ids(body, context_tokens, "input_ids")
+    raw = drop_neutral(object_in(body), NEUTRAL_GENERATE_VALUES, GenerateFields.__struct_encode_fields__)
+    raw["sampling_params"] = _parameters_in(raw.get("sampling_params", {}))
+    fields = convert(raw, GenerateFields)
+    prompts, prompt_field = _prompts(fields)
+    sampling = fields.sampling_params
+    limit = GENERATE_MAX_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
+    if sampling.min_new_tokens > limit:
+        message = f"min_new_tokens is {sampling.min_new_tokens}, but max_new_tokens is {limit}: lower it"
+        raise BadRequest(f"sampling_params.{message}", field="sampling_params.min_new_tokens")
+    top = fields.top_logprobs_num
+    if fields.stream and fields.return_logprob and limit * (1 + top) > MAX_STREAMED_LOGPROBS:
+        most = f"at most {MAX_STREAMED_LOGPROBS} log probabilities (max_new_tokens times top_logprobs_num + 1)"
+        raise BadRequest(f"return_logprob in a stream is for {most}: lower them, or send stream=false", field="return_logprob")
+    is_single = isinstance(fields.text, str) or (fields.input_ids is not None and isinstance(fields.input_ids[0], int))
+    return GenerateRequest(
+        fields=_sampling_fields(model, fields),
+        stop=(sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop),
+        max_tokens=None if sampling.max_new_tokens is None else max(1, limit),
+        max_tokens_field="sampling_params.max_new_tokens",
+        default_max_tokens=GENERATE_MAX_TOKENS,
+        logprobs=top if fields.return_logprob else None,
+        prompt_logprobs=top if fields.return_logprob and fields.logprob_start_len >= 0 else None,
+        prompts=prompts,
+        prompt_field=prompt_field,
+        hides_answer=limit == 0,
+        is_batch=not is_single or sampling.n > 1,
+        rids=_rids(fields.rid, len(prompts), is_single),
+        logprob_start=fields.logprob_start_len,
+        with_texts=fields.return_text_in_logprobs,
+    )
+
+
+def read_abort(body: bytes, context_tokens: int | None = None) -> AbortFields:
+    """The body of POST /abort_request. Raises BadRequest."""
+    fields = convert(drop_neutral(object_in(body), NEUTRAL_ABORT_VALUES, AbortFields.__struct_encode_fields__), AbortFields)
+    if not fields.rid and not fields.abort_all:
+        raise BadRequest("rid is missing: send the id of a request, or abort_all=true", field="rid")
+    return fields
+
+
+def _parameters_in(given: object) -> object:
+    """`sampling_params` without what asks for nothing. A batch may have one object for all prompts, or the same for each."""
+    if isinstance(given, list) and given and all(one == given[0] for one in given):
+        given = given[0]
+    if isinstance(given, list):
+        raise BadRequest("sampling_params differ between prompts: send each as a request of its own", field="sampling_params")
+    if not isinstance(given, dict):
+        return given
+    known = GenerateParameters.__struct_encode_fields__
+    return drop_neutral(given, NEUTRAL_PARAMETER_VALUES, known, path="sampling_params.")
+
+
+def _prompts(fields: GenerateFields) -> tuple[tuple[Prompt, ...], str]:
+    """The prompts, and the field that held them."""
+    if (fields.text is None) == (fields.input_ids is None):
+        raise BadRequest("text and input_ids: send one of them, and only one", field="text")
+    if fields.input_ids is not None:
+        return prompts_in([*fields.input_ids], "input_ids"), "input_ids"
+    assert fields.text is not None
+    return prompts_in(fields.text if isinstance(fields.text, str) else [*fields.text], "text"), "text"
+
+
+def _rids(rid: str | list[str] | None, prompts: int, is_single: bool) -> tuple[str, ...]:
+    if rid is None:
+        return ()
+    if isinstance(rid, str):
+        return (checked_id(rid, "rid"),)
+    if is_single or len(rid) != prompts:
+        raise BadRequest(f"rid holds {len(rid)} ids for {prompts} prompts: send one for each", field="rid")
+    return tuple(checked_id(one, "rid") for one in rid)
+
+
+def _sampling_fields(model: str, fields: GenerateFields) -> SamplingFields:
+    sampling = fields.sampling_params
+    same: dict[str, Any] = {
+        name: getattr(sampling, name)
+        for name in SamplingFields.__struct_fields__
+        if name in GenerateParameters.__struct_fields__ and name != "stop"
+    }
+    return SamplingFields(
+        model=model,
+        stream=fields.stream,
+        priority=fields.priority,
+        min_tokens=sampling.min_new_tokens,
+        seed=sampling.sampling_seed,
+        include_stop_str_in_output=sampling.no_stop_trim,
+        **same,
+    )

@@ -1,0 +1,35 @@
+"""/tokenize and /detokenize."""
+
+from typing import Any
+
+import pytest
+
+from tests.router.calls import assert_error, post
+from tests.router.fakes import CONTEXT, MODEL, Site
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_text_becomes_ids_and_ids_become_the_text(site: Site) -> None:
+    tokenized = (await post(site, "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
+    assert tokenized == {"count": 2, "max_model_len": CONTEXT, "tokens": [97, 98], "token_strs": ["a", "b"]}
+    long = "x" * 5_000
+    ids = (await post(site, "/tokenize", {"prompt": long, "model": MODEL})).json()["tokens"]
+    assert (await post(site, "/detokenize", {"tokens": ids})).json() == {"prompt": long}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "model": "gpt-9"}, 404, "model"),
+        ("/tokenize", {"prompt": "x", "colour": 1}, 400, "colour"),
+        ("/tokenize", {"prompt": "x" * (2**20 + 1)}, 400, "prompt"),
+        ("/detokenize", {"tokens": [1000]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": "x"}, 400, "tokens"),
+    ],
+)
+async def test_a_bad_request_is_refused_by_field(path: str, body: dict[str, Any], status: int, param: str) -> None:
+    async with Site(max_body_bytes=2**22) as site:
+        assert_error(await post(site, path, body), status, "invalid_request_error", param)
