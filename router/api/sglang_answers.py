@@ -89,8 +89,8 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         return Generated(text=choice.text, output_ids=choice.token_ids, meta_info=info, index=numbered)
 
     def _finish(self, choice: WholeChoice) -> FinishReason:
-        match choice.finish:
-            case "abort":
+        match choice.ending.reason:
+            case "cancelled":
                 return FinishReason(type="abort", message="aborted by POST /abort_request")
             case "length":
                 return FinishReason(type="length", length=len(choice.token_ids))
