@@ -1,0 +1,134 @@
+"""What the grammars let through is what the parsers read, and matches the schemas. xgrammar judges: it is what instances run."""
+
+import json
+from typing import Any
+
+import pytest
+from xgrammar import Grammar as Compiled
+from xgrammar import get_model_structural_tag
+from xgrammar.testing import _is_grammar_accept_string
+
+from common.errors import BadRequest
+from common.sampling_params import Grammar
+from router.api.output.formats import HERMES, LLAMA3, MISTRAL, ToolFormat
+from router.api.output.grammars import (
+    HERMES_SYNTAX,
+    LLAMA3_SYNTAX,
+    MISTRAL_ARGS_SYNTAX,
+    MISTRAL_SYNTAX,
+    CallSyntax,
+    answer_grammar,
+)
+from router.api.tools import Function, ToolUse
+from tests.router.output.answers import parser_of, pushed
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+F, G = Function("f", parameters=SCHEMA), Function("g", parameters=SCHEMA)
+STRICT = Function("f", parameters=SCHEMA, strict=True)
+GOOD, BAD = '{"city": "Oslo"}', '{"town": 1}'
+CASES = ((HERMES, HERMES_SYNTAX), (LLAMA3, LLAMA3_SYNTAX), (MISTRAL, MISTRAL_SYNTAX), (MISTRAL, MISTRAL_ARGS_SYNTAX))
+
+
+def calls(syntax: CallSyntax, *arguments: str, name: str = "f") -> str:
+    each = (f"{syntax.before_name}{name}{syntax.after_name}{one}{syntax.end}" for one in arguments)
+    return syntax.frame[0] + syntax.separator.join(each) + syntax.frame[1]
+
+
+def accepts(grammar: Grammar | None, text: str) -> bool:
+    assert grammar is not None and grammar.kind == "structural_tag"
+    return bool(_is_grammar_accept_string(Compiled.from_structural_tag(grammar.text), text))
+
+
+def grammar_of(use: ToolUse, syntax: CallSyntax, response: Grammar | None = None, **thoughts: bool) -> Grammar | None:
+    return answer_grammar(use, syntax, response, **({"thinks": False, "opened": False} | thoughts))
+
+
+@pytest.mark.parametrize(("format", "syntax"), CASES)
+def test_a_required_answer_is_calls_whose_arguments_match(format: ToolFormat, syntax: CallSyntax) -> None:
+    one, two = calls(syntax, GOOD), calls(syntax, GOOD, GOOD)
+    several = grammar_of(ToolUse(callable=(F, G), required=True), syntax)
+    single = grammar_of(ToolUse(callable=(F,), required=True, parallel=False), syntax)
+    assert [accepts(several, text) for text in (one, two, calls(syntax, GOOD, name="g"))] == [True] * 3
+    assert [accepts(single, text) for text in (one, two, calls(syntax, GOOD, name="g"))] == [True, False, False]
+    for text in ("Hello.", "", calls(syntax, BAD), calls(syntax, GOOD, name="h"), calls(syntax, GOOD, BAD), "x" + one):
+        assert not accepts(several, text), text
+    for text in (one, two):
+        read = pushed(parser_of(format), [text])
+        assert not read.content and {call.arguments for call in read.calls} == {GOOD}
+        assert len(read.calls) == (1 if text == one else 2)
+
+
+@pytest.mark.parametrize(("format", "syntax"), CASES)
+def test_strict_calls_match_their_schema_wherever_they_stand_in_free_text(format: ToolFormat, syntax: CallSyntax) -> None:
+    use = ToolUse(callable=(STRICT, G))
+    grammar, once = grammar_of(use, syntax), grammar_of(ToolUse(callable=(F,), parallel=False), syntax)
+    tag = syntax.trigger if syntax.starts_bare else ""
+    good, loose = calls(syntax, GOOD), calls(syntax, BAD, name="g")
+    for text in ("Hello.", "Hello. " + tag + good, good, tag + good, loose):
+        assert accepts(grammar, text), text
+    for text in (calls(syntax, BAD), "Hello. " + tag + calls(syntax, BAD), calls(syntax, GOOD, name="h")):
+        assert not accepts(grammar, text), text
+    assert accepts(once, "Hello. " + tag + good) and not accepts(once, calls(syntax, GOOD, GOOD))
+    assert pushed(parser_of(format), ["Hello. " + tag + good]).calls == pushed(parser_of(format), [good]).calls
+
+
+def test_free_calls_need_no_grammar() -> None:
+    assert grammar_of(ToolUse(callable=(F, G)), HERMES_SYNTAX) is None
+    assert answer_grammar(ToolUse(), None, None, thinks=True, opened=True) is None
+    plain = Grammar("regex", "yes|no")
+    assert answer_grammar(ToolUse(), None, plain, thinks=False, opened=False) is plain
+
+
+def test_a_tool_that_says_it_is_not_strict_gets_any_object_also_where_its_call_is_required() -> None:
+    loose = Function("f", parameters=SCHEMA, strict=False)
+    grammar = grammar_of(ToolUse(callable=(loose,), required=True), HERMES_SYNTAX)
+    assert accepts(grammar, calls(HERMES_SYNTAX, BAD)) and not accepts(grammar, calls(HERMES_SYNTAX, "[1]"))
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_thoughts_may_come_first(opened: bool) -> None:
+    grammar = grammar_of(ToolUse(callable=(F,), required=True), HERMES_SYNTAX, thinks=True, opened=opened)
+    call = calls(HERMES_SYNTAX, GOOD)
+    for space in ("", "\n", "\n\n"):
+        assert accepts(grammar, ("" if opened else "<think>") + f"\nhm <tool_call>\n</think>{space}{call}")
+    assert accepts(grammar, call) is not opened
+
+
+@pytest.mark.parametrize(
+    ("response", "good", "bad"),
+    [
+        (Grammar("json_schema", json.dumps(SCHEMA)), GOOD, BAD),
+        (Grammar("json_schema", "{}"), BAD, "x"),
+        (Grammar("regex", "yes|no"), "yes", "maybe"),
+        (Grammar("ebnf", 'root ::= "yes" | "no"'), "no", "maybe"),
+        (
+            Grammar("structural_tag", '{"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}'),
+            "yes",
+            "no",
+        ),
+    ],
+)
+def test_an_answer_is_a_call_or_what_the_response_format_says_after_its_thoughts(response: Grammar, good: str, bad: str) -> None:
+    grammar = grammar_of(ToolUse(callable=(F,)), HERMES_SYNTAX, response, thinks=True)
+    call = calls(HERMES_SYNTAX, GOOD)
+    for text in (good, call, f"<think>x</think>\n{good}", f"<think>x</think>{call}"):
+        assert accepts(grammar, text), text
+    assert not accepts(grammar, bad) and not accepts(grammar, f"<think>x</think>{bad}")
+    without_tools = answer_grammar(ToolUse(), None, response, thinks=True, opened=True)
+    assert accepts(without_tools, f"x</think>{good}") and not accepts(without_tools, good)
+
+
+def test_an_older_structural_tag_cannot_be_joined() -> None:
+    older = Grammar("structural_tag", '{"structures": [], "triggers": []}')
+    with pytest.raises(BadRequest, match="must have a format"):
+        answer_grammar(ToolUse(), None, older, thinks=True, opened=False)
+
+
+@pytest.mark.parametrize(("model", "syntax"), [("qwen_3", HERMES_SYNTAX), ("llama", LLAMA3_SYNTAX)])
+def test_a_named_call_is_written_as_xgrammar_knows_the_model_to_write_it(model: str, syntax: CallSyntax) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    choice = {"type": "function", "function": {"name": "f"}}
+    theirs = Compiled.from_structural_tag(get_model_structural_tag(model, tools, choice, reasoning="disabled"))
+    ours = grammar_of(ToolUse(callable=(F,), required=True, parallel=False), syntax)
+    for text in (calls(syntax, GOOD), calls(syntax, BAD), calls(syntax, GOOD, name="g"), calls(syntax, GOOD, GOOD), "Hello."):
+        assert accepts(ours, text) == bool(_is_grammar_accept_string(theirs, text)), text
