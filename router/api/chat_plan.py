@@ -3,18 +3,23 @@
 Owns the refusals of what the model's chat template or its format cannot do. Does not know fields, tokens or the fleet.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+
+from msgspec import structs
 
 from common.config import RouterConfig
 from common.errors import BadRequest
 from common.text.tokenizer_manager import ChatOptions
 from router.api.chat import ChatRequest
 from router.api.output.formats import THINK_MARKS, AnswerFormat, ToolFormat, answer_format
+from router.api.output.grammars import answer_grammar
 from router.api.output.parser import THINK, THINK_END, AnswerParser
 from router.api.output.parts import WholeAnswer
+from router.requests import RequestSpec
 
 TAIL_TOKENS = 16
 """The end of a prompt: it holds the mark with which the prompt opens the answer's thoughts, if it does."""
@@ -59,8 +64,8 @@ PLAIN_TEXT = AnswerReading()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
-    """options: for the chat template. thinks: thoughts are told apart. tools: the format of the calls; None: there are none.
-    special_tokens: the texts of the special tokens that the detokenizer must show; empty: it may skip all."""
+    """options: for the chat template. thinks: the answer may begin with thoughts. tools: the format of the calls; None: there are
+    none. special_tokens: the texts of the special tokens that the detokenizer must show; empty: it may skip all."""
 
     request: ChatRequest
     options: ChatOptions
@@ -70,26 +75,36 @@ class ChatPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the answer's text is its content."""
+        """Whether the answer's text is its content, and is what the request alone says."""
         return not self.thinks and self.tools is None
 
-    def reading(self, prompt_tail: str) -> AnswerReading:
-        """prompt_tail: the text of the prompt's last TAIL_TOKENS tokens."""
-        if self.is_plain:
+    def reading(self, opened: bool) -> AnswerReading:
+        """opened: see `opens_thoughts`."""
+        format, tells_thoughts = self.tools, self.thinks and self.request.separate_reasoning
+        if format is None and not tells_thoughts:
             return PLAIN_TEXT
-        format = self.tools
         marks = {*THINK_MARKS, *(format.marks if format is not None else ())}
         new_parser = partial(
             AnswerParser,
-            thinks=self.thinks,
-            opened=self._opens_thoughts(prompt_tail),
+            thinks=tells_thoughts,
+            opened=opened,
             read_tools=None if format is None else format.read,
             omit=self.special_tokens - marks,
         )
         return AnswerReading(new_parser=new_parser, new_id=str if format is None else format.new_id)
 
-    def _opens_thoughts(self, prompt_tail: str) -> bool:
-        """Whether the answer begins within thoughts. A user's message may hold the mark too, so it counts at the very end."""
+    def completed(self, spec: RequestSpec, opened: bool) -> RequestSpec:
+        """The spec with what follows from the answer's format. Raises BadRequest."""
+        syntax = None if self.tools is None else self.tools.syntax
+        response = spec.sampling.grammar
+        grammar = answer_grammar(self.request.tools, syntax, response, thinks=self.thinks, opened=opened)
+        sampling = spec.sampling if grammar is response else structs.replace(spec.sampling, grammar=grammar)
+        skips = spec.skip_special_tokens and not self.special_tokens
+        return dataclasses.replace(spec, sampling=sampling, skip_special_tokens=skips)
+
+    def opens_thoughts(self, prompt_tail: str) -> bool:
+        """Whether the answer begins within thoughts. prompt_tail: the text of the prompt's last TAIL_TOKENS tokens. A user's
+        message may hold the mark too, so it counts at the very end."""
         if self.request.continue_final_message:
             text = str(self.request.messages[-1].get("content"))
             return text.rfind(THINK) > text.rfind(THINK_END)
@@ -113,12 +128,11 @@ class ChatPlanner:
             continue_final_message=request.continue_final_message,
             arguments=self._arguments(request),
         )
-        thinks = self._format.thinks and request.separate_reasoning
         tools = self._format.tools if request.tools.callable else None
-        marks = (*(THINK_MARKS if thinks else ()), *(tools.marks if tools is not None else ()))
-        special = self._template.special_tokens
-        shown = special if any(mark in special for mark in marks) else frozenset()
-        return ChatPlan(request=request, options=options, thinks=thinks, tools=tools, special_tokens=shown)
+        marks = (*(THINK_MARKS if self._format.thinks else ()), *(tools.marks if tools is not None else ()))
+        special, skips = self._template.special_tokens, request.fields.skip_special_tokens
+        shown = special if skips and any(mark in special for mark in marks) else frozenset()
+        return ChatPlan(request=request, options=options, thinks=self._format.thinks, tools=tools, special_tokens=shown)
 
     def _require_tools(self, request: ChatRequest) -> None:
         if request.tools.shown and not self._template.reads_tools:

@@ -4,6 +4,7 @@ The fleet echoes: the answer to a prompt is the prompt again, one character for 
 """
 
 import asyncio
+import re
 import socket
 import time
 from collections import deque
@@ -89,16 +90,16 @@ class Unobserved:
 
 
 class CharTokenizer:
-    """Implements `router.intake.Tokenizer`: a token is a character's code. chat_template: what it seems to be; the prompt is
-    always the contents of the messages."""
+    """Implements `router.intake.Tokenizer`: a token is a character's code. chat_template: what it seems to be, with
+    Mistral's marks as special tokens; the prompt is always the contents of the messages."""
 
     vocab_size = engine().model.vocab_size
-    special_tokens: frozenset[str] = frozenset()
 
     def __init__(self, chat_template: str = "", context_tokens: int = CONTEXT) -> None:
         self.context_tokens = context_tokens
         self.chat_template = chat_template
         self.reads_tools = "tools" in chat_template
+        self.special_tokens = frozenset(re.findall(r"\[[A-Z_]+\]|</s>", chat_template))
 
     def reads(self, name: str) -> bool:
         return name in self.chat_template

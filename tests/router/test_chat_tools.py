@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.router.calls import assert_error, chat, post
+from common.messages import ExpectAnswer
+from tests.router.calls import assert_error, chat, post, sent_to_fleet
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
@@ -130,6 +131,29 @@ async def test_an_answer_to_a_prompt_that_opens_thoughts_begins_within_them() ->
         )
     assert answer.choices[0].message.content == "yes"
     assert (answer.choices[0].message.model_extra or {})["reasoning_content"] == "hm"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_a_call_that_must_come_is_a_grammar_for_the_instances(choice: Any) -> None:
+    async with Site(chat_template=TEMPLATE) as site:
+        assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS, tool_choice=choice))).status_code == 200
+        await post(site, "/v1/chat/completions", chat(tools=TOOLS))
+        demanded, free = (message.sampling.grammar for message in sent_to_fleet(site))
+    assert demanded is not None and demanded.kind == "structural_tag" and free is None
+    assert '"weather\\", \\"arguments\\": "' in demanded.text and json.dumps(SCHEMA, separators=(",", ":")) in demanded.text
+
+
+async def test_marks_that_are_special_tokens_are_shown_and_other_special_tokens_are_not() -> None:
+    template = "{{ tools }} [TOOL_CALLS] [ARGS] </s> <think>"
+    text = 'x</s>[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}</s>|'
+    async with Site(EchoFleet(context_tokens=2_000), chat_template=template) as site:
+        answers = [await post(site, "/v1/chat/completions", asking(text[:-1], **fields)) for fields in ({"tools": TOOLS}, {})]
+        shown = [not message.skip_special_tokens for _, message in site.fleet.sent if isinstance(message, ExpectAnswer)]
+    assert shown == [True, False]
+    message = answers[0].json()["choices"][0]["message"]
+    assert message["content"] == "x"
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'} and len(call["id"]) == 9
 
 
 @pytest.mark.parametrize(

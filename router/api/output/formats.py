@@ -5,9 +5,16 @@ Owns the names of the formats. Does not know requests.
 
 import secrets
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.config import ReasoningParserName, ToolParserName
+from router.api.output.grammars import (
+    HERMES_SYNTAX,
+    LLAMA3_SYNTAX,
+    MISTRAL_ARGS_SYNTAX,
+    MISTRAL_SYNTAX,
+    CallSyntax,
+)
 from router.api.output.parser import THINK, THINK_END, ToolReader
 from router.api.output.tool_formats import (
     ARGS,
@@ -31,12 +38,13 @@ _SHORT_ID_CHARS = 9
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """marks: what stands around its calls; where these are special tokens, the detokenizer must show those. has_short_ids: its
-    calls need ids of nine letters and digits."""
+    """marks: what stands around its calls; where these are special tokens, the detokenizer must show those. syntax: how calls
+    that a grammar demands are written. has_short_ids: its calls need ids of nine letters and digits."""
 
     name: ToolParserName
     read: ToolReader
     marks: tuple[str, ...]
+    syntax: CallSyntax
     has_short_ids: bool = False
 
     def new_id(self) -> str:
@@ -45,9 +53,10 @@ class ToolFormat:
         return "call_" + secrets.token_hex(12)
 
 
-HERMES = ToolFormat("hermes", read_hermes, (CALL, CALL_END))
-LLAMA3 = ToolFormat("llama3", read_llama3, (PYTHON_TAG,))
-MISTRAL = ToolFormat("mistral", read_mistral, (TOOL_CALLS, CALL_ID, ARGS), has_short_ids=True)
+HERMES = ToolFormat("hermes", read_hermes, (CALL, CALL_END), HERMES_SYNTAX)
+LLAMA3 = ToolFormat("llama3", read_llama3, (PYTHON_TAG,), LLAMA3_SYNTAX)
+MISTRAL = ToolFormat("mistral", read_mistral, (TOOL_CALLS, CALL_ID, ARGS), MISTRAL_SYNTAX, has_short_ids=True)
+MISTRAL_ARGS = replace(MISTRAL, syntax=MISTRAL_ARGS_SYNTAX)
 TOOL_FORMATS = {format.name: format for format in (HERMES, LLAMA3, MISTRAL)}
 
 
@@ -62,6 +71,8 @@ class AnswerFormat:
 def answer_format(chat_template: str, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName) -> AnswerFormat:
     """chat_template: its source."""
     tools = _format_in(chat_template) if tool_parser == "auto" else TOOL_FORMATS.get(tool_parser)
+    if tools is MISTRAL and ARGS in chat_template:
+        tools = MISTRAL_ARGS
     has_thoughts = any(mark in chat_template for mark in THINK_MARKS)
     return AnswerFormat(tools, has_thoughts if reasoning_parser == "auto" else reasoning_parser == "think")
 

@@ -102,9 +102,12 @@ def answer_grammar(
 
 def _calls(use: ToolUse, syntax: CallSyntax, response: Grammar | None) -> dict[str, Any] | None:
     """The content with its calls; None when both may be anything."""
+    if use.required and response is not None:
+        fix = "leave one of them out"
+        raise BadRequest(f"tool_choice asks for calls, and the response's format for something else: {fix}", field="tool_choice")
     if use.required or response is not None:
         calls = syntax.calls([(one.name, _schema(one, one.strict is not False)) for one in use.callable], parallel=use.parallel)
-        return calls if use.required or response is None else _either(calls, _format_of(response))
+        return calls if response is None else _either(calls, _format_of(response))
     if use.parallel and not any(one.strict for one in use.callable):
         return None
     functions = [(one.name, _schema(one, one.strict is True)) for one in use.callable]
