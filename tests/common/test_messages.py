@@ -82,12 +82,19 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ),
     messages.Renewed(sent_s=13.5, write_lease_s=5.0, over=(KEY,), generations=(Generation(3),), incarnation=LIFE, writer=LIFE),
     messages.Handoff(
-        key=KEY, generation=Generation(3), first_token=7, pushed_pages=1, pushed_bytes=64, digests=b"\x00\xff\x01\x02"
+        key=KEY,
+        generation=Generation(3),
+        first_token=7,
+        pushed_pages=1,
+        pushed_bytes=64,
+        digests=b"\x00\xff\x01\x02",
+        first_logprob=messages.TokenLogprob(7, -0.5, 1, ((7, -0.5),)),
     ),
     messages.Withdraw(key=KEY, incarnation=LIFE, generation=Generation(3)),
     messages.TokenBatch(
         deltas=(
             messages.TokenDelta(KEY, 0, (1, 2)),
+            messages.TokenDelta(KEY, 0, (1,), None, (messages.TokenLogprob(1, -1.5, 2),), (messages.TokenLogprob(4, -0.5, 1),)),
             messages.TokenDelta(KEY, 2, (3,), messages.Finished("stop", matched=3)),
             messages.TokenDelta(KEY, 3, (), messages.Failed("broken")),
         )
@@ -99,6 +106,9 @@ SAMPLES: tuple[AnyMessage, ...] = (
         context=pack_ids([1, 2]),
         text="t",
         skip_special_tokens=False,
+        include_stop=True,
+        min_tokens=3,
+        logprobs=True,
         again=True,
         life_s=60.0,
     ),

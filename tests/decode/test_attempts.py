@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from common.engine.logprobs import Logprobs
+from common.engine.plan import StepResult
+from common.engine.toy import toy_logprob
 from common.ids import ROUTER, Int32Array
 from common.messages import Cancel, Failed, Finished, Grant, Probe, Probed, Repeat, Standing, Terms, TokenDelta, Withdraw
 from decode.scheduler import DecodeScheduler
@@ -118,6 +121,32 @@ def test_a_decode_instance_tells_an_answer_again_from_the_token_that_its_writer_
         [TokenDelta(key("a"), 0, tokens, end)] for tokens, end in (((50,), None), ((50, 70), None), ((50, 70, 71), ending))
     ]
     assert repeated(made, "a", 2) == [TokenDelta(key("a"), 2, (71,), ending)]
+
+
+@pytest.mark.parametrize(
+    ("asks", "first", "tells_first"),
+    [
+        ({"logprobs": 1}, 0, True),
+        ({"logprobs": 1}, 2, True),
+        ({"logprobs": 1, "prompt_logprobs": 0}, 2, True),
+        ({"logprobs": 1, "prompt_logprobs": 0}, 0, False),
+    ],
+    ids=["its logprob came with the handoff", "a resumed one", "the prompt's are known there", "the prompt's are not here"],
+)
+def test_the_token_that_its_writer_sent_is_told_again_only_with_all_that_goes_with_it(
+    asks: dict[str, int], first: int, tells_first: bool
+) -> None:
+    made = scheduler()
+    plain = reserve("a", 6, first=first)
+    made.receive(WRITER, replace(plain, sampling=replace(plain.sampling, **asks)), 0.0)
+    (grant,) = grants(made.decide(0.0).actions)
+    made.receive(WRITER, replace(handoff(grant, first_token=50), first_logprob=toy_logprob(50, 6, 1)), 0.0)
+    plan = planned(made.decide(0.1))
+    own = Logprobs.of(plan.sampled_rows.tolist(), [toy_logprob(70, 7, 1)])
+    (told,) = deltas(made.step_done(StepResult(plan, np.array([70], dtype=np.int32), own), 0.1))
+    assert told == TokenDelta(key("a"), first + 1, (70,), None, (toy_logprob(70, 7, 1),))
+    both = TokenDelta(key("a"), first, (50, 70), None, (toy_logprob(50, 6, 1), toy_logprob(70, 7, 1)))
+    assert repeated(made, "a", first) == ([both] if tells_first else [told])
 
 
 def test_a_failure_that_a_decode_instance_has_told_is_told_again() -> None:

@@ -3,8 +3,10 @@
 import gc
 import tracemalloc
 
-from common.messages import Finished
-from router.outbox import ChoiceDelta, Outbox
+import pytest
+
+from common.messages import Finished, TokenLogprob
+from router.outbox import UNREAD_LIMIT_LOGPROBS, ChoiceDelta, Outbox
 
 
 def test_an_outbox_at_its_limit_holds_no_more_than_twice_the_bytes_that_it_counts() -> None:
@@ -18,6 +20,31 @@ def test_an_outbox_at_its_limit_holds_no_more_than_twice_the_bytes_that_it_count
         assert tracemalloc.get_traced_memory()[0] <= 2 * outbox.limit_chars
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("alternatives", [0, 20])
+def test_unread_logprobs_are_bounded_in_memory_and_by_their_number(alternatives: int) -> None:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        outbox, number = Outbox(lambda: None), 1000
+        while not outbox.is_over_limit:
+            number += 1
+            top = tuple((number + place, -0.5 * place - number) for place in range(alternatives))
+            outbox.put(ChoiceDelta(0, "w", (number,), None, (TokenLogprob(number, -0.5 * number, 1, top),)))
+        if alternatives:
+            assert UNREAD_LIMIT_LOGPROBS < (number - 1000) * (1 + alternatives) <= UNREAD_LIMIT_LOGPROBS + 1 + alternatives
+        assert tracemalloc.get_traced_memory()[0] <= 160 * UNREAD_LIMIT_LOGPROBS
+    finally:
+        tracemalloc.stop()
+    outbox.take()
+    assert not outbox.is_over_limit
+
+
+def test_logprobs_of_the_prompt_come_at_once_and_are_not_too_much() -> None:
+    outbox = Outbox(lambda: None)
+    outbox.put(ChoiceDelta(0, "w", (1,), None, (), (TokenLogprob(1, -1.0, 1),) * (2 * UNREAD_LIMIT_LOGPROBS)))
+    assert not outbox.is_over_limit
 
 
 def test_each_choice_has_the_same_text_tokens_and_ending_however_many_deltas_were_unread() -> None:

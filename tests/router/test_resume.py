@@ -8,7 +8,19 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.errors import BadRequest, DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
 from common.ids import DETOKENIZER, RequestId, pack_ids, unpack_ids
-from common.messages import Failed, Finished, Load, Register, Terms
+from common.instance.ports import Send
+from common.messages import (
+    Ending,
+    Failed,
+    Finished,
+    Load,
+    Register,
+    Terms,
+    TextBatch,
+    TextDelta,
+    TokenLogprob,
+    TokenLogprobs,
+)
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.requests import Phase, RequestSpec
@@ -58,6 +70,31 @@ def test_the_next_attempt_is_the_prompt_and_the_tokens_so_far_with_what_remains(
     assert announcement.context == pack_ids([*range(112, 120), *ids])
     assert (announcement.text, announcement.stop, announcement.life_s) == ("abc", ("end",), 86.0)
     assert {first, generate.decodes[0]}.isdisjoint({to, decode}), "they are avoided, for others can serve"
+
+
+def test_each_token_has_its_logprob_once_and_those_of_the_prompt_are_asked_for_until_its_first_token() -> None:
+    bench = Bench(P0, D0, P1, D1)
+    sampling = replace(spec().sampling, logprobs=2, prompt_logprobs=1, min_tokens=3)
+    bench.submit(RequestSpec(RequestId("r"), 0, PROMPT, sampling, ("end",), include_stop=True, skip_special_tokens=False))
+    prompt = (TokenLogprob(101, -0.5, 1),)
+
+    def text(attempt: int, first: int, count: int, ending: Ending | None, prompt: TokenLogprobs = ()) -> list[Send]:
+        ids = tuple(range(first, first + count))
+        own = tuple(TokenLogprob(number, -1.0 * number, 1) for number in ids)
+        delta = TextDelta(key(attempt=attempt), first, ids, "x" * count, ending, own, prompt)
+        return bench.place(bench.core.receive(TextBatch(deltas=(delta,)), 1.0), 1.0)
+
+    sent = [*text(0, 0, 0, PUSH_FAILED), *text(1, 0, 3, PUSH_FAILED, prompt), *text(2, 3, 1, None)]
+    assert text(2, 3, 2, None) == [] and text(1, 0, 3, None, prompt) == [], "they came before"
+    text(2, 4, 4, Finished(reason="length"))
+    again = [(generate.sampling.logprobs, generate.sampling.prompt_logprobs) for _, generate in generates(sent)]
+    assert again == [(2, 1), (2, None)]
+    opened = announced(sent)
+    assert all(one.logprobs and one.include_stop and not one.skip_special_tokens and one.min_tokens == 3 for one in opened)
+    deltas = bench.outbox.take()
+    assert [one.token_id for delta in deltas for one in delta.logprobs] == list(range(8))
+    assert all(tuple(one.token_id for one in delta.logprobs) == delta.token_ids for delta in deltas)
+    assert [one for delta in deltas for one in delta.prompt_logprobs] == list(prompt)
 
 
 def test_a_resumed_answer_goes_on_where_it_stopped_and_late_text_of_the_old_attempt_is_dropped() -> None:

@@ -31,3 +31,6 @@ def test_each_row_gets_as_many_of_the_likeliest_tokens_as_it_asked_for() -> None
         0: (TokenLogprob(9, -1.0, 2),),
     }
     assert NO_LOGPROBS.by_row() == {}
+    again = Logprobs.of([4, 0, 4], [told.by_row()[4][0], *told.by_row()[0], told.by_row()[4][1]])
+    assert again.by_row() == told.by_row()
+    assert Logprobs.of([], []).by_row() == {}

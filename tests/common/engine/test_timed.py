@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from common.engine.plan import Chunk, Plan, RowStart
 from common.engine.timed import StepCost, TimedExecutor, Timeline
 from common.ids import Int32Array
+from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
 from tests.builders import HandClock, engine
 
@@ -37,6 +39,21 @@ def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() ->
     assert (first.ends_s, second.ends_s) == pytest.approx((102.0, 105.0))
     clock.now_s = 200.0
     assert executor.launch(plan(10, 0)).ends_s == pytest.approx(202.0)
+
+
+def test_it_is_sure_of_its_words_and_of_the_prompts_of_rows_that_ask() -> None:
+    executor = TimedExecutor(engine(), Timeline(COST, HandClock(1e9)), words=[12])
+    pages = np.zeros(1, dtype=np.int32)
+    plain = SamplingParams(max_new_tokens=4)
+    asks = replace(plain, logprobs=3), replace(plain, prompt_logprobs=0), plain
+    starts = tuple(RowStart(row, pages, sampling) for row, sampling in enumerate(asks))
+    prompt = np.array([5, 6, 7], dtype=np.int32)
+    first = executor.launch(Plan(1, starts=starts, chunks=tuple(Chunk(row, 0, prompt, last=False) for row in range(3)))).result
+    last = executor.launch(Plan(2, chunks=tuple(Chunk(row, 3, prompt, last=True) for row in range(3)))).result
+    assert first.logprobs.by_row() == {}
+    assert last.logprobs.by_row() == {0: (TokenLogprob(12, 0.0, 1),)}
+    told = [result.prompt_logprobs.by_row()[1] for result in (first, last)]
+    assert told == [tuple(TokenLogprob(token, 0.0, 1) for token in ids) for ids in ((6, 7), (5, 6, 7))]
 
 
 def test_growing_rows_costs_nothing_and_all_pages_are_equal() -> None:
