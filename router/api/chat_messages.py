@@ -12,7 +12,7 @@ from common.errors import BadRequest
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    text: str
+    text: Annotated[str, Meta(description="A piece of the message.")]
 
 
 Content: TypeAlias = Annotated[str | list[TextPart] | None, Meta(description="The text. Null is an empty text.")]
@@ -49,16 +49,16 @@ class UserMessage(_Message, frozen=True, tag="user"):
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
+    name: Annotated[str, Meta(description="Which function was called.")]
     arguments: Annotated[str, Meta(description="A JSON object, as text.")] = "{}"
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call that an answer made."""
 
-    function: FunctionCall
-    id: str = ""
-    type: Literal["function"] = "function"
+    function: Annotated[FunctionCall, Meta(description="What was called.")]
+    id: Annotated[str, Meta(description="The id of the call, to which a tool message answers.")] = ""
+    type: Annotated[Literal["function"], Meta(description="The only kind of call.")] = "function"
     index: Annotated[int | None, Meta(description="As a streamed answer has it. It changes nothing.")] = None
 
     def for_template(self, path: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def arguments_of(text: str, path: str) -> dict[str, Any]:
 
 class AssistantMessage(_Message, frozen=True, tag="assistant"):
     content: Content = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: Annotated[list[ToolCall], Meta(description="What the assistant called.")] = []
     reasoning_content: Annotated[str | None, Meta(description="What the model thought, for templates that use it.")] = None
     reasoning: Annotated[str | None, Meta(description="Another name of reasoning_content.")] = None
 

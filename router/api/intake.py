@@ -283,7 +283,19 @@ class Intake:
                 params = replace(sampling, seed=_wrapped(seed + samples[packed]))
                 samples[packed] += 1
                 request_id = RequestId(f"{answer.unique}-{index}")
-                specs.append(RequestSpec(request_id, index, packed, params, request.stop, fields.priority, fields.timeout))
+                specs.append(
+                    RequestSpec(
+                        request_id,
+                        index,
+                        packed,
+                        params,
+                        request.stop,
+                        fields.priority,
+                        fields.timeout,
+                        fields.skip_special_tokens,
+                        fields.include_stop_str_in_output,
+                    )
+                )
         echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))
         prompt_tokens = sum(len(prompt.packed) for prompt in prompts) // TOKEN_BYTES
         return Accepted(answer.shown, tuple(specs), prompt_tokens, echoes)

@@ -19,8 +19,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    description: str | None = None
+    name: Annotated[str, Meta(description="What the model calls it.")]
+    description: Annotated[str | None, Meta(description="For the model: what it does.")] = None
     parameters: Annotated[dict[str, Any] | None, Meta(description="JSON schema of the arguments; without it: any object.")] = None
     strict: Annotated[
         bool | None,
@@ -34,15 +34,15 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: Function
+    function: Annotated[Function, Meta(description="What the model may call.")]
 
 
 class _Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
+    name: Annotated[str, Meta(description="The name of the function that is called.")]
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: _Named
+    function: Annotated[_Named, Meta(description="The function that is called.")]
 
 
 ToolChoice: TypeAlias = Annotated[

@@ -1,0 +1,114 @@
+"""Log probabilities in every answer that has them."""
+
+from typing import Any
+
+import pytest
+
+from tests.router.calls import chat, completion, events, post
+from tests.router.fakes import Site
+from tests.router.test_sglang import prompt
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_logprobs_are_of_the_answer_and_from_a_token_of_the_prompt_on(site: Site) -> None:
+    asked = {"return_logprob": True, "logprob_start_len": 3, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    info = (await post(site, "/generate", prompt(tokens=1, **asked))).json()["meta_info"]
+    assert info["input_token_logprobs"] == [[None, 108, "l"], [-0.25, 111, "o"]]
+    assert info["input_top_logprobs"] == [None, [[-0.25, 111, "o"], [-1.25, 112, "p"]]]
+    assert info["output_token_logprobs"] == [[-0.25, 104, "h"]]
+    assert info["output_top_logprobs"] == [[[-0.25, 104, "h"], [-1.25, 105, "i"]]]
+    scored = (await post(site, "/generate", prompt(tokens=0, return_logprob=True, logprob_start_len=0))).json()
+    assert (scored["text"], scored["output_ids"], scored["meta_info"]["output_token_logprobs"]) == ("", [], [])
+    assert [entry[0] for entry in scored["meta_info"]["input_token_logprobs"]] == [None, -0.25, -0.25, -0.25, -0.25]
+    assert all(entry[2] is None for entry in scored["meta_info"]["input_token_logprobs"])
+
+
+async def test_events_of_sglang_repeat_the_logprobs_so_far(site: Site) -> None:
+    parts = events(await post(site, "/generate", prompt(stream=True, return_logprob=True)))
+    assert [len(part["meta_info"]["output_token_logprobs"]) for part in parts] == [1, 2, 3]
+
+
+LETTER_H = {"token": "h", "logprob": -0.25, "bytes": [104]}
+LETTER_I = {"token": "i", "logprob": -1.25, "bytes": [105]}
+
+
+async def test_a_chat_has_one_for_each_token_whole_and_streamed(site: Site) -> None:
+    whole = (await post(site, "/v1/chat/completions", chat(logprobs=True, top_logprobs=2))).json()
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == list("hello")
+    assert content[0] == LETTER_H | {"top_logprobs": [LETTER_H, LETTER_I]}
+    chunks = events(await post(site, "/v1/chat/completions", chat(logprobs=True, top_logprobs=2, stream=True)))
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for piece in pieces if piece for entry in piece["content"]] == content
+    none = (await post(site, "/v1/chat/completions", chat(logprobs=True))).json()["choices"][0]["logprobs"]["content"]
+    assert none[0] == LETTER_H | {"top_logprobs": []}
+
+
+async def test_a_completion_has_one_for_each_token_whole_and_streamed(site: Site) -> None:
+    whole = (await post(site, "/v1/completions", completion(logprobs=2))).json()["choices"][0]["logprobs"]
+    assert whole["tokens"] == list("hello") and whole["token_logprobs"] == [-0.25] * 5
+    assert whole["top_logprobs"][:2] == [{"h": -0.25, "i": -1.25}, {"e": -0.25, "f": -1.25}]
+    assert whole["text_offset"] == [0, 1, 2, 3, 4]
+    assert joined(events(await post(site, "/v1/completions", completion(logprobs=2, stream=True)))) == whole
+    assert (await post(site, "/v1/completions", completion(logprobs=0))).json()["choices"][0]["logprobs"]["top_logprobs"][0] == {
+        "h": -0.25
+    }
+    as_ids = (await post(site, "/v1/completions", completion(logprobs=1, return_tokens_as_token_ids=True))).json()
+    assert as_ids["choices"][0]["logprobs"]["tokens"][0] == "token_id:104"
+
+
+async def test_echo_puts_the_prompt_in_front_with_its_logprobs_whole_and_streamed(site: Site) -> None:
+    for prompts in ("hello", [104, 101, 108, 108, 111]):
+        asked = completion(prompts, echo=True, logprobs=1, max_tokens=2)
+        choice = (await post(site, "/v1/completions", asked)).json()["choices"][0]
+        assert choice["text"] == "hellohe"
+        assert choice["logprobs"]["tokens"] == list("hellohe")
+        assert choice["logprobs"]["token_logprobs"] == [None] + [-0.25] * 6
+        assert choice["logprobs"]["top_logprobs"][:2] == [None, {"e": -0.25}]
+        assert choice["logprobs"]["text_offset"] == list(range(7))
+        chunks = events(await post(site, "/v1/completions", asked | {"stream": True}))
+        assert joined(chunks) == choice["logprobs"]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hellohe"
+
+
+async def test_echo_without_an_answer_gives_the_prompt_only(site: Site) -> None:
+    asked = completion([[104, 105], [106, 107]], echo=True, logprobs=1, max_tokens=0)
+    whole = (await post(site, "/v1/completions", asked)).json()
+    assert [(choice["text"], choice["finish_reason"]) for choice in whole["choices"]] == [("hi", "length"), ("jk", "length")]
+    assert [choice["logprobs"]["token_logprobs"] for choice in whole["choices"]] == [[None, -0.25]] * 2
+    assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
+    *chunks, last = events(
+        await post(
+            site,
+            "/v1/completions",
+            completion("hi", echo=True, max_tokens=0, stream=True, stream_options={"include_usage": True}),
+        )
+    )
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hi" and last["usage"]["completion_tokens"] == 0
+
+
+async def test_logprobs_of_the_prompt_have_the_form_of_vllm(site: Site) -> None:
+    expected = [
+        None,
+        {
+            "101": {"logprob": -0.25, "rank": 1, "decoded_token": "e"},
+            "102": {"logprob": -1.25, "rank": 2, "decoded_token": "f"},
+        },
+    ]
+    text = (await post(site, "/v1/completions", completion("he", prompt_logprobs=2))).json()
+    assert text["choices"][0]["prompt_logprobs"] == expected and text["choices"][0]["logprobs"] is None
+    assert (await post(site, "/v1/chat/completions", chat("he", prompt_logprobs=2))).json()["prompt_logprobs"] == expected
+
+
+async def test_usage_so_far_comes_with_each_chunk_when_asked(site: Site) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(await post(site, "/v1/completions", completion(stream=True, stream_options=options)))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5, 5, 5]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {5}
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The logprobs of all chunks of one choice."""
+    pieces = [piece for chunk in chunks if (piece := chunk["choices"][0]["logprobs"]) is not None]
+    return {name: [entry for piece in pieces for entry in piece[name]] for name in pieces[0]}
