@@ -71,15 +71,26 @@ class ChatRequest(ReadRequest):
 def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
     """The body of POST /v1/chat/completions. Raises BadRequest."""
     raw = drop_neutral(object_in(body), NEUTRAL_CHAT_VALUES, ChatFields.__struct_encode_fields__)
+    return chat_request(convert(neutral_messages(raw), ChatFields))
+
+
+def neutral_messages(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with messages that lack what asks for nothing. Raises BadRequest."""
     messages = raw.get("messages")
-    if isinstance(messages, list):
-        raw["messages"] = [
+    if not isinstance(messages, list):
+        return raw
+    return raw | {
+        "messages": [
             drop_neutral(message, NEUTRAL_MESSAGE_VALUES, ("tool_calls",), path=f"messages[{index}].")
             if isinstance(message, dict)
             else message
             for index, message in enumerate(messages)
         ]
-    fields = convert(raw, ChatFields)
+    }
+
+
+def chat_request(fields: ChatFields) -> ChatRequest:
+    """The request that these fields make. Raises BadRequest."""
     if not fields.messages:
         raise BadRequest("messages is empty: send at least one message", field="messages")
     limit, name = fields.max_tokens, "max_tokens"

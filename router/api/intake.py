@@ -27,7 +27,7 @@ from router.api.completions import CompletionRequest, Prompt
 from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
 from router.api.logprobs import DecodedTexts, TokenTexts
 from router.api.request_ids import AnswerId
-from router.api.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
+from router.api.tokens import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.core import RouterCore
 from router.requests import TOKEN_BYTES, RequestSpec
 
@@ -148,17 +148,25 @@ class Intake:
         )
         return self._accept(answer, encoded, request, field, request.default_max_tokens)
 
-    async def tokenize(self, asked: TokenizeFields) -> Tokenized:
+    async def tokenize(self, asked: TokenizeRequest) -> Tokenized:
         """Raises BadRequest, UnknownModel, Overloaded."""
         self._check_model(asked.model)
-        tokenizer, text = self._tokenizer, asked.prompt
+        tokenizer, prompt = self._tokenizer, asked.prompt
+        if isinstance(prompt, str):
+            size = len(prompt)
+            encode = partial(tokenizer.encode, prompt, add_special_tokens=asked.add_special_tokens)
+        else:
+            size = sum(map(len, prompt.texts()))
+            encode = partial(tokenizer.encode_chat, prompt.messages, options=self._chats.plan(prompt).options)
+        if size > MAX_CHARS:
+            raise BadRequest(f"messages must have at most {MAX_CHARS} characters", field="messages")
 
         def work() -> Tokenized:
-            ids = tokenizer.encode(text, add_special_tokens=asked.add_special_tokens)
+            ids = encode()
             strings = tokenizer.token_strings(ids) if asked.return_token_strs else None
             return Tokenized(count=len(ids), max_model_len=self.context_tokens, tokens=ids, token_strs=strings)
 
-        return await self._run(work, len(text), 1)
+        return await self._run(work, size, 1)
 
     async def detokenize(self, asked: DetokenizeFields) -> Detokenized:
         """Raises BadRequest, UnknownModel, Overloaded."""
@@ -278,6 +286,7 @@ class Intake:
                 raise BadRequest(f"min_tokens is {fields.min_tokens}, but the answer has at most {limit}: lower it", "min_tokens")
             sampling = replace(base, max_new_tokens=limit)
             sampling.validate()
+            sampling.check_prompt(prompt_tokens)
             for _ in range(fields.n):
                 index = len(specs)
                 params = replace(sampling, seed=_wrapped(seed + samples[packed]))

@@ -18,10 +18,18 @@ async def test_a_text_becomes_ids_and_ids_become_the_text(site: Site) -> None:
     assert (await post(site, "/detokenize", {"tokens": ids})).json() == {"prompt": long}
 
 
+async def test_a_conversation_is_tokenized_as_a_chat_would_be(site: Site) -> None:
+    messages = [{"role": "user", "content": "ab", "refusal": None}]
+    assert (await post(site, "/tokenize", {"messages": messages})).json()["tokens"] == [97, 98]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": []}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"prompt": "x", "model": "gpt-9"}, 404, "model"),
         ("/tokenize", {"prompt": "x", "colour": 1}, 400, "colour"),
         ("/tokenize", {"prompt": "x" * (2**20 + 1)}, 400, "prompt"),
