@@ -62,6 +62,41 @@ async def test_a_text_completion_whole_and_streamed() -> None:
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello"
 
 
+async def test_logprobs_of_chats_and_completions_are_the_clients_own_types() -> None:
+    async with client_of() as client:
+        chat = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=2, logprobs=True, top_logprobs=2
+        )
+        logprobs = chat.choices[0].logprobs
+        assert logprobs is not None and logprobs.content is not None
+        assert [(entry.token, entry.logprob, entry.bytes) for entry in logprobs.content] == [
+            ("h", -0.25, [104]),
+            ("i", -0.25, [105]),
+        ]
+        assert [top.token for top in logprobs.content[0].top_logprobs] == ["h", "i"]
+        text = await client.completions.create(model=MODEL, prompt="hi", max_tokens=2, logprobs=2)
+        of_text = text.choices[0].logprobs
+        assert of_text is not None and of_text.top_logprobs is not None
+        assert (of_text.tokens, of_text.token_logprobs) == (["h", "i"], [-0.25, -0.25])
+        assert of_text.top_logprobs[0] == {"h": -0.25, "i": -1.25}
+
+
+async def test_prompts_are_scored_by_echo_as_evaluations_do() -> None:
+    """The request of lm-eval's local-completions: token arrays, one token of answer, which it leaves out of its sums."""
+    context, continuation = [104, 101], [108, 108, 111]
+    async with client_of() as client:
+        scored = await client.completions.create(
+            model=MODEL, prompt=[context + continuation] * 2, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
+        )
+    for choice in scored.choices:
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        own = choice.logprobs.token_logprobs[len(context) : -1]
+        assert sum(own) == 3 * -0.25
+        assert choice.logprobs.top_logprobs is not None
+        best = [max(top.values()) for top in choice.logprobs.top_logprobs[len(context) : -1]]
+        assert own == best and choice.text == "helloh"
+
+
 async def test_models_are_listed() -> None:
     async with client_of() as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
