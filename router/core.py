@@ -82,18 +82,18 @@ class RouterCore:
         """Act on every deadline that has passed. caught_up: False while mail waits to be read: then silence says nothing.
 
         A tick that comes late shows that this process was held up. It must not count its own absence as the silence of others:
-        what they sent meanwhile may not have reached the inbox yet. So they get time to be heard.
+        what they sent meanwhile may not have reached the inbox yet. So they get time to be heard, once in each silence: a loop
+        that is always late must notice the dead too.
         """
         sends: list[Send] = []
-        if _is_late(self.fleet.next_deadline(), now):
-            self.fleet.excuse(now)
-        for watch in self.detokenizers:
-            if _is_late(watch.silent_at_s, now):
-                watch.excuse(now)
-            if caught_up:
-                watch.tick(now)
         if caught_up:
+            if _is_late(self.fleet.next_deadline(), now):
+                self.fleet.excuse(now)
             sends = self._apply(self.fleet.tick(now), now)
+            for watch in self.detokenizers:
+                if _is_late(watch.silent_at_s, now):
+                    watch.excuse(now)
+                watch.tick(now)
         watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
         heard_s = {name: watch.heard_s if caught_up else -math.inf for name, watch in watched}
         return sends + self.requests.tick(now, heard_s)

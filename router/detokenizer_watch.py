@@ -25,17 +25,19 @@ class DetokenizerWatch:
         self.last: DetokenizerHeartbeat | None = None
         self.silent = False
         self.heard_s = math.inf
+        self._excused = False
+        """It has got more time since it was last heard."""
 
     def heard(self, heartbeat: DetokenizerHeartbeat, now: float) -> bool:
         """Take in a heartbeat. Returns whether it ends a silence."""
-        was_silent, self.silent = self.silent, False
+        was_silent, self.silent, self._excused = self.silent, False, False
         self.last, self.silent_at_s, self.heard_s = heartbeat, now + self.dead_after_s, now
         return was_silent
 
     def excuse(self, now: float) -> None:
-        """This router was held up: a detokenizer whose time is over gets as long as it takes to be heard."""
-        if self.silent_at_s is not None and now >= self.silent_at_s:
-            self.silent_at_s = now + LEAST_S
+        """This router was held up: a detokenizer whose time is over gets as long as it takes to be heard, once in a silence."""
+        if self.silent_at_s is not None and now >= self.silent_at_s and not self._excused:
+            self.silent_at_s, self._excused = now + LEAST_S, True
 
     def tick(self, now: float) -> None:
         if self.silent_at_s is not None and now >= self.silent_at_s:

@@ -196,7 +196,7 @@ class Fleet:
         info = message.instance
         known = self._members.get(info.id)
         if known is not None and known.info.incarnation == info.incarnation:
-            self._silence.set(info.id, now + self._dead_after_s)
+            self._heard(known, now)
             return Change(self._greet(known, message.address))
         reason = self._mismatch(info)
         if reason is not None:
@@ -214,12 +214,16 @@ class Fleet:
         member = self._sender(message)
         if member is None:
             return change
-        self._silence.set(message.id, now + self._dead_after_s)
+        self._heard(member, now)
         if back is None and now >= member.answer_due_s:  # a member that is back was greeted by `register`
             member.answer_due_s = now + self._dead_after_s / ANSWER_DIVISOR
             change.sends.append(Send(message.id, self._welcome))
         self._take_report(member, message, change, now)
         return change
+
+    def _heard(self, member: Member, now: float) -> None:
+        self._silence.set(member.info.id, now + self._dead_after_s)
+        member.excused = False
 
     def _take_report(self, member: Member, report: Heartbeat, change: Change, now: float) -> None:
         took_requests, was_stuck = member.trouble is None, member.stuck
@@ -280,9 +284,11 @@ class Fleet:
         self._silence.hasten(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
 
     def excuse(self, now: float) -> None:
-        """This router was held up: those whose time is over get as long as it takes them to be heard."""
+        """This router was held up: those whose time is over get as long as it takes them to be heard, once in each silence."""
         for instance in self._silence.expired(now):
-            self._silence.set(instance, now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
+            member = self._members[instance]
+            self._silence.set(instance, now if member.excused else now + BEATS_AFTER_BREAK * self._welcome.heartbeat_s)
+            member.excused = True
 
     def detokenizer_moved(self, shard: int, address: str) -> list[Send]:
         """Tell every member where the tokens of this detokenizer go from now on."""
@@ -316,7 +322,7 @@ class Fleet:
         self._members[info.id] = member
         self._set_pace()
         self.model = info.model
-        self._silence.set(info.id, now + self._dead_after_s)
+        self._heard(member, now)
         self._moved[info.id] = None
         self._acquaintance.join(member)
         self.candidates.judge(member)

@@ -38,7 +38,8 @@ class Member:
     partners: the members of the other role that it works with. links: of a prefill member, the state of each partner's link that
     it has reported. usable: of a prefill member, the partners that its requests can go to: the link is ready, and the partner
     knows of it. `router.acquaintance` keeps the three.
-    answer_due_s: heartbeats before then are not answered.
+    answer_due_s: heartbeats before then are not answered. excused: the router was held up when this member was due, and has given
+    it more time since it was last heard.
     capacity_tokens: how many tokens of KV fit its memory when it is empty.
     assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
     assigned_before: as many were assigned when it last reported. growth_tokens: by how many tokens the assigned requests are
@@ -53,6 +54,7 @@ class Member:
     links: dict[InstanceId, LinkState] = field(default_factory=dict)
     usable: "SampleSet[Member]" = field(default_factory=lambda: SampleSet[Member]())
     answer_due_s: float = 0.0
+    excused: bool = False
     told_to_drain: bool = False
     reports_draining: bool = False
     assigned_tokens: int = 0

@@ -61,6 +61,7 @@ class RouterProcess:
         self.address = router_address(self.seat)
         self.alive = True
         self.stopped_until_s = 0.0
+        self._slow_until_s = self._slow_turn_s = 0.0
         self.detokenizers: list[DetokenizerProcess] = []
         self._clock = clock
         self._network = network
@@ -83,6 +84,8 @@ class RouterProcess:
             self._meter.lap(type(message).__name__)
         self._deliver(self.core.tick(now) + self.core.flush(now))
         self._meter.lap("deadlines")
+        if now < self._slow_until_s:
+            self._loop.stop_until(now + self._slow_turn_s)
 
     def next_deadline(self) -> float:
         deadline = self.core.next_deadline()
@@ -111,6 +114,10 @@ class RouterProcess:
         """Do nothing before then."""
         self.stopped_until_s = max(self.stopped_until_s, until_s)
         self._loop.stop_until(until_s)
+
+    def slow_until(self, until_s: float, turn_s: float) -> None:
+        """Take so long for each turn that begins before then."""
+        self._slow_until_s, self._slow_turn_s = until_s, turn_s
 
     def connection_broken(self, instance: InstanceId) -> None:
         """As the mailbox says when the other side has closed."""

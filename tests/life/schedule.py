@@ -94,6 +94,15 @@ class Stall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A router's loop is busy for so many seconds: each of its turns takes turn_s. This alone befalls no request."""
+
+    seconds: float
+    turn_s: float
+    router: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class KillRouter:
     """A router's process is gone, and its detokenizers with it; another life of it starts at its address after back_s."""
 
@@ -131,7 +140,7 @@ class Part:
     router: int = 0
 
 
-Deed: TypeAlias = Kill | Hang | Stall | Leave | Part | KillRouter | KillDetokenizer
+Deed: TypeAlias = Kill | Hang | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +187,9 @@ class Schedule:
 def draw_schedule(seed: int) -> Schedule:
     schedule = _with_routers(_draw(seed), Random(f"routers {seed}"))
     asks = _with_extras(schedule.asks, Random(f"extras {seed}"))
-    return replace(schedule, asks=asks, faults=(*schedule.faults, *_text_faults(schedule, Random(f"detokenizer {seed}"))))
+    text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
+    faults = (*schedule.faults, *text_faults, *_slowness(schedule, Random(f"slow {seed}")))
+    return replace(schedule, asks=asks, faults=faults)
 
 
 def _draw(seed: int) -> Schedule:
@@ -379,6 +390,14 @@ def _text_faults(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
         )
         for _ in range(random.choice((1, 1, 2, 3)))
     )
+
+
+def _slowness(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
+    """In one of ten schedules a router is busy most of the time."""
+    if random.random() < 0.9:
+        return ()
+    router, turn_s = random.randrange(schedule.routers), random.choice((0.3, 0.6, 1.5, 2.0))
+    return (Fault(at_s=0.0, trigger=None, deed=Slow(seconds=2 * WINDOW_S, turn_s=turn_s, router=router)),)
 
 
 def _strikes(random: Random, deed: Deed) -> Fault:

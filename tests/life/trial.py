@@ -26,7 +26,21 @@ from simulation.processes import RouterProcess
 from tests.life.expected import Expected, expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.ledger import Ledger
-from tests.life.schedule import WINDOW_S, Ask, Deed, Fault, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Schedule, Stall
+from tests.life.schedule import (
+    WINDOW_S,
+    Ask,
+    Deed,
+    Fault,
+    Hang,
+    Kill,
+    KillDetokenizer,
+    KillRouter,
+    Leave,
+    Part,
+    Schedule,
+    Slow,
+    Stall,
+)
 from tests.life.toys import toy_of
 from tests.life.weather import Cut, Storm
 
@@ -246,6 +260,8 @@ class Trial(Fleet):
                     self.instances[deed.name].stop_until(now + deed.seconds)
             case Stall():
                 self.routers[deed.router].stop_until(now + deed.seconds)
+            case Slow():
+                self.routers[deed.router].slow_until(now + deed.seconds, deed.turn_s)
             case KillRouter():
                 if self.routers[deed.router].alive:
                     self.kill_router(deed.router)
