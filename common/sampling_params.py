@@ -23,6 +23,9 @@ ANSWER_TOKENS = 512
 what answers need."""
 
 
+NOT_WITH_GRAMMAR = "left out when the answer must match a grammar: it says what may come and where the answer may end"
+
+
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """What the whole answer must match, as xgrammar reads it. text: a JSON schema ("{}": any JSON), a regular expression, an EBNF
     grammar whose root rule is `root`, or a structural tag, by kind."""
@@ -108,6 +111,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("min_tokens", 0 <= self.min_tokens <= most_tokens, "between 0 and max_tokens"),
             ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS}"),
             ("bad_words", all(1 <= len(word) <= MAX_BAD_WORD for word in self.bad_words), f"of 1 to {MAX_BAD_WORD} tokens each"),
+            ("min_tokens", self.grammar is None or self.min_tokens == 0, NOT_WITH_GRAMMAR),
+            ("bad_words", self.grammar is None or not self.bad_words, NOT_WITH_GRAMMAR),
+            ("ignore_eos", self.grammar is None or not self.ignore_eos, NOT_WITH_GRAMMAR),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
             (
                 "prompt_logprobs",

@@ -6,7 +6,8 @@ or is computed here.
 The most urgent is first (`common.instance.waiting_line`), but a request that fits may pass one that does not. Once a request has
 waited PATIENCE_S, nobody passes it any more who is not more urgent. A reservation that does not wait is admitted at
 once or leaves the line. One that waits leaves it after `WAITS_S`, so that its writer finds room that came elsewhere. Going round
-costs it nothing here: what counts is since when it asks for room, and while it is away its place is kept (`Rounds`).
+costs it nothing here: what counts is since when it asks for room, and while it is away its place is kept (`Rounds`). Requests
+whose grammar is not ready are passed by all.
 """
 
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ def admit(
     for request in waiting:
         if rows.free_count == 0 or pool.free_pages <= forecast.running or looks == 0 or rounds.is_away_before(request):
             break
+        if request.waits_for_grammar:
+            continue
         fits = request.pages + forecast.running <= pool.free_pages
         if fits and forecast.admits(request.pages, len(request.prompt), request.asked.sampling.max_new_tokens):
             waiting.leave(request.key)

@@ -30,16 +30,23 @@ class DecodeRequest(Request):
 
     row: its place in the batch, once admitted. untold: how it ended while its writer was to tell the client; if the writer has
     handed off instead, we must. settles: its pages wait until what has arrived for them is in memory.
+    landed: its first token, when its KV is here but its grammar is not ready yet.
     """
 
     row: int | None = None
     untold: Failed | None = None
     settles: bool = False
+    landed: int | None = None
 
     @property
     def waits(self) -> bool:
         """It stays in the waiting line until there is room. Otherwise its writer asks elsewhere when there is none at once."""
         return not isinstance(self.asked, Reserve) or self.asked.waits
+
+    @property
+    def waits_for_grammar(self) -> bool:
+        """It cannot be admitted yet. A reservation can: its grammar is needed when its KV is here."""
+        return self.prepares and self.peer is None
 
     @property
     def waits_since_s(self) -> float:
@@ -75,6 +82,23 @@ class DecodeRequests:
         assert request.row is not None
         self.hold(request, sampled)
         self.starts.append(request.row_start(request.row, length, last_token))
+
+    def decode(self, request: DecodeRequest, first_token: int) -> None:
+        """Its KV is here: it decodes from the next plan on, or when its grammar is ready."""
+        request.phase = Phase.DECODING
+        if request.prepares:
+            request.landed = first_token
+        else:
+            request.landed = None
+            self.start(request, sampled=1, length=len(request.prompt), last_token=first_token)
+
+    def prepared(self, request: DecodeRequest, refused: Failed | None, now: float) -> list[Action]:
+        """Its grammar is ready, or never will be."""
+        if refused is not None:
+            return self.end(request, refused, now)
+        if request.landed is not None:
+            self.decode(request, request.landed)
+        return []
 
     def end(self, request: DecodeRequest, ending: Ending | None, now: float) -> list[Action]:
         """The one door. `ending` is told to the client, or None when the client knows or another instance tells it.

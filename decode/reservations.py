@@ -87,8 +87,7 @@ class Reservations:
             told: list[Action] = [] if request.untold is None else [self._requests.table.tell(request, request.untold)]
             self._requests.release(request, now)
             return told
-        request.phase = Phase.DECODING
-        self._requests.start(request, sampled=1, length=len(request.prompt), last_token=handoff.first_token)
+        self._requests.decode(request, handoff.first_token)
         return []
 
     def withdraw(self, sender: InstanceId, message: Withdraw, now: float) -> list[Action]:

@@ -33,6 +33,7 @@ from common.instance.ports import (
     LayersDone,
     LinkChanged,
     PeersChanged,
+    Prepared,
     PushDone,
     PushFailed,
     Report,
@@ -95,7 +96,7 @@ class DecodeScheduler:
         match message:
             case Generate():
                 refused = self._table.accept(message, None, message.sampling.max_new_tokens, now)
-                return [] if refused is None else [*self._table.tell_refused(message, refused)]
+                return [*self._table.preparation(message)] if refused is None else [*self._table.tell_refused(message, refused)]
             case Reserve():
                 writer = Life(sender, message.incarnation)
                 self._target.heard(writer, message.sent_s, now)
@@ -103,7 +104,7 @@ class DecodeScheduler:
                 joined = self._table.get(message.key)
                 if joined is not None and joined.asked is message:
                     self._rounds.asked(message.key, now)
-                return [] if refused is None else [decline(writer, message, refused)]
+                return [*self._table.preparation(message)] if refused is None else [decline(writer, message, refused)]
             case Renew():
                 return self._reservations.renew(sender, message, now)
             case Handoff():
@@ -138,6 +139,9 @@ class DecodeScheduler:
                 return []
             case PeersChanged():
                 return self._reservations.meet(event, now)
+            case Prepared():
+                ready = self._table.prepared(event)
+                return [] if ready is None else self._requests.prepared(ready, event.refused, now)
             case RouterJoined():
                 self._table.meet_router(event)
                 return []
@@ -285,7 +289,7 @@ class DecodeScheduler:
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:
         """Refuse the head of the line when it waits only for transfers that never end; but first give writers that are merely
         silent their time."""
-        head = self._table.waiting.head()
+        head = self._table.waiting.first(lambda request: not request.waits_for_grammar)
         if head is None or now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head):
             return []
         if not all(self._target.is_stuck(request.key, now) for request in self._requests.by_row.values()):

@@ -35,6 +35,7 @@ from common.instance.ports import (
     LayersDone,
     LinkChanged,
     PeersChanged,
+    Prepared,
     PushDone,
     PushFailed,
     Report,
@@ -135,6 +136,9 @@ class PrefillScheduler:
                 actions = self._link_changed(event.link, now)
             case PeersChanged():
                 actions = self._meet(event, now)
+            case Prepared():
+                ready = self._requests.prepared(event)
+                actions = [] if ready is None or event.refused is None else self._end(ready, event.refused, now)
             case RouterJoined():
                 self._requests.meet_router(event)
             case RouterLost():
@@ -187,7 +191,9 @@ class PrefillScheduler:
         starts: list[RowStart] = []
         waiting = self._requests.waiting
         to_do = sum(len(r.progress.prompt) - r.progress.launched for r in self._computing.values() if r.progress is not None)
-        while to_do < self._limits.chunk_tokens and self._rows.free_count > 0 and (request := waiting.head()) is not None:
+        while (
+            to_do < self._limits.chunk_tokens and self._rows.free_count > 0 and (request := waiting.first(_is_ready)) is not None
+        ):
             if request.pages > self.pool.total_pages - self._pages_quarantined:
                 actions += self._end(request, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
                 continue
@@ -283,7 +289,7 @@ class PrefillScheduler:
         request = self._requests.get(asked.key)
         if request is not None and request.phase is Phase.WAITING:
             request.candidates = asked.decodes
-        return [] if refused is None else [*self._requests.tell_refused(asked, refused)]
+        return [*self._requests.preparation(asked)] if refused is None else [*self._requests.tell_refused(asked, refused)]
 
     def _admit(self, request: PrefillRequest, lease: PageLease, starts: list[RowStart], now: float) -> list[Action]:
         """Give the request its pages and a row, and ask for its reservation: not earlier, so that decode memory stays free, and
@@ -418,3 +424,8 @@ class PrefillScheduler:
             self._release(request, now)
             return []
         return self._end(request, closed.failure, now)
+
+
+def _is_ready(request: PrefillRequest) -> bool:
+    """One whose grammar is being made ready is passed by the others."""
+    return not request.prepares

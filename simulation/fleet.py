@@ -140,7 +140,7 @@ class Fleet:
                 router.connection_broken(InstanceId(name))
 
     def make_engine(self, clock: LocalClock) -> Executor:
-        return ToyExecutor(self.size.pages, self.size.rows, Timeline(self.size.cost, clock))
+        return ToyExecutor(self.size.pages, self.size.rows, Timeline(self.size.cost, clock), prepare_s=self.size.prepare_s)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return MemoryTransport(self.memory)

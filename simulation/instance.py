@@ -39,7 +39,8 @@ class Looks:
 
 @dataclass(frozen=True, kw_only=True)
 class Size(InstanceLimits):
-    """What an instance is made of, with its limits. pages: of 4 tokens each in the toy. rows: requests that run at once."""
+    """What an instance is made of, with its limits. pages: of 4 tokens each in the toy. rows: requests that run at once.
+    prepare_s: how long a grammar takes to be ready."""
 
     pages: int = 64
     rows: int = 4
@@ -50,6 +51,7 @@ class Size(InstanceLimits):
     cost: StepCost = StepCost(step_s=0.001, chunk_token_s=0.0, decode_row_s=0.0)
     verify_pages: bool = False
     looks: Looks = Looks()
+    prepare_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,13 @@ Owns no implementation: `torch_executor` (CPU and CUDA), `toy` (its next token d
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.engine.grammars import Preparation
 from common.engine.plan import Plan, StepResult
 from common.errors import TandemError
 from common.ids import Int32Array
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout, MemoryRegion
+from common.sampling_params import Grammar
 
 
 class ExecutorFailed(TandemError):
@@ -57,6 +59,10 @@ class Executor(Protocol):
     def description(self) -> EngineDescription: ...
 
     def launch(self, plan: Plan) -> StepHandle: ...
+
+    def prepare(self, grammar: Grammar) -> Preparation:
+        """Begin to make the grammar ready. Never blocks. A row with a grammar is launched only when it is ready; the
+        implementation wakes its process's loop then."""
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """The CRC-32 of each page's bytes, little-endian uint32. pages: [pages] int32. Blocks; for --verify-pages and tests.

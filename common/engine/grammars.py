@@ -5,6 +5,7 @@ are loaded for the first grammar, on one of these threads: an instance that gets
 """
 
 import json
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -51,11 +52,8 @@ class Vocabulary(Protocol):
 
 
 class Grammars:
-    """wake: called when a preparation has ended, on one of these threads."""
-
-    def __init__(self, make_compiler: Vocabulary, wake: Callable[[], None]) -> None:
+    def __init__(self, make_compiler: Vocabulary) -> None:
         self._make_compiler = make_compiler
-        self._wake = wake
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
         self._lock = threading.Lock()
         self._making = threading.Lock()
@@ -63,9 +61,11 @@ class Grammars:
         self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         """By use, the latest last. Those that are being compiled too, so that equal ones are compiled once."""
 
-    def prepare(self, grammar: Grammar) -> "CompiledSoon":
-        """Begin to compile, unless it is compiled. Waits for nothing."""
-        return CompiledSoon(self._future(grammar))
+    def prepare(self, grammar: Grammar, wake: Callable[[], None]) -> "CompiledSoon":
+        """Begin to compile, unless it is compiled. Waits for nothing. wake: called when it has ended, on any thread."""
+        future = self._future(grammar)
+        future.add_done_callback(lambda _: wake())
+        return CompiledSoon(future)
 
     def compiled(self, grammar: Grammar) -> "CompiledGrammar":
         """The compiled grammar. Waits for it if it is not there, which is so when too many others came after its preparation.
@@ -97,7 +97,6 @@ class Grammars:
                     continue
                 excess_bytes -= known.result().memory_size_bytes
                 del self._known[kept]
-        self._wake()
 
     def _compile(self, grammar: Grammar) -> "CompiledGrammar":
         check_text(grammar)
@@ -128,13 +127,18 @@ class CompiledSoon:
 class AnythingGoes:
     """The preparations of an executor that has no grammars. Only one can be met: that of any text."""
 
-    ends_s: float | None = None
-
-    def __init__(self, grammar: Grammar, executor: str) -> None:
+    def __init__(
+        self, grammar: Grammar, executor: str, ends_s: float | None = None, clock: Callable[[], float] = lambda: math.inf
+    ) -> None:
+        """ends_s: when the preparation ends, on the clock."""
         self._grammar = grammar
         self._executor = executor
+        self.ends_s = ends_s
+        self._clock = clock
 
     def poll(self) -> bool:
+        if self.ends_s is not None and self._clock() < self.ends_s:
+            return False
         if self._grammar != ANY_TEXT:
             message = f"{self._grammar.kind}: {self._executor} knows no grammars: serve a model to use them"
             raise BadRequest(message, field=self._grammar.kind)
@@ -156,51 +160,52 @@ def compiler_of(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> 
     return GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
 
 
-def check_text(grammar: Grammar) -> None:
-    """Raises BadRequest for what would take too long to compile, and for a schema that answers could not be held to."""
-    kind, text = grammar.kind, grammar.text
+def check_text(grammar: Grammar, name: str | None = None) -> None:
+    """Raises BadRequest for what would take too long to compile, and for a schema that answers could not be held to. name: of the
+    field that brought it; None: its kind."""
+    kind, text, name = grammar.kind, grammar.text, name or grammar.kind
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise BadRequest(f"{kind} has {len(text)} characters: send at most {MAX_GRAMMAR_CHARS}", field=kind)
-    _check_depth(kind, text)
+        raise BadRequest(f"{name} has {len(text)} characters: send at most {MAX_GRAMMAR_CHARS}", field=name)
+    _check_depth(name, text, MAX_DEPTH[kind])
     match kind:
         case "json_schema" | "structural_tag":
             try:
                 parsed: Any = json.loads(text)
             except ValueError as error:
-                raise BadRequest(f"{kind} is not JSON: {error}", field=kind) from error
-            check_schema(parsed, kind) if kind == "json_schema" else check_structural_tag(parsed, kind)
+                raise BadRequest(f"{name} is not JSON: {error}", field=name) from error
+            check_schema(parsed, name) if kind == "json_schema" else check_structural_tag(parsed, name)
         case "regex":
-            check_regex(text, kind)
-            _check_repeats(kind, text)
+            check_regex(text, name)
+            _check_repeats(name, text)
         case "ebnf":
-            _check_repeats(kind, text)
+            _check_repeats(name, text)
         case _:
             assert_never(kind)
 
 
-def _check_depth(kind: str, text: str) -> None:
+def _check_depth(name: str, text: str, most: int) -> None:
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
-        if depth > MAX_DEPTH[kind]:
-            raise BadRequest(f"{kind} has more than {MAX_DEPTH[kind]} brackets within each other", field=kind)
+        if depth > most:
+            raise BadRequest(f"{name} has more than {most} brackets within each other", field=name)
 
 
 _REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
-def _check_repeats(kind: str, text: str) -> None:
+def _check_repeats(name: str, text: str) -> None:
     """Numbers of repetition multiply when one is in another. All are taken for nested, so the check errs on the safe side."""
     quantifiers = sum(text.count(each) for each in "*+?{")
     if quantifiers > MAX_QUANTIFIERS:
-        raise BadRequest(f"{kind} has {quantifiers} repetitions: use at most {MAX_QUANTIFIERS}", field=kind)
+        raise BadRequest(f"{name} has {quantifiers} repetitions: use at most {MAX_QUANTIFIERS}", field=name)
     product = 1
     for low, high in _REPEAT.findall(text):
         product *= max(1, int((high or low or "1")[:9]))
         if product > MAX_REPEATS and "(" in text:
-            raise BadRequest(f"{kind}: its repetitions multiply to more than {MAX_REPEATS}: lower them", field=kind)
+            raise BadRequest(f"{name}: its repetitions multiply to more than {MAX_REPEATS}: lower them", field=name)
     if product > 2**31:
-        raise BadRequest(f"{kind}: its repetitions multiply to more than {MAX_REPEATS}: lower them", field=kind)
+        raise BadRequest(f"{name}: its repetitions multiply to more than {MAX_REPEATS}: lower them", field=name)
 
 
 def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar":

@@ -15,10 +15,12 @@ import torch
 
 from common.config import EngineConfig, ModelConfig
 from common.engine.executor import ExecutorFailed
+from common.engine.grammars import CompiledSoon
 from common.engine.model_runner import ModelRunner
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
+from common.sampling_params import Grammar
 
 STEPS_QUEUED = 8
 STOP_S = 30.0
@@ -70,10 +72,14 @@ class TorchExecutor:
         self._steps.put_nowait(step)
         return step
 
+    def prepare(self, grammar: Grammar) -> CompiledSoon:
+        return self._runner.grammars.prepare(grammar, self._wake)
+
     def digest_pages(self, pages: Int32Array) -> bytes:
         return self._runner.digest_pages(pages)
 
     def close(self) -> None:
+        self._runner.grammars.close()
         if self._threads[0].is_alive():
             self._steps.put(None)
         until = time.monotonic() + STOP_S

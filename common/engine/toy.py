@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.executor import EngineDescription
+from common.engine.grammars import AnythingGoes
 from common.engine.logprobs import Logprobs
 from common.engine.plan import Plan, RowStart, StepResult
 from common.engine.timed import Timeline
@@ -21,7 +22,7 @@ from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.pages.digest import digest
 from common.pages.layout import KVLayout, MemoryRegion
-from common.sampling_params import SamplingParams
+from common.sampling_params import Grammar, SamplingParams
 
 TOY_VOCAB = 1000
 FIRST_TOKEN = 10
@@ -62,9 +63,12 @@ class ToyExecutor:
     """Implements `common.engine.executor.Executor`. Steps complete at launch.
 
     manual: they complete only by `complete`. timeline: they complete when they are polled after the time that it says.
+    prepare_s: with a timeline, how long a grammar takes to be ready. It knows that of any text.
     """
 
-    def __init__(self, total_pages: int, max_rows: int, timeline: Timeline | None = None, manual: bool = False) -> None:
+    def __init__(
+        self, total_pages: int, max_rows: int, timeline: Timeline | None = None, manual: bool = False, prepare_s: float = 0.0
+    ) -> None:
         self._layout = KVLayout(layers=2, kv_heads=2, head_dim=4, page_size=_PAGE_SIZE, dtype="uint8")
         self.pages: NDArray[np.uint8] = np.zeros((total_pages, 2, 2, 2, _PAGE_SIZE, 4), dtype=np.uint8)
         """[pages, layer, key or value, head, token, dim]"""
@@ -76,6 +80,7 @@ class ToyExecutor:
         self._last = np.zeros(max_rows, dtype=np.int32)
         self._sampling: dict[int, SamplingParams] = {}
         self._manual = manual
+        self._prepare_s = prepare_s
         self._timeline = timeline
         self._in_flight: deque[ToyStep] = deque()
         self.description = EngineDescription(
@@ -108,6 +113,12 @@ class ToyExecutor:
             step = self._in_flight.popleft()
             tokens = self._forward(step.plan)
             step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens))
+
+    def prepare(self, grammar: Grammar) -> AnythingGoes:
+        if self._timeline is None:
+            return AnythingGoes(grammar, "the toy")
+        clock = self._timeline.clock
+        return AnythingGoes(grammar, "the toy", clock() + self._prepare_s, clock)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return digest(self.pages[page] for page in pages.tolist())

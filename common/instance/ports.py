@@ -13,7 +13,8 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from common.engine.plan import Plan, StepResult
 from common.ids import Incarnation, InstanceId, Int32Array, Key, Ticket
-from common.messages import AnyMessage, Counters, InstanceInfo, LinkInfo, Load
+from common.messages import AnyMessage, Counters, Failed, InstanceInfo, LinkInfo, Load
+from common.sampling_params import Grammar
 
 M = TypeVar("M")
 
@@ -68,6 +69,14 @@ class Expect:
 
     writes: int
     distant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make the grammar of this request ready for the executor, then report Prepared."""
+
+    key: Key
+    grammar: Grammar
 
 
 TransferCommand: TypeAlias = Connect | Push | Allow | Settle | Expect
@@ -192,7 +201,15 @@ class PeersChanged:
     left: tuple[InstanceId, ...] = ()
 
 
-Event: TypeAlias = TransferEvent | LayersDone | PeersChanged | RouterJoined | RouterLost
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows with the grammar of this request can be launched. refused: they never can, because of this."""
+
+    key: Key
+    refused: Failed | None = None
+
+
+Event: TypeAlias = Prepared | TransferEvent | LayersDone | PeersChanged | RouterJoined | RouterLost
 """What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
 the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""
 
@@ -203,7 +220,7 @@ class Send:
     message: AnyMessage
 
 
-Action: TypeAlias = Send | TransferCommand
+Action: TypeAlias = Send | Prepare | TransferCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,8 @@ class Request:
     """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
     alone. decode: the life of the decode instance that has granted the reservation, on its prefill instance. pages: to be leased
     on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
-    token_ids: the tokens up to there that are known here. told: the ending that was emitted. pipeline: who gets them. logprobs,
+    token_ids: the tokens up to there that are known here. told: the ending that was emitted. prepares: its grammar is
+    being made ready, so no row may start with it yet. pipeline: who gets them. logprobs,
     prompt_logprobs: those of the known tokens, one by one, and those of the prompt, chunk by chunk; packed, and only if the
     client asks for them.
     """
@@ -71,6 +72,7 @@ class Request:
     told: Ending | None = None
     logprobs: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[bytes] = field(default_factory=list)
+    prepares: bool = False
 
     def note(self, token_id: int) -> None:
         """The token goes to the client, or has gone there by another instance."""

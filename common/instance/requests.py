@@ -18,7 +18,7 @@ from common.ids import Incarnation, InstanceId, Int32Array, Key, Life, shard_of,
 from common.instance.drain import Drainage
 from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
-from common.instance.ports import PeersChanged, RouterJoined, Send
+from common.instance.ports import PeersChanged, Prepare, Prepared, RouterJoined, Send
 from common.instance.request import Phase, Request
 from common.instance.token_memory import Emitted, TokenMemory
 from common.instance.waiting_line import Rank, WaitingLine
@@ -128,6 +128,7 @@ class RequestTable(Generic[R]):
         pipeline = self._pipeline_of(key)
         assert pipeline is not None, "checked"
         request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first, pipeline)
+        request.prepares = asked.sampling.grammar is not None
         self._open[key] = request
         self._deadlines.set(key, deadline_s)
         self.waiting.join(key, rank, request)
@@ -169,6 +170,19 @@ class RequestTable(Generic[R]):
         if peer is not None and not self.knows(peer):
             raise Unavailable(f"{self._me.id} does not know the instance {peer.id}")
         return prompt, min(layout.pages_for(len(prompt)) + 1, most_pages)
+
+    def preparation(self, asked: Generate | Reserve) -> list[Prepare]:
+        """What must be made ready for the request that this message has brought."""
+        request, grammar = self._open.get(asked.key), asked.sampling.grammar
+        return [] if grammar is None or request is None or request.asked is not asked else [Prepare(asked.key, grammar)]
+
+    def prepared(self, event: Prepared) -> R | None:
+        """The request whose grammar is ready, or was refused; None when it has ended meanwhile."""
+        request = self._open.get(event.key)
+        if request is None or request.phase is Phase.ENDED:
+            return None
+        request.prepares = False
+        return request
 
     # --- out -------------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ that is resumed keeps its age, so on every instance it stands before all that ca
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 from common.ids import Key
@@ -58,3 +58,7 @@ class WaitingLine(Generic[T]):
 
     def head(self) -> T | None:
         return self._items[self._places[0].key][1] if self._places else None
+
+    def first(self, test: Callable[[T], bool]) -> T | None:
+        """The first one that passes the test."""
+        return next((item for place in self._places if test(item := self._items[place.key][1])), None)

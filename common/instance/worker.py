@@ -1,7 +1,7 @@
 """The worker of an instance: joins mail, scheduler, executor and transfers.
 
-Owns the steps in flight. Decides nothing: the scheduler does. Opens no socket and reads no clock except through its ports, so
-the same code runs as a process and on a hand-turned clock.
+Owns the steps in flight and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no socket and
+reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
 """
 
 from collections import deque
@@ -13,8 +13,10 @@ import msgspec
 
 from common.deadlines import DeadlineWheel, earliest
 from common.engine.executor import Executor, StepHandle
+from common.engine.grammars import Preparation
 from common.engine.plan import Plan
-from common.ids import ROUTER, InstanceId, text_name
+from common.errors import BadRequest
+from common.ids import ROUTER, InstanceId, Key, text_name
 from common.instance.membership import State
 from common.instance.memberships import Lost, Memberships, Met, RouterNews
 from common.instance.peer_sets import PeerSets
@@ -23,13 +25,15 @@ from common.instance.ports import (
     LayersDone,
     Mail,
     PeersChanged,
+    Prepare,
+    Prepared,
     RouterJoined,
     RouterLost,
     Scheduler,
     Send,
     Transfers,
 )
-from common.messages import Drain, Peers, Refused, Welcome
+from common.messages import Drain, Failed, Peers, Refused, Welcome
 from common.messages.base import fits
 
 STEPS_IN_FLIGHT = 2
@@ -68,6 +72,7 @@ class InstanceWorker(Generic[M]):
         self._transfers = transfers
         self._mail = mail
         self._in_flight: deque[_InFlight] = deque()
+        self._preparing: dict[Key, Preparation] = {}
         self._peers = PeerSets()
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._draining = False
@@ -93,6 +98,7 @@ class InstanceWorker(Generic[M]):
                     self._act(self._scheduler.receive(sender, message, now))
         for event in self._transfers.poll():
             self._act(self._scheduler.handle(event, now))
+        self._take_prepared(now)
         self._take_steps(now)
         self._meet(self._peers.tick(now), now)
         for gone in self._former.expired(now):
@@ -117,7 +123,8 @@ class InstanceWorker(Generic[M]):
         """When the next turn is due even if nothing happens before."""
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
         peers = earliest(self._former.next_deadline(), self._peers.next_deadline())
-        known = earliest(self._scheduler.next_deadline(), peers, step_ends)
+        prepared = [each.ends_s for each in self._preparing.values()]
+        known = earliest(self._scheduler.next_deadline(), peers, step_ends, *prepared)
         return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
 
     @property
@@ -127,6 +134,18 @@ class InstanceWorker(Generic[M]):
     def leave(self) -> None:
         """Tell the routers that this incarnation is gone."""
         self._act([membership.goodbye() for membership in self._memberships])
+
+    def _take_prepared(self, now: float) -> None:
+        """Tell the scheduler which grammars are ready, and which never will be."""
+        for key, preparation in list(self._preparing.items()):
+            refused: Failed | None = None
+            try:
+                if not preparation.poll():
+                    continue
+            except BadRequest as error:
+                refused = Failed.of(error)
+            del self._preparing[key]
+            self._act(self._scheduler.handle(Prepared(key, refused), now))
 
     def _take_steps(self, now: float) -> None:
         """Take in what was computed since the last turn: whole steps, and layers of the running one."""
@@ -159,6 +178,8 @@ class InstanceWorker(Generic[M]):
                         self._mail.send(membership.name, action.message)
             elif isinstance(action, Send):
                 self._mail.send(action.to, action.message)
+            elif isinstance(action, Prepare):
+                self._preparing[action.key] = self._executor.prepare(action.grammar)
             else:
                 self._transfers.submit(action)
 

@@ -15,6 +15,7 @@ from common.errors import BadRequest
 from router.api.chat_messages import ChatMessage
 from router.api.fields import ReadRequest, SamplingFields, Tokens, TopLogprobs, checked_stops, convert, object_in
 from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_MESSAGE_VALUES, drop_neutral
+from router.api.structured import grammar_of
 from router.api.tools import NO_TOOLS, FunctionTool, NamedTool, ToolChoice, ToolUse, tool_use
 
 
@@ -110,6 +111,7 @@ def chat_request(fields: ChatFields) -> ChatRequest:
         max_tokens_field=name,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
+        grammar=grammar_of(fields),
         messages=tuple(message.for_template(f"messages[{index}]") for index, message in enumerate(fields.messages)),
         tools=_tools(fields),
         template_arguments=fields.chat_template_kwargs,

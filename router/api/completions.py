@@ -12,6 +12,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from router.api.fields import ReadRequest, SamplingFields, TopLogprobs, checked_stops, convert, object_in
 from router.api.neutral import NEUTRAL_COMPLETION_VALUES, drop_neutral
+from router.api.structured import grammar_of
 
 COMPLETION_MAX_TOKENS = 16
 """Length of an answer to /v1/completions when the request gives none, as at OpenAI."""
@@ -66,6 +67,7 @@ def read_completion(body: bytes, context_tokens: int | None = None) -> Completio
         max_tokens=fields.max_tokens if fields.max_tokens != 0 else 1,
         logprobs=fields.logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar_of(fields),
         prompts=prompts_in(fields.prompt, "prompt"),
         echo=fields.echo,
         hides_answer=fields.max_tokens == 0,

@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from common.sampling_params import Grammar
+from router.api.structured import StructuredFields
 
 MAX_CHOICES_PER_PROMPT = 16
 MAX_STOPS = 16
@@ -83,7 +85,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: Annotated[bool, Meta(description="Send the usage so far with each chunk, as vLLM does.")] = False
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(StructuredFields, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fields of both endpoints. user, metadata, safety_identifier and prompt_cache_key label a request and change nothing."""
 
     model: Annotated[str, Meta(description="The model's name, as GET /v1/models lists it.")]
@@ -139,7 +141,7 @@ class ReadRequest:
 
     max_tokens: None when the client leaves it to us. max_tokens_field: the field that gave it. logprobs: report the log
     probability of each token of the answer, and of so many of the likeliest tokens; None: report nothing. prompt_logprobs: the
-    same for the prompt.
+    same for the prompt. grammar: what the answer must match; None: anything.
     """
 
     fields: SamplingFields
@@ -148,6 +150,7 @@ class ReadRequest:
     max_tokens_field: str = "max_tokens"
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 def checked_stops(fields: SamplingFields) -> tuple[str, ...]:

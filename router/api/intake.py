@@ -331,6 +331,7 @@ class Intake:
             bad_words=self._bad_words(fields.bad_words),
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            grammar=request.grammar,
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

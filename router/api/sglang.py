@@ -4,7 +4,7 @@ Owns their fields, and how they become a request in the normal form. Fields: pyt
 (GenerateReqInput, AbortReq) and docs/basic_usage/sampling_params.md at https://github.com/sgl-project/sglang.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from common.sampling_params import Grammar
 from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
 from router.api.fields import (
     ALL_TOKENS,
@@ -39,6 +40,7 @@ from router.api.fields import (
 )
 from router.api.neutral import drop_neutral
 from router.api.request_ids import checked_id
+from router.api.structured import GrammarFields, StructuralTag, grammar_of, structural_tag_of
 
 GENERATE_MAX_TOKENS = 128
 """Length of an answer to /generate when the request gives none, as in SGLang."""
@@ -69,10 +71,6 @@ NEUTRAL_GENERATE_VALUES: Mapping[str, tuple[object, ...]] = {
 }
 NEUTRAL_PARAMETER_VALUES: Mapping[str, tuple[object, ...]] = {
     "stop_regex": ([], ""),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
     "spaces_between_special_tokens": (True,),
     "custom_params": ({},),
     "stream_interval": (1,),
@@ -80,7 +78,7 @@ NEUTRAL_PARAMETER_VALUES: Mapping[str, tuple[object, ...]] = {
 NEUTRAL_ABORT_VALUES: Mapping[str, tuple[object, ...]] = {"finished_reason": (), "abort_message": ()}
 
 
-class GenerateParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerateParameters(GrammarFields, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params` of POST /generate."""
 
     max_new_tokens: Annotated[
@@ -105,6 +103,12 @@ class GenerateParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     presence_penalty: PresencePenalty = 0.0
     frequency_penalty: FrequencyPenalty = 0.0
     logit_bias: LogitBias = {}
+    structural_tag: StructuralTag | None = None
+
+    def asked(self) -> Iterator[tuple[str, Grammar]]:
+        yield from super().asked()
+        if self.structural_tag is not None:
+            yield "structural_tag", structural_tag_of(self.structural_tag)
 
 
 class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -191,6 +195,7 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
         default_max_tokens=GENERATE_MAX_TOKENS,
         logprobs=top if fields.return_logprob else None,
         prompt_logprobs=top if fields.return_logprob and fields.logprob_start_len >= 0 else None,
+        grammar=grammar_of(sampling, "sampling_params."),
         prompts=prompts,
         prompt_field=prompt_field,
         hides_answer=limit == 0,

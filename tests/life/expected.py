@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from common.engine.grammars import ANY_TEXT
 from common.engine.plan import Chunk, Plan, RowStart
 from common.engine.toy import ToyExecutor, toy_logprob
 from common.ids import Int32Array, pack_ids
@@ -71,6 +72,7 @@ def _without_logprobs(choice: Choice) -> Expected:
         min_tokens=choice.min_tokens,
         logprobs=choice.logprobs,
         prompt_logprobs=choice.prompt_logprobs,
+        grammar=ANY_TEXT if choice.has_grammar else None,
     )
     stop, text = str(stop_token), ""
     for number, token in enumerate(tokens):

@@ -37,7 +37,8 @@ TEXT_TRIGGERS = ("ExpectAnswer", "TokenBatch", "TextBatch", "Repeat")
 class Choice:
     """One answer that a client wants. stop_after: ends it at its token of that number, if it is so long. stop_by: that token's
     text, or the token. The text of tokens before min_tokens ends nothing. include_stop: what ends it stays in the text.
-    logprobs, prompt_logprobs: see `SamplingParams`."""
+    logprobs, prompt_logprobs: see `SamplingParams`.
+    has_grammar: its grammar allows any text, but must be made ready."""
 
     request_id: RequestId
     prompt: tuple[int, ...]
@@ -50,6 +51,7 @@ class Choice:
     include_stop: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    has_grammar: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +191,7 @@ def draw_schedule(seed: int) -> Schedule:
     asks = _with_extras(schedule.asks, Random(f"extras {seed}"))
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
     faults = (*schedule.faults, *text_faults, *_slowness(schedule, Random(f"slow {seed}")))
-    return replace(schedule, asks=asks, faults=faults)
+    return _with_grammars(replace(schedule, asks=asks, faults=faults), Random(f"grammars {seed}"))
 
 
 def _draw(seed: int) -> Schedule:
@@ -348,6 +350,18 @@ def _deed(random: Random, names: list[str], victims: list[str], survivor: str | 
                 queued=random.random() < 0.5,
                 breaks=random.random() < 0.5,
             )
+
+
+def _with_grammars(schedule: Schedule, random: Random) -> Schedule:
+    """In a third of the fleets, some answers have a grammar, which takes up to seconds to be ready."""
+    if random.random() < 0.67:
+        return schedule
+    asks: list[Ask] = []
+    for ask in schedule.asks:
+        has_grammar = random.random() < 0.5 and all(choice.min_tokens == 0 for choice in ask.choices)
+        asks.append(replace(ask, choices=tuple(replace(choice, has_grammar=has_grammar) for choice in ask.choices)))
+    size = replace(schedule.size, prepare_s=random.choice((0.0, 0.05, random.uniform(0.1, 1.0), random.uniform(1.0, 5.0))))
+    return replace(schedule, asks=tuple(asks), size=size)
 
 
 def _with_routers(schedule: Schedule, random: Random) -> Schedule:

@@ -174,7 +174,7 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (chat(stop_token_ids=[1] * 257), "stop_token_ids", "at most 256"),
         (chat(stream_options={"include_usage": True}), "stream_options", "stream=true"),
         (chat(stream=True, stream_options={"colour": 1}), "stream_options.colour", "not a known field"),
-        (chat(response_format={"type": "json_object"}), "response_format", 'send {"type":"text"}'),
+        (chat(response_format={"type": "xml"}), "response_format.type", "invalid value"),
         (chat(top_logprobs=3), "top_logprobs", "send logprobs=true"),
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
         (chat(logprobs=3), "logprobs", "expected `bool`"),

@@ -4,20 +4,25 @@ from collections.abc import Sequence
 
 import torch
 
+from common.engine.grammars import Grammars
 from common.engine.logits.bad_words import BadWords
 from common.engine.logits.bias import LogitBias
+from common.engine.logits.grammar import GrammarProcessor
 from common.engine.logits.min_tokens import MinTokens
 from common.engine.logits.penalties import Penalties
 from common.engine.logits.port import LogitsProcessor
 
 
 def make_processors(
-    max_rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device
+    max_rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, grammars: Grammars | None = None
 ) -> tuple[LogitsProcessor, ...]:
-    """Penalties first, as in vLLM; what bans tokens comes last, so that nothing allows them again."""
+    """Penalties first, as in vLLM; what bans tokens comes last, so that nothing allows them again. grammars: None when no row has
+    one."""
+    constraints = () if grammars is None else (GrammarProcessor(grammars, max_rows, vocab_size, tuple(eos_token_ids), device),)
     return (
         Penalties(max_rows, vocab_size, device),
         LogitBias(max_rows, device),
         MinTokens(max_rows, eos_token_ids, device),
         BadWords(max_rows, device),
+        *constraints,
     )

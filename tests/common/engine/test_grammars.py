@@ -16,12 +16,15 @@ class Rig:
 
     def __init__(self) -> None:
         self.let, self.made, self.woken = threading.Event(), 0, threading.Semaphore(0)
-        self.grammars = Grammars(self._make, self.woken.release)
+        self.grammars = Grammars(self._make)
 
     def _make(self) -> GrammarCompiler:
         assert self.let.wait(10)
         self.made += 1
         return compiler_of(resolve_model_path("demo"), 2683, (2,))
+
+    def prepare(self, grammar: Grammar) -> Preparation:
+        return self.grammars.prepare(grammar, self.woken.release)
 
     def ended(self, preparation: Preparation) -> bool:
         assert self.woken.acquire(timeout=20)
@@ -30,10 +33,10 @@ class Rig:
 
 def test_a_grammar_is_ready_when_it_is_compiled_and_the_loop_is_woken_then() -> None:
     rig = Rig()
-    first, second = rig.grammars.prepare(ANY_TEXT), rig.grammars.prepare(ANY_TEXT)
+    first, second = rig.prepare(ANY_TEXT), rig.prepare(ANY_TEXT)
     assert not first.poll() and not second.poll()
     rig.let.set()
-    assert rig.ended(first) and second.poll() and rig.grammars.prepare(ANY_TEXT).poll()
+    assert rig.ended(first) and second.poll() and rig.prepare(ANY_TEXT).poll()
     assert rig.made == 1 and rig.grammars.compiled(ANY_TEXT) is rig.grammars.compiled(ANY_TEXT)
     rig.grammars.close()
 
@@ -50,7 +53,7 @@ def test_a_grammar_is_ready_when_it_is_compiled_and_the_loop_is_woken_then() -> 
 def test_what_cannot_be_compiled_is_refused_with_the_place(grammar: Grammar, where: str) -> None:
     rig = Rig()
     rig.let.set()
-    preparation = rig.grammars.prepare(grammar)
+    preparation = rig.prepare(grammar)
     assert rig.woken.acquire(timeout=20)
     for _ in range(2):
         with pytest.raises(BadRequest, match=where):

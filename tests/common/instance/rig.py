@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from common.engine.executor import EngineDescription
+from common.engine.grammars import AnythingGoes
 from common.engine.plan import Plan, StepResult
 from common.ids import ROUTER, InstanceId, Int32Array
 from common.instance.memberships import Memberships
@@ -25,6 +26,7 @@ from common.instance.ports import (
 )
 from common.instance.worker import InstanceWorker
 from common.messages import Counters, Drain, Heartbeat, Load, Peers, Refused, Welcome
+from common.sampling_params import Grammar
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
@@ -62,6 +64,7 @@ class FakeStep:
 class FakeExecutor:
     def __init__(self) -> None:
         self.steps: deque[tuple[Plan, FakeStep]] = deque()
+        self.now = self.prepared_s = 0.0
 
     @property
     def description(self) -> EngineDescription:
@@ -74,6 +77,9 @@ class FakeExecutor:
     def finish_one(self) -> None:
         plan, step = self.steps.popleft()
         step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32))
+
+    def prepare(self, grammar: Grammar) -> AnythingGoes:
+        return AnythingGoes(grammar, "the fake", self.prepared_s, lambda: self.now)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return b""

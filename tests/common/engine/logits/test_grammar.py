@@ -23,7 +23,7 @@ POINT = Grammar("json_schema", json.dumps({"type": "object", "properties": {"x":
 
 
 def processor() -> GrammarProcessor:
-    return GrammarProcessor(Grammars(lambda: COMPILER, lambda: None), 16, VOCAB, (EOS,), torch.device("cpu"))
+    return GrammarProcessor(Grammars(lambda: COMPILER), 16, VOCAB, (EOS,), torch.device("cpu"))
 
 
 def start(row: int, grammar: Grammar | None, answer: list[int], stops: tuple[int, ...] = ()) -> RowStart:
