@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bench.local_fleet import FleetFailed, connected
+from common.processes.local_fleet import FleetFailed, connected
 
 ANSWER_TOKENS = 2
 """The second token is the first that a decode instance computes."""

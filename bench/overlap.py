@@ -12,7 +12,6 @@ from dataclasses import replace
 from bench import overlap_report
 from bench.fleets import Fleet
 from bench.hardware import this_hardware
-from bench.local_fleet import FleetFailed, local_fleet
 from bench.overlap_figures import Measured, OverlapOutcome, Sample, judge
 from bench.overlap_plan import FLEETS, RANDOM, FleetKind, OverlapBench, prompt_tokens
 from bench.random_model import random_model
@@ -20,6 +19,7 @@ from bench.tables import publish, say
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.cores import core_count, divide_cores
 from common.flags import to_flags
+from common.processes.local_fleet import FleetFailed, local_fleet
 from common.text.tokenizer_manager import TokenizerManager
 
 PREFILLS: dict[FleetKind, int] = {"layer-wise": 1, "page-wise": 1, "colocated": 0}

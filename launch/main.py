@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.flags import ConfigClass, add_flags, read_config, to_flags, with_defaults
 from common.names import check_instance_id
 from common.trust import Trust, read_trust, write_key
-from launch import environment, logs
+from launch import chat, environment, logs
 from launch.child import ChildProcess, run_child
 from launch.reports import BAD_FLAG
 from simulation import plan as simulation_plan
@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for instance in instances:
         add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig, SecurityConfig)
+    add_flags(_add(commands, "chat", "talk with the served model in this terminal", _chat), chat.ChatPlan)
     _add_simulate(commands)
     key = _add(commands, "key", "make the key of a fleet in a new file that only its owner can read", _key, KEY_LIFE)
     key.add_argument("file", metavar="FILE", help="the file to make")
@@ -212,6 +213,11 @@ def _router(flags: argparse.Namespace) -> int:
         serve(process, config, model, log, security)
 
     return _run("router", log, 1, body)
+
+
+def _chat(flags: argparse.Namespace) -> int:
+    plan = read_config(chat.ChatPlan, flags)
+    return chat.run(plan, chat.read_api_key(plan.api_key_file))
 
 
 def _simulate(flags: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bench.local_fleet import LOOK_S, FleetFailed, LocalFleet, connected, local_fleet
+from common.processes.local_fleet import LOOK_S, FleetFailed, LocalFleet, connected, local_fleet
 
 HOME_S = 60.0
 HEARTBEAT_S = 0.5

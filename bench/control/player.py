@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from bench.local_fleet import FleetFailed
 from common.config import DEMO_MODEL
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.membership import Membership, State
@@ -38,6 +37,7 @@ from common.messages import (
     Welcome,
 )
 from common.pages.layout import KVLayout
+from common.processes.local_fleet import FleetFailed
 from common.refusals import EVENTS, RefusalWatch
 from common.text.tokenizer_manager import TokenizerManager
 from common.wire import SEND_LIMIT, pack_frame, unpack_frame

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from bench.control.lines import Get, Got, Pings, ProberOrder, ProberReport, RouterReport, Tell, Watch
-from bench.local_fleet import FleetFailed
 from bench.processes import cpu_s, resident_mb
 from common.processes.child import KILL_S, ChildEnded, Respondent
 from common.processes.lines import Broken, Ready
+from common.processes.local_fleet import FleetFailed
 
 START_S = 60.0
 STOP_S = 20.0

@@ -16,8 +16,8 @@ from bench.control.plan import ControlBench
 from bench.control.player import Player, describe, played_model
 from bench.control.router import RouterUnderMeasure
 from bench.hardware import this_hardware
-from bench.local_fleet import FleetFailed
 from bench.tables import markdown_report, markdown_table, publish, say, text_report, text_table, write_figures
+from common.processes.local_fleet import FleetFailed
 from common.processes.open_files import allow_many_files
 
 AT_ONCE = 50

@@ -22,11 +22,11 @@ import numpy as np
 from bench.engine.answers import agreement
 from bench.engine.figures import Agreement, Check, Exposed, Figure, Pushed
 from bench.engine.plan import CheckRing, MeasureExposed, MeasurePush, Task
-from bench.local_fleet import FleetFailed, connected, local_fleet
 from common.config import EngineConfig
 from common.engine.device import device_of
 from common.errors import TandemError
 from common.flags import to_flags
+from common.processes.local_fleet import FleetFailed, connected, local_fleet
 
 AT_ONCE = 4
 COUNTED_S, LOOK_EVERY_S = 5.0, 0.1

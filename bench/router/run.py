@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import msgspec
 
 from bench.hardware import this_hardware
-from bench.local_fleet import FleetFailed, local_fleet
 from bench.processes import below, command_of
 from bench.router.figures import (
     FirstToken,
@@ -32,6 +31,7 @@ from bench.router.report import tables
 from bench.tables import markdown_report, markdown_table, publish, say, text_report, text_table
 from common.config import DEMO_MODEL
 from common.processes.child import KILL_S, ChildEnded, Respondent
+from common.processes.local_fleet import FleetFailed, local_fleet
 
 LOAD_S = 600.0
 LONGEST_ANSWER = 2000

@@ -13,7 +13,7 @@ import pytest
 
 from bench import fleets
 from bench.fleets import Fleet, Totals
-from bench.local_fleet import FleetFailed
+from common.processes.local_fleet import FleetFailed
 
 KV_BYTES = 2 * 2 * 2 * 32 * 4
 """Of a token in a quick run: layers, key and value, heads, size of a head, float32."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.local_fleet import FleetFailed
+from common.processes.local_fleet import FleetFailed
 from demo.evaluate import MODEL
 from tests.chaos.checks import Checks
 from tests.chaos.client import Answer, Client

@@ -24,9 +24,9 @@ def test_the_parser_is_built_without_heavy_imports() -> None:
 
 def test_help_lists_the_commands_that_people_use_and_no_other() -> None:
     text = build_parser().format_help()
-    for command in ("local", "router", "prefill", "decode", "bench"):
+    for command in ("local", "router", "prefill", "decode", "chat", "simulate", "key", "bench"):
         assert f"    {command} " in text
-    for hidden in ("detokenizer", "chat", "==SUPPRESS=="):
+    for hidden in ("detokenizer", "==SUPPRESS=="):
         assert hidden not in text
 
 

@@ -1,0 +1,186 @@
+"""`Engine`: a fleet of this machine as a Python object, for offline work. As SGLang's `Engine`
+(https://docs.sglang.io/basic_usage/offline_engine_api.html).
+
+Owns the fleet, which is `launch local` in a child process: the same routers, prefill and decode instances that serve. Does not
+know tokens: prompts and answers are those of POST /generate.
+
+    with Engine(model="demo", prefill=1, decode=1) as engine:
+        for answer in engine.generate(["Hello", "12 + 30 ="], {"temperature": 0, "max_new_tokens": 16}):
+            print(answer["text"])
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias, overload
+
+from common.errors import BadRequest
+from common.processes.local_fleet import FleetFailed, LocalFleet
+from common.processes.router_client import RequestFailed, RouterClient
+
+Prompt: TypeAlias = str | Sequence[int]
+"""A text, or its token ids."""
+Parameters: TypeAlias = Mapping[str, Any]
+"""`sampling_params` of POST /generate: max_new_tokens, temperature, top_p, stop, json_schema and the others."""
+Answer: TypeAlias = dict[str, Any]
+"""As POST /generate sends it: text, output_ids, meta_info."""
+
+CONCURRENT = 256
+"""How many prompts are at the fleet at once. More wait here."""
+MAX_REQUESTS = 4096
+
+
+class Engine:
+    """Starts a fleet, and returns when it can serve. Raises FleetFailed with what the fleet said.
+
+    model: a folder, a Hugging Face name, or "demo". prefill, decode: how many instances. flags: any other flag of `launch local`,
+    with underscores: kv_memory="4GiB", dtype="float32". Use it as a context manager, or call `shutdown`. Several threads may use
+    it at once.
+    """
+
+    def __init__(self, model: str = "demo", *, prefill: int = 1, decode: int = 1, **flags: str | int | float) -> None:
+        given = {"model": model, "prefill": prefill, "decode": decode, "max_requests": MAX_REQUESTS} | flags
+        self._fleet = LocalFleet(*(f"--{name.replace('_', '-')}={value}" for name, value in given.items()))
+        self._pool = ThreadPoolExecutor(max_workers=CONCURRENT, thread_name_prefix="engine")
+        try:
+            self._fleet.start()
+        except BaseException:
+            with contextlib.suppress(FleetFailed):
+                self._fleet.stop()
+            raise
+        self._client = RouterClient(self._fleet.url)
+
+    @property
+    def url(self) -> str:
+        """Of the fleet's router: its whole HTTP API is there too."""
+        return self._fleet.url
+
+    @overload
+    def generate(
+        self, prompt: Prompt, sampling_params: Parameters | None = None, *, stream: Literal[False] = False, **fields: Any
+    ) -> Answer: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        sampling_params: Parameters | Sequence[Parameters] | None = None,
+        *,
+        stream: Literal[False] = False,
+        **fields: Any,
+    ) -> list[Answer]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt, sampling_params: Parameters | None = None, *, stream: Literal[True], **fields: Any
+    ) -> Iterator[Answer]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: Parameters | Sequence[Parameters] | None = None,
+        *,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Answer | list[Answer] | Iterator[Answer]:
+        """The answer to a prompt, or to each of a list of prompts, in their order. sampling_params: one for all, or one for each.
+
+        stream: of a single prompt; an iterator of the answer so far, each time it grows. fields: others of POST /generate, such
+        as return_logprob. Raises RequestFailed for the first request that fails, BadRequest for arguments that do not fit.
+        """
+        if not _is_list(prompt):
+            if stream:
+                return self._client.stream("/generate", _body(prompt, sampling_params, fields) | {"stream": True})
+            return self._one(_body(prompt, sampling_params, fields))
+        if stream:
+            raise BadRequest("stream is for a single prompt: call generate for each", field="stream")
+        return list(self._pool.map(self._one, _bodies(prompt, sampling_params, fields)))
+
+    async def async_generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: Parameters | Sequence[Parameters] | None = None,
+        *,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Answer | list[Answer] | AsyncIterator[Answer]:
+        """As `generate`, without blocking the loop. With stream, await it for an asynchronous iterator."""
+        if stream and not _is_list(prompt):
+            return self._stream(_body(prompt, sampling_params, fields) | {"stream": True})
+        loop = asyncio.get_running_loop()
+        if not _is_list(prompt):
+            return await loop.run_in_executor(self._pool, self._one, _body(prompt, sampling_params, fields))
+        if stream:
+            raise BadRequest("stream is for a single prompt: call async_generate for each", field="stream")
+        bodies = _bodies(prompt, sampling_params, fields)
+        return list(await asyncio.gather(*(loop.run_in_executor(self._pool, self._one, body) for body in bodies)))
+
+    def shutdown(self) -> None:
+        """Stop the fleet in order. Idempotent. Raises FleetFailed when it does not end in order."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._fleet.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown()
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _one(self, body: Mapping[str, Any]) -> Answer:
+        answer: Answer = self._client.post("/generate", body)
+        return answer
+
+    async def _stream(self, body: Mapping[str, Any]) -> AsyncIterator[Answer]:
+        """The events, read on a thread. An iteration that is left early ends the request."""
+        loop, left = asyncio.get_running_loop(), threading.Event()
+        arrived: asyncio.Queue[Answer | RequestFailed | None] = asyncio.Queue()
+
+        def read() -> None:
+            events = self._client.stream("/generate", body)
+            end: RequestFailed | None = None
+            try:
+                for event in events:
+                    if left.is_set():
+                        break
+                    loop.call_soon_threadsafe(arrived.put_nowait, event)
+            except RequestFailed as error:
+                end = error
+            finally:
+                events.close()
+                if not left.is_set():
+                    loop.call_soon_threadsafe(arrived.put_nowait, end)
+
+        reading = loop.run_in_executor(self._pool, read)
+        try:
+            while (event := await arrived.get()) is not None:
+                if isinstance(event, RequestFailed):
+                    raise event
+                yield event
+            await reading
+        finally:
+            left.set()
+
+
+def _is_list(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """Whether it is several prompts. Token ids are one."""
+    return not isinstance(prompt, str) and not (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+def _body(prompt: Any, parameters: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    return {**given, "sampling_params": dict(parameters or {}), **fields}
+
+
+def _bodies(prompts: Any, parameters: Any, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Raises BadRequest when there are not as many parameters as prompts."""
+    if parameters is None or isinstance(parameters, Mapping):
+        parameters = [parameters] * len(prompts)
+    if len(parameters) != len(prompts):
+        message = f"sampling_params holds {len(parameters)} for {len(prompts)} prompts: send one for all, or one for each"
+        raise BadRequest(message, field="sampling_params")
+    return [_body(prompt, each, fields) for prompt, each in zip(prompts, parameters, strict=True)]

@@ -1,0 +1,63 @@
+"""`Engine`: a whole fleet as a Python object."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from common.errors import BadRequest
+from common.processes.local_fleet import FleetFailed
+from common.processes.router_client import RequestFailed
+from launch.engine import Engine
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(threads=1) as made:
+        yield made
+
+
+def test_answers_come_in_the_order_of_their_prompts_and_alone_as_together(engine: Engine) -> None:
+    prompts = [f"{number} + 30 =" for number in range(40)]
+    answers = engine.generate(prompts, GREEDY)
+    assert [answers[number] | {"meta_info": {}} for number in (0, 39)] == [
+        engine.generate(prompts[number], GREEDY) | {"meta_info": {}} for number in (0, 39)
+    ]
+    assert all(answer["meta_info"]["completion_tokens"] <= 6 for answer in answers)
+    lengths = engine.generate(["a", [60, 61]], [{"max_new_tokens": tokens, "ignore_eos": True} for tokens in (2, 5)])
+    assert [len(answer["output_ids"]) for answer in lengths] == [2, 5]
+
+
+def test_a_stream_grows_to_the_whole_answer(engine: Engine) -> None:
+    whole = engine.generate("12 + 30 =", GREEDY)
+    grown = [answer["text"] for answer in engine.generate("12 + 30 =", GREEDY, stream=True)]
+    assert grown[-1] == whole["text"] and all(later.startswith(text) for text, later in pairwise(grown))
+
+
+def test_a_loop_is_not_blocked_and_a_stream_may_be_left(engine: Engine) -> None:
+    async def ask() -> list[str]:
+        stream = await engine.async_generate("Hello", {"max_new_tokens": 200, "ignore_eos": True}, stream=True)
+        assert not isinstance(stream, dict | list)
+        async for first in stream:
+            assert first["text"] is not None
+            break
+        answers = await engine.async_generate(["a", "b"], GREEDY)
+        assert isinstance(answers, list)
+        return [answer["text"] for answer in answers]
+
+    assert asyncio.run(ask()) == [engine.generate(prompt, GREEDY)["text"] for prompt in ("a", "b")]
+
+
+def test_what_the_router_refuses_is_raised_with_its_reason(engine: Engine) -> None:
+    with pytest.raises(RequestFailed, match="nope"):
+        engine.generate("a", {"nope": 1})
+    with pytest.raises(BadRequest, match="sampling_params"):
+        engine.generate(["a", "b"], [GREEDY])
+
+
+def test_a_flag_that_is_not_known_is_told() -> None:
+    with pytest.raises(FleetFailed, match="no-such-flag"):
+        Engine(no_such_flag=1)
