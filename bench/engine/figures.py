@@ -136,6 +136,18 @@ class HostWork(JsonLine, frozen=True, kw_only=True):
     launch_ms: Spread
 
 
+class SampledStep(JsonLine, frozen=True, kw_only=True):
+    """A decode step in which each row asks for the same, greedily where nothing else is said. ratio: to a step in which no row
+    asks for anything, of the same run."""
+
+    model: str
+    vocab_size: int
+    rows: int
+    asked: str
+    step_ms: Spread
+    ratio: float
+
+
 class Pushed(JsonLine, frozen=True, kw_only=True):
     """As `launch bench transfer` measures it, the median of its rounds."""
 
@@ -160,7 +172,9 @@ class Done(JsonLine, frozen=True, kw_only=True):
     """A task is over."""
 
 
-Figure: TypeAlias = Ceilings | Check | Agreement | Built | Started | DecodeStep | Prefill | Offline | HostWork | Pushed | Exposed
+Figure: TypeAlias = (
+    Ceilings | Check | Agreement | Built | Started | DecodeStep | Prefill | Offline | HostWork | SampledStep | Pushed | Exposed
+)
 WorkerReport: TypeAlias = Figure | Progress | Done
 F = TypeVar("F")
 

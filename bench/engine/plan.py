@@ -11,7 +11,7 @@ from common.config import DEMO_MODEL, Dtype, EngineConfig, option
 from common.errors import ConfigError
 from common.processes.lines import JsonLine
 
-Section = Literal["ceilings", "build", "host", "checks", "steps", "offline", "ring", "push", "exposed"]
+Section = Literal["ceilings", "build", "host", "sampling", "checks", "steps", "offline", "ring", "push", "exposed"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """config.json of each model, as far as its speed depends on it. tiny: to show that everything works."""
 GOAL_MODEL, GOAL_BATCH, GOAL_CONTEXT = "Llama-3-8B", 32, 2048
+SAMPLING_ROWS = 64
 _LONGEST_SEQUENCE_PARTS = 2
 """A sequence of the offline section has at most so many times the longest prompt: the prompt, and an answer as long."""
 
@@ -158,6 +159,21 @@ class MeasureHost(Task, frozen=True, kw_only=True):
     rounds: int
 
 
+class MeasureSampling(Task, frozen=True, kw_only=True):
+    """What sampling parameters cost in a decode step. vocab_size: of a shape's; the demo model has its own."""
+
+    limit_s = 150.0
+    is_alone = True
+    model: str
+    vocab_size: int
+    rows: int
+    rounds: int
+
+    @property
+    def label(self) -> str:
+        return f"sampling {self.model}, vocabulary of {self.vocab_size or 'its own'}"
+
+
 class Build(Task, frozen=True, kw_only=True):
     """Compile the kernels that a model needs, so that no measurement waits for a compiler."""
 
@@ -249,6 +265,7 @@ class MeasureExposed(Task, frozen=True, kw_only=True):
 AnyTask: TypeAlias = (
     MeasureCeilings
     | MeasureHost
+    | MeasureSampling
     | Build
     | CheckOperations
     | CheckAnswers
@@ -273,6 +290,13 @@ def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_qui
             yield MeasureCeilings(engine=engine, is_quick=is_quick)
         case "host":
             yield MeasureHost(engine=engine, is_quick=is_quick, rounds=min(10 * bench.rounds, 500))
+        case "sampling":
+            cases = [("tiny", 512)] if is_quick else [(DEMO_MODEL, 0), ("tiny", 32_000), ("tiny", 151_936)]
+            rows = 4 if is_quick else SAMPLING_ROWS
+            yield from (
+                MeasureSampling(engine=engine, is_quick=is_quick, model=name, vocab_size=size, rows=rows, rounds=bench.rounds)
+                for name, size in cases
+            )
         case "build":
             if on_cuda:
                 fp8 = replace(engine, kv_dtype="fp8_e4m3")

@@ -17,6 +17,7 @@ from bench.engine.figures import (
     Offline,
     Prefill,
     Pushed,
+    SampledStep,
     Started,
     TaskRun,
 )
@@ -69,6 +70,7 @@ def sections(outcome: EngineOutcome) -> Iterator[Section]:
         ("Pushes, GB/s", ("way", "page", "pages", "arrangement", "GB/s"), _pushes),
         ("Exposed transfer, ms", ("fleet", "prompt", "first token", "all pushes", "exposed"), _exposed),
         ("Host work of the executor, ms", ("device", "rows", "graphs", "launch", "attention"), _host),
+        ("What sampling parameters cost", ("model", "vocabulary", "rows", "asked", "ms", "to a plain step"), _sampled),
         (
             "Offline",
             ("model", "graphs", "in flight", "sequences", "tokens in", "out", "steps", "s", "tokens/s out", "all"),
@@ -148,6 +150,13 @@ def _host(outcome: EngineOutcome) -> Table:
             work.attention.split(",")[0].removeprefix("attention: "),
         )
         for work in outcome.of(HostWork)
+    ]
+
+
+def _sampled(outcome: EngineOutcome) -> Table:
+    return [
+        (step.model, str(step.vocab_size), str(step.rows), step.asked, _spread(step.step_ms, ".2f"), f"{step.ratio:.2f}")
+        for step in outcome.of(SampledStep)
     ]
 
 

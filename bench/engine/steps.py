@@ -120,7 +120,7 @@ def _decode(runner: ModelRunner, task: MeasureSteps, batch: int, context: int, w
     plans = _decode_plans(runner, batch, context, steps)
     for plan in plans[:WARM_STEPS]:
         runner.steps.launch(plan).wait()
-    step_s, launch_s = _in_flight(runner, plans[WARM_STEPS : WARM_STEPS + task.rounds])
+    step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + task.rounds])
     alone = [_alone_ms(runner, plan, max(launch_s)) for plan in plans[WARM_STEPS + task.rounds :]]
     kv_bytes = batch * (context - steps // 2) * layout.page_bytes // layout.page_size
     return DecodeStep(
@@ -144,7 +144,7 @@ def _decode_plans(runner: ModelRunner, batch: int, context: int, steps: int) -> 
     return [rows.plan(starts if number == 0 else ()) for number in range(steps)]
 
 
-def _in_flight(runner: ModelRunner, plans: Sequence[Plan]) -> tuple[list[float], list[float]]:
+def in_flight(runner: ModelRunner, plans: Sequence[Plan]) -> tuple[list[float], list[float]]:
     """Seconds from one step's end to the next's, while another is always in flight, and of each launch."""
     ends, launches = list[float](), list[float]()
     before: PendingStep | None = None

@@ -22,6 +22,7 @@ from bench.engine.plan import (
     MeasureHost,
     MeasureOffline,
     MeasurePush,
+    MeasureSampling,
     MeasureSteps,
 )
 from common.errors import TandemError
@@ -50,6 +51,10 @@ def figures_of(task: AnyTask, say: Say) -> Iterator[Figure]:
             from bench.engine import host
 
             return host.measure(task)
+        case MeasureSampling():
+            from bench.engine import sampling
+
+            return sampling.measure(task, say)
         case MeasureOffline():
             from bench.engine import offline
 

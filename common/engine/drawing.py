@@ -1,8 +1,8 @@
 """From the logits of a step to its tokens, and to the log probabilities that are told of them.
 
 Owns which rows ask for more than a draw from the model's own distribution: those that a logits processor concerns, and those
-that report log probabilities. A step without such rows pays for one look at an array. Knows processors by their port; does not
-know how logits are computed.
+that report log probabilities. A step without such rows pays for one look at an array at most. Knows processors by their port;
+does not know how logits are computed.
 
     logits ─┬─► log probabilities
             └─► processors ─► temperature, filters, draw ─► processors hear the token
@@ -61,6 +61,7 @@ class Drawing:
         self.sampler = sampler
         self._processors = processors
         self._is_special, self._is_processed = np.zeros((2, rows), dtype=bool)
+        self._has_special = False
         self._most = np.full(rows, _NOTHING, dtype=np.int64)
         """How many of the likeliest tokens a row reports beside its own."""
         self._prompts: dict[int, tuple[Int32Array, int]] = {}
@@ -86,12 +87,13 @@ class Drawing:
             processor.start(starts)
             self._is_processed[rows] |= processor.concerns(rows)
         self._is_special[rows] = self._is_processed[rows] | (self._most[rows] != _NOTHING)
+        self._has_special = bool(self._is_special.any())
 
     def prepare(self, plan: Plan, host: HostStep, behind_graph: bool) -> Special | None:
         """What is special about this step; None: nothing. behind_graph: a graph draws the tokens first."""
         rows = host.arrays.sampled_rows
         has_prompts = bool(self._prompts) and bool(plan.chunks)
-        if not has_prompts and not self._is_special[rows].any():
+        if not has_prompts and not (self._has_special and self._is_special[rows].any()):
             return None
         prompt = self._asked_of_prompts(plan) if has_prompts else _ASKED_NOTHING
         asking = np.flatnonzero(self._most[rows] != _NOTHING)

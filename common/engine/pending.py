@@ -28,7 +28,8 @@ class PendingStep:
     ) -> None:
         self._plan = plan
         self._progress = progress
-        self._told, self._prompt_told = (None if each is None else (each, _to_host(each.packed)) for each in (told, prompt_told))
+        self._told = None if told is None else (told, _to_host(told.packed))
+        self._prompt_told = None if prompt_told is None else (prompt_told, _to_host(prompt_told.packed))
         self._tokens = _to_host(tokens.int())
         self._event: torch.cuda.Event | None = None
         if tokens.device.type != "cpu":
@@ -47,6 +48,8 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         tokens: Int32Array = self._tokens.numpy()
+        if self._told is None and self._prompt_told is None:
+            return StepResult(self._plan, tokens)
         return StepResult(self._plan, tokens, _read(self._told), _read(self._prompt_told))
 
 

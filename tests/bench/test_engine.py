@@ -22,6 +22,7 @@ from bench.engine.offline import run
 from bench.engine.plan import Build, EngineBench, MeasureCeilings, MeasureSteps, tasks
 from bench.engine.report import markdown
 from bench.engine.run import Bench, _reason, _Worker
+from bench.engine.sampling import KINDS
 from bench.engine.steps import phases
 from bench.figures import Spread
 from bench.hardware import this_hardware
@@ -36,6 +37,7 @@ from common.sampling_params import SamplingParams
 from tests.common.engine.driver import Driver
 
 CPU = EngineConfig(device="cpu", max_running=2, kv_memory="1MiB")
+SAMPLING = "sampling tiny, vocabulary of 512"
 GREEDY = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -49,15 +51,15 @@ def test_a_quick_run_checks_measures_prints_and_writes_what_was_asked_for(tmp_pa
         "engine",
         "--quick",
         "--device=cpu",
-        "--only=host,checks,steps,offline",
+        "--only=host,sampling,checks,steps,offline",
     ]
     done = subprocess.run([*command, f"--json={figures}"], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(figures.read_text())
-    assert outcome["command"].startswith("launch bench engine --quick --only=host,checks,steps,offline")
+    assert outcome["command"].startswith("launch bench engine --quick --only=host,sampling,checks,steps,offline")
     assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
     assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [
-        (label, "") for label in ("ceilings", "host", "check operations", "check answers", "steps tiny", "offline tiny")
+        (label, "") for label in ("ceilings", "host", SAMPLING, "check operations", "check answers", "steps tiny", "offline tiny")
     ]
     by_type: dict[str, list[dict[str, object]]] = {}
     for figure in outcome["figures"]:
@@ -77,6 +79,9 @@ def test_a_quick_run_checks_measures_prints_and_writes_what_was_asked_for(tmp_pa
     )
     (host,) = by_type["HostWork"]
     assert host["rows"] == 256 and host["graphs"] is False and host["launch_ms"]["median"] > 0  # type: ignore[index]
+    sampled = {step["asked"]: step for step in by_type["SampledStep"]}
+    assert sampled.keys() == KINDS.keys() and sampled["nothing"]["ratio"] == 1
+    assert all(step["rows"] == 4 and step["vocab_size"] == 512 and step["ratio"] > 0 for step in sampled.values())  # type: ignore[operator]
     assert all(check["met"] is not False for check in by_type["Check"]), by_type["Check"]
     assert {tokens["total"] for tokens in by_type["Agreement"]} == {32}
     assert "Decode steps:" in done.stdout and done.stdout.index("What ran:") < done.stdout.index("Decode steps:")
