@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import BadRequest, Overloaded, TandemError
 from common.ids import InstanceId
 from router.api.answers import AnswerShape
+from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, unless_left
 from router.api.chat import ChatFields, read_chat
 from router.api.chat_answers import ChatShape
 from router.api.completion_answers import CompletionShape
@@ -50,6 +51,7 @@ AT_END = "tandem.at_end"
 """Where a request's scope holds the ExitStack of what must be closed when it is over."""
 
 R = TypeVar("R", bound=ReadRequest)
+T = TypeVar("T")
 
 
 class Api:
@@ -81,24 +83,26 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat: each message has a role and a text."""
         received_s = self._enter(request)
-        asked = await self._intake.read(read_chat, await self._body(request))
-        accepted = await self._intake.accept_chat(asked, answer_id(request.scope[REQUEST_ID], "chatcmpl-"))
+        asked = await self._read(request, read_chat)
+        answer = answer_id(request.scope[REQUEST_ID], "chatcmpl-")
+        accepted = await unless_left(request, self._intake.accept_chat(asked, answer))
         return self._dispatch(request, ChatShape, asked, accepted, received_s)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
         received_s = self._enter(request)
-        asked = await self._intake.read(read_completion, await self._body(request))
-        accepted = await self._intake.accept_completion(asked, answer_id(request.scope[REQUEST_ID], "cmpl-"))
+        asked = await self._read(request, read_completion)
+        answer = answer_id(request.scope[REQUEST_ID], "cmpl-")
+        accepted = await unless_left(request, self._intake.accept_completion(asked, answer))
         return self._dispatch(request, CompletionShape, asked, accepted, received_s)
 
     async def generate(self, request: Request) -> Response:
         """SGLang's own endpoint: continue one prompt or a batch of prompts. Each event of a stream repeats the answer so far."""
         received_s = self._enter(request)
-        asked = await self._intake.read(partial(read_generate, self._model), await self._body(request))
+        asked = await self._read(request, partial(read_generate, self._model))
         if len(asked.rids) == 1:
             request.scope[REQUEST_ID] = asked.rids[0]
-        accepted = await self._intake.accept_completion(asked, answer_id(request.scope[REQUEST_ID]))
+        accepted = await unless_left(request, self._intake.accept_completion(asked, answer_id(request.scope[REQUEST_ID])))
         choices = asked.choice_ids(accepted.id, len(accepted.specs))
         named = {name: (spec.request_id,) for name, spec in zip(choices, accepted.specs, strict=True)}
         request.scope[AT_END].callback(self._open.add(named if asked.is_batch else {}))
@@ -107,7 +111,7 @@ class Api:
     async def abort_request(self, request: Request) -> Response:
         """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason
         `abort`."""
-        asked = await self._intake.read(read_abort, await self._body(request))
+        asked = await self._read(request, read_abort)
         core = self._gateway.core
         all_open = [record.spec.request_id for record in core.requests.records()] if asked.abort_all else []
         ids = all_open or self._open.find(asked.rid)
@@ -117,14 +121,14 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text."""
         self._enter(request)
-        asked = await self._intake.read(read_tokenize, await self._body(request))
-        return _json(msgspec.structs.asdict(await self._intake.tokenize(asked)))
+        asked = await self._read(request, read_tokenize)
+        return _json(msgspec.structs.asdict(await unless_left(request, self._intake.tokenize(asked))))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         self._enter(request)
-        asked = await self._intake.read(read_detokenize, await self._body(request))
-        return _json(msgspec.structs.asdict(await self._intake.detokenize(asked)))
+        asked = await self._read(request, read_detokenize)
+        return _json(msgspec.structs.asdict(await unless_left(request, self._intake.detokenize(asked))))
 
     def _enter(self, request: Request) -> float:
         """Let the request in, until its response has ended. Returns the time. Raises Unavailable when the router drains."""
@@ -189,6 +193,12 @@ class Api:
         """Give the instance no more requests. It serves what it has, and leaves."""
         self._gateway.deliver(self._gateway.core.fleet.drain(InstanceId(instance)))
         return _json({"id": instance, "state": "draining"}, 202)
+
+    async def _read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
+        """What the body asks for. Raises BadRequest, Overloaded."""
+        body = await self._body(request)
+        request.scope[IS_LARGE] = len(body) > LARGE_BODY_BYTES
+        return await unless_left(request, self._intake.read(reader, body))
 
     def _model_card(self) -> dict[str, Any]:
         return {

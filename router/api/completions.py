@@ -10,13 +10,13 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from router.api.bodies import MAX_PROMPTS
 from router.api.fields import ReadRequest, SamplingFields, TopLogprobs, checked_stops, convert, object_in
 from router.api.neutral import NEUTRAL_COMPLETION_VALUES, drop_neutral
 from router.api.structured import grammar_of
 
 COMPLETION_MAX_TOKENS = 16
 """Length of an answer to /v1/completions when the request gives none, as at OpenAI."""
-MAX_PROMPTS = 64
 
 
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
@@ -54,7 +54,7 @@ def read_completion(body: bytes, context_tokens: int | None = None) -> Completio
     """The body of POST /v1/completions. Raises BadRequest, for far more token ids than the context holds before they are read."""
     if context_tokens is not None and len(body) > context_tokens:
         require_few_ids(body, context_tokens)
-    raw = drop_neutral(object_in(body), NEUTRAL_COMPLETION_VALUES, CompletionFields.__struct_encode_fields__)
+    raw = drop_neutral(object_in(body, context_tokens), NEUTRAL_COMPLETION_VALUES, CompletionFields.__struct_encode_fields__)
     fields = convert(raw, CompletionFields)
     if fields.max_tokens == 0 and not fields.echo:
         raise BadRequest("max_tokens must be at least 1, or 0 with echo=true", field="max_tokens")

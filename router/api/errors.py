@@ -9,6 +9,7 @@ from starlette.responses import Response
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.messages import Failed
 
+MAX_SHOWN_CHARS = 64
 RETRY_AFTER_S = {Overloaded.status: Overloaded.retry_after_s, Unavailable.status: Unavailable.retry_after_s}
 
 
@@ -37,6 +38,11 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """What every refused request gets."""
 
     error: ErrorDetail
+
+
+def shown(text: str) -> str:
+    """What an error repeats of a client's text."""
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
 
 
 def error_json(detail: ErrorDetail) -> bytes:

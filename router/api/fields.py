@@ -14,6 +14,8 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from common.sampling_params import Grammar
+from router.api.bodies import decoded
+from router.api.errors import shown
 from router.api.structured import StructuredFields
 
 MAX_CHOICES_PER_PROMPT = 16
@@ -27,6 +29,7 @@ MAX_TOP_LOGPROBS = 20
 ALL_TOKENS = -1
 """As `top_k`: what vLLM's clients send for all tokens, as 0."""
 MAX_PRIORITY = 1000
+MAX_MESSAGE_CHARS = 512
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -170,14 +173,15 @@ def biases_of(fields: SamplingFields) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), bias) for key, bias in fields.logit_bias.items())
 
 
-def object_in(body: bytes) -> dict[str, Any]:
+def object_in(body: bytes, context_tokens: int | None = None) -> dict[str, Any]:
+    """The fields of the body. context_tokens: of each prompt that it may hold in token ids. Raises BadRequest."""
     try:
-        decoded = msgspec.json.decode(body)
+        fields = decoded(body, context_tokens)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(decoded, dict):
+    if not isinstance(fields, dict):
         raise BadRequest("the body must be a JSON object")
-    return decoded
+    return fields
 
 
 _TOKEN_ID = re.compile(r"^[0-9]{1,10}$", re.ASCII)
@@ -206,6 +210,8 @@ def _named(message: str) -> BadRequest:
 
     "Expected `int`, got `str` - at `$.n`" becomes "n: expected `int`, got `str`" with field n.
     """
+    if len(message) > MAX_MESSAGE_CHARS:  # it quotes what the client sent
+        message = f"{message[: MAX_MESSAGE_CHARS // 2]}…{message[-MAX_MESSAGE_CHARS // 2 :]}"
     match = _AT_PATH.match(message)
     assert match is not None
     what, path = match["what"], match["path"] or ""
@@ -214,7 +220,7 @@ def _named(message: str) -> BadRequest:
         name = prefix + missing["name"]
         return BadRequest(f"{name} is missing: it is required", field=name, code="missing_required_parameter")
     if unknown := _UNKNOWN.match(what):
-        name = prefix + unknown["name"]
+        name = prefix + shown(unknown["name"])
         return BadRequest(f"{name} is not a known field: leave it out", field=name, code="unknown_parameter")
     if limit := _LIMIT.match(what):
         rule = f"{_LIMITS[limit['sign']]} {limit['limit'].removesuffix('.0')}"

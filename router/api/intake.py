@@ -17,13 +17,15 @@ from typing import Protocol, TypeVar
 from msgspec.structs import replace
 
 from common.config import RouterConfig
-from common.errors import BadRequest, UnknownModel
+from common.errors import BadRequest, Overloaded, UnknownModel
 from common.ids import RequestId, pack_ids, unpack_ids
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import ChatOptions
+from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest
 from router.api.chat_plan import PLAIN_TEXT, TAIL_TOKENS, AnswerReading, ChatPlanner, ChatTemplate
 from router.api.completions import CompletionRequest, Prompt
+from router.api.errors import shown
 from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
 from router.api.logprobs import DecodedTexts, TokenTexts
 from router.api.request_ids import AnswerId
@@ -35,8 +37,8 @@ SEED_BITS = 63
 ENCODING_THREADS, LONG_ENCODING_THREADS = 4, 2
 SHORT_CHARS = 1_000
 """Shorter texts are encoded on the loop's thread: that takes less time than waking another thread and waiting for its turn."""
-LARGE_BODY_BYTES = 256 * 1024
-"""Larger bodies are read on another thread: 16 MiB of token ids take over half a second."""
+MAX_WAITING_BODY_BYTES = 256 * 2**20
+"""Large bodies that wait to be read, or are read: beyond this many bytes of them, others are refused."""
 LONG_CHARS = 2**16
 """Longer texts have threads of their own: each takes from tens of milliseconds to seconds."""
 USUAL_TOKEN_CHARS = 4
@@ -106,13 +108,20 @@ class Intake:
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
         self._long_threads = ThreadPoolExecutor(max_workers=LONG_ENCODING_THREADS, thread_name_prefix="long-tokenizer")
         self._encoding = 0
+        self._waiting_body_bytes = 0
         self.token_texts: TokenTexts = DecodedTexts(partial(tokenizer.decode, skip_special_tokens=False))
 
     async def read(self, reader: Callable[[bytes, int], R], body: bytes) -> R:
-        """What the body asks for. Raises BadRequest."""
-        if len(body) <= LARGE_BODY_BYTES:
+        """What the body asks for. Raises BadRequest, Overloaded."""
+        if (size := len(body)) <= LARGE_BODY_BYTES:
             return reader(body, self.context_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._long_threads, reader, body, self.context_tokens)
+        if self._waiting_body_bytes and self._waiting_body_bytes + size > MAX_WAITING_BODY_BYTES:
+            raise Overloaded(f"{self._waiting_body_bytes} bytes of large bodies wait to be read: try again shortly")
+        self._waiting_body_bytes += size
+        try:
+            return await _on_thread(self._long_threads, partial(reader, body, self.context_tokens))
+        finally:
+            self._waiting_body_bytes -= size
 
     async def accept_chat(self, request: ChatRequest, answer: AnswerId) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
@@ -246,7 +255,7 @@ class Intake:
         try:
             if size < SHORT_CHARS:
                 return work()
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+            return await _on_thread(threads, work)
         finally:
             self._encoding -= choices
 
@@ -374,6 +383,16 @@ class Intake:
         return asked
 
 
+async def _on_thread(threads: ThreadPoolExecutor, work: Callable[[], R]) -> R:
+    """Do the work on one of the threads, or never if this is cancelled before it begins. Then nothing holds on to the work: the
+    threads would, until its turn comes."""
+    held = [work]
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: held.pop()())
+    finally:
+        held.clear()
+
+
 def _require_room(prompt_tokens: int, context: int, prompt_field: str) -> None:
     """Raises BadRequest when the context has no room for an answer."""
     if prompt_tokens >= context:
@@ -382,7 +401,7 @@ def _require_room(prompt_tokens: int, context: int, prompt_field: str) -> None:
 
 
 def unknown_model(model: str, served: str) -> UnknownModel:
-    return UnknownModel(f"model {model!r} is not served here: use {served!r}", field="model", code="model_not_found")
+    return UnknownModel(f"model {shown(model)!r} is not served here: use {served!r}", field="model", code="model_not_found")
 
 
 def _wrapped(seed: int) -> int:

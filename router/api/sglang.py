@@ -173,7 +173,7 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
     ids than the context holds before they are read."""
     if context_tokens is not None and len(body) > context_tokens:
         require_few_ids(body, context_tokens, "input_ids")
-    raw = drop_neutral(object_in(body), NEUTRAL_GENERATE_VALUES, GenerateFields.__struct_encode_fields__)
+    raw = drop_neutral(object_in(body, context_tokens), NEUTRAL_GENERATE_VALUES, GenerateFields.__struct_encode_fields__)
     raw["sampling_params"] = _parameters_in(raw.get("sampling_params", {}))
     fields = convert(raw, GenerateFields)
     prompts, prompt_field = _prompts(fields)

@@ -117,4 +117,4 @@ def _chat(fields: TokenizeFields, messages: list[ChatMessage] | None) -> ChatReq
 
 def read_detokenize(body: bytes, context_tokens: int | None = None) -> DetokenizeFields:
     """The body of POST /detokenize. Raises BadRequest."""
-    return convert(drop_neutral(object_in(body), {}, DetokenizeFields.__struct_encode_fields__), DetokenizeFields)
+    return convert(drop_neutral(object_in(body, context_tokens), {}, DetokenizeFields.__struct_encode_fields__), DetokenizeFields)

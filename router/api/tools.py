@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from router.api.errors import shown
 
 MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -77,11 +78,11 @@ def tool_use(
     for index, function in enumerate(functions):
         if not _NAME.fullmatch(function.name):
             rule = "1 to 128 letters, digits or any of _.:/-"
-            raise BadRequest(f"tools[{index}]: the function's name must be {rule}, is {function.name!r}", field="tools")
+            raise BadRequest(f"tools[{index}]: the function's name must be {rule}, is {shown(function.name)!r}", field="tools")
     if named:
         chosen = tuple(function for function in functions if function.name == choice)[:1]
         if not chosen:
-            raise BadRequest(f"tool_choice names {choice!r}, which is not among the tools", field="tool_choice")
+            raise BadRequest(f"tool_choice names {shown(str(choice))!r}, which is not among the tools", field="tool_choice")
         return ToolUse(shown=tuple(functions), callable=chosen, required=True, parallel=False)
     if choice == "required" and not functions:
         raise BadRequest("tool_choice is required, but there are no tools: send tools", field="tool_choice")

@@ -11,6 +11,7 @@ import pytest
 from common.config import RouterConfig
 from common.errors import BadRequest
 from router.api import intake
+from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
@@ -115,7 +116,7 @@ async def test_a_large_body_is_read_and_its_ids_are_checked_on_another_thread() 
             return read_completion(body, context_tokens)
 
         with closing(accepting(site, tokenizer)) as accepting_intake:
-            for spaces in (0, intake.LARGE_BODY_BYTES):
+            for spaces in (0, LARGE_BODY_BYTES):
                 body = json.dumps(completion([1] * 100)).encode() + b" " * spaces
                 asked = await accepting_intake.read(reader, body)
                 assert (await accepting_intake.accept_completion(asked, ANSWER)).prompt_tokens == 100
