@@ -61,7 +61,7 @@ class RouterCore:
             case Placed():
                 return self.requests.placed(message, now)
             case Probed():
-                return self.requests.probed(message, now)
+                return self.requests.probed(message, now, self._heard_s())
             case DetokenizerHeartbeat():
                 return self._detokenizer_heard(message, now)
             case _:
@@ -94,9 +94,13 @@ class RouterCore:
                 if _is_late(watch.silent_at_s, now):
                     watch.excuse(now)
                 watch.tick(now)
-        watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
-        heard_s = {name: watch.heard_s if caught_up else -math.inf for name, watch in watched}
+        heard_s = self._heard_s() if caught_up else dict.fromkeys(self.detokenizer_names, -math.inf)
         return sends + self.requests.tick(now, heard_s)
+
+    def _heard_s(self) -> dict[InstanceId, float]:
+        """When each detokenizer was last heard; see `DetokenizerWatch`."""
+        watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
+        return {name: watch.heard_s for name, watch in watched}
 
     def take_moves(self) -> list[tuple[InstanceId, str | None]]:
         """Where the instances are now whose address may have changed since the last call; None: they are to be forgotten. A

@@ -102,8 +102,8 @@ class Retelling:
                 asked.setdefault(member, []).append(attempt.key)
         return [Send(member.info.id, Probe(keys=tuple(keys))) for member, keys in asked.items()]
 
-    def probed(self, message: Probed) -> list[Served]:
-        """Take in what a member knows about some attempts. Returns those that have lost messages for good."""
+    def probed(self, message: Probed, now: float, heard_s: Mapping[InstanceId, float]) -> list[Served]:
+        """What a member knows about some attempts. Returns those that have lost messages for good. heard_s: as in `tick`."""
         lost: dict[Key, Served] = {}
         for standing in message.standings:
             served = self._find(standing.key)
@@ -113,7 +113,9 @@ class Retelling:
                 continue
             _, attempt = served
             attempt.note_answer(member, standing.next_token)
-            if attempt.lost_messages:
+            if attempt.lost_messages and heard_s[attempt.detokenizer] < now - FRESH_S:
+                self._silences.set(attempt.key, now + FRESH_S)  # what was told again may have died with the detokenizer
+            elif attempt.lost_messages:
                 lost[standing.key] = served
             elif attempt.seems_lost:
                 self.tell_again([attempt])

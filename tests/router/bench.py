@@ -170,3 +170,10 @@ def route(sends: Iterable[Send]) -> tuple[str, str | None]:
     """The members that serve the one attempt that starts: the first, and the decode instance."""
     ((to, message),) = generates(sends)
     return to, message.decodes[0] if message.decodes else None
+
+
+def probes(sends: Iterable[Send]) -> dict[str, tuple[Key, ...]]:
+    """Who is asked about which attempts; each is asked once."""
+    asked = [(send.to, send.message.keys) for send in sends if isinstance(send.message, Probe)]
+    assert len(dict(asked)) == len(asked), "one message for each member"
+    return dict(asked)

@@ -1,26 +1,17 @@
 """Probes at the router's core: an attempt of which nothing is heard is asked about, and what seems lost is told again."""
 
-from collections.abc import Iterable
-
 import pytest
 
 from common.config import RouterConfig
 from common.ids import Incarnation, Key, RequestId
 from common.instance.ports import Send
-from common.messages import DetokenizerHeartbeat, Finished, InstanceInfo, Probe, Probed, Standing
+from common.messages import DetokenizerHeartbeat, Finished, InstanceInfo, Probed, Standing
 from router.attempts import ResumeReason
 from router.retelling import PROBE_S
 from tests.builders import key
-from tests.router.bench import D0, D1, P0, Bench, announced, cancels, close, generates, retold, route, spec
+from tests.router.bench import D0, D1, P0, Bench, announced, cancels, close, generates, probes, retold, route, spec
 
 BEAT = DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0)
-
-
-def probes(sends: Iterable[Send]) -> dict[str, tuple[Key, ...]]:
-    """Who is asked about which attempts; each is asked once."""
-    asked = [(send.to, send.message.keys) for send in sends if isinstance(send.message, Probe)]
-    assert len(dict(asked)) == len(asked), "one message for each member"
-    return dict(asked)
 
 
 class ProbeBench(Bench):

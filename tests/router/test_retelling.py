@@ -12,7 +12,7 @@ from router.attempts import ResumeReason
 from router.requests import RequestSpec
 from router.retelling import ANSWER_TOKENS, TOKENS_PER_S, TURN_TOKENS
 from tests.builders import key
-from tests.router.bench import D0, D1, P0, PROMPT, Bench, announced, cancels, close, generates, retold, spec
+from tests.router.bench import D0, D1, P0, PROMPT, Bench, announced, cancels, close, generates, probes, retold, spec
 
 NEW = "tcp://detokenizer:2"
 
@@ -131,6 +131,22 @@ def test_when_telling_again_does_not_help_the_request_is_resumed() -> None:
 
 
 # --- a detokenizer that may be gone --------------------------------------------------------------------------------------
+
+
+def test_a_detokenizer_that_may_be_gone_by_the_answer_to_a_probe_may_have_taken_along_what_was_told_again() -> None:
+    bench = Bench(D0).serving()
+    bench.hear_detokenizer(1.5)
+    bench.core.tick(2.0)
+    bench.probed(D0, 3, 2.0)
+    bench.core.tick(2.0)
+    bench.hear_detokenizer(3.0)
+    bench.beat(3.0)
+    assert probes(bench.core.tick(4.0)) == {"d0": (key(),)}
+    assert bench.probed(D0, 3, 5.0) == [], "it was alive when they were asked, and has been silent for two seconds now"
+    bench.hear_detokenizer(6.0)
+    bench.beat(6.0)
+    assert probes(bench.core.tick(6.5)) == {"d0": (key(),)}, "it lives: it is looked at again"
+    assert [message.key for _, message in generates(bench.probed(D0, 3, 6.6))] == [key(attempt=1)]
 
 
 def test_nothing_is_judged_while_the_detokenizer_may_be_gone() -> None:
