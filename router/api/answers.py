@@ -28,6 +28,7 @@ _MARK = "\ue000"
 _encode = msgspec.json.Encoder().encode
 
 R = TypeVar("R", bound=ReadRequest)
+C = TypeVar("C", bound=msgspec.Struct)
 
 
 def event(data: bytes) -> bytes:
@@ -110,14 +111,15 @@ class AnswerShape(ABC, Generic[R]):
         return LogprobWriter(self.token_texts, top or 0, as_ids=self.asked.fields.return_tokens_as_token_ids)
 
 
-class _Body(msgspec.Struct, frozen=True):
-    """usage: left out when the client did not ask for it; null in the chunks before the one that has it."""
+class OpenAIBody(msgspec.Struct, Generic[C], frozen=True):
+    """A whole answer, or a chunk of one. usage: left out when the client did not ask for it; null in the chunks before the one
+    that has it."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: Sequence[msgspec.Struct]
+    choices: Sequence[C]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
@@ -152,13 +154,13 @@ class OpenAIShape(AnswerShape[R]):
         options = self.asked.fields.stream_options
         if options is None or not options.include_usage:
             return DONE
-        return event(_encode(_Body(self.id, self.chunk_object, self.created, self.model, (), self.usage()))) + DONE
+        return event(_encode(OpenAIBody(self.id, self.chunk_object, self.created, self.model, (), self.usage()))) + DONE
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         self.tokens += sum(len(choice.token_ids) for choice in choices)
         parts = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         prompt = self._prompt_logprobs(choices)
-        return _encode(_Body(self.id, self.whole_object, self.created, self.model, parts, self.usage(), prompt))
+        return _encode(OpenAIBody(self.id, self.whole_object, self.created, self.model, parts, self.usage(), prompt))
 
     def _event(self, part: msgspec.Struct) -> bytes:
         options = self.asked.fields.stream_options
@@ -167,7 +169,7 @@ class OpenAIShape(AnswerShape[R]):
             usage = self.usage()
         elif options is not None and options.include_usage:
             usage = None
-        return event(_encode(_Body(self.id, self.chunk_object, self.created, self.model, (part,), usage)))
+        return event(_encode(OpenAIBody(self.id, self.chunk_object, self.created, self.model, (part,), usage)))
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the text in an event that holds nothing else."""

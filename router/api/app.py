@@ -20,22 +20,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import BadRequest, Overloaded, TandemError
 from common.ids import InstanceId
-from router.api.answers import AnswerShape
+from router.api.answers import AnswerShape, OpenAIBody
 from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, unless_left
 from router.api.chat import ChatFields, read_chat
-from router.api.chat_answers import ChatShape
-from router.api.completion_answers import CompletionShape
+from router.api.chat_answers import ChatChoice, ChatShape
+from router.api.completion_answers import CompletionShape, TextChoice
 from router.api.completions import CompletionFields, read_completion
 from router.api.description import CALL_REFUSALS, COMPLETION_REFUSALS, Described, DescribedApp
 from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.intake import Accepted, Intake, unknown_model
+from router.api.models import ModelCard, ModelList
 from router.api.open_answers import OpenAnswers
 from router.api.request_ids import HEADER, REQUEST_ID, answer_id, id_in, new_id
 from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
 from router.api.sglang import Aborted, AbortFields, GenerateFields, read_abort, read_generate
-from router.api.sglang_answers import GenerateShape
-from router.api.tokens import DetokenizeFields, TokenizeFields, read_detokenize, read_tokenize
+from router.api.sglang_answers import Generated, GenerateShape
+from router.api.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields, read_detokenize, read_tokenize
 from router.cluster import cluster_page
 from router.drain import Door
 from router.gateway import Gateway
@@ -116,19 +117,19 @@ class Api:
         all_open = [record.spec.request_id for record in core.requests.records()] if asked.abort_all else []
         ids = all_open or self._open.find(asked.rid)
         self._gateway.deliver(core.requests.cancel(ids, self._gateway.clock()))
-        return _json(msgspec.structs.asdict(Aborted(len(ids))))
+        return _json(Aborted(len(ids)))
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text."""
         self._enter(request)
         asked = await self._read(request, read_tokenize)
-        return _json(msgspec.structs.asdict(await unless_left(request, self._intake.tokenize(asked))))
+        return _json(await unless_left(request, self._intake.tokenize(asked)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         self._enter(request)
         asked = await self._read(request, read_detokenize)
-        return _json(msgspec.structs.asdict(await unless_left(request, self._intake.detokenize(asked))))
+        return _json(await unless_left(request, self._intake.detokenize(asked)))
 
     def _enter(self, request: Request) -> float:
         """Let the request in, until its response has ended. Returns the time. Raises Unavailable when the router drains."""
@@ -159,7 +160,7 @@ class Api:
 
     async def models(self) -> Response:
         """List the model that is served."""
-        return _json({"object": "list", "data": [self._model_card()]})
+        return _json(ModelList(data=[self._model_card()]))
 
     async def model(self, name: str) -> Response:
         """Describe the model of this name, if it is the one that is served."""
@@ -186,7 +187,7 @@ class Api:
         """What every instance last reported, which instances left or were refused, and the router's open requests. links: only
         the links of this prefill instance, with their traffic, as it tells them now."""
         if links is not None:
-            return _json(msgspec.structs.asdict(await self._gateway.links_of(InstanceId(links))))
+            return _json(await self._gateway.links_of(InstanceId(links)))
         return _json(await cluster_page(self._gateway.core))
 
     async def drain(self, instance: str) -> Response:
@@ -200,14 +201,8 @@ class Api:
         request.scope[IS_LARGE] = len(body) > LARGE_BODY_BYTES
         return await unless_left(request, self._intake.read(reader, body))
 
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "tandem",
-            "max_model_len": self._intake.context_tokens,
-        }
+    def _model_card(self) -> ModelCard:
+        return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
 
     async def _body(self, request: Request) -> bytes:
         """Raises BodyTooLarge, BodyTooSlow."""
@@ -278,20 +273,24 @@ class Doorkeeper:
 
 def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
     """The ASGI application."""
-    app = DescribedApp()
     routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]], Described], ...] = (
-        ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields)),
-        ("POST", "/v1/completions", api.completions, _completion("Text completion", CompletionFields)),
-        ("POST", "/generate", api.generate, _completion("Generate", GenerateFields, tag="SGLang")),
-        ("POST", "/abort_request", api.abort_request, _call("SGLang", "Abort", AbortFields, "How many answers were ended.")),
-        ("POST", "/tokenize", api.tokenize, _call("vLLM", "Tokenize", TokenizeFields, "The token ids.")),
-        ("POST", "/detokenize", api.detokenize, _call("vLLM", "Detokenize", DetokenizeFields, "The text.")),
-        ("GET", "/v1/models", api.models, Described(tag="OpenAI", summary="Models", answer="The list.")),
+        ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields, OpenAIBody[ChatChoice])),
+        ("POST", "/v1/completions", api.completions, _completion("Text completion", CompletionFields, OpenAIBody[TextChoice])),
+        ("POST", "/generate", api.generate, _completion("Generate", GenerateFields, Generated | list[Generated], "SGLang")),
+        ("POST", "/abort_request", api.abort_request, _call("SGLang", "Abort", AbortFields, Aborted)),
+        ("POST", "/tokenize", api.tokenize, _call("vLLM", "Tokenize", TokenizeFields, Tokenized)),
+        ("POST", "/detokenize", api.detokenize, _call("vLLM", "Detokenize", DetokenizeFields, Detokenized)),
+        (
+            "GET",
+            "/v1/models",
+            api.models,
+            Described(tag="OpenAI", summary="Models", answer="The list.", answer_type=ModelList),
+        ),
         (
             "GET",
             "/v1/models/{name:path}",
             api.model,
-            Described(tag="OpenAI", summary="One model", answer="The model.", refusals=(404,)),
+            Described(tag="OpenAI", summary="One model", answer="The model.", answer_type=ModelCard, refusals=(404,)),
         ),
         ("GET", "/health", api.health, _check("Health", "The router and its detokenizer are alive.")),
         ("GET", "/ready", api.ready, _check("Readiness", "A request could be served now.")),
@@ -309,6 +308,7 @@ def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
             Described(tag="Operations", summary="Drain an instance", answer="It drains.", status=202, refusals=(404,)),
         ),
     )
+    app = DescribedApp(described for _, _, _, described in routes)
     for method, path, endpoint, described in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None, **described.route_arguments())
     app.add_exception_handler(TandemError, _on_tandem_error)
@@ -319,11 +319,12 @@ def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
     return app
 
 
-def _completion(summary: str, body: type[msgspec.Struct], tag: str = "OpenAI") -> Described:
+def _completion(summary: str, body: type[msgspec.Struct], answer_type: Any, tag: str = "OpenAI") -> Described:
     return Described(
         tag=tag,
         summary=summary,
         body=body,
+        answer_type=answer_type,
         answer="The answer. With `stream`, server-sent events that end with `[DONE]`; a failure after the stream has begun is an "
         "event too. Comment lines (`: keep-alive`) break long silences, also before the first event.",
         media_types=("application/json", "text/event-stream"),
@@ -331,8 +332,9 @@ def _completion(summary: str, body: type[msgspec.Struct], tag: str = "OpenAI") -
     )
 
 
-def _call(tag: str, summary: str, body: type[msgspec.Struct], answer: str) -> Described:
-    return Described(tag=tag, summary=summary, body=body, answer=answer, refusals=CALL_REFUSALS)
+def _call(tag: str, summary: str, body: type[msgspec.Struct], answer_type: type[msgspec.Struct]) -> Described:
+    answer = "What was asked for."
+    return Described(tag=tag, summary=summary, body=body, answer=answer, answer_type=answer_type, refusals=CALL_REFUSALS)
 
 
 def _check(summary: str, answer: str) -> Described:
@@ -366,5 +368,5 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return response
 
 
-def _json(body: dict[str, Any], status: int = 200) -> Response:
+def _json(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -68,7 +68,7 @@ class _ChatMessage(msgspec.Struct, frozen=True):
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class _ChatChoice(msgspec.Struct, frozen=True):
+class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: _ChatMessage
     finish_reason: OpenAIFinish
@@ -146,7 +146,7 @@ class ChatShape(OpenAIShape[ChatRequest]):
         logprobs = self._logprobs(choice.logprobs) if self.asked.logprobs is not None else None
         ids, finish, reading = self._ids(choice.token_ids), choice.finish, self.accepted.reading
         if reading.new_parser is None:
-            return _ChatChoice(index, _ChatMessage(choice.text), finish, logprobs, ids)
+            return ChatChoice(index, _ChatMessage(choice.text), finish, logprobs, ids)
         answer = reading.whole(choice.text)
         calls = [_Call(reading.new_id(), _Function(call.name, call.arguments)) for call in answer.calls]
         message = _ChatMessage(
@@ -155,7 +155,7 @@ class ChatShape(OpenAIShape[ChatRequest]):
             reasoning_content=answer.reasoning or msgspec.UNSET,
             reasoning=answer.reasoning or msgspec.UNSET,
         )
-        return _ChatChoice(index, message, "tool_calls" if calls and finish == "stop" else finish, logprobs, ids)
+        return ChatChoice(index, message, "tool_calls" if calls and finish == "stop" else finish, logprobs, ids)
 
     def _prompt_logprobs(self, choices: Sequence[WholeChoice]) -> PromptLogprobs | msgspec.UnsetType:
         if self.asked.prompt_logprobs is None:

@@ -4,17 +4,14 @@ Owns the words and schemas. The schemas of bodies and errors are those of the st
 still read by `router.api.fields`, whose errors name the field and the fix.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 
-from router.api.chat import ChatFields
-from router.api.completions import CompletionFields
 from router.api.errors import ErrorBody
-from router.api.sglang import AbortFields, GenerateFields
-from router.api.tokens import DetokenizeFields, TokenizeFields
 
 ABOUT = """Serves a large language model with prefill and decode on separate machines.
 
@@ -38,16 +35,16 @@ _REFUSALS = {
 }
 COMPLETION_REFUSALS = (400, 404, 408, 413, 429, 503, 504)
 CALL_REFUSALS = (400, 404, 408, 413, 429, 503)
-_BODIES = (ChatFields, CompletionFields, GenerateFields, AbortFields, TokenizeFields, DetokenizeFields, ErrorBody)
-_, _SCHEMAS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
+_EVENTS = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
     """What the description says about a route. Its endpoint's docstring is added to this.
 
-    body: the struct that is read from the request's body. status, answer: of a success, and its media types.
-    troubles: further statuses of the route's own, whose bodies have the same shape as its success. refusals: statuses of errors.
+    body: the struct that is read from the request's body. status, answer: of a success, and its media types. answer_type: of
+    its JSON. troubles: further statuses of the route's own, whose bodies have the same shape as its success. refusals: statuses
+    of errors.
     """
 
     tag: str
@@ -56,21 +53,22 @@ class Described:
     media_types: tuple[str, ...] = ("application/json",)
     status: int = 200
     body: type[msgspec.Struct] | None = None
+    answer_type: Any = None
     troubles: tuple[tuple[int, str], ...] = ()
     refusals: tuple[int, ...] = ()
 
     def route_arguments(self) -> dict[str, Any]:
         """The arguments of `FastAPI.add_api_route`."""
-        error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
-        content: dict[str, Any] = {media_type: {} for media_type in self.media_types}
+        error = {"application/json": {"schema": _schema_of(ErrorBody)}}
+        shown = {} if self.answer_type is None else {"schema": _schema_of(self.answer_type)}
+        content: dict[str, Any] = {name: {} if name == _EVENTS else shown for name in self.media_types}
         responses: dict[int | str, dict[str, Any]] = {self.status: {"description": self.answer, "content": content}}
         responses |= {status: {"description": why, "content": content} for status, why in self.troubles}
         responses |= {status: {"description": _REFUSALS[status], "content": error} for status in self.refusals}
         responses["default"] = {"description": "Any other error has the same shape.", "content": error}
         extra: dict[str, Any] = {}
         if self.body is not None:
-            schema = {"$ref": f"#/components/schemas/{self.body.__name__}"}
-            extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema_of(self.body)}}}
         return {
             "tags": [self.tag],
             "summary": self.summary,
@@ -79,11 +77,16 @@ class Described:
             "openapi_extra": extra,
         }
 
+    def components(self) -> dict[str, Any]:
+        """The schemas to which the route's own refer."""
+        types = [ErrorBody, *(one for one in (self.body, self.answer_type) if one is not None)]
+        return _schemas_of(types)[1]
+
 
 class DescribedApp(FastAPI):
-    """A FastAPI application whose description has the router's own schemas."""
+    """A FastAPI application whose description has the router's own schemas. routes: what is described."""
 
-    def __init__(self) -> None:
+    def __init__(self, routes: Iterable[Described]) -> None:
         super().__init__(
             title="Tandem",
             description=ABOUT,
@@ -91,8 +94,19 @@ class DescribedApp(FastAPI):
             redoc_url=None,
             swagger_ui_oauth2_redirect_url=None,
         )
+        self._components: dict[str, Any] = {}
+        for route in routes:
+            self._components |= route.components()
 
     def openapi(self) -> dict[str, Any]:
         description = super().openapi()
-        description.setdefault("components", {}).setdefault("schemas", {}).update(_SCHEMAS)
+        description.setdefault("components", {}).setdefault("schemas", {}).update(self._components)
         return description
+
+
+def _schemas_of(types: Iterable[Any]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    return msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+
+
+def _schema_of(described: Any) -> dict[str, Any]:
+    return _schemas_of([described])[0][0]
