@@ -18,6 +18,8 @@ from common.model_path import model_name, read_json, resolve_model_path
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from common.text.token_text import TokenText
+
 TOKENIZER_FILE = "tokenizer.json"
 _TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a chat template raises, besides jinja2's own errors, for messages that it does not expect."""
@@ -58,6 +60,7 @@ class TokenizerManager:
         """Rows of the model's embedding: every id below it can be computed, even one that the tokenizer lacks."""
         self._transformers = _load(path)
         self.backend: Tokenizer = self._transformers.backend_tokenizer
+        self.token_text: TokenText = _token_text(self.backend)
         if chat_template:
             self._use_template(chat_template)
         templates = self._transformers.chat_template or ""
@@ -147,6 +150,12 @@ def template_text(given: str) -> str:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {given}: the file cannot be read: {error}") from error
+
+
+def _token_text(backend: "Tokenizer") -> "TokenText":
+    from common.text.token_text import TokenText
+
+    return TokenText(backend)
 
 
 def _load(path: Path) -> Any:

@@ -154,7 +154,7 @@ class Api:
             model=self._model,
             asked=asked,
             accepted=accepted,
-            token_texts=self._intake.token_texts,
+            token_texts=self._intake.token_text,
         )
         return StreamResponse(answer, shape, self._keep_alive_s) if asked.fields.stream else WholeResponse(answer, shape)
 

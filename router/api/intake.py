@@ -27,7 +27,7 @@ from router.api.chat_plan import PLAIN_TEXT, TAIL_TOKENS, AnswerReading, ChatPla
 from router.api.completions import CompletionRequest, Prompt
 from router.api.errors import shown
 from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
-from router.api.logprobs import DecodedTexts, TokenTexts
+from router.api.logprobs import TokenTexts
 from router.api.request_ids import AnswerId
 from router.api.tokens import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.core import RouterCore
@@ -65,6 +65,9 @@ class Tokenizer(ChatTemplate, Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def token_text(self) -> TokenTexts: ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -109,7 +112,6 @@ class Intake:
         self._long_threads = ThreadPoolExecutor(max_workers=LONG_ENCODING_THREADS, thread_name_prefix="long-tokenizer")
         self._encoding = 0
         self._waiting_body_bytes = 0
-        self.token_texts: TokenTexts = DecodedTexts(partial(tokenizer.decode, skip_special_tokens=False))
 
     async def read(self, reader: Callable[[bytes, int], R], body: bytes) -> R:
         """What the body asks for. Raises BadRequest, Overloaded."""
@@ -190,6 +192,11 @@ class Intake:
 
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    @property
+    def token_text(self) -> TokenTexts:
+        """The text of single tokens."""
+        return self._tokenizer.token_text
 
     @property
     def context_tokens(self) -> int:

@@ -3,7 +3,7 @@
 Owns these shapes. Does not know where the numbers come from.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
@@ -23,19 +23,6 @@ class TokenTexts(Protocol):
 
     def bytes(self, token_id: int) -> bytes:
         """What the token stands for, which may be a part of a character."""
-
-
-class DecodedTexts:
-    """Implements `TokenTexts`. decode: gives the text of token ids."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-
-    def text(self, token_id: int) -> str:
-        return self._decode((token_id,))
-
-    def bytes(self, token_id: int) -> bytes:
-        return self.text(token_id).encode()
 
 
 class ChatTop(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ from router.core import RouterCore
 from router.fleet import Change, Fleet
 from router.gateway import Gateway
 from router.metrics import RouterMetrics
-from tests.builders import engine, instance
+from tests.builders import LAYOUT, engine, instance
 from tests.common.mailboxes import FakeMail
 
 MODEL = "echo"
@@ -89,11 +89,22 @@ class Unobserved:
         self.attempts.append(attempts)
 
 
+class CharText:
+    """Implements `router.api.logprobs.TokenTexts`."""
+
+    def text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
+
 class CharTokenizer:
     """Implements `router.intake.Tokenizer`: a token is a character's code. chat_template: what it seems to be, with
     Mistral's marks as special tokens; the prompt is always the contents of the messages."""
 
     vocab_size = engine().model.vocab_size
+    token_text = CharText()
 
     def __init__(self, chat_template: str = "", context_tokens: int = CONTEXT) -> None:
         self.context_tokens = context_tokens
@@ -177,7 +188,7 @@ def flush(fleet: Fleet, now: float) -> list[Send]:
 
 def _holding(member: InstanceInfo, context_tokens: int) -> InstanceInfo:
     """The member, with a model of this context, and room for it."""
-    pool = replace(member.pool, total_pages=max(64, context_tokens))
+    pool = replace(member.pool, total_pages=max(64, context_tokens // LAYOUT.page_size))
     return replace(member, model=replace(member.model, context_tokens=context_tokens), pool=pool)
 
 
