@@ -68,7 +68,7 @@ class StepRunner:
         self._staging = Staging(self._device)
         self._graph_sizes: Sequence[int] = ()
         self._graphs: dict[int, _DecodeGraph] = {}
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._graph_logits = torch.empty(0, vocab_size, device=self._device)
         self._graph_rows, self._graph_tokens = torch.full(
             (2, max_rows), self.rows.null, dtype=torch.int64, device=self._device
@@ -134,7 +134,7 @@ class StepRunner:
             return "the model's implementation cannot be captured"
         if len(self._graph_logits) < sizes[-1]:
             assert not self._graphs, "graphs hold the address of the logits"
-            self._graph_logits = torch.empty(sizes[-1], self._vocab_size, device=self._device)
+            self._graph_logits = torch.empty(sizes[-1], self.vocab_size, device=self._device)
         for number, size in enumerate(reversed(sizes)):
             progress(f"capturing CUDA graphs: batch size {size} ({number + 1} of {len(sizes)})")
             attention = self._attention.for_graph(size)

@@ -35,7 +35,7 @@ def warm_up(steps: StepRunner, page_size: int, chunk_tokens: int, max_rows: int,
     which is as long; and decode rows alone. All rows have their KV in page 0, again and again: WARM_UP_PAGES are enough."""
     tokens = min(chunk_tokens, context_tokens)
     prompt, longest = np.zeros(tokens, dtype=np.int32), np.zeros(-(-context_tokens // page_size), dtype=np.int32)
-    known = np.zeros(context_tokens, dtype=np.int32)
+    known = (np.arange(context_tokens) % steps.vocab_size).astype(np.int32)
     one, decoding = RowStart(0, longest[:1], _ANY, last_token=0, token_ids=known[:1], answer_tokens=1), list[RowStart]()
     for row in range(1, max_rows):
         is_long = row == 1

@@ -8,6 +8,7 @@ import torch
 
 from common.engine import sampler
 from common.engine.kernels.torch_kernels import TorchKernels
+from common.engine.logits import penalties
 from common.engine.logits.choice import make_processors
 from common.engine.logits.port import SampledRows
 from common.engine.plan import RowStart
@@ -52,11 +53,12 @@ def start(row: int, request: Request) -> RowStart:
     return RowStart(row, NO_PAGES, request.sampling, token_ids=known, answer_tokens=len(request.answer))
 
 
-@pytest.mark.parametrize("at_once", [sampler.ROWS_AT_ONCE, 2])
+@pytest.mark.parametrize(("at_once", "few"), [(sampler.ROWS_AT_ONCE, 1), (2, VOCAB)], ids=["few tokens", "whole rows"])
 def test_logits_of_mixed_batches_are_those_of_the_definitions_token_by_token(
-    monkeypatch: pytest.MonkeyPatch, at_once: int
+    monkeypatch: pytest.MonkeyPatch, at_once: int, few: int
 ) -> None:
     monkeypatch.setattr(sampler, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(penalties, "_FEW", few)
     random = np.random.default_rng(at_once)
     processors = make_processors(ROWS, VOCAB, EOS, torch.device("cpu"))
     held: dict[int, Request] = {}
