@@ -192,7 +192,7 @@ class DecodeScheduler:
             deltas.append(TokenDelta(request.key, number, (token,)))
             request.next_token = number + 1
             request.token_ids.append(token)
-        reporting = {*logprobs, *(chunk.row for chunk in plan.chunks if chunk.last)}
+        reporting = {*logprobs, *(chunk.row for chunk in plan.chunks if chunk.last)} if logprobs or plan.chunks else ()
         for at, row in enumerate(sampled.tolist() if reporting else ()):
             if row in reporting:
                 deltas[at] = answered[at].with_logprobs(deltas[at], logprobs.get(row, ()))

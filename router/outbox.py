@@ -17,8 +17,9 @@ DELTA_CHARS = 32
 JOIN_DELTAS = 256
 """So many new deltas are joined, one for each choice: apart, each holds several times what it counts."""
 UNREAD_LIMIT_CHARS = 1_000_000
-UNREAD_LIMIT_LOGPROBS = 65_536
-"""Pairs of a token and its log probability. Each holds about 120 bytes; 3,000 tokens with 20 alternatives have so many."""
+LOGPROB_CHARS = 16
+"""What a pair of a token and its log probability counts. It holds about eight times that; but then 3,000 tokens with 20
+alternatives may be unread, which a client gets at once when its router was stopped for a while."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
@@ -38,14 +39,12 @@ class Outbox:
     """Unread deltas of every choice of one HTTP request, in order. wake: called when there is one more.
 
     limit_chars: a request whose unread_chars exceed it is ended, because its client reads too slowly. Endings are still taken in.
-    The same holds for unread_logprobs, which count every alternative. Log probabilities of the prompt do not count: they come
-    once, all together, and `SamplingParams.check_prompt` bounds them.
+    Log probabilities of the prompt do not count: they come once, all together, and `SamplingParams.check_prompt` bounds them.
     """
 
     wake: Callable[[], object]
     limit_chars: int = UNREAD_LIMIT_CHARS
     unread_chars: int = 0
-    unread_logprobs: int = 0
     unread: list[ChoiceDelta] = field(default_factory=list)
     _join_at: int = JOIN_DELTAS
 
@@ -53,20 +52,15 @@ class Outbox:
         self.unread.append(delta)
         self.unread_chars += len(delta.text) + DELTA_CHARS
         if delta.logprobs:
-            self.unread_logprobs += sum(1 + len(logprob.top) for logprob in delta.logprobs)
+            self.unread_chars += LOGPROB_CHARS * sum(1 + len(logprob.top) for logprob in delta.logprobs)
         if len(self.unread) >= self._join_at:
             self.unread = joined(self.unread)
             self._join_at = 2 * len(self.unread) + JOIN_DELTAS
         self.wake()
 
-    @property
-    def is_over_limit(self) -> bool:
-        return self.unread_chars > self.limit_chars or self.unread_logprobs > UNREAD_LIMIT_LOGPROBS
-
     def take(self) -> list[ChoiceDelta]:
         """Everything that is unread."""
-        unread, self.unread, self._join_at = self.unread, [], JOIN_DELTAS
-        self.unread_chars = self.unread_logprobs = 0
+        unread, self.unread, self.unread_chars, self._join_at = self.unread, [], 0, JOIN_DELTAS
         return unread
 
 

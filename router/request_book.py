@@ -183,8 +183,8 @@ class RequestBook:
         outbox = record.outbox
         if delta.token_ids or delta.text:
             record.texts.append(delta.text)
-            outbox.put(_news(record, delta))
-        if outbox.is_over_limit:
+            outbox.put(ChoiceDelta(record.spec.index, delta.text, delta.token_ids, None, delta.logprobs, delta.prompt_logprobs))
+        if outbox.unread_chars > outbox.limit_chars:
             slow = Failed(message="the client reads too slowly: its request was cancelled", kind="slow_client", status=408)
             return self._break_off(record, slow, now)
         if setback is not None:
@@ -367,13 +367,12 @@ class RequestBook:
         if record.attempt is not None:
             self._retelling.drop(record.attempt)
             record.attempt.release()
-        record.outbox.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
+        index = record.spec.index
+        if last is None:
+            record.outbox.put(ChoiceDelta(index, "", (), ending))
+        else:
+            record.outbox.put(ChoiceDelta(index, last.text, last.token_ids, ending, last.logprobs, last.prompt_logprobs))
         self._observer.ended(ending, now - record.received_s, record.attempts)
-
-
-def _news(record: Record, delta: TextDelta, ending: Ending | None = None) -> ChoiceDelta:
-    """What the client is told. ending: of the request, not of an attempt."""
-    return ChoiceDelta(record.spec.index, delta.text, delta.token_ids, ending, delta.logprobs, delta.prompt_logprobs)
 
 
 def _setback(attempt: Attempt, ending: Ending) -> Setback | None:

@@ -62,6 +62,8 @@ class Logprobs:
 
     def by_row(self) -> dict[int, tuple[TokenLogprob, ...]]:
         """The messages of each row that is here. Made anew by each call: call it once for a step."""
+        if not len(self.rows):
+            return {}
         made: dict[int, list[TokenLogprob]] = {row: [] for row in self.rows.tolist()}
         tops = zip(self.asked.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
         top = (tuple(zip(ids[:asked], logprobs[:asked], strict=True)) for asked, ids, logprobs in tops)

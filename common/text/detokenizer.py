@@ -89,7 +89,7 @@ class _Answer:
         ending = order.ending or broken_off
         if not token_ids and ending is None and self._stops.matched is None:
             return []
-        is_last_silent = not self._include_stop and bool(token_ids) and token_ids[-1] == _stop_token(ending)
+        is_last_silent = ending is not None and bool(token_ids) and token_ids[-1] == self._silent_token(ending)
         used, text = self._render(first, token_ids[:-1] if is_last_silent else token_ids)
         is_last_word = ending is not None and not (isinstance(ending, Failed) and ending.retryable)
         if self._stops.matched is None and is_last_word:
@@ -101,17 +101,24 @@ class _Answer:
             text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
         delta = TextDelta(key, first, tuple(token_ids), text, ending)
-        return [self._with_logprobs(delta) if token_ids else delta]
+        return [self._with_logprobs(delta) if token_ids and (order.has_logprobs or first == 0) else delta]
 
     def _render(self, first: int, token_ids: list[int]) -> tuple[int, str]:
         """Returns how many tokens were used, up to the one that completes a stop string, and their text. first: the number of the
         first of them."""
-        text = ""
+        text, stops, step = "", self._stops, self._decoder.step
+        ignored = self._min_tokens - first
         for used, token_id in enumerate(token_ids):
-            if self._stops.matched is not None:
+            if stops.matched is not None:
                 return used, text
-            text += self._stops.push(self._decoder.step(token_id), first + used >= self._min_tokens)
+            text += stops.push(step(token_id), used >= ignored)
         return len(token_ids), text
+
+    def _silent_token(self, ending: Ending) -> str | int | None:
+        """The token that ended the answer: it is counted, but has no text, unless the client wants that."""
+        if self._include_stop or not isinstance(ending, Finished) or ending.reason != "stop":
+            return None
+        return ending.matched
 
     def _with_logprobs(self, delta: TextDelta) -> TextDelta:
         """The delta with the log probabilities of its tokens; those of the prompt go with token 0."""
@@ -120,11 +127,6 @@ class _Answer:
         if not logprobs and not prompt_logprobs:
             return delta
         return replace(delta, logprobs=tuple(logprobs[: len(delta.token_ids)]), prompt_logprobs=prompt_logprobs)
-
-
-def _stop_token(ending: Ending | None) -> str | int | None:
-    """The token that ended the answer: it is counted, but has no text, unless the client wants that."""
-    return ending.matched if isinstance(ending, Finished) and ending.reason == "stop" else None
 
 
 class Detokenizer:

@@ -120,11 +120,11 @@ class TokenOrder:
             self._append(first, token_ids, logprobs)
 
     def _append(self, first: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        span = slice(max(0, self.next - first), max(0, self._ends_at - first))
-        fresh = token_ids[span]
+        begin, end = max(0, self.next - first), max(0, self._ends_at - first)
+        fresh = token_ids[begin:end]
         self._dropped_tokens += len(token_ids) - len(fresh)
         self._ready += fresh
         self.next += len(fresh)
         if self.has_logprobs:
             assert len(logprobs) == len(token_ids), "each token has its log probability"
-            self._ready_logprobs += logprobs[span]
+            self._ready_logprobs += logprobs[begin:end]

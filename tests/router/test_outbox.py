@@ -3,10 +3,9 @@
 import gc
 import tracemalloc
 
-import pytest
-
 from common.messages import Finished, TokenLogprob
-from router.outbox import UNREAD_LIMIT_LOGPROBS, ChoiceDelta, Outbox
+from common.sampling_params import MAX_PROMPT_LOGPROBS
+from router.outbox import UNREAD_LIMIT_CHARS, ChoiceDelta, Outbox
 
 
 def test_an_outbox_at_its_limit_holds_no_more_than_twice_the_bytes_that_it_counts() -> None:
@@ -22,29 +21,25 @@ def test_an_outbox_at_its_limit_holds_no_more_than_twice_the_bytes_that_it_count
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("alternatives", [0, 20])
-def test_unread_logprobs_are_bounded_in_memory_and_by_their_number(alternatives: int) -> None:
+def test_thousands_of_tokens_with_logprobs_may_be_unread_and_the_memory_that_they_hold_is_bounded() -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        outbox, number = Outbox(lambda: None), 1000
-        while not outbox.is_over_limit:
+        outbox, number = Outbox(lambda: None, limit_chars=300_000), 1000
+        while outbox.unread_chars <= outbox.limit_chars:
             number += 1
-            top = tuple((number + place, -0.5 * place - number) for place in range(alternatives))
+            top = tuple((number + place, -0.5 * place - number) for place in range(20))
             outbox.put(ChoiceDelta(0, "w", (number,), None, (TokenLogprob(number, -0.5 * number, 1, top),)))
-        if alternatives:
-            assert UNREAD_LIMIT_LOGPROBS < (number - 1000) * (1 + alternatives) <= UNREAD_LIMIT_LOGPROBS + 1 + alternatives
-        assert tracemalloc.get_traced_memory()[0] <= 160 * UNREAD_LIMIT_LOGPROBS
+        assert (number - 1000) * (UNREAD_LIMIT_CHARS / outbox.limit_chars) > 2_500
+        assert tracemalloc.get_traced_memory()[0] <= 10 * outbox.limit_chars
     finally:
         tracemalloc.stop()
-    outbox.take()
-    assert not outbox.is_over_limit
 
 
 def test_logprobs_of_the_prompt_come_at_once_and_are_not_too_much() -> None:
     outbox = Outbox(lambda: None)
-    outbox.put(ChoiceDelta(0, "w", (1,), None, (), (TokenLogprob(1, -1.0, 1),) * (2 * UNREAD_LIMIT_LOGPROBS)))
-    assert not outbox.is_over_limit
+    outbox.put(ChoiceDelta(0, "w", (1,), None, (), (TokenLogprob(1, -1.0, 1),) * MAX_PROMPT_LOGPROBS))
+    assert outbox.unread_chars < outbox.limit_chars
 
 
 def test_each_choice_has_the_same_text_tokens_and_ending_however_many_deltas_were_unread() -> None:
