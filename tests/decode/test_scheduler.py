@@ -5,8 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.engine.grammars import ANY_TEXT
+from common.errors import BadRequest
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, unpack_ids
-from common.instance.ports import Send
+from common.instance.ports import Prepare, Prepared, Send
 from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Reserve, Terms, TokenDelta, Withdraw
 from tests.builders import EOS, key, result, sampling
 from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, handoff, renew, reserve, reserved, scheduler, with_reservation
@@ -227,3 +229,45 @@ def test_a_handoff_that_does_not_fit_its_reservation_fails_its_request_only(chan
     assert is_home(made) and made.report().counters.handoffs == 0
     made.receive(WRITER, handoff(reserved(made, "b")), 0.2)
     assert planned(made.decide(0.2)).decode_rows.tolist() == [0]
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_not_admitted_before_its_grammar_is_ready_and_others_pass_it() -> None:
+    made = scheduler(max_rows=1)
+    asked = generate("a", 4)
+    held = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=ANY_TEXT))
+    assert made.receive(ROUTER, held, 0.0) == [Prepare(key("a"), ANY_TEXT)]
+    assert made.decide(60.0).plan is None, "also when it has waited long"
+    made.receive(ROUTER, generate("b", 3), 60.0)
+    assert [len(chunk.token_ids) for chunk in planned(made.decide(60.0)).chunks] == [3]
+
+
+def test_a_reservation_is_granted_before_its_grammar_is_ready_and_decodes_only_then() -> None:
+    made = scheduler()
+    asked = reserve("a", 6)
+    held = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=ANY_TEXT))
+    assert made.receive(WRITER, held, 0.0) == [Prepare(key("a"), ANY_TEXT)]
+    (grant,) = grants(made.decide(0.0).actions)
+    made.receive(WRITER, handoff(grant, first_token=50), 0.1)
+    assert made.decide(0.1).plan is None
+    made.handle(Prepared(key("a")), 0.2)
+    plan = planned(made.decide(0.2))
+    (start,) = plan.starts
+    assert (start.last_token, start.length, start.answer_tokens) == (50, 6, 1) and len(plan.decode_rows) == 1
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_reservation_whose_grammar_cannot_be_ends_once(landed: bool) -> None:
+    made = scheduler()
+    asked = reserve("a", 6)
+    held = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=ANY_TEXT))
+    made.receive(WRITER, held, 0.0)
+    (grant,) = grants(made.decide(0.0).actions)
+    if landed:
+        made.receive(WRITER, handoff(grant), 0.1)
+    refused = Failed.of(BadRequest("regex: at position 3"))
+    actions = made.handle(Prepared(key("a"), refused), 0.2)
+    assert (failures(actions) if landed else declined(actions)) == {"a": refused}
+    assert landed == is_home(made), "its writer may still write"

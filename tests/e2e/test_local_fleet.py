@@ -7,14 +7,17 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import httpx
+import jsonschema_rs
 import pytest
 from openai import OpenAI
 
 from common.trust import write_key
 from demo import corpus
 from tests.fleet_pages import RunningFleet, running_fleet
+from tests.random_schemas import random_schema
 from tests.shared_memory import left_behind, shared_files
 
 
@@ -151,3 +154,34 @@ def test_the_pages_of_the_api_answer(fleet: RunningFleet) -> None:
     assert sorted(link["peer"] for link in told["links"]) == ["decode-0", "decode-1"]
     assert all(link["state"] == "ready" and link["traffic"]["pushes"] >= 0 for link in told["links"])
     assert fleet.get("/nowhere").json()["error"]["message"]
+
+
+def test_structured_answers_match_and_what_cannot_be_says_where(fleet: RunningFleet) -> None:
+    random = Random(2)
+    schemas = [random_schema(random) for _ in range(6)]
+
+    def ask(number: int) -> str:
+        asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schemas[number]}}
+        answer = fleet.complete("A record:", 600, temperature=1.0, seed=number, response_format=asked)["choices"][0]
+        assert answer["finish_reason"] == "stop"
+        return str(answer["text"])
+
+    with ThreadPoolExecutor(6) as pool:
+        for schema, text in zip(schemas, pool.map(ask, range(6)), strict=True):
+            assert jsonschema_rs.is_valid(schema, json.loads(text)), (schema, text)
+    choices = ["a falcon", 'quoted "so"', "é"]
+    for fields, matches in (
+        ({"guided_choice": choices}, lambda text: text in choices),
+        ({"structured_outputs": {"regex": r"\d{3}-\d{4}"}}, lambda text: re.fullmatch(r"\d{3}-\d{4}", text)),
+        ({"ebnf": 'root ::= "[" ("x" | root) "]"'}, lambda text: re.fullmatch(r"(\[)+x\]+", text)),
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+    ):
+        text = fleet.complete("Say:", 400, temperature=0.9, seed=3, **fields)["choices"][0]["text"]
+        assert matches(text), (fields, text)
+    for refused, says in (
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, r"guided_json: at \$: uniqueItems is not supported"),
+        ({"regex": "(a"}, "regex: Regex parsing error at position 3"),
+    ):
+        answer = fleet.post("/v1/completions", {"model": "demo", "prompt": "a", **refused})
+        error = answer.json()["error"]
+        assert answer.status == 400 and error["type"] == "invalid_request_error" and re.search(says, error["message"])

@@ -5,12 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from common.engine.grammars import ANY_TEXT
+from common.errors import BadRequest
 from common.ids import ROUTER, InstanceId, pack_ids
-from common.instance.ports import Send
-from common.messages import Cancel, Decline, Failed, Finished, Handoff, Terms, TokenDelta, Withdraw
+from common.instance.ports import Prepare, Prepared, Send
+from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Probe, Probed, Terms, TokenDelta, Withdraw
 from tests.builders import EOS, LAYOUT, key, result, sampling
 from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, scheduler, spans
-from tests.schedulers import deltas, failures, is_home, kinds, meet
+from tests.schedulers import deltas, failures, is_home, kinds, meet, messages
 
 
 def test_one_request_goes_from_generate_to_handoff() -> None:
@@ -195,3 +197,36 @@ def test_withdraw_and_cancel_names_stay_with_their_attempt() -> None:
     decision = made.decide(0.0)
     assert not any(isinstance(a.message, Withdraw) for a in decision.actions if isinstance(a, Send))
     assert decision.plan is not None
+
+
+def with_grammar(name: str) -> Generate:
+    asked = generate(name, 4)
+    return msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=ANY_TEXT))
+
+
+def test_a_request_waits_until_its_grammar_is_ready_and_others_pass_it() -> None:
+    made = scheduler()
+    assert made.receive(ROUTER, with_grammar("a"), 0.0) == [Prepare(key("a"), ANY_TEXT)]
+    assert made.decide(0.0).plan is None
+    made.receive(ROUTER, generate("b", 3), 0.0)
+    assert spans(made.decide(0.0).plan) == [(0, 3, True)]
+    (probed,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.1))
+    assert isinstance(probed, Probed) and probed.standings[0].next_token == 0, "it is known while it waits"
+    assert made.handle(Prepared(key("a")), 0.2) == []
+    assert spans(made.decide(0.2).plan) == [(0, 4, True)]
+
+
+def test_a_grammar_that_cannot_be_ends_its_request_with_what_is_wrong() -> None:
+    made = scheduler()
+    made.receive(ROUTER, with_grammar("a"), 0.0)
+    refused = Failed.of(BadRequest("regex: at position 3"))
+    failed = failures(made.handle(Prepared(key("a"), refused), 0.1))
+    assert failed == {"a": refused} and (refused.status, refused.retryable) == (400, False)
+    assert made.handle(Prepared(key("a"), refused), 0.2) == [] and is_home(made)
+
+
+def test_a_request_that_is_cancelled_while_its_grammar_is_made_ready_is_over() -> None:
+    made = scheduler()
+    made.receive(ROUTER, with_grammar("a"), 0.0)
+    made.receive(ROUTER, Cancel(key=key("a")), 0.1)
+    assert made.handle(Prepared(key("a")), 0.2) == [] and made.decide(0.2).plan is None and is_home(made)

@@ -18,6 +18,7 @@ from common.instance.ports import (
     Decision,
     Event,
     LayersDone,
+    Prepared,
     Report,
     RouterJoined,
     Scheduler,
@@ -25,7 +26,7 @@ from common.instance.ports import (
     TransferEvent,
 )
 from common.instance.worker import InstanceWorker
-from common.messages import Counters, Drain, Heartbeat, Load, Peers, Refused, Welcome
+from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Welcome
 from common.sampling_params import Grammar
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
@@ -109,17 +110,22 @@ class FakeScheduler:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.answers: list[Action] = []
+        self.prepared: dict[str, Failed | None] = {}
         self.drained = False
         self.steps_to_plan = 0
         self.deadline_s: float | None = None
 
     def receive(self, sender: InstanceId, message: PrefillMessage, now: float) -> list[Action]:
         self.told.append(type(message).__name__)
-        return []
+        answers, self.answers = self.answers, []
+        return answers
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, RouterJoined):
             return []
+        if isinstance(event, Prepared):
+            self.prepared[event.key.request_id] = event.refused
         self.told.append(f"{event.layers} layers" if isinstance(event, LayersDone) else type(event).__name__)
         return []
 

@@ -3,12 +3,14 @@
 import msgspec
 import pytest
 
-from common.errors import PeerRefused, TransferError
+from common.engine.grammars import ANY_TEXT
+from common.errors import BadRequest, PeerRefused, TransferError
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids, text_name
 from common.instance.membership import ABANDON_AFTER_S
-from common.instance.ports import Connect, LinkChanged, PushDone, Settled
+from common.instance.ports import Connect, LinkChanged, Prepare, PushDone, Settled
 from common.instance.worker import ROUTE_MEMORY_S, run
-from common.messages import Cancel, Drain, Generate, LinkInfo, LinkReport, LinkState, Peers, Refused, Reserve, TokenBatch
+from common.messages import Cancel, Drain, Failed, Generate, LinkInfo, LinkReport, LinkState, Peers, Refused, Reserve, TokenBatch
+from common.sampling_params import Grammar
 from tests.builders import instance, key, sampling
 from tests.common.instance.rig import ADDRESS, WELCOME, FakedRig, Rig
 
@@ -278,3 +280,20 @@ def test_layers_of_the_step_under_way_are_told_once_each_time_there_are_more(rig
     rig.executor.finish_one()
     rig.turn(0.4)
     assert rig.scheduler.told == ["1 layers", "2 layers", "step done", "1 layers"]
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_scheduler_hears_when_a_grammar_is_ready_and_the_loop_is_due_then(rig: FakedRig) -> None:
+    rig.turn(0.0, WELCOME)
+    rig.executor.prepared_s = 0.3
+    rig.scheduler.answers = [Prepare(key("a"), ANY_TEXT), Prepare(key("b"), Grammar("regex", "b"))]
+    rig.turn(0.1, Cancel(key=key("a")))
+    assert "Prepared" not in rig.scheduler.told and rig.worker.next_deadline() == 0.3
+    rig.executor.now = 0.3
+    rig.turn(0.3)
+    unknown = Failed.of(BadRequest("regex: the fake knows no grammars: serve a model to use them"))
+    assert rig.scheduler.prepared == {"a": None, "b": unknown}
+    rig.turn(0.4)
+    assert rig.scheduler.told.count("Prepared") == 2
