@@ -17,7 +17,7 @@ MAX_BAD_WORDS, MAX_BAD_WORD = 64, 16
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 250_000
 """Most pairs of a token and its log probability that one request gets for its prompt: each token counts 1, and 1 for each
-alternative. They travel in one message, and take 4 MB there, and 30 MB as objects."""
+alternative. They travel in one message, and take at most 6 MiB there, and about 30 MB as objects."""
 ANSWER_TOKENS = 512
 """An answer is expected to have as many tokens until more is known, or its limit when that is lower: limits are often far above
 what answers need."""

@@ -11,9 +11,11 @@ from msgspec.structs import replace
 
 from common import messages
 from common.ids import ROUTER, Generation, Incarnation, InstanceId, Key, Life, RequestId, pack_ids, unpack_ids
+from common.instance.token_memory import PIECE_TOKENS
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
 from common.messages.base import fits
-from common.sampling_params import SamplingParams
+from common.sampling_params import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, SamplingParams
+from common.wire import MAX_FRAME_BYTES
 from tests.builders import instance
 
 INBOXES: dict[str, Any] = {
@@ -120,6 +122,19 @@ SAMPLES: tuple[AnyMessage, ...] = (
 
 def decoded(message: Message, inbox: object) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=inbox)
+
+
+def likely(alternatives: int) -> messages.TokenLogprob:
+    """As large on the wire as it can be."""
+    return messages.TokenLogprob(2**31 - 1, -1 / 3, 2**31 - 1, ((2**31 - 1, -1 / 3),) * alternatives)
+
+
+@pytest.mark.parametrize("alternatives", [0, MAX_LOGPROBS])
+def test_all_logprobs_that_one_message_may_carry_fit_into_a_tenth_of_a_frame(alternatives: int) -> None:
+    prompt = messages.TokenDelta(KEY, 0, (1,), None, (), (likely(alternatives),) * (MAX_PROMPT_LOGPROBS // (1 + alternatives)))
+    piece = messages.TokenDelta(KEY, 0, (1,) * PIECE_TOKENS, None, (likely(alternatives),) * PIECE_TOKENS)
+    for delta, most_mib in ((prompt, 6), (piece, 3)):
+        assert len(msgspec.msgpack.encode(messages.TokenBatch(deltas=(delta,)))) < most_mib * 2**20 < MAX_FRAME_BYTES / 10
 
 
 def test_there_is_a_sample_of_every_message() -> None:
