@@ -33,6 +33,8 @@ from router.api.intake import Accepted, Intake, unknown_model
 from router.api.models import ModelCard, ModelList
 from router.api.open_answers import OpenAnswers
 from router.api.request_ids import HEADER, REQUEST_ID, answer_id, id_in, new_id
+from router.api.responses import ResponseFields, read_response
+from router.api.responses_answers import ResponseBody, ResponseShape
 from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
 from router.api.sglang import Aborted, AbortFields, GenerateFields, read_abort, read_generate
 from router.api.sglang_answers import Generated, GenerateShape
@@ -88,6 +90,14 @@ class Api:
         answer = answer_id(request.scope[REQUEST_ID], "chatcmpl-")
         accepted = await unless_left(request, self._intake.accept_chat(asked, answer))
         return self._dispatch(request, ChatShape, asked, accepted, received_s)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation of items: messages, thoughts, calls and their results. Nothing is stored, so a request brings its
+        whole conversation."""
+        received_s = self._enter(request)
+        asked = await self._intake.read(read_response, await self._body(request))
+        accepted = await self._intake.accept_chat(asked, answer_id(request.scope[REQUEST_ID], "resp_"))
+        return self._dispatch(request, ResponseShape, asked, accepted, received_s)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
@@ -276,6 +286,7 @@ def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
     routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]], Described], ...] = (
         ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields, OpenAIBody[ChatChoice])),
         ("POST", "/v1/completions", api.completions, _completion("Text completion", CompletionFields, OpenAIBody[TextChoice])),
+        ("POST", "/v1/responses", api.responses, _completion("Response", ResponseFields, ResponseBody)),
         ("POST", "/generate", api.generate, _completion("Generate", GenerateFields, Generated | list[Generated], "SGLang")),
         ("POST", "/abort_request", api.abort_request, _call("SGLang", "Abort", AbortFields, Aborted)),
         ("POST", "/tokenize", api.tokenize, _call("vLLM", "Tokenize", TokenizeFields, Tokenized)),
@@ -325,8 +336,8 @@ def _completion(summary: str, body: type[msgspec.Struct], answer_type: Any, tag:
         summary=summary,
         body=body,
         answer_type=answer_type,
-        answer="The answer. With `stream`, server-sent events that end with `[DONE]`; a failure after the stream has begun is an "
-        "event too. Comment lines (`: keep-alive`) break long silences, also before the first event.",
+        answer="The answer. With `stream`, server-sent events, the last of which is `[DONE]` or a typed one; a failure after the "
+        "stream has begun is an event too. Comment lines (`: keep-alive`) break long silences, also before the first event.",
         media_types=("application/json", "text/event-stream"),
         refusals=COMPLETION_REFUSALS,
     )

@@ -49,7 +49,8 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(ReadRequest):
     """messages: as the chat template gets them. template_arguments: what else it gets. reasoning_effort: None: the template's
-    own. separate_reasoning: the answer tells thoughts apart from content. prompt_field: the field that held the messages."""
+    own. separate_reasoning: the answer tells thoughts apart from content. prompt_field, effort_field: the
+    fields that held the messages and the effort."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: ToolUse = NO_TOOLS
@@ -59,6 +60,7 @@ class ChatRequest(ReadRequest):
     reasoning_effort: str | None = None
     separate_reasoning: bool = True
     prompt_field: str = "messages"
+    effort_field: str = "reasoning_effort"
 
     def texts(self) -> Iterator[str]:
         """Everything that the chat template may write into the prompt."""

@@ -152,5 +152,5 @@ class ChatPlanner:
             return request.template_arguments
         if not self._template.reads("reasoning_effort"):
             message = f"the chat template of {self._model} does not use reasoning_effort: leave it out"
-            raise BadRequest(message, field="reasoning_effort", code="unsupported_parameter")
+            raise BadRequest(message, field=request.effort_field, code="unsupported_parameter")
         return {"reasoning_effort": effort, **request.template_arguments}

@@ -195,6 +195,10 @@ _ALLOWED = {
     "role": "use system, developer, user, assistant or tool",
     "type": "use 'text' for parts of a message, 'function' for tools",
 }
+_ALLOWED_IN_INPUT = {
+    "role": "use system, developer, user or assistant",
+    "type": "use message, function_call, function_call_output or reasoning for items, input_text or output_text for their parts",
+}
 
 
 def convert(raw: Mapping[str, Any], kind: type[S]) -> S:
@@ -226,6 +230,7 @@ def _named(message: str) -> BadRequest:
         rule = f"{_LIMITS[limit['sign']]} {limit['limit'].removesuffix('.0')}"
         must = f"must have {rule} {_LENGTHS[limit['kind']]}" if limit["length"] else f"must be {rule}"
         return BadRequest(f"{path} {must}", field=path, code="invalid_value")
-    hint = _ALLOWED.get(path.rpartition(".")[2])
+    allowed = _ALLOWED_IN_INPUT if path.startswith("input[") else _ALLOWED
+    hint = allowed.get(path.rpartition(".")[2])
     problem = what[:1].lower() + what[1:] + (f" ({hint})" if hint else "")
     return BadRequest(f"{path}: {problem}" if path else problem, field=path or None, code="invalid_value")

@@ -33,6 +33,28 @@ NEUTRAL_COMPLETION_VALUES: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_VALUES,
     "suffix": ("",),
 }
+NEUTRAL_RESPONSE_VALUES: Mapping[str, tuple[object, ...]] = {
+    "previous_response_id": _NOTHING,
+    "conversation": _NOTHING,
+    "prompt": _NOTHING,
+    "include": ([],),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "max_tool_calls": _NOTHING,
+    "service_tier": ("auto", "default"),
+    "prompt_cache_retention": _NOTHING,
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "context_management": _NOTHING,
+}
+NEUTRAL_ITEM_VALUES: Mapping[str, tuple[object, ...]] = {
+    "async": (False,),
+    "async_": (False,),
+    "caller": _NOTHING,
+    "namespace": _NOTHING,
+    "encrypted_content": _NOTHING,
+}
+"""Fields that OpenAI's client adds to the items of our own answers when it sends them back."""
 NEUTRAL_MESSAGE_VALUES: Mapping[str, tuple[object, ...]] = {
     "refusal": _NOTHING,
     "audio": _NOTHING,

@@ -150,6 +150,10 @@ def grammar_of(fields: GrammarFields, prefix: str = "") -> Grammar | None:
     return grammar
 
 
+def schema_grammar(schema: dict[str, Any] | bool | str) -> Grammar:
+    return Grammar("json_schema", _text(schema))
+
+
 def structural_tag_of(tag: dict[str, Any] | str) -> Grammar:
     return Grammar("structural_tag", _text(tag))
 

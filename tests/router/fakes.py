@@ -202,6 +202,7 @@ class EchoFleet(FakeMail[RouterInbox]):
 
     fail_at: number of the token in whose place a failure comes, in the first `failing` attempts (None: in all).
     stall_at: number of the token before which the fleet falls silent. context_tokens: of its model.
+    stop_at: number of the token that ends the answer as a stop token does, without a text.
     """
 
     def __init__(
@@ -212,8 +213,10 @@ class EchoFleet(FakeMail[RouterInbox]):
         joins: bool = True,
         failing: int | None = None,
         context_tokens: int = CONTEXT,
+        stop_at: int | None = None,
     ) -> None:
         super().__init__()
+        self._stop_at = stop_at
         self.joins = joins
         self.context_tokens = context_tokens
         self.prefill, self.decode = (
@@ -294,6 +297,8 @@ class EchoFleet(FakeMail[RouterInbox]):
             if number == self._fail_at and (self._failing is None or key.attempt < self._failing):
                 return [*deltas, TextDelta(key, number, (), "", self._failed)]
             token = prompt[number % len(prompt)]
+            if number == self._stop_at:
+                return [*deltas, TextDelta(key, number, (token,), "", Finished(reason="stop", matched=token))]
             text += chr(token)
             stop = next((stop for stop in self._stops[key] if text.endswith(stop)), None)
             last = number == end - 1

@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 from router.api.chat import ChatFields
 from router.api.completions import CompletionFields
 from router.api.errors import ErrorBody
+from router.api.responses import ResponseFields
 from router.api.sglang import AbortFields, GenerateFields
 from router.api.tokens import DetokenizeFields, TokenizeFields
 from tests.router.calls import get
@@ -27,7 +28,7 @@ async def described() -> tuple[Site, dict[str, Any]]:
 async def test_every_route_is_described_with_its_answers_and_errors() -> None:
     site, page = await described()
     routes = [route for route in site.app.routes if isinstance(route, APIRoute)]
-    assert len(routes) == sum(len(methods) for methods in page["paths"].values()) == 13
+    assert len(routes) == sum(len(methods) for methods in page["paths"].values()) == 14
     tags = {tag["name"] for tag in page["tags"]}
     for route in routes:
         (operation,) = [page["paths"][route.path_format][method.lower()] for method in route.methods or ()]
@@ -41,6 +42,7 @@ async def test_every_route_is_described_with_its_answers_and_errors() -> None:
 BODIES = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
+    "/v1/responses": ResponseFields,
     "/generate": GenerateFields,
     "/abort_request": AbortFields,
     "/tokenize": TokenizeFields,

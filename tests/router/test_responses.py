@@ -1,0 +1,214 @@
+"""/v1/responses through the `openai` client. The fleet echoes: the text of the last question is the answer, up to its bar."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from common.errors import BadRequest
+from router.api.responses import read_response
+from tests.router.calls import assert_error, post, sent_to_fleet
+from tests.router.fakes import MODEL, EchoFleet, Site, listening
+
+pytestmark = pytest.mark.anyio
+TEMPLATE = "{{ tools }} <tool_call> <think>"
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: Any = [{"type": "function", "name": "weather", "description": "the weather", "parameters": SCHEMA, "strict": False}]
+THOUGHT = "<think>\nwhich city?\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@asynccontextmanager
+async def client_of(fleet: EchoFleet | None = None) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        Site(fleet or EchoFleet(context_tokens=2_000), chat_template=TEMPLATE) as site,
+        listening(site) as port,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client,
+    ):
+        yield client
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "input": "hi"} | fields).encode()
+
+
+async def test_a_text_whole_and_streamed() -> None:
+    async with client_of() as client:
+        whole = await client.responses.create(model=MODEL, input="hello", max_output_tokens=5, metadata={"a": "b"}, store=False)
+        assert (whole.output_text, whole.status, whole.object) == ("hello", "incomplete", "response")
+        assert whole.incomplete_details is not None and whole.incomplete_details.reason == "max_output_tokens"
+        assert whole.usage is not None and (whole.usage.input_tokens, whole.usage.output_tokens) == (5, 5)
+        assert whole.id.startswith("resp_") and whole.metadata == {"a": "b"}
+        stream = await client.responses.create(model=MODEL, input="hello", max_output_tokens=5, stream=True)
+        events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events if not event.type.endswith(".delta")] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    assert [event.delta for event in events if event.type == "response.output_text.delta"] == list("hello")
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == "hello" and last.response.usage == whole.usage
+
+
+async def test_thoughts_texts_and_calls_are_items_whole_and_as_the_client_gathers_a_stream() -> None:
+    """A bar ends the answer: /v1/responses has no stop strings, so the answer's length is given."""
+    text = THOUGHT + "Let me see.\n" + CALL
+    async with client_of() as client:
+        asked: Any = {"model": MODEL, "input": text, "tools": TOOLS, "max_output_tokens": len(text)}
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+    gathered = events[-1]
+    assert gathered.type == "response.incomplete"
+    responses: list[Any] = [whole, gathered.response]
+    for response in responses:
+        thought, said, call = response.output
+        assert thought.type == "reasoning" and [part.text for part in thought.content or []] == ["which city?"]
+        assert said.type == "message" and response.output_text == "Let me see."
+        assert call.type == "function_call" and call.call_id.startswith("call_")
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
+    fragments = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(fragments) > 10 and fragments[-1].snapshot == '{"city": "Oslo"}', "arguments come as they are written"
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.output_index for event in done] == [0, 1, 2]
+
+
+async def test_a_completed_answer_of_nothing_is_an_empty_message() -> None:
+    async with client_of(EchoFleet(stop_at=0)) as client:
+        whole = await client.responses.create(model=MODEL, input="hello")
+        async with client.responses.stream(model=MODEL, input="hello") as stream:
+            final = await stream.get_final_response()
+    responses: list[Any] = [whole, final]
+    for response in responses:
+        assert (response.status, response.output_text, len(response.output)) == ("completed", "", 1)
+        assert response.incomplete_details is None and response.store is False
+
+
+async def test_a_failure_in_mid_stream_is_raised_after_the_text_before_it() -> None:
+    async with client_of(EchoFleet(fail_at=2)) as client:
+        stream = await client.responses.create(model=MODEL, input="hello", max_output_tokens=5, stream=True)
+        text = ""
+        with pytest.raises(openai.APIError, match="the step failed"):
+            async for event in stream:
+                text += event.delta if event.type == "response.output_text.delta" else ""
+    assert text == "he"
+
+
+async def test_an_answer_can_be_sent_back_with_the_results_of_its_calls() -> None:
+    text = THOUGHT + CALL
+    async with client_of() as client:
+        first = await client.responses.create(model=MODEL, input=text, tools=TOOLS, max_output_tokens=len(text))
+        call_id = next(item.call_id for item in first.output if item.type == "function_call")
+        question, result = {"role": "user", "content": ""}, {"type": "function_call_output", "call_id": call_id, "output": "rain"}
+        for output in (first.output, [item.model_dump() for item in first.output]):
+            conversation: Any = [question, *output, result]
+            second = await client.responses.create(model=MODEL, input=conversation, tools=TOOLS, max_output_tokens=4)
+            assert second.output_text == "rain"
+
+
+async def test_a_schema_for_the_text_is_a_grammar_behind_the_thoughts() -> None:
+    async with Site(chat_template=TEMPLATE) as site:
+        asked = {"model": MODEL, "input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}
+        assert (await post(site, "/v1/responses", asked | {"max_output_tokens": 2})).status_code == 200
+        (sent,) = sent_to_fleet(site)
+    grammar = sent.sampling.grammar
+    assert grammar is not None and grammar.kind == "structural_tag"
+    optional_thoughts, answer = json.loads(grammar.text)["format"]["elements"]
+    assert optional_thoughts["type"] == "optional" and answer == {"type": "json_schema", "json_schema": SCHEMA}
+
+
+def test_items_become_the_messages_that_chat_templates_want() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}', "id": "fc_1", "status": "completed"}
+    answer = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
+    request = read_response(
+        body(
+            instructions="be brief",
+            input=[
+                {"role": "developer", "content": "really"},
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+                {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                answer | {"content": [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}]},
+                call,
+                call | {"call_id": "c2"},
+                {"type": "function_call_output", "call_id": "c1", "output": "1"},
+                {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+                call | {"call_id": "c3", "arguments": "{}"},
+            ],
+            tools=TOOLS,
+            tool_choice={"type": "function", "name": "weather"},
+            max_output_tokens=7,
+            reasoning={"effort": "low", "summary": "auto"},
+        )
+    )
+
+    def called(id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    assert request.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "system", "content": "really"},
+        {"role": "user", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "c",
+            "reasoning_content": "hm",
+            "tool_calls": [called("c1", {"a": 1}), called("c2", {"a": 1})],
+        },
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        {"role": "tool", "content": "2", "tool_call_id": "c2"},
+        {"role": "assistant", "content": "", "tool_calls": [called("c3", {})]},
+    )
+    assert request.tools.required and [one.name for one in request.tools.callable] == ["weather"]
+    assert (request.max_tokens, request.max_tokens_field, request.reasoning_effort) == (7, "max_output_tokens", "low")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ({"input": []}, "input", "empty"),
+        ({"input": 3}, "input", "expected"),
+        ({"input": [3]}, "input[0]", "expected `object`"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+            "input[0].arguments",
+            "is not JSON",
+        ),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "leave it out"),
+        ({"background": True}, "background", "false"),
+        ({"include": ["x"]}, "include", "leave it out or send []"),
+        ({"truncation": "auto"}, "truncation", "disabled"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
+        ({"max_tokens": 3}, "max_tokens", "not a known field"),
+        ({"n": 2}, "n", "not a known field"),
+    ],
+)
+def test_a_bad_request_is_refused_by_field_and_fix(fields: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        read_response(body(**fields))
+    assert (raised.value.field, says in str(raised.value)) == (field, True), str(raised.value)
+
+
+async def test_what_does_not_fit_names_the_fields_of_this_endpoint() -> None:
+    async with Site(chat_template=TEMPLATE) as site:
+        for fields, param in (
+            ({"input": "x" * 200}, "input"),
+            ({"max_output_tokens": 1000}, "max_output_tokens"),
+            ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ):
+            asked = {"model": MODEL, "input": "hi"} | fields
+            assert_error(await post(site, "/v1/responses", asked), 400, "invalid_request_error", param)
