@@ -166,4 +166,5 @@ def _describe(
         model=engine.model,
         pool=pool,
         max_running=engine.max_rows,
+        started_ns=time.time_ns(),
     )

@@ -4,11 +4,11 @@ Owns membership, the last report of each member, and the deadlines after which a
 no clock. Does not know requests. `eligibility` says who may be a member, `members` which members take requests.
 
     Register ─► Welcome
-             └► Refused(reason)      a mismatch, a former incarnation (final) or an absurd description; shown on the /cluster page
+             └► Refused(reason)      a mismatch, an earlier incarnation (final), an absurd description; shown on /cluster
     Heartbeat ─► Welcome             the router's own heartbeat, unless one went out just before; a stranger gets none, and
                                      registers in time
               └► Drain               while a member that was told to leave does not report that it drains
-    Goodbye, a newer incarnation, or silence (of `dead_after_s`, or of two heartbeats after the connection broke)
+    Goodbye, a later incarnation, or silence (of `dead_after_s`, or of two heartbeats after the connection broke)
               ─► the member is lost
     flush ─► Peers                   what has changed for each member (`router.acquaintance`)
 """
@@ -317,7 +317,7 @@ class Fleet:
         if former is not None and former.member.info.incarnation == info.incarnation:
             if former.member.told_to_drain:
                 member.drain()
-        elif former is not None:
+        elif former is not None and not info.began_before(former.member.info):
             _remember(self._replaced, former.member.life, None, REPLACED_REMEMBERED)
         self._members[info.id] = member
         self._set_pace()
@@ -372,7 +372,10 @@ class Fleet:
         return [] if inbox is None else [Send(name, refused)]
 
     def _is_replaced(self, info: InstanceInfo) -> bool:
-        return (info.id, info.incarnation) in self._replaced
+        """A later life has taken its place. A router that started meanwhile knows it by the order of the lives."""
+        member = self._members.get(info.id)
+        is_earlier = member is not None and info.began_before(member.info)
+        return is_earlier or (info.id, info.incarnation) in self._replaced
 
     def _mismatch(self, info: InstanceInfo) -> str | None:
         reason = malformed(info)

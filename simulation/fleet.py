@@ -147,7 +147,8 @@ class Fleet:
 
     def instance_ended(self, instance: Instance, reason: str) -> None:
         self.ends.append((instance.name.id, reason))
-        del self.instances[instance.name.id]
+        if self.instances.get(instance.name.id) is instance:  # it may have a successor already
+            del self.instances[instance.name.id]
 
     # --- what clients do ---------------------------------------------------------------------------------------------------
 

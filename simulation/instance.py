@@ -108,6 +108,7 @@ class Instance:
             model=engine.model,
             pool=self.transfers.descriptor,
             max_running=size.rows,
+            started_ns=round((clock.now + 1.0) * 1e9),  # 0 would say nothing
         )
         is_prefill = name.role == "prefill"
         kind = PrefillScheduler if is_prefill else DecodeScheduler

@@ -56,6 +56,7 @@ def sampling(max_new_tokens: int = 4, ignore_eos: bool = False, stop_token_ids: 
 
 
 def instance(name: str, role: Role, incarnation: str = "1") -> InstanceInfo:
+    """Incarnations that are numbers began in the order of these."""
     description = engine()
     return InstanceInfo(
         id=InstanceId(name),
@@ -68,6 +69,7 @@ def instance(name: str, role: Role, incarnation: str = "1") -> InstanceInfo:
             backend="memory", agent=name + incarnation, address=0, total_pages=64, device="cpu", layout=LAYOUT, wire=b""
         ),
         max_running=4,
+        started_ns=int(incarnation) if incarnation.isdecimal() else 1,
     )
 
 

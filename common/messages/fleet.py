@@ -101,6 +101,14 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most requests that it computes at once."""
     wire_version: int = WIRE_VERSION
     """The version it speaks."""
+    started_ns: int = 0
+    """When this life began: nanoseconds of Unix time, by its host's clock. 0: an older version, which does not say."""
+
+    def began_before(self, other: "InstanceInfo") -> bool:
+        """Whether this is the earlier of two lives of one name. Lives that began at one moment have an order too, the same
+        everywhere. Where one does not say when it began, neither is the earlier."""
+        ours, theirs = (self.started_ns, self.incarnation), (other.started_ns, other.incarnation)
+        return ours < theirs and self.started_ns > 0
 
 
 class Register(Message, frozen=True):

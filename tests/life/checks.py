@@ -11,8 +11,8 @@ from router.request_book import FRUITLESS_ATTEMPTS
 from simulation.client import Answer
 from simulation.instance import Instance
 from simulation.processes import RouterProcess
+from tests.life.deeds import KillDetokenizer, Slow, Stall
 from tests.life.expected import Expected
-from tests.life.schedule import KillDetokenizer, Slow, Stall
 from tests.life.trial import Asked, Trial
 
 FEW = 10

@@ -5,7 +5,7 @@ Owns the draw and its ranges. Pure data: the same seed is the same schedule. Kno
 
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from common.engine.timed import StepCost
 from common.ids import DETOKENIZER, ROUTER, RequestId
@@ -13,6 +13,7 @@ from common.sampling_params import ANSWER_TOKENS
 from router.partners import AT_LEAST
 from simulation.instance import Size
 from simulation.network import KNOCKS_S
+from tests.life.deeds import Deed, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant
 from tests.life.weather import Chances
 
 WINDOW_S = 12.0
@@ -68,84 +69,6 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kill:
-    """The process is gone, memory and all. noticed_s: how long its peers' transports take to see it. back_s: until a successor
-    starts. inherits: the successor has its address, and so its mail. breaks: the router sees its connection break."""
-
-    name: str
-    noticed_s: float
-    back_s: float
-    inherits: bool
-    breaks: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hang:
-    """The process is stopped, and goes on after so many seconds."""
-
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stall:
-    """A router's process is stopped, or its loop is busy, for so many seconds. This alone befalls no request."""
-
-    seconds: float
-    router: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slow:
-    """A router's loop is busy for so many seconds: each of its turns takes turn_s. This alone befalls no request."""
-
-    seconds: float
-    turn_s: float
-    router: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class KillRouter:
-    """A router's process is gone, and its detokenizers with it; another life of it starts at its address after back_s."""
-
-    router: int
-    back_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class KillDetokenizer:
-    """The process is gone, and its router starts another one after back_s. This alone befalls no request."""
-
-    router: int
-    shard: int
-    back_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leave:
-    """The instance is drained, by the router or by a signal, and started again when it has left."""
-
-    name: str
-    by_signal: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Nothing passes between two of them for so many seconds; letters are lost, or queued until then. breaks: the router sees the
-    connection break, if it is one of them. router: which one is meant by ROUTER, or whose first one by DETOKENIZER."""
-
-    one: str
-    other: str
-    seconds: float
-    queued: bool
-    breaks: bool
-    router: int = 0
-
-
-Deed: TypeAlias = Kill | Hang | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fault:
     """At a time; with a trigger, upon the first letter of that kind from then on."""
 
@@ -190,7 +113,8 @@ def draw_schedule(seed: int) -> Schedule:
     schedule = _with_routers(_draw(seed), Random(f"routers {seed}"))
     asks = _with_extras(schedule.asks, Random(f"extras {seed}"))
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
-    faults = (*schedule.faults, *text_faults, *_slowness(schedule, Random(f"slow {seed}")))
+    slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
+    faults = (*schedule.faults, *text_faults, *slowness, *returns)
     return _with_grammars(replace(schedule, asks=asks, faults=faults), Random(f"grammars {seed}"))
 
 
@@ -412,6 +336,19 @@ def _slowness(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
         return ()
     router, turn_s = random.randrange(schedule.routers), random.choice((0.3, 0.6, 1.5, 2.0))
     return (Fault(at_s=0.0, trigger=None, deed=Slow(seconds=2 * WINDOW_S, turn_s=turn_s, router=router)),)
+
+
+def _returns(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
+    """In one of ten schedules a former life returns that has a successor. A router may have started meanwhile."""
+    if random.random() < 0.9 or schedule.only_routers:
+        return ()
+    at_s, seconds, next_s = random.uniform(0.1, 3.0), random.uniform(2.0, LONGEST_HANG_S), random.uniform(0.1, 1.5)
+    name = f"prefill-{random.randrange(schedule.prefill)}"  # a survivor is a decode instance
+    supplant = Fault(at_s=at_s, trigger=None, deed=Supplant(name=name, next_s=next_s, seconds=seconds))
+    if schedule.routers == 1 or random.random() < 0.5:
+        return (supplant,)
+    kill = KillRouter(router=random.randrange(2), back_s=random.uniform(0.0, 2.0))
+    return supplant, Fault(at_s=at_s + random.uniform(next_s, seconds), trigger=None, deed=kill)
 
 
 def _strikes(random: Random, deed: Deed) -> Fault:

@@ -23,24 +23,11 @@ from simulation.fleet import Fleet, World
 from simulation.instance import Instance
 from simulation.network import Letter, keys_of
 from simulation.processes import RouterProcess
+from tests.life.deeds import Deed, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant
 from tests.life.expected import Expected, expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.ledger import Ledger
-from tests.life.schedule import (
-    WINDOW_S,
-    Ask,
-    Deed,
-    Fault,
-    Hang,
-    Kill,
-    KillDetokenizer,
-    KillRouter,
-    Leave,
-    Part,
-    Schedule,
-    Slow,
-    Stall,
-)
+from tests.life.schedule import WINDOW_S, Ask, Fault, Schedule
 from tests.life.toys import toy_of
 from tests.life.weather import Cut, Storm
 
@@ -175,10 +162,13 @@ class Trial(Fleet):
         return instance
 
     def instance_ended(self, instance: Instance, reason: str) -> None:
+        if self.instances.get(instance.name.id) is instance and "newer incarnation" in reason:
+            self.problems.append(f"{instance.info.incarnation} is the last of its name, and ended: {reason}")
         super().instance_ended(instance, reason)
         self._note(f"{instance.name.id} ended by itself: {reason}")
         self.fabric.died(instance.info.pool.agent, 0.0)
-        self.clock.at(self.clock.now + LEFT_S, lambda: self._start_again(instance, inherits=False))
+        if instance.name.id not in self.instances:
+            self.clock.at(self.clock.now + LEFT_S, lambda: self._start_again(instance, inherits=False))
 
     def _start_again(self, former: Instance, inherits: bool) -> None:
         self.start(former.name.id, former.name.role, former.name.address if inherits else None)
@@ -258,6 +248,12 @@ class Trial(Fleet):
                 self._strike(deed.name)
                 if deed.name in self.instances:
                     self.instances[deed.name].stop_until(now + deed.seconds)
+            case Supplant():
+                self._strike(deed.name)
+                if deed.name in self.instances:
+                    former = self.instances[deed.name]
+                    former.stop_until(now + deed.seconds)
+                    self.clock.at(now + deed.next_s, lambda: self._supplant(former))
             case Stall():
                 self.routers[deed.router].stop_until(now + deed.seconds)
             case Slow():
@@ -280,6 +276,11 @@ class Trial(Fleet):
                     router.connection_broken(one)
             case _:
                 assert_never(deed)
+
+    def _supplant(self, former: Instance) -> None:
+        if self.instances.get(former.name.id) is former:
+            self._start_again(former, inherits=False)
+            self._strike(former.name.id)
 
     def _strike(self, *names: str) -> None:
         """Something befalls an instance, or everything between two."""

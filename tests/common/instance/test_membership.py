@@ -1,6 +1,7 @@
 """Membership: registering until welcome, heartbeats both ways, and routers that die or are followed by others."""
 
 from collections.abc import Callable
+from itertools import permutations
 
 import msgspec
 import pytest
@@ -274,20 +275,32 @@ def test_a_refusal_of_another_life_of_ours_is_ignored() -> None:
         members.receive(Refused(reason="other pages", incarnation=INFO.incarnation), 100.0)
 
 
-def test_two_processes_of_one_name_do_not_both_go_on_where_two_routers_took_in_one_each() -> None:
-    fleets = {at: Fleet(InstanceId(at), (), heartbeat_s=1.0, dead_after_s=3.0) for at in (HERE, THERE)}
-    lives = [instance("d", "decode", life) for life in "12"]
-    members = [Memberships(life, [HERE, THERE], startup_timeout_s=5.0, now=100.0) for life in lives]
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "one router starts again and again"])
+@pytest.mark.parametrize("incarnations", [("9", "10"), ("01", "1")], ids=["one later", "at one moment"])
+def test_of_two_processes_of_one_name_the_later_one_goes_on_wherever_and_whenever_they_register(
+    incarnations: tuple[str, str], restarts: bool
+) -> None:
+    lives = [instance("d", "decode", life) for life in incarnations]
+    for order in permutations([(HERE, 0), (HERE, 1), (THERE, 0), (THERE, 1)]):
+        fleets = {at: new_fleet(at) for at in (HERE, THERE)}
+        members = [Memberships(life, [HERE, THERE], startup_timeout_s=5.0, now=100.0) for life in lives]
+        exited: set[int] = set()
+        for at, number in order * 2:
+            if restarts:
+                fleets[THERE] = new_fleet("router-3")
+            if number in exited:
+                continue
+            for send in fleets[at].register(Register(instance=lives[number], address=at), 100.0).sends:
+                assert isinstance(send.message, Welcome | Refused)
+                if isinstance(send.message, Refused):
+                    exited.add(number)
+                    with pytest.raises(PeerRefused, match="for good: a newer incarnation of d"):
+                        members[number].receive(send.message, 100.0)
+        assert exited == {0} and [member.info for member in fleets[HERE].members()] == [lives[1]]
 
-    def register(at: str, number: int) -> None:
-        for send in fleets[at].register(Register(instance=lives[number], address=at), 100.0).sends:
-            assert isinstance(send.message, Welcome | Refused)
-            members[number].receive(send.message, 100.0)
 
-    for at, number in ((HERE, 0), (HERE, 1), (THERE, 1), (THERE, 0)):
-        register(at, number)
-    with pytest.raises(PeerRefused, match="for good: a newer incarnation of d"):
-        register(HERE, 0)
+def new_fleet(router: str) -> Fleet:
+    return Fleet(InstanceId(router), (), heartbeat_s=1.0, dead_after_s=3.0)
 
 
 def test_a_late_word_of_a_router_that_has_a_successor_is_not_believed_for_a_while(member: Member) -> None:
