@@ -34,6 +34,8 @@ class Dropped(StrEnum):
     LONG_HEAD = "long_head"
     UNREAD = "unread"
     PIPELINED = "pipelined"
+    MANY_BODIES = "many_bodies"
+    LARGE_BODIES = "large_bodies"
 
 
 class RouterMetrics:
@@ -60,8 +62,8 @@ class RouterMetrics:
         self._responses = Counter("tandem_http_responses", "HTTP responses.", ("path", "status"), registry=registry)
         self._dropped = Counter(
             "tandem_http_connections_dropped",
-            "Connections that were dropped: the head came late or was too long, too many waited, an answer was not read, or "
-            "requests came behind an open one.",
+            "Connections that were dropped: the head came late or was too long, too many waited, an answer was not read, "
+            "requests came behind an open one, or too many bodies or bytes of bodies had not arrived whole.",
             ("reason",),
             registry=registry,
         )

@@ -20,7 +20,7 @@ from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
 from router.api.app import SPARE_CONNECTIONS, Api, build_app
-from router.api.connections import WaitingConnections
+from router.api.connections import MAX_BODY_BYTES, WaitingConnections
 from router.api.intake import Intake
 from router.api.server import listen, serve_app
 from router.core import RouterCore
@@ -80,13 +80,15 @@ async def serve(
             contextlib.closing(Gateway(core, mailbox, time.monotonic)) as gateway,
             contextlib.closing(Intake(core, tokenizer, name, config)) as intake,
         ):
-            api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body), config.keep_alive_s)
-            app = build_app(api, metrics, config.max_requests)
+            api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body), config.keep_alive_s, config.max_requests)
+            app = build_app(api, metrics)
             url, own_url = (f"http://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved)
             drained = drain(api.door, gateway, config.drain_timeout_s, stop, at_once)
-            waiting = WaitingConnections(config.max_requests + SPARE_CONNECTIONS, metrics.connection_dropped)
+            most_body_bytes = max(MAX_BODY_BYTES, 2 * (parse_bytes(config.max_body) or 0))
+            most_waiting = config.max_requests + SPARE_CONNECTIONS
+            waiting = WaitingConnections(most_waiting, metrics.connection_dropped, most_body_bytes)
             listeners = [listener, own_listener] if shared else [listener]
             await serve_app(app, listeners, lambda: ready(serving), drained, waiting)

@@ -47,7 +47,8 @@ from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, 
 
 BODY_TIMEOUT_S = 60.0
 SPARE_CONNECTIONS = 256
-"""How many HTTP requests beyond --max-requests may be open: bodies being read, and pages such as /health."""
+"""How many requests with a body may be open beyond --max-requests: answers that are still being sent, and calls to a tokenizer.
+Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
 CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
 AT_END = "tandem.at_end"
@@ -59,7 +60,7 @@ T = TypeVar("T")
 
 class Api:
     """The handlers. model: the name that clients use. max_body_bytes: None for no limit. keep_alive_s: after so long a silence a
-    stream gets a comment; 0: never."""
+    stream gets a comment; 0: never. max_requests: SPARE_CONNECTIONS more may be open, counted from when their body is here."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class Api:
         model: str,
         max_body_bytes: int | None,
         keep_alive_s: float,
+        max_requests: int,
     ) -> None:
         self.door = Door(gateway.core)
         self._gateway = gateway
@@ -77,6 +79,9 @@ class Api:
         self._model = model
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
+        self._most_here = max_requests + SPARE_CONNECTIONS
+        self._here = 0
+        """Open requests whose body is here."""
         self._started = int(time.time())
         self._open = OpenAnswers()
         metrics.registry.register(FleetCollector(gateway.core))
@@ -207,9 +212,16 @@ class Api:
 
     async def _read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
         """What the body asks for. Raises BadRequest, Overloaded."""
+        if self._here >= self._most_here:
+            raise Overloaded(f"the router has {self._most_here} HTTP requests open: try again shortly")
         body = await self._body(request)
+        self._here += 1
+        request.scope[AT_END].callback(self._leave)
         request.scope[IS_LARGE] = len(body) > LARGE_BODY_BYTES
         return await unless_left(request, self._intake.read(reader, body))
+
+    def _leave(self) -> None:
+        self._here -= 1
 
     def _model_card(self) -> ModelCard:
         return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
@@ -235,16 +247,14 @@ class Api:
 
 
 class Doorkeeper:
-    """ASGI middleware: refuses requests when too many are open, counts responses by route and status, gives each request and its
-    response an id, and closes what a handler left in the scope's AT_END, however the request ends and whether or not its response
-    was ever sent. While the router drains, each response ends its connection, so that clients connect to another router."""
+    """ASGI middleware: counts responses by route and status, gives each request and its response an id, and closes what a handler
+    left in the scope's AT_END, however the request ends and whether or not its response was ever sent. While the router drains,
+    each response ends its connection, so that clients connect to another router."""
 
-    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics, limit: int) -> None:
+    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics) -> None:
         self._app = app
         self._door = door
         self._metrics = metrics
-        self._limit = limit
-        self._http_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -265,9 +275,6 @@ class Doorkeeper:
                 message = {**message, "headers": headers}
             await send(message)
 
-        if self._http_requests >= self._limit:
-            app = response_to(Overloaded(f"the router has {self._limit} HTTP requests open: try again shortly"))
-        self._http_requests += 1
         try:
             scope[DIRECT_SEND] = send
             with ExitStack() as scope[AT_END]:
@@ -276,12 +283,11 @@ class Doorkeeper:
             status = 500  # a bug: the server answers for it
             raise
         finally:
-            self._http_requests -= 1
             route = scope.get("route")
             self._metrics.responded("other" if route is None else route.path, status)
 
 
-def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
+def build_app(api: Api, metrics: RouterMetrics) -> FastAPI:
     """The ASGI application."""
     routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]], Described], ...] = (
         ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields, OpenAIBody[ChatChoice])),
@@ -326,7 +332,7 @@ def build_app(api: Api, metrics: RouterMetrics, max_requests: int) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Doorkeeper, door=api.door, metrics=metrics, limit=max_requests + SPARE_CONNECTIONS)
+    app.add_middleware(Doorkeeper, door=api.door, metrics=metrics)
     return app
 
 

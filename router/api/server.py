@@ -1,7 +1,7 @@
 """The HTTP server: a listening socket, and uvicorn on it until it is told to stop.
 
-Owns the settings of the server and its end, and bounds heads and clients that do not read. Does not know what it serves, and
-handles no signals.
+Owns the settings of the server and its end, and bounds heads, bodies and clients that do not read. Does not know what it
+serves, and handles no signals.
 """
 
 import asyncio
@@ -106,6 +106,9 @@ class _Protocol(HttpToolsProtocol):
         """Runs while the send buffer is full."""
         self._head_bytes = 0
         """Bytes since the last head or piece of a body: of the present head, or of what follows a chunked body."""
+        self._body_bytes = 0
+        """Bytes of the present body."""
+        self._is_in_body = False
         self._refused = False
         self._answering: RequestResponseCycle | None = None
         """The request that was started last: those behind it wait."""
@@ -133,6 +136,8 @@ class _Protocol(HttpToolsProtocol):
         if not self._is_over():
             self._feed(data)
             self._waiting.expects_head(self)
+            if self._is_in_body and not self._is_over() and not self.cycle.response_complete:
+                self._waiting.expects_body(self, self._body_bytes)
 
     def on_headers_complete(self) -> None:
         self._waiting.leaves(self)
@@ -142,11 +147,18 @@ class _Protocol(HttpToolsProtocol):
         if is_behind_post or self.flow.write_paused or len(self.pipeline) >= MAX_PIPELINED:
             self._waiting.drop(self, Dropped.PIPELINED)
             raise ConnectionAbortedError("too many requests at once")  # so that the parser stops
+        self._body_bytes, self._is_in_body = 0, True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
+        self._body_bytes += len(body)
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        self._waiting.expects_no_body(self)
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         if self.pipeline and self.flow.write_paused:

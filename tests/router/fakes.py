@@ -46,7 +46,7 @@ from common.messages import (
 )
 from common.text.tokenizer_manager import ChatOptions
 from router.api.app import Api, build_app
-from router.api.connections import WaitingConnections
+from router.api.connections import MAX_BODY_BYTES, WaitingConnections
 from router.api.intake import Intake
 from router.api.server import listen, serve_app
 from router.attempts import ResumeReason
@@ -328,8 +328,10 @@ class Site:
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)
         self.intake = Intake(self.core, CharTokenizer(chat_template, fleet.context_tokens), MODEL, config)
-        self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s)
-        self.app: FastAPI = build_app(api, self.metrics, config.max_requests)
+        self.api = api = Api(
+            self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s, config.max_requests
+        )
+        self.app: FastAPI = build_app(api, self.metrics)
         fleet.gateway = self.gateway
 
     def client(self) -> httpx.AsyncClient:
@@ -350,14 +352,16 @@ class Site:
 
 
 @asynccontextmanager
-async def listening(site: Site, most_waiting: int = 100, send_buffer: int | None = None) -> AsyncIterator[int]:
-    """The site behind a real server; yields its port. most_waiting: connections without a request in progress. send_buffer: bytes
+async def listening(
+    site: Site, most_waiting: int = 100, send_buffer: int | None = None, most_body_bytes: int = MAX_BODY_BYTES
+) -> AsyncIterator[int]:
+    """The site behind a real server; yields its port. most_waiting: connections without a request or its body. send_buffer: bytes
     that the system holds for each client; None: what it likes."""
     stop, ready = asyncio.Event(), asyncio.Event()
     with closing(listen("127.0.0.1", 0)) as listener:
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        waiting = WaitingConnections(most_waiting, site.metrics.connection_dropped)
+        waiting = WaitingConnections(most_waiting, site.metrics.connection_dropped, most_body_bytes)
         server = asyncio.create_task(serve_app(site.app, [listener], ready.set, stop.wait(), waiting))
         await asyncio.wait_for(ready.wait(), 5)
         try:

@@ -1,13 +1,14 @@
-"""Connections that wait are bounded in number and in time, on real sockets, while everybody else is served."""
+"""Connections that wait are bounded in number, bytes and time, on real sockets, while everybody else is served."""
 
 import asyncio
 import json
 
 import pytest
 
-from router.api import connections
+from common.config import RouterConfig
+from router.api import app, connections
 from router.metrics import Dropped
-from tests.router.calls import chat, get
+from tests.router.calls import chat, get, until
 from tests.router.fakes import EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
@@ -32,11 +33,11 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def answered(port: int, question: bytes = PLAIN) -> bytes:
-    """What a client gets that asks as it should."""
+async def answered(port: int, question: bytes = PLAIN, end: bytes = b"") -> bytes:
+    """What a client gets that asks as it should. end: of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(question)
-    answer = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n" if b"POST" in question else b"}"), 5)
+    answer = await asyncio.wait_for(reader.readuntil(end or (b"0\r\n\r\n" if b"POST" in question else b"}")), 5)
     writer.close()
     return answer
 
@@ -96,4 +97,59 @@ async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room() ->
         assert b"[DONE]" in await answered(port, QUESTION), "who asks at once is served"
         assert await dropped(site, Dropped.TOO_MANY) == 4
         for _, writer in idle:
+            writer.close()
+
+
+def unfinished(body_bytes: int) -> bytes:
+    """A request whose body lacks its last byte."""
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n\r\n" % (body_bytes + 1) + b" " * body_bytes
+    )
+
+
+async def test_bodies_that_do_not_come_take_neither_pages_nor_places_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SPARE_CONNECTIONS", 0)
+    async with Site(EchoFleet(stall_at=2), RouterConfig(max_requests=1)) as site, listening(site) as port:
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+        for _, writer in clients[1:]:
+            writer.write(unfinished(0))
+        await until(lambda: site.api.door.inside == 5)
+        for page in (b"health", b"ready", b"metrics"):
+            assert b" 200 OK" in await answered(port, PLAIN.replace(b"health", page))
+        clients[0][1].write(QUESTION)
+        await asyncio.wait_for(clients[0][0].readuntil(b'"content":"e"'), 5)
+        assert b"1 HTTP requests open" in await answered(port, QUESTION, b"}}")
+        assert b" 200 OK" in await answered(port)
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_of_too_many_bodies_that_do_not_come_the_oldest_is_dropped() -> None:
+    async with Site() as site, listening(site, most_waiting=2) as port:
+        clients = []
+        for _ in range(5):
+            clients.append(await asyncio.open_connection("127.0.0.1", port))
+            clients[-1][1].write(unfinished(0))
+            await until(lambda: site.api.door.inside == min(len(clients), 2))
+        for reader, _ in clients[:3]:
+            assert await ended(reader) == b""
+        assert await dropped(site, Dropped.MANY_BODIES) == 3
+        assert b"[DONE]" in await answered(port, QUESTION)
+        for _, writer in clients:
+            writer.close()
+
+
+async def test_of_too_many_bytes_of_bodies_those_that_are_held_for_longest_are_dropped() -> None:
+    async with Site() as site, listening(site, most_body_bytes=100_000) as port:
+        clients = []
+        for size in (10, 60_000, 30_000, 30_000):
+            clients.append(await asyncio.open_connection("127.0.0.1", port))
+            clients[-1][1].write(unfinished(size) if size > 10 else QUESTION[:-10])
+            await until(lambda: site.api.door.inside == min(len(clients), 3))
+            await asyncio.sleep(0.01)
+        assert await ended(clients[1][0]) == b""
+        assert await dropped(site, Dropped.LARGE_BODIES) == 1
+        clients[0][1].write(QUESTION[-10:])
+        assert b"[DONE]" in await asyncio.wait_for(clients[0][0].readuntil(b"[DONE]"), 5)
+        for _, writer in clients:
             writer.close()
