@@ -49,15 +49,15 @@ class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
     """JSON that validates against a schema."""
 
-    json_schema: NamedSchema
+    json_schema: Annotated[NamedSchema, Meta(description="What the answer must be.")]
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """JSON between two marks."""
 
-    begin: str
+    begin: Annotated[str, Meta(description="The mark before the JSON.")]
     schema: Schema
-    end: str
+    end: Annotated[str, Meta(description="The mark behind it.")]
 
 
 class StructuralTagFormat(

@@ -1,0 +1,134 @@
+"""python -m tests.soak.requests: requests made from the served description, thousands of them, against a router with a fake fleet.
+
+Each request must get a proper answer in time: no 5xx that is not said why, no hang, and afterwards nothing is left open. Knows the
+description and HTTP; what a request does is not its business.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from common.config import RouterConfig
+from tests.router.fakes import MODEL, EchoFleet, Site
+
+ANSWER_S = 30.0
+"""No request takes this long: the fake fleet answers at once."""
+PATIENT = RouterConfig(heartbeat_s=1000.0, dead_after_s=100_000.0)
+"""Between requests nobody turns the loop, and nobody is to be taken for dead meanwhile."""
+OTHERS = 20
+"""Requests to each operation without a body."""
+SAID_WHY = {503, 504}
+"""The fleet or the request's own `timeout` may be the reason."""
+
+
+class Broken(AssertionError):
+    """An answer that no request may get."""
+
+
+def described(page: dict[str, Any]) -> dict[str, Any]:
+    """The description, with the model's name as the only one: all other names are 404."""
+    for schema in page["components"]["schemas"].values():
+        if "model" in schema.get("properties", {}) and "created" not in schema["properties"]:
+            schema["properties"]["model"] = {"const": MODEL}
+    return page
+
+
+class Sender:
+    """A site in a loop of its own, which turns only while a request is answered."""
+
+    def __init__(self) -> None:
+        self.statuses: Counter[tuple[str, int]] = Counter()
+        self._loop = asyncio.new_event_loop()
+        self._site = self._run(self._enter())
+
+    def page(self) -> dict[str, Any]:
+        response = self._run(self._request("GET", "/openapi.json", {}))
+        return described(json.loads(response[1]))
+
+    def send(self, method: str, path: str, arguments: dict[str, Any], label: str) -> None:
+        """Raises Broken, TimeoutError."""
+        status, body = self._run(self._request(method, path, arguments))
+        self.statuses[label, status] += 1
+        if status >= 500 and status not in SAID_WHY:
+            raise Broken(f"{method} {path} got {status}: {body[:500]!r}")
+        if status >= 400 and "error" not in json.loads(body) and label not in ("GET /health", "GET /ready"):
+            raise Broken(f"{method} {path} got {status} without an error object: {body[:500]!r}")
+
+    def close(self) -> list[str]:
+        """Returns what is left open."""
+        core, api = self._site.core, self._site.api
+        open_now = {"requests": len(core.requests), "answers": len(api._open), "texts being encoded": self._site.intake._encoding}
+        self._run(self._site.__aexit__(None, None, None))
+        self._loop.close()
+        return [f"{count} {what}" for what, count in open_now.items() if count]
+
+    async def _enter(self) -> Site:
+        return await Site(EchoFleet(), PATIENT).__aenter__()
+
+    async def _request(self, method: str, path: str, arguments: dict[str, Any]) -> tuple[int, bytes]:
+        async with asyncio.timeout(ANSWER_S), self._site.client() as client:
+            response = await client.request(method, path, **arguments)
+            return response.status_code, response.content
+
+    def _run(self, coroutine: Any) -> Any:
+        return self._loop.run_until_complete(coroutine)
+
+
+def send_all(requests: int, first_seed: int = 0) -> tuple[Counter[tuple[str, int]], list[str]]:
+    """So many requests, the same number to each operation that takes a body, and some to the others. Returns how often each operation got each status, and what is left
+    open. Raises Broken, TimeoutError."""
+    sender = Sender()
+    schema = schemathesis.openapi.from_dict(sender.page())
+    operations = [result.ok() for result in schema.get_all_operations()]
+    bodies = sum(bool(len(operation.body)) for operation in operations)
+    for operation in operations:
+        share = max(1, requests // bodies) if len(operation.body) else OTHERS
+        _sending(sender, operation, share, first_seed)()
+    return sender.statuses, sender.close()
+
+
+def _sending(sender: Sender, operation: Any, requests: int, first_seed: int) -> Callable[[], None]:
+    label = f"{operation.method.upper()} {operation.path}"
+
+    @seed(first_seed)
+    @settings(
+        max_examples=requests,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy())
+    def send(case: Any) -> None:
+        arguments: dict[str, Any] = {"params": case.query or None}
+        if isinstance(case.body, dict | list | str | int | float | bool) or case.body is None:
+            arguments["content"] = json.dumps(case.body).encode()
+        headers = {name: value for name, value in (case.headers or {}).items() if value.isascii() and value.isprintable()}
+        path = case.formatted_path
+        sender.send(case.method, path, arguments | {"headers": headers}, label)
+
+    run: Callable[[], None] = send
+    return run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="send requests that are made from /openapi.json")
+    parser.add_argument("--requests", type=int, default=5_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    statuses, left = send_all(arguments.requests, arguments.seed)
+    for (label, status), count in sorted(statuses.items()):
+        print(f"{count:6} × {status}  {label}")
+    print(f"left open: {', '.join(left) or 'nothing'}")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
