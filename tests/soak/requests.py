@@ -1,7 +1,7 @@
-"""python -m tests.soak.requests: requests made from the served description, thousands of them, against a router with a fake fleet.
+"""python -m tests.soak.requests: thousands of requests made from the served description, to a router with a fake fleet.
 
-Each request must get a proper answer in time: no 5xx that is not said why, no hang, and afterwards nothing is left open. Knows the
-description and HTTP; what a request does is not its business.
+Each must get a proper answer in time, without a 5xx that the fleet does not explain, and nothing is left open afterwards. Knows
+the description and HTTP. Does not know what requests do.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from typing import Any
 
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.core.result import Ok
 
 from common.config import RouterConfig
 from tests.router.fakes import MODEL, EchoFleet, Site
@@ -32,11 +33,46 @@ class Broken(AssertionError):
     """An answer that no request may get."""
 
 
-def described(page: dict[str, Any]) -> dict[str, Any]:
+def with_model(page: dict[str, Any]) -> dict[str, Any]:
     """The description, with the model's name as the only one: all other names are 404."""
     for schema in page["components"]["schemas"].values():
         if "model" in schema.get("properties", {}) and "created" not in schema["properties"]:
             schema["properties"]["model"] = {"const": MODEL}
+    return page
+
+
+def narrowed(page: dict[str, Any]) -> dict[str, Any]:
+    """The same, for what the fake fleet's model can serve: most of the requests get an answer."""
+    ids = {"type": "array", "items": {"type": "integer", "maximum": 999, "minimum": 0}, "minItems": 1, "maxItems": 50}
+    text = {"type": "string", "minLength": 1, "maxLength": 50, "pattern": "^[ -~]+$"}
+    prompts = {"anyOf": [text, ids, {"type": "array", "items": text, "minItems": 1, "maxItems": 3}]}
+    message = {"type": "object", "properties": {"role": {"const": "user"}, "content": text}, "required": ["role", "content"]}
+    limit = {"type": "integer", "minimum": 1, "maximum": 20}
+    nothing: dict[str, Any] = {"const": None}
+    schemas = page["components"]["schemas"]
+    for name in ("ChatFields", "CompletionFields"):
+        fields = schemas[name]["properties"]
+        fields |= {"max_tokens": limit, "min_tokens": {"const": 0}, "stop_token_ids": ids, "timeout": nothing, "stop": text}
+        fields |= dict.fromkeys([field for field in fields if field.startswith(("guided_", "structured"))], nothing)
+        fields |= dict.fromkeys(("response_format", "json_schema", "regex", "ebnf", "stream_options", "prompt_logprobs"), nothing)
+        fields["logit_bias"] = {"type": "object", "properties": {"7": {"type": "number", "minimum": -100, "maximum": 100}}}
+        fields["logit_bias"]["additionalProperties"] = False
+    schemas["CompletionFields"]["properties"]["prompt"] = prompts
+    chat = schemas["ChatFields"]["properties"]
+    chat |= {"messages": {"type": "array", "items": message, "minItems": 1, "maxItems": 2}, "logprobs": {"const": True}}
+    chat |= {
+        "max_completion_tokens": nothing,
+        "tools": {"const": []},
+        "tool_choice": nothing,
+        "chat_template_kwargs": {"const": {}},
+    }
+    chat |= {"continue_final_message": {"const": False}, "reasoning_effort": nothing}
+    generate = schemas["GenerateFields"]["properties"]
+    generate |= {"text": text, "input_ids": nothing, "rid": {"type": "string", "pattern": "^[a-z]{1,8}$"}}
+    parameters = schemas["GenerateParameters"]["properties"]
+    parameters |= {"max_new_tokens": limit, "min_new_tokens": {"const": 0}, "stop_token_ids": ids, "logit_bias": {"const": {}}}
+    parameters |= dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), nothing)
+    schemas["DetokenizeFields"]["properties"]["tokens"] = ids
     return page
 
 
@@ -50,7 +86,7 @@ class Sender:
 
     def page(self) -> dict[str, Any]:
         response = self._run(self._request("GET", "/openapi.json", {}))
-        return described(json.loads(response[1]))
+        return with_model(json.loads(response[1]))
 
     def send(self, method: str, path: str, arguments: dict[str, Any], label: str) -> None:
         """Raises Broken, TimeoutError."""
@@ -82,15 +118,17 @@ class Sender:
 
 
 def send_all(requests: int, first_seed: int = 0) -> tuple[Counter[tuple[str, int]], list[str]]:
-    """So many requests, the same number to each operation that takes a body, and some to the others. Returns how often each operation got each status, and what is left
-    open. Raises Broken, TimeoutError."""
+    """So many requests, as many to each operation that takes a body, and some to the others; half of them from the description
+    as it is, half from one that is narrowed to what can be served. Returns how often each operation got each status, and what is
+    left open. Raises Broken, TimeoutError."""
     sender = Sender()
-    schema = schemathesis.openapi.from_dict(sender.page())
-    operations = [result.ok() for result in schema.get_all_operations()]
-    bodies = sum(bool(len(operation.body)) for operation in operations)
-    for operation in operations:
-        share = max(1, requests // bodies) if len(operation.body) else OTHERS
-        _sending(sender, operation, share, first_seed)()
+    for page in (sender.page(), narrowed(sender.page())):
+        schema = schemathesis.openapi.from_dict(page)
+        operations: list[Any] = [result.ok() for result in schema.get_all_operations() if isinstance(result, Ok)]
+        bodies = sum(bool(len(operation.body)) for operation in operations)
+        for operation in operations:
+            share = max(1, requests // bodies // 2) if len(operation.body) else OTHERS
+            _sending(sender, operation, share, first_seed)()
     return sender.statuses, sender.close()
 
 
@@ -124,9 +162,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     statuses, left = send_all(arguments.requests, arguments.seed)
-    for (label, status), count in sorted(statuses.items()):
-        print(f"{count:6} × {status}  {label}")
-    print(f"left open: {', '.join(left) or 'nothing'}")
+    lines = [f"{count:6} × {status}  {label}\n" for (label, status), count in sorted(statuses.items())]
+    sys.stdout.writelines([*lines, f"left open: {', '.join(left) or 'nothing'}\n"])
     return 1 if left else 0
 
 
