@@ -206,7 +206,26 @@ def convert(raw: Mapping[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise _named(str(error)) from error
+    try:
+        return msgspec.convert(_with_whole_numbers(raw), kind)
+    except msgspec.ValidationError as error:
         raise _named(str(error)) from error
+    except RecursionError as error:
+        raise BadRequest("the body holds objects within objects, too deep to be read") from error
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """JSON has one kind of number, and 1.0 is the integer 1: clients in languages with one kind write it so."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {name: _with_whole_numbers(one) for name, one in value.items()}
+        case list():
+            return [_with_whole_numbers(one) for one in value]
+    return value
 
 
 def _named(message: str) -> BadRequest:

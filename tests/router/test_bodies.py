@@ -123,6 +123,16 @@ def test_null_is_as_good_as_absent() -> None:
     assert read_chat(chat(**nothing)) == read_chat(chat())
 
 
+def test_whole_numbers_may_be_written_with_a_fraction_of_zero() -> None:
+    asked = read_completion(completion(prompt=[[1.0, 2]], n=2.0, top_k=3.0, temperature=1)).fields
+    assert (asked.n, asked.top_k) == (2, 3) and isinstance(asked.n, int)
+    with pytest.raises(BadRequest, match="n: expected `int`, got `float`"):
+        read_completion(completion(n=1.5))
+    deep = b'{"model": "m", "n": 1.5, "prompt": ' + b"[" * 800 + b"]" * 800 + b"}"
+    with pytest.raises(BadRequest):
+        read_completion(deep)
+
+
 @pytest.mark.parametrize(
     ("prompt", "read"),
     [
