@@ -100,8 +100,9 @@ class Api:
         """Answer a conversation of items: messages, thoughts, calls and their results. Nothing is stored, so a request brings its
         whole conversation."""
         received_s = self._enter(request)
-        asked = await self._intake.read(read_response, await self._body(request))
-        accepted = await self._intake.accept_chat(asked, answer_id(request.scope[REQUEST_ID], "resp_"))
+        asked = await self._read(request, read_response)
+        answer = answer_id(request.scope[REQUEST_ID], "resp_")
+        accepted = await unless_left(request, self._intake.accept_chat(asked, answer))
         return self._dispatch(request, ResponseShape, asked, accepted, received_s)
 
     async def completions(self, request: Request) -> Response:

@@ -11,6 +11,7 @@ from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemErro
 from common.ids import unpack_ids
 from common.messages import Failed
 from common.sampling_params import SamplingParams
+from router.api import app
 from tests.router.calls import assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
@@ -270,6 +271,15 @@ async def test_without_instances_the_answer_is_503_with_retry_after() -> None:
         response = await post(site, "/v1/chat/completions", chat(stream=True))
     assert_error(response, 503, "unavailable_error", None)
     assert int(response.headers["retry-after"]) > 0
+
+
+async def test_every_call_with_a_body_is_refused_when_too_many_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SPARE_CONNECTIONS", -RouterConfig().max_requests)
+    async with Site() as site:
+        paths = [path for path, ways in site.app.openapi()["paths"].items() if "requestBody" in ways.get("post", {})]
+        assert "/v1/completions" in paths
+        for path in paths:
+            assert "HTTP requests open" in assert_error(await post(site, path, {}), 429, "overloaded_error", None)
 
 
 async def test_beyond_max_requests_the_answer_is_429_with_retry_after() -> None:
