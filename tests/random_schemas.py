@@ -53,7 +53,7 @@ def _array(random: Random, depth: int) -> Schema:
 
 def _either(random: Random, depth: int) -> Schema:
     if random.random() < 0.3:
-        kinds = [{"type": "null"}, random.choice((_string, _integer))(random)]
+        kinds = [{"type": "boolean"}, random.choice((_string, _integer))(random)]
         return {"oneOf": kinds}
     return {"anyOf": [random_value(random, depth) for _ in range(random.randint(1, 3))], "title": "either"}
 

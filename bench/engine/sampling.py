@@ -19,7 +19,7 @@ from bench.figures import Spread
 from common.config import DEMO_MODEL, EngineConfig, ModelConfig
 from common.engine.model_runner import ModelRunner
 from common.engine.plan import Plan, RowStart
-from common.sampling_params import SamplingParams
+from common.sampling_params import Grammar, SamplingParams
 
 PROMPT_TOKENS, STEPS_AT_ONCE = 128, 3
 _NOTHING = SamplingParams(max_new_tokens=99, temperature=0.0)
@@ -33,17 +33,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "8 bad words": {"bad_words": _WORDS},
     "logprobs 5": {"logprobs": 5},
 }
+WITH_VOCABULARY: dict[str, dict[str, Any]] = {
+    "a JSON schema": {"grammar": Grammar("json_schema", '{"type":"array","items":{"type":"string"}}')},
+    "a regular expression": {"grammar": Grammar("regex", r"(\d{3}-){99}")},
+}
+"""Only of a model that has a tokenizer."""
 
 
 def measure(task: MeasureSampling, say: Callable[[str], None]) -> Iterator[SampledStep]:
     with _model(task) as (model, engine):
         engine = replace(engine, max_running=task.rows, context_tokens=256, kv_memory="256MiB")
         runner = ModelRunner(model, engine, say)
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    kinds = KINDS | WITH_VOCABULARY if task.model == DEMO_MODEL else KINDS
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     with runner.on_device():
         for number in range(task.rounds + 1):
             say(f"round {number}")
-            for kind, fields in KINDS.items():
+            for kind, fields in kinds.items():
                 first, *others = _plans(runner, with_fields(_NOTHING, **fields))
                 runner.steps.launch(first).wait()
                 taken, _ = in_flight(runner, others)
