@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
+from common.engine.grammars import check_text
 from common.errors import BadRequest
 from common.sampling_params import Grammar
 from router.api.output.parser import THINK, THINK_END
@@ -86,7 +87,8 @@ def answer_grammar(
     use: ToolUse, syntax: CallSyntax | None, response: Grammar | None, *, thinks: bool, opened: bool
 ) -> Grammar | None:
     """What the answer must match; None: anything. syntax: None when it may hold no calls. response: what its content must match.
-    thinks: thoughts may come first; opened: they will. Raises BadRequest when `response` cannot be joined with the rest."""
+    thinks: thoughts may come first; opened: they will. Raises BadRequest when `response` cannot be joined with the rest,
+    or for a schema that no answer can be held to."""
     answer: Format | None = None if syntax is None else _calls(use, syntax, response)
     if answer is None:
         if response is None or not thinks:
@@ -97,7 +99,9 @@ def answer_grammar(
         blank = {"type": "regex", "pattern": r"\n{0,2}"}
         before = _one_after_other(thoughts, blank)
         answer = _one_after_other(before if opened else {"type": "optional", "content": before}, answer)
-    return Grammar("structural_tag", msgspec.json.encode({"type": "structural_tag", "format": answer}).decode())
+    grammar = Grammar("structural_tag", msgspec.json.encode({"type": "structural_tag", "format": answer}).decode())
+    check_text(grammar, "response_format" if syntax is None else "tools")
+    return grammar
 
 
 def _calls(use: ToolUse, syntax: CallSyntax, response: Grammar | None) -> dict[str, Any] | None:

@@ -118,6 +118,13 @@ def test_an_answer_is_a_call_or_what_the_response_format_says_after_its_thoughts
     assert accepts(without_tools, f"x</think>{good}") and not accepts(without_tools, good)
 
 
+def test_a_schema_that_calls_cannot_be_held_to_is_refused_by_field() -> None:
+    endless = Function("f", parameters={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}, strict=True)
+    with pytest.raises(BadRequest) as refused:
+        grammar_of(ToolUse(callable=(endless,)), HERMES_SYNTAX)
+    assert refused.value.field == "tools"
+
+
 def test_an_older_structural_tag_cannot_be_joined() -> None:
     older = Grammar("structural_tag", '{"structures": [], "triggers": []}')
     with pytest.raises(BadRequest, match="must have a format"):
