@@ -49,9 +49,8 @@ def pack_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
 
 
 def _pack(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
-    own = logits.gather(1, token_ids)
-    rank = (logits >= own).sum(dim=-1, keepdim=True)
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    best = logits.topk(most, dim=-1)
-    own_bits, best_bits = ((each - total).view(torch.int32) for each in (own, best.values))
-    return torch.cat([token_ids.int(), own_bits, rank.int(), best.indices.int(), best_bits], dim=1)
+    rank = (logits >= logits.gather(1, token_ids)).sum(dim=-1, keepdim=True, dtype=torch.int32)
+    logprobs = logits.log_softmax(dim=-1)
+    best = logprobs.topk(most, dim=-1)
+    own_bits, best_bits = (each.view(torch.int32) for each in (logprobs.gather(1, token_ids), best.values))
+    return torch.cat([token_ids.int(), own_bits, rank, best.indices.int(), best_bits], dim=1)
