@@ -4,6 +4,8 @@ Owns the rules and the reasons. Pure functions. Does not know who is a member. A
 may hold any value, so nothing here may raise.
 """
 
+from collections.abc import Hashable
+
 from common.addresses import check_address
 from common.errors import ConfigError
 from common.messages import WIRE_VERSION, InstanceInfo
@@ -56,23 +58,27 @@ def _malformed_pool(info: InstanceInfo) -> str | None:
     return None
 
 
+def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:
+    """The properties that must be equal in all members of a fleet, with their names."""
+    model, layout = info.model, info.pool.layout
+    return (
+        ("model fingerprint", model.fingerprint),
+        ("architecture", model.architecture),
+        ("dtype", model.dtype),
+        ("vocabulary", model.vocab_size),
+        ("context", model.context_tokens),
+        ("page size", layout.page_size),
+        ("KV dtype", layout.dtype),
+        ("page order", layout.order),
+        ("layout version", layout.version),
+        ("KV layout", (layout.layers, layout.kv_heads, layout.head_dim)),
+        ("transport", info.pool.backend),
+    )
+
+
 def difference(info: InstanceInfo, member: InstanceInfo) -> str | None:
     """The first property that must match a member's and does not, with both values; None when all match."""
-    ours, theirs = info.pool.layout, member.pool.layout
-    pairs: tuple[tuple[str, object, object], ...] = (
-        ("model fingerprint", info.model.fingerprint, member.model.fingerprint),
-        ("architecture", info.model.architecture, member.model.architecture),
-        ("dtype", info.model.dtype, member.model.dtype),
-        ("vocabulary", info.model.vocab_size, member.model.vocab_size),
-        ("context", info.model.context_tokens, member.model.context_tokens),
-        ("page size", ours.page_size, theirs.page_size),
-        ("KV dtype", ours.dtype, theirs.dtype),
-        ("page order", ours.order, theirs.order),
-        ("layout version", ours.version, theirs.version),
-        ("KV layout", (ours.layers, ours.kv_heads, ours.head_dim), (theirs.layers, theirs.kv_heads, theirs.head_dim)),
-        ("transport", info.pool.backend, member.pool.backend),
-    )
-    for name, asked, expected in pairs:
+    for (name, asked), (_, expected) in zip(likeness(info), likeness(member), strict=True):
         if asked != expected:
             advice = ": give every instance the same --context-tokens" if name == "context" else ""
             return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}{advice}"

@@ -41,7 +41,8 @@ from common.messages import (
 )
 from router.acquaintance import Acquaintance
 from router.candidates import Candidates
-from router.eligibility import difference, malformed
+from router.eligibility import difference, likeness, malformed
+from router.majority import Majority
 from router.members import Member
 
 DEPARTED_REMEMBERED = 4096
@@ -138,6 +139,7 @@ class Fleet:
         self._moved: dict[InstanceId, None] = {}
         """Whose address may have changed since `take_moves`."""
         self._replaced: dict[Life, None] = {}
+        self._majority = Majority()
         self.refused: dict[InstanceId, Refusal] = {}
         """Who was refused lately, each under a name of its own: id#incarnation."""
         self._curious: dict[InstanceId, list[Callable[[LinkReport], object]]] = {}
@@ -148,7 +150,8 @@ class Fleet:
         self.flush = self._acquaintance.flush
         """What the members are to be told of each other now: call it at the end of each turn."""
         self.model: ModelIdentity | None = None
-        """What every member serves: the first member decides it for those that follow. None when there is no member."""
+        """What every member serves: the first member decides it for those that follow, unless a majority differs that was here
+        before. None when there is no member."""
         self.stale = 0
         """Messages from incarnations that are not members."""
         self.refusals = 0
@@ -198,19 +201,32 @@ class Fleet:
         if known is not None and known.info.incarnation == info.incarnation:
             self._heard(known, now)
             return Change(self._greet(known, message.address))
-        reason = self._mismatch(info)
+        reason, change = self._unfit(info), Change()
+        if reason is None:
+            reason = self._mismatch(info)
+            if reason is not None and message.was_welcome and self._is_outvoted(info, now):
+                reason = None
+                for member in list(self._members.values()):
+                    change.lost += self._remove(member, "it differs from most that served here before", now, silent=False).lost
         if reason is not None:
             return Change(self._refuse(message, reason))
-        change = self._remove(known, "replaced by a newer incarnation", now, silent=False) if known is not None else Change()
+        if known is not None and info.id in self._members:
+            change = self._remove(known, "replaced by a newer incarnation", now, silent=False)
         change.sends += self._join(message, now)
         change.more_can_serve = True
         return change
+
+    def _is_outvoted(self, info: InstanceInfo, now: float) -> bool:
+        """Those like this one, whom a former life of this router had welcomed, are no fewer than the members, and more than the
+        members that were welcome then."""
+        votes = self._majority.vote(info.id, likeness(info), now)
+        return votes >= len(self._members) and votes > sum(member.was_welcome for member in self._members.values())
 
     def heartbeat(self, message: Heartbeat, now: float) -> Change:
         back = self.departed.get(message.id)
         if back is not None and not (back.silent and back.member.info.incarnation == message.incarnation):
             back = None
-        change = Change() if back is None else self.register(Register(instance=back.member.info), now)
+        change = Change() if back is None else self.register(Register(instance=back.member.info, was_welcome=True), now)
         member = self._sender(message)
         if member is None:
             return change
@@ -311,7 +327,7 @@ class Fleet:
     def _join(self, message: Register, now: float) -> list[Send]:
         info = message.instance
         total_pages = info.pool.total_pages
-        member = Member(info, Load(pages_free=total_pages, pages_total=total_pages))
+        member = Member(info, Load(pages_free=total_pages, pages_total=total_pages), was_welcome=message.was_welcome)
         former = self.departed.pop(info.id, None)
         self._farewells.clear(info.id)
         if former is not None and former.member.info.incarnation == info.incarnation:
@@ -377,7 +393,8 @@ class Fleet:
         is_earlier = member is not None and info.began_before(member.info)
         return is_earlier or (info.id, info.incarnation) in self._replaced
 
-    def _mismatch(self, info: InstanceInfo) -> str | None:
+    def _unfit(self, info: InstanceInfo) -> str | None:
+        """Why it cannot be a member, whoever else is one."""
         reason = malformed(info)
         if reason is not None:
             return reason
@@ -385,6 +402,10 @@ class Fleet:
             return f"a newer incarnation of {info.id} has taken its place"
         if self._vocab_size not in (None, info.model.vocab_size):
             return f"its vocabulary is {info.model.vocab_size}, but that of the router's model is {self._vocab_size}"
+        return None
+
+    def _mismatch(self, info: InstanceInfo) -> str | None:
+        """What differs from the other members."""
         other = next((member.info for member in self._members.values() if member.info.id != info.id), None)
         return None if other is None else difference(info, other)  # who differs from one differs from all
 

@@ -40,6 +40,7 @@ class Member:
     knows of it. `router.acquaintance` keeps the three.
     answer_due_s: heartbeats before then are not answered. excused: the router was held up when this member was due, and has given
     it more time since it was last heard.
+    was_welcome: a life of the router had welcomed it before it joined.
     capacity_tokens: how many tokens of KV fit its memory when it is empty.
     assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
     assigned_before: as many were assigned when it last reported. growth_tokens: by how many tokens the assigned requests are
@@ -55,6 +56,7 @@ class Member:
     usable: "SampleSet[Member]" = field(default_factory=lambda: SampleSet[Member]())
     answer_due_s: float = 0.0
     excused: bool = False
+    was_welcome: bool = False
     told_to_drain: bool = False
     reports_draining: bool = False
     assigned_tokens: int = 0

@@ -6,6 +6,7 @@ Owns which router is which: it has an address, and each life of it a name of its
     Welcome of another life, Refused, ABANDON_AFTER_S of silence, or its process is gone ─► Lost: its requests end
 
 An instance is ready when one router has welcomed it. The others may come later, or be refused their help: it goes on registering.
+So it does when all refuse it later: the first that came to a router that has just started may be the odd one.
 """
 
 import logging
@@ -44,8 +45,8 @@ RouterNews: TypeAlias = Met | Lost
 
 
 class Memberships:
-    """addresses: of the routers. Raises PeerRefused, from `receive` when no router wants us, one says that a newer life has taken
-    our place, or two addresses lead to one router at the start, and from `check` when none has answered within
+    """addresses: of the routers. Raises PeerRefused, from `receive` when no router wants us or ever has, one says that a newer
+    life has taken our place, or two addresses lead to one router at the start, and from `check` when none has answered within
     `startup_timeout_s`."""
 
     def __init__(self, info: InstanceInfo, addresses: Sequence[str], startup_timeout_s: float, now: float) -> None:
@@ -111,7 +112,8 @@ class Memberships:
         if at is None:
             return []
         is_news, at.refusal = at.refusal != message.reason, message.reason
-        if all(one.refusal is not None for one in self._all):
+        never_welcome = not any(one.was_welcome for one in self._all)
+        if never_welcome and all(one.refusal is not None for one in self._all):
             reasons = (f"the router at {one.address} refused {self.info.id}: {one.refusal}" for one in self._all)
             raise PeerRefused("; ".join(reasons))
         if is_news:

@@ -118,6 +118,8 @@ class Register(Message, frozen=True):
     """Who wants to join."""
     address: str = ""
     """Of this router, as the instance was told it; comes back in Welcome."""
+    was_welcome: bool = False
+    """A life of this router has welcomed it before."""
 
 
 class Welcome(Message, frozen=True):
@@ -137,8 +139,8 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """router → instance: you cannot join. The instance logs the reason, and exits when no router lets it join, or when one
-    says that this is final."""
+    """router → instance: you cannot join. The instance logs the reason and asks again. It exits when all routers refuse it and
+    none has ever welcomed it, or when one says that this is final."""
 
     reason: str
     """For people."""

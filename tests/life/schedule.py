@@ -91,7 +91,8 @@ class Rough:
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """heartbeat_s: of the instances. peers_per_instance: few, or more than there are. survivor: a decode
-    instance that nothing befalls but the weather, if there is one. only_routers: nothing befalls anybody else."""
+    instance that nothing befalls but the weather, if there is one. only_routers: nothing befalls anybody else. strangers: so many
+    that serve another model ask first at a router that starts again."""
 
     seed: int
     prefill: int
@@ -107,6 +108,7 @@ class Schedule:
     routers: int = 1
     detokenizers: int = 1
     only_routers: bool = False
+    strangers: int = 0
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -115,7 +117,8 @@ def draw_schedule(seed: int) -> Schedule:
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
     slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
     faults = (*schedule.faults, *text_faults, *slowness, *returns)
-    return _with_grammars(replace(schedule, asks=asks, faults=faults), Random(f"grammars {seed}"))
+    strangers = Random(f"strangers {seed}").choice((0, 0, 1, 3))
+    return _with_grammars(replace(schedule, asks=asks, faults=faults, strangers=strangers), Random(f"grammars {seed}"))
 
 
 def _draw(seed: int) -> Schedule:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import assert_never
 
+import msgspec
+
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, RequestId, Role
-from common.messages import AnyMessage, ExpectAnswer, Generate, Reserve
+from common.messages import AnyMessage, ExpectAnswer, Generate, Register, Reserve
 from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
@@ -310,7 +312,15 @@ class Trial(Fleet):
 
     def start_router(self, seat: int) -> None:
         super().start_router(seat)
+        for number in range(self.schedule.strangers):
+            self._ask_as_stranger(self.routers[seat], InstanceId(f"stranger-{number}"))
         self._note(f"{self.routers[seat].name} starts")
+
+    def _ask_as_stranger(self, router: RouterProcess, name: InstanceId) -> None:
+        info = next(life.info for life in self.lives if life.name.role == "prefill")
+        model = msgspec.structs.replace(info.model, fingerprint="of another model")
+        stranger = msgspec.structs.replace(info, id=name, inbox="tcp://127.0.0.9:1", model=model)
+        router.core.receive(Register(instance=stranger), self.clock.now)
 
     def _open_of(self, router: InstanceId, instance: Instance) -> list[Key]:
         """The requests of this router that hold something at this instance."""

@@ -250,9 +250,20 @@ def test_one_registration_waits_for_a_router_that_is_down_and_it_is_asked_soon_w
 def test_a_router_that_refuses_us_is_no_end_while_another_may_welcome_us() -> None:
     members = both()
     assert members.receive(Refused(reason="other pages", address=HERE), 100.0) == []
-    members.receive(OTHER, 100.0)
     with pytest.raises(PeerRefused, match=r"other pages.*; .*other dtype"):
         members.receive(Refused(reason="other dtype", address=THERE), 100.0)
+
+
+def test_one_that_was_welcome_once_is_never_ended_by_refusals_but_asks_again_more_and_more_seldom(member: Member) -> None:
+    refused = Refused(reason="other pages", address=HERE)
+    assert member.receive(refused) == [WELCOME.router], "its requests end"
+    pauses = []
+    for _ in range(10):
+        before = member.now
+        assert member.next() == ["Register"] and member.receive(refused) == []
+        pauses.append(member.now - before)
+    assert pauses == sorted(pauses) and pauses[-1] == SELDOM_EVERY_S
+    assert member.receive(WELCOME) == [] and member.membership.refusal is None
 
 
 def test_one_router_under_two_addresses_is_refused_at_the_start_and_ignored_later() -> None:
