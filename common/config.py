@@ -263,11 +263,35 @@ class SecurityConfig:
     cluster_key: str = option(
         "", "file with the fleet's key, made by `launch key FILE`; without one, only loopback addresses are used"
     )
-    insecure: Switch = option("off", "on: use other addresses without a key too, so that everybody who reaches a port is let in")
+    insecure: Switch = option(
+        "off",
+        "on: use other addresses without keys too, so that everybody who reaches a port is let in: HTTP without --api-keys, "
+        "control without --cluster-key",
+    )
 
     def __post_init__(self) -> None:
         _require_choices(self)
-        _require(not (self.cluster_key and self.insecure == "on"), "insecure", "off with --cluster-key", self.insecure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessConfig:
+    """Who may use the router's HTTP API."""
+
+    api_keys: str = option(
+        "",
+        "file with the API keys: in each line a name, a space and a key; without it, only loopback is served, to everybody",
+    )
+    control_key: str = option(
+        "", "file with the key for /cluster, made by `launch key FILE`; required with --api-keys; without it, /cluster is open"
+    )
+    tls_cert: str = option("", "file with the certificate (and its chain) for HTTPS, as PEM; without it: plain HTTP")
+    tls_key: str = option("", "file with the certificate's private key, as PEM")
+
+    def __post_init__(self) -> None:
+        made = "given with --api-keys: make one with `launch key FILE`"
+        _require(not self.api_keys or self.control_key != "", "control-key", made, self.control_key)
+        _require(not self.tls_cert or self.tls_key != "", "tls-key", "given with --tls-cert", self.tls_key)
+        _require(not self.tls_key or self.tls_cert != "", "tls-cert", "given with --tls-key", self.tls_cert)
 
 
 @dataclass(frozen=True, kw_only=True)

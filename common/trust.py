@@ -15,6 +15,7 @@ from common.config import SecurityConfig
 from common.errors import ConfigError
 
 KEY_BYTES = 32
+MOST_KEY_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +74,24 @@ def write_key(path: str) -> None:
         file.write(secrets.token_hex(KEY_BYTES) + "\n")
 
 
-def read_key(path: str) -> ClusterKey:
-    """Raises ConfigError."""
+def read_private_file(path: str, flag: str, most_bytes: int) -> bytes:
+    """What a file holds that only its owner may read. Raises ConfigError that names the flag."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            text = file.read(2 * KEY_BYTES + 2)
+            content = file.read(most_bytes + 1)
     except OSError as error:
-        raise ConfigError(f"--cluster-key: cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
     if stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"--cluster-key: others can read {path}: run chmod 600 {path}, or make a new key if somebody has read it"
-        )
+        raise ConfigError(f"{flag}: others can read {path}: run chmod 600 {path}, or make a new key if somebody has read it")
+    if len(content) > most_bytes:
+        raise ConfigError(f"{flag}: {path} is longer than {most_bytes} bytes: it is not the file that is meant")
+    return content
+
+
+def read_key(path: str) -> ClusterKey:
+    """Raises ConfigError."""
+    text = read_private_file(path, "--cluster-key", MOST_KEY_FILE_BYTES)
     try:
         secret = bytes.fromhex(text.decode())
     except ValueError:

@@ -6,20 +6,27 @@ Owns the questions. Knows the router's pages. Imports nothing heavy.
 import http.client
 import json
 import shlex
+import ssl
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from common.access import read_api_keys, read_control_key
 from common.addresses import LOOPBACK, reachable
+from common.config import AccessConfig
 
 ASK_S = 5.0
+OPEN_TO_ALL = AccessConfig()
 
 
 class FleetPage:
-    """The router's pages at `url`."""
+    """The router's pages at `url`. access: of the router; its keys are read here too, and its certificate is the one expected."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, access: AccessConfig = OPEN_TO_ALL) -> None:
         self._netloc = urlsplit(url).netloc
+        self._control_key = read_control_key(access.control_key) if access.control_key else ""
+        self._api_key = next(iter(read_api_keys(access.api_keys))) if access.api_keys else ""
+        self._tls = _trusting(access.tls_cert) if access.tls_cert else None
 
     def missing(self, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
         """Why the fleet is not complete yet: missing members and links, or what keeps the router unready."""
@@ -47,9 +54,14 @@ class FleetPage:
 
     def get(self, path: str) -> Any:
         """The JSON of a page, or None when there is no answer."""
-        connection = http.client.HTTPConnection(self._netloc, timeout=ASK_S)
+        connection = (
+            http.client.HTTPConnection(self._netloc, timeout=ASK_S)
+            if self._tls is None
+            else http.client.HTTPSConnection(self._netloc, timeout=ASK_S, context=self._tls)
+        )
+        key = self._control_key if path.startswith("/cluster") else self._api_key
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
             return json.loads(connection.getresponse().read())
         except (OSError, http.client.HTTPException, ValueError):
             return None
@@ -57,9 +69,20 @@ class FleetPage:
             connection.close()
 
 
-def curl_line(url: str) -> str:
-    """A first request to paste into a shell: a greeting to the served model."""
+def _trusting(cert: str) -> ssl.SSLContext:
+    """For a client that knows the server by this certificate, not by its host name: it asks by a loopback address."""
+    context = ssl.create_default_context(cafile=cert)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is trusted, whoever has signed it
+    return context
+
+
+def curl_line(url: str, access: AccessConfig = OPEN_TO_ALL) -> str:
+    """A first request to paste into a shell: a greeting to the served model. It shows no key."""
     url = reachable(url, LOOPBACK)
-    models = FleetPage(url).get("/v1/models") or {"data": [{"id": "demo"}]}
+    models = FleetPage(url, access).get("/v1/models") or {"data": [{"id": "demo"}]}
     body = {"model": models["data"][0]["id"], "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d {shlex.quote(json.dumps(body))}"
+    trust = "--insecure " if access.tls_cert else ""  # the certificate is for a name, and this host is asked by its address
+    key = '-H "Authorization: Bearer $API_KEY" ' if access.api_keys else ""
+    head = f"curl {trust}{url}/v1/chat/completions {key}-H 'Content-Type: application/json'"
+    return f"{head} \\\n  -d {shlex.quote(json.dumps(body))}"

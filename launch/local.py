@@ -22,7 +22,16 @@ from typing import Literal, assert_never
 import msgspec
 
 from common.addresses import LOOPBACK, bind_address, port_of, reachable
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig, parse_share
+from common.config import (
+    AccessConfig,
+    EngineConfig,
+    InstanceConfig,
+    LogConfig,
+    ModelConfig,
+    RouterConfig,
+    SecurityConfig,
+    parse_share,
+)
 from common.cores import core_count, divide_cores, place_on_gpus
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
@@ -62,6 +71,7 @@ class LocalPlan:
     engine: EngineConfig
     log: LogConfig
     security: SecurityConfig = SecurityConfig()
+    access: AccessConfig = AccessConfig()
     gpus: int = 0
 
     def __post_init__(self) -> None:
@@ -211,7 +221,7 @@ class LocalFleet:
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _router_command(self, config: RouterConfig) -> list[str]:
-        return self._command(ROUTER, to_flags(config, self._plan.model, self._plan.log, self._plan.security))
+        return self._command(ROUTER, to_flags(config, self._plan.model, self._plan.log, self._plan.security, self._plan.access))
 
     def _spawn(self, name: str) -> None:
         child = self._children[name] = Child(name, self._commands[name], self._events.put)
@@ -236,7 +246,7 @@ class LocalFleet:
         return ready
 
     def _wait_until_linked(self, url: str, prefill: list[str], decode: list[str], deadline: float) -> None:
-        page = FleetPage(url)
+        page = FleetPage(url, self._plan.access)
         while missing := page.missing(prefill, decode):
             if time.monotonic() >= deadline:
                 raise FleetFailed("the start took longer than --startup-timeout-s allows: " + "; ".join(missing))
@@ -325,7 +335,7 @@ def run(plan: LocalPlan, command: Command = launch_command) -> int:
         took_s = time.monotonic() - began
         routers = f"{plan.routers} routers, " if plan.routers > 1 else ""
         parts = f"{routers}{plan.prefill} prefill, {plan.decode} decode"
-        print(f"ready in {took_s:.1f} s: {parts} on {url}\n\n{curl_line(url)}\n", flush=True)
+        print(f"ready in {took_s:.1f} s: {parts} on {url}\n\n{curl_line(url, plan.access)}\n", flush=True)
         fleet.watch()
         print("stopping", flush=True)
     except _StopAsked:

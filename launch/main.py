@@ -16,8 +16,9 @@ from bench import plan as transfer_plan
 from bench.control import plan as control_plan
 from bench.engine import plan as engine_plan
 from bench.router import plan as router_plan
+from common.access import read_access, require_guarded
 from common.addresses import LOOPBACK, bind_address, check_address
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
+from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.flags import ConfigClass, add_flags, read_config, to_flags, with_defaults
 from common.names import check_instance_id
@@ -88,11 +89,11 @@ def build_parser() -> argparse.ArgumentParser:
     add_flags(local, RouterConfig, without=DECIDED_FOR_ROUTERS)
     add_flags(local, ModelConfig, EngineConfig)
     add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, *OF_ALL))
-    add_flags(local, LogConfig, SecurityConfig)
+    add_flags(local, LogConfig, SecurityConfig, AccessConfig)
     router = _add(
         commands, "router", "start the router: it serves the HTTP API, and instances register with it", _router, ROUTER_LIFE
     )
-    add_flags(router, RouterConfig, ModelConfig, LogConfig, SecurityConfig)
+    add_flags(router, RouterConfig, ModelConfig, LogConfig, SecurityConfig, AccessConfig)
     instances = (
         _add(commands, "prefill", "start one prefill instance", _instance("prefill"), INSTANCE_LIFE),
         _add(commands, "decode", "start one decode instance", _instance("decode"), INSTANCE_LIFE),
@@ -187,6 +188,7 @@ def _local(flags: argparse.Namespace) -> int:
     from launch.local import LocalPlan, run
 
     security, _ = _security(flags)
+    access = _access(flags, security)
     engine = read_config(EngineConfig, flags)
     plan = LocalPlan(
         prefill=flags.prefill,
@@ -198,6 +200,7 @@ def _local(flags: argparse.Namespace) -> int:
         engine=engine,
         log=read_config(LogConfig, flags),
         security=security,
+        access=access,
         gpus=count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0,
     )
     return run(plan)
@@ -206,11 +209,12 @@ def _local(flags: argparse.Namespace) -> int:
 def _router(flags: argparse.Namespace) -> int:
     config, model, log = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
     security, _ = _security(flags)
+    access = _access(flags, security)
 
     def body(process: ChildProcess) -> None:
         from launch.router_process import serve
 
-        serve(process, config, model, log, security)
+        serve(process, config, model, log, security, access)
 
     return _run("router", log, 1, body)
 
@@ -336,6 +340,15 @@ def _security(flags: argparse.Namespace) -> tuple[SecurityConfig, Trust]:
         for address in flags.router.split(","):
             trust.check(check_address(address.strip()))
     return config, trust
+
+
+def _access(flags: argparse.Namespace, security: SecurityConfig) -> AccessConfig:
+    """Raises ConfigError, before anything is started, when a file cannot be used or HTTP would be open to everybody."""
+    config = read_config(AccessConfig, flags)
+    read_access(config)
+    address = f"tcp://{bind_address(flags.host, '--host')}:0"
+    require_guarded(config, address, insecure=security.insecure == "on")
+    return config
 
 
 def _run(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:

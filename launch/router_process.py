@@ -12,6 +12,7 @@ knows what the old one was told.
 import asyncio
 import gc
 import logging
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, assert_never
 
 import uvloop
 
+from common.access import Access, read_access, read_again
 from common.addresses import LOOPBACK, host_for_peers, reachable
-from common.config import LogConfig, ModelConfig, RouterConfig, SecurityConfig
+from common.config import AccessConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
 from common.names import new_router_name
@@ -48,14 +50,30 @@ class DetokenizerFailed(TandemError):
     """The detokenizer did not start. The router cannot work without it."""
 
 
-def serve(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig, security: SecurityConfig) -> None:
+def serve(
+    process: ChildProcess,
+    config: RouterConfig,
+    model: ModelConfig,
+    log: LogConfig,
+    security: SecurityConfig,
+    access: AccessConfig,
+) -> None:
     """Serve until told to stop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(process, config, model, log, security))
+        runner.run(_run(process, config, model, log, security, access))
 
 
-async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, log: LogConfig, security: SecurityConfig) -> None:
-    trust = read_trust(security)
+async def _run(
+    process: ChildProcess,
+    config: RouterConfig,
+    model: ModelConfig,
+    log: LogConfig,
+    security: SecurityConfig,
+    access_config: AccessConfig,
+) -> None:
+    trust, access = read_trust(security), read_access(access_config)
+    if access_config.api_keys or access_config.control_key:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, access, access_config)
     duties = _Duties(process)
     router = new_router_name()
     flags = to_flags(config, model, log, security)
@@ -85,7 +103,9 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
         inboxes = await asyncio.gather(*(detokenizer.first_inbox(duties.stop) for detokenizer in detokenizers))
         known = [inbox for inbox in inboxes if inbox is not None]
         if len(known) == len(detokenizers):
-            await serve_router(config, model, InstanceId(router), known, ready, duties.intake_closes, duties.at_once, trust)
+            await serve_router(
+                config, model, InstanceId(router), known, ready, duties.intake_closes, duties.at_once, trust, access
+            )
             process.check_hurry()
         for detokenizer in detokenizers:
             detokenizer.check()
@@ -95,6 +115,14 @@ async def _run(process: ChildProcess, config: RouterConfig, model: ModelConfig, 
         process.on_stop(lambda: None)
         process.on_order(lambda order: None)
         await asyncio.gather(*(detokenizer.stop() for detokenizer in detokenizers))
+
+
+def _read_keys_again(access: Access, config: AccessConfig) -> None:
+    try:
+        read_again(access, config)
+        _log.info("the keys of the HTTP API were read again")
+    except ConfigError as error:
+        _log.error("the keys of the HTTP API stay as they were: %s", error)
 
 
 def _settle_memory() -> None:

@@ -59,6 +59,15 @@ class RouterMetrics:
             "From the last token before a resume (from the resume, if there was none) to the next token.",
         )
         self._attempts = histogram("tandem_attempts", "Attempts of a request.", ATTEMPT_BUCKETS)
+        self._of_keys = Counter(
+            "tandem_key_requests", "Requests that ended, by the name of their API key.", ("key",), registry=registry
+        )
+        self._tokens_of_keys = Counter(
+            "tandem_key_tokens",
+            "Tokens of these requests: of their prompts and of their answers.",
+            ("key", "of"),
+            registry=registry,
+        )
         self._responses = Counter("tandem_http_responses", "HTTP responses.", ("path", "status"), registry=registry)
         self._dropped = Counter(
             "tandem_http_connections_dropped",
@@ -87,6 +96,11 @@ class RouterMetrics:
         self._request.observe(seconds)
         self._attempts.observe(attempts)
 
+    def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
+        self._of_keys.labels(owner).inc()
+        self._tokens_of_keys.labels(owner, "prompt").inc(prompt_tokens)
+        self._tokens_of_keys.labels(owner, "answer").inc(answer_tokens)
+
     def responded(self, path: str, status: int) -> None:
         self._responses.labels(path, str(status)).inc()
 
@@ -109,6 +123,10 @@ class FleetCollector(Collector):
         phases = Tally(record.phase for record in requests.records())
         counts = [((phase.value,), float(phases[phase])) for phase in Phase]
         yield _family(GaugeMetricFamily, "tandem_requests_in_phase", "Open requests by phase.", ("phase",), counts)
+        keys = [((name,), float(count)) for name, count in requests.places.of_keys()]
+        yield _family(
+            GaugeMetricFamily, "tandem_key_requests_open", "Open requests by the name of their API key.", ("key",), keys
+        )
         stale = [(("text",), requests.stale), (("probe",), requests.stale_standings), (("membership",), fleet.stale)]
         yield _family(CounterMetricFamily, "tandem_router_messages_stale", "Late messages that were dropped.", ("kind",), stale)
         yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", fleet.refusals)

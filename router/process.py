@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from common.access import OPEN, Access
 from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig, parse_bytes
 from common.ids import InstanceId
@@ -54,10 +55,11 @@ async def serve(
     stop: asyncio.Event,
     at_once: asyncio.Event,
     trust: Trust = LOOPBACK_ONLY,
+    access: Access = OPEN,
 ) -> None:
     """Serve until `stop` is set, then drain: open answers may go on for --drain-timeout-s, or until `at_once` is set.
 
-    router: the name of this life of it. detokenizers: their addresses.
+    router: the name of this life of it. detokenizers: their addresses. access: who may use HTTP, and by which certificate.
     ready: called once, when both addresses are listening.
     Raises ConfigError when an address cannot be listened on or the tokenizer cannot be loaded.
     """
@@ -66,7 +68,7 @@ async def serve(
     name = model.served_name or tokenizer.model_name
     host = bind_address(config.host, "--host")
     control = f"tcp://{host}:{config.control_port}"
-    shared = config.share_port == "on"
+    shared, scheme = config.share_port == "on", "http" if access.tls is None else "https"
     with (
         contextlib.closing(listen(host, config.port, shared=shared)) as listener,
         contextlib.closing(listen(host, config.own_port)) if shared else contextlib.nullcontext(listener) as own_listener,
@@ -81,8 +83,8 @@ async def serve(
             contextlib.closing(Intake(core, tokenizer, name, config)) as intake,
         ):
             api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body), config.keep_alive_s, config.max_requests)
-            app = build_app(api, metrics)
-            url, own_url = (f"http://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
+            app = build_app(api, metrics, access)
+            url, own_url = (f"{scheme}://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
             serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved)
@@ -91,4 +93,4 @@ async def serve(
             most_waiting = config.max_requests + SPARE_CONNECTIONS
             waiting = WaitingConnections(most_waiting, metrics.connection_dropped, most_body_bytes)
             listeners = [listener, own_listener] if shared else [listener]
-            await serve_app(app, listeners, lambda: ready(serving), drained, waiting)
+            await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)

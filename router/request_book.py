@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
-from common.errors import DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
+from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable
 from common.ids import InstanceId, Key, Life, RequestId, pack_ids, shard_of
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
@@ -29,8 +29,9 @@ from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
+from router.places import Places
 from router.policy import choose, expected_answer
-from router.requests import Record, RequestSpec
+from router.requests import TOKEN_BYTES, Record, RequestSpec
 from router.retelling import Retelling, expect_answer
 
 FRUITLESS_ATTEMPTS = 4
@@ -53,6 +54,9 @@ class Observer(Protocol):
         """seconds: from a resumed request's last token (from the resume, if it had none) to its next one."""
 
     def ended(self, ending: Ending, seconds: float, attempts: int) -> None: ...
+
+    def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
+        """A request of this API key has ended."""
 
 
 class Alarm(Enum):
@@ -80,6 +84,8 @@ class RequestBook:
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
         self._retelling = Retelling(self._find)
         self._placements = 0
+        self.places = Places(config.max_requests, "requests")
+        """Also for what will be requests when it has been tokenized."""
         self.stale = 0
         """Dropped deltas: of requests or attempts that are not open, with tokens that had come already, or after a gap."""
 
@@ -98,17 +104,12 @@ class RequestBook:
     def records(self) -> Iterable[Record]:
         return self._records.values()
 
-    def require_room(self, requests: int) -> None:
-        """Raises Overloaded when this many more requests do not fit."""
-        limit = self._config.max_requests
-        if len(self._records) + requests > limit:
-            raise Overloaded(f"the router has {len(self._records)} of at most {limit} requests open: try again shortly")
-
     # --- in --------------------------------------------------------------------------------------------------------------
 
     def submit(self, specs: Sequence[RequestSpec], outbox: Outbox, received_s: float, now: float) -> list[Send]:
         """Dispatch every choice of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
-        self.require_room(len(specs))
+        owner = specs[0].owner
+        self.places.take(owner, len(specs))
         started: list[tuple[Record, Attempt]] = []
         try:
             for spec in specs:
@@ -118,6 +119,7 @@ class RequestBook:
         except TandemError:
             for _, attempt in started:
                 attempt.release()
+            self.places.leave(owner, len(specs))
             raise
         sends: list[Send] = []
         for record, attempt in started:
@@ -361,6 +363,7 @@ class RequestBook:
         """The one way out of the book. last: what comes with the ending."""
         request_id = record.spec.request_id
         del self._records[request_id]
+        self.places.leave(record.spec.owner)
         self._parked.pop(request_id, None)
         for alarm in Alarm:
             self._alarms.clear((alarm, request_id))
@@ -373,6 +376,8 @@ class RequestBook:
         else:
             record.outbox.put(ChoiceDelta(index, last.text, last.token_ids, ending, last.logprobs, last.prompt_logprobs))
         self._observer.ended(ending, now - record.received_s, record.attempts)
+        if record.spec.owner:
+            self._observer.spent(record.spec.owner, len(record.spec.prompt) // TOKEN_BYTES, len(record.token_ids))
 
 
 def _setback(attempt: Attempt, ending: Ending) -> Setback | None:

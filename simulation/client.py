@@ -91,3 +91,6 @@ class Observer:
 
     def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
         self.endings.append(ending)
+
+    def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
+        """Not looked at: requests have no API keys here."""

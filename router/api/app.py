@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import BadRequest, Overloaded, TandemError
+from common.access import OPEN, Access
+from common.errors import BadRequest, TandemError
 from common.ids import InstanceId
 from router.api.answers import AnswerShape, OpenAIBody
 from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, unless_left
@@ -29,10 +30,11 @@ from router.api.completions import CompletionFields, read_completion
 from router.api.description import CALL_REFUSALS, COMPLETION_REFUSALS, Described, DescribedApp
 from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
+from router.api.guard import Guard
 from router.api.intake import Accepted, Intake, unknown_model
 from router.api.models import ModelCard, ModelList
 from router.api.open_answers import OpenAnswers
-from router.api.request_ids import HEADER, REQUEST_ID, answer_id, id_in, new_id
+from router.api.request_ids import HEADER, OWNER, REQUEST_ID, answer_id, id_in, new_id
 from router.api.responses import ResponseFields, read_response
 from router.api.responses_answers import ResponseBody, ResponseShape
 from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
@@ -44,6 +46,7 @@ from router.drain import Door
 from router.gateway import Gateway
 from router.member_metrics import member_metrics
 from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics
+from router.places import Places
 
 BODY_TIMEOUT_S = 60.0
 SPARE_CONNECTIONS = 256
@@ -79,9 +82,8 @@ class Api:
         self._model = model
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
-        self._most_here = max_requests + SPARE_CONNECTIONS
-        self._here = 0
-        """Open requests whose body is here."""
+        self._here = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
+        """Of open requests whose body is here."""
         self._started = int(time.time())
         self._open = OpenAnswers()
         metrics.registry.register(FleetCollector(gateway.core))
@@ -92,7 +94,7 @@ class Api:
         """Answer a chat: each message has a role and a text."""
         received_s = self._enter(request)
         asked = await self._read(request, read_chat)
-        answer = answer_id(request.scope[REQUEST_ID], "chatcmpl-")
+        answer = answer_id(request.scope, "chatcmpl-")
         accepted = await unless_left(request, self._intake.accept_chat(asked, answer))
         return self._dispatch(request, ChatShape, asked, accepted, received_s)
 
@@ -101,7 +103,7 @@ class Api:
         whole conversation."""
         received_s = self._enter(request)
         asked = await self._read(request, read_response)
-        answer = answer_id(request.scope[REQUEST_ID], "resp_")
+        answer = answer_id(request.scope, "resp_")
         accepted = await unless_left(request, self._intake.accept_chat(asked, answer))
         return self._dispatch(request, ResponseShape, asked, accepted, received_s)
 
@@ -109,7 +111,7 @@ class Api:
         """Continue one or more prompts, given as texts or token ids."""
         received_s = self._enter(request)
         asked = await self._read(request, read_completion)
-        answer = answer_id(request.scope[REQUEST_ID], "cmpl-")
+        answer = answer_id(request.scope, "cmpl-")
         accepted = await unless_left(request, self._intake.accept_completion(asked, answer))
         return self._dispatch(request, CompletionShape, asked, accepted, received_s)
 
@@ -119,7 +121,7 @@ class Api:
         asked = await self._read(request, partial(read_generate, self._model))
         if len(asked.rids) == 1:
             request.scope[REQUEST_ID] = asked.rids[0]
-        accepted = await unless_left(request, self._intake.accept_completion(asked, answer_id(request.scope[REQUEST_ID])))
+        accepted = await unless_left(request, self._intake.accept_completion(asked, answer_id(request.scope)))
         choices = asked.choice_ids(accepted.id, len(accepted.specs))
         named = {name: (spec.request_id,) for name, spec in zip(choices, accepted.specs, strict=True)}
         request.scope[AT_END].callback(self._open.add(named if asked.is_batch else {}))
@@ -127,11 +129,11 @@ class Api:
 
     async def abort_request(self, request: Request) -> Response:
         """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason
-        `abort`."""
+        `abort`. Requests of other API keys are not found."""
         asked = await self._read(request, read_abort)
-        core = self._gateway.core
-        all_open = [record.spec.request_id for record in core.requests.records()] if asked.abort_all else []
-        ids = all_open or self._open.find(asked.rid)
+        core, named = self._gateway.core, self._open.find(asked.rid)
+        own = [record.spec.request_id for record in core.requests.records() if record.spec.owner == request.scope[OWNER]]
+        ids = own if asked.abort_all else [request_id for request_id in own if request_id in named]
         self._gateway.deliver(core.requests.cancel(ids, self._gateway.clock()))
         return _json(Aborted(len(ids)))
 
@@ -139,13 +141,13 @@ class Api:
         """The token ids of a text."""
         self._enter(request)
         asked = await self._read(request, read_tokenize)
-        return _json(await unless_left(request, self._intake.tokenize(asked)))
+        return _json(await unless_left(request, self._intake.tokenize(asked, request.scope[OWNER])))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         self._enter(request)
         asked = await self._read(request, read_detokenize)
-        return _json(await unless_left(request, self._intake.detokenize(asked)))
+        return _json(await unless_left(request, self._intake.detokenize(asked, request.scope[OWNER])))
 
     def _enter(self, request: Request) -> float:
         """Let the request in, until its response has ended. Returns the time. Raises Unavailable when the router drains."""
@@ -213,16 +215,13 @@ class Api:
 
     async def _read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
         """What the body asks for. Raises BadRequest, Overloaded."""
-        if self._here >= self._most_here:
-            raise Overloaded(f"the router has {self._most_here} HTTP requests open: try again shortly")
+        owner: str = request.scope[OWNER]
+        self._here.require(owner)
         body = await self._body(request)
-        self._here += 1
-        request.scope[AT_END].callback(self._leave)
+        self._here.take(owner)
+        request.scope[AT_END].callback(self._here.leave, owner)
         request.scope[IS_LARGE] = len(body) > LARGE_BODY_BYTES
         return await unless_left(request, self._intake.read(reader, body))
-
-    def _leave(self) -> None:
-        self._here -= 1
 
     def _model_card(self) -> ModelCard:
         return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
@@ -248,24 +247,21 @@ class Api:
 
 
 class Doorkeeper:
-    """ASGI middleware: counts responses by route and status, gives each request and its response an id, and closes what a handler
-    left in the scope's AT_END, however the request ends and whether or not its response was ever sent. While the router drains,
-    each response ends its connection, so that clients connect to another router."""
+    """ASGI middleware: refuses requests without the key that they need, counts responses by route and status, gives each request
+    and its response an id, and closes what a handler left in the scope's AT_END, however the request ends and whether or not its
+    response was ever sent. While the router drains, each response ends its connection, so that clients connect to another router."""
 
-    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics, guard: Guard) -> None:
         self._app = app
         self._door = door
         self._metrics = metrics
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, app = CLIENT_CLOSED, self._app
-        try:
-            scope[REQUEST_ID] = id_in(scope)
-        except BadRequest as error:
-            scope[REQUEST_ID], app = new_id(), response_to(error)
+        status = CLIENT_CLOSED
 
         async def watched_send(message: Message) -> None:
             nonlocal status
@@ -279,7 +275,7 @@ class Doorkeeper:
         try:
             scope[DIRECT_SEND] = send
             with ExitStack() as scope[AT_END]:
-                await app(scope, receive, watched_send)
+                await self._admit(scope)(scope, receive, watched_send)
         except Exception:
             status = 500  # a bug: the server answers for it
             raise
@@ -287,8 +283,18 @@ class Doorkeeper:
             route = scope.get("route")
             self._metrics.responded("other" if route is None else route.path, status)
 
+    def _admit(self, scope: Scope) -> ASGIApp:
+        """Note whose request it is. Returns who answers it."""
+        scope[REQUEST_ID] = new_id()
+        try:
+            scope[REQUEST_ID] = id_in(scope)
+            scope[OWNER] = self._guard.admit(scope)
+        except BadRequest as error:
+            return response_to(error)
+        return self._app
 
-def build_app(api: Api, metrics: RouterMetrics) -> FastAPI:
+
+def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAPI:
     """The ASGI application."""
     routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]], Described], ...] = (
         ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields, OpenAIBody[ChatChoice])),
@@ -333,7 +339,7 @@ def build_app(api: Api, metrics: RouterMetrics) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Doorkeeper, door=api.door, metrics=metrics)
+    app.add_middleware(Doorkeeper, door=api.door, metrics=metrics, guard=Guard(access))
     return app
 
 

@@ -1,6 +1,6 @@
 """Errors as the OpenAI API writes them: {"error": {"message", "type", "param", "code"}}, with a status and Retry-After.
 
-Owns the shape, and the two errors that only HTTP has. The other errors are in `common.errors`.
+Owns the shape, and the errors that only HTTP has. The other errors are in `common.errors`.
 """
 
 import msgspec
@@ -23,6 +23,15 @@ class BodyTooSlow(BadRequest):
     """The HTTP body did not arrive in time."""
 
     status = 408
+
+
+class Unauthorized(BadRequest):
+    """The request has no key, or not the right one. As at OpenAI."""
+
+    status = 401
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key")
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -54,7 +63,9 @@ def detail_of_failure(failed: Failed) -> ErrorDetail:
 
 
 def error_response(status: int, detail: ErrorDetail) -> Response:
-    headers = {"retry-after": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else None
+    headers = {"retry-after": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else {}
+    if status == Unauthorized.status:
+        headers["www-authenticate"] = "Bearer"
     return Response(error_json(detail), status, headers, media_type="application/json")
 
 

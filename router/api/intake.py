@@ -110,7 +110,6 @@ class Intake:
         self._longest_timeout_s = config.max_request_timeout_s
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
         self._long_threads = ThreadPoolExecutor(max_workers=LONG_ENCODING_THREADS, thread_name_prefix="long-tokenizer")
-        self._encoding = 0
         self._waiting_body_bytes = 0
 
     async def read(self, reader: Callable[[bytes, int], R], body: bytes) -> R:
@@ -132,7 +131,7 @@ class Intake:
         self._check(request, field, size, self.context_tokens)
         plan = self._chats.plan(request)
         encode = partial(self._tokenizer.encode_chat, options=plan.options)
-        prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields.n, field)
+        prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields.n, field, answer.owner)
         accepted = self._accept(answer, prompts, request, field, self._chat_max_tokens)
         if plan.is_plain:
             return accepted
@@ -155,12 +154,13 @@ class Intake:
             size,
             request.fields.n,
             field,
+            answer.owner,
             echo=self._echo if request.echo else None,
         )
         return self._accept(answer, encoded, request, field, request.default_max_tokens)
 
-    async def tokenize(self, asked: TokenizeRequest) -> Tokenized:
-        """Raises BadRequest, UnknownModel, Overloaded."""
+    async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
+        """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
         self._check_model(asked.model)
         tokenizer, prompt = self._tokenizer, asked.prompt
         if isinstance(prompt, str):
@@ -177,10 +177,10 @@ class Intake:
             strings = tokenizer.token_strings(ids) if asked.return_token_strs else None
             return Tokenized(count=len(ids), max_model_len=self.context_tokens, tokens=ids, token_strs=strings)
 
-        return await self._run(work, size, 1)
+        return await self._run(work, size, 1, owner)
 
-    async def detokenize(self, asked: DetokenizeFields) -> Detokenized:
-        """Raises BadRequest, UnknownModel, Overloaded."""
+    async def detokenize(self, asked: DetokenizeFields, owner: str = "") -> Detokenized:
+        """owner: see `RequestSpec`. Raises BadRequest, UnknownModel, Overloaded."""
         self._check_model(asked.model)
         ids, skip = asked.tokens, asked.skip_special_tokens
 
@@ -188,7 +188,7 @@ class Intake:
             self._check_ids(ids, "tokens")
             return Detokenized(prompt=self._tokenizer.decode(ids, skip_special_tokens=skip))
 
-        return await self._run(work, len(ids), 1)
+        return await self._run(work, len(ids), 1, owner)
 
     def _echo(self, prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
@@ -232,6 +232,7 @@ class Intake:
         size: int,
         n: int,
         prompt_field: str,
+        owner: str,
         *,
         echo: Callable[[P], str] | None = None,
     ) -> list[_Encoded]:
@@ -251,20 +252,20 @@ class Intake:
                 self._require_fit(parts, context, prompt_field)
             return list(map(encoded, prompts))
 
-        return await self._run(work, size, choices)
+        return await self._run(work, size, choices, owner)
 
-    async def _run(self, work: Callable[[], R], size: int, choices: int) -> R:
+    async def _run(self, work: Callable[[], R], size: int, choices: int, owner: str) -> R:
         """Do the work where texts of this size are encoded. Raises Overloaded when so many choices more do not fit, and what the
         work raises."""
-        self._core.requests.require_room(self._encoding + choices)
-        self._encoding += choices
+        places = self._core.requests.places
+        places.take(owner, choices)
         threads = self._long_threads if size > LONG_CHARS else self._threads
         try:
             if size < SHORT_CHARS:
                 return work()
             return await _on_thread(threads, work)
         finally:
-            self._encoding -= choices
+            places.leave(owner, choices)
 
     def _require_fit(self, texts: Sequence[str], context: int, prompt_field: str) -> None:
         """Raises BadRequest when a prompt of these texts is sure to be longer than the context, after no more work than a prompt
@@ -288,6 +289,8 @@ class Intake:
         default_max_tokens: int | None,
     ) -> Accepted:
         fields, context = request.fields, self.context_tokens
+        if answer.owner and fields.priority < 0:
+            raise BadRequest("priority must be 0 or more where API keys share the fleet: leave it out", field="priority")
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
         base = self._sampling(request)
         specs: list[RequestSpec] = []
@@ -319,6 +322,7 @@ class Intake:
                         fields.timeout,
                         fields.skip_special_tokens,
                         fields.include_stop_str_in_output,
+                        answer.owner,
                     )
                 )
         echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))

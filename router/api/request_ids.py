@@ -15,22 +15,26 @@ from common.errors import BadRequest
 HEADER: Final = b"x-request-id"
 REQUEST_ID = "tandem.request_id"
 """Where a request's scope holds its id."""
+OWNER = "tandem.owner"
+"""Where it holds the name of the client's API key."""
 MAX_CHARS = 128
 _VISIBLE = re.compile(rf"^[!-~]{{1,{MAX_CHARS}}}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerId:
-    """shown: the id that the client sees. unique: no other request ever has it, whatever ids clients choose."""
+    """shown: the id that the client sees. unique: no other request ever has it, whatever ids clients choose. owner: name of the
+    client's API key; "": it has none."""
 
     shown: str
     unique: str
+    owner: str = ""
 
 
-def answer_id(request_id: str, prefix: str = "") -> AnswerId:
-    """The id of the answer to this request."""
-    shown = prefix + request_id
-    return AnswerId(shown, f"{shown}.{secrets.token_hex(8)}")
+def answer_id(scope: Scope, prefix: str = "") -> AnswerId:
+    """The id of the answer to the request of this scope."""
+    shown = prefix + scope[REQUEST_ID]
+    return AnswerId(shown, f"{shown}.{secrets.token_hex(8)}", scope[OWNER])
 
 
 def new_id() -> str:

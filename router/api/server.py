@@ -7,6 +7,7 @@ serves, and handles no signals.
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from common.errors import BadRequest, ConfigError
 from router.api import connections
-from router.api.connections import WaitingConnections
+from router.api.connections import HEAD_S, WaitingConnections
 from router.api.errors import ErrorDetail, error_json
 from router.metrics import Dropped
 
@@ -53,10 +54,11 @@ async def serve_app(
     ready: Callable[[], None],
     until: Coroutine[Any, Any, object],
     waiting: WaitingConnections,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serve until `until` is done, and raise what it raises. Then listen no more, and end open answers within `GRACE_S`. ready:
-    called when the server listens. waiting: bounds the connections without a request in progress."""
-    server = _Server(_config(app, waiting))
+    called when the server listens. waiting: bounds the connections without a request in progress. tls: None for plain HTTP."""
+    server = _Server(_config(app, waiting), tls)
     serving = asyncio.create_task(server.serve(sockets=listeners))
     started = asyncio.create_task(server.listening.wait())
     stopping = asyncio.create_task(until)
@@ -75,10 +77,11 @@ async def serve_app(
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers, and with an event for when it listens."""
+    """Uvicorn without its signal handlers, with an event for when it listens, and with a bound for TLS handshakes."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
+        self._tls = tls
         self.listening = asyncio.Event()
 
     @contextlib.contextmanager
@@ -86,7 +89,23 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        assert sockets is not None
+        make_protocol: Any = self.config.http_protocol_class
+        make = partial(make_protocol, config=self.config, server_state=self.server_state, app_state={})
+        loop = asyncio.get_running_loop()
+        handshake_s, shutdown_s = (None, None) if self._tls is None else (HEAD_S, float(GRACE_S))
+        self.servers = [
+            await loop.create_server(
+                make,
+                sock=each,
+                backlog=self.config.backlog,
+                ssl=self._tls,
+                ssl_handshake_timeout=handshake_s,
+                ssl_shutdown_timeout=shutdown_s,
+            )
+            for each in sockets
+        ]
+        self.started = True
         self.listening.set()
 
 
@@ -220,7 +239,8 @@ class _Protocol(HttpToolsProtocol):
             return
         self._waiting.count(self, Dropped.LONG_HEAD)
         self.transport.write(_HEAD_TOO_LONG)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS cannot: there the answer's head says that the connection ends
+            self.transport.write_eof()
         self.loop.call_later(GRACE_S, self.drop)
 
     def _drop_unread(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from common.config import (
     STEP_COST,
+    AccessConfig,
     EngineConfig,
     InstanceConfig,
     LogConfig,
@@ -19,7 +20,7 @@ from common.config import (
 )
 from common.errors import ConfigError
 
-SLICES = (ModelConfig, EngineConfig, InstanceConfig, RouterConfig, LogConfig, SecurityConfig)
+SLICES = (ModelConfig, EngineConfig, InstanceConfig, RouterConfig, LogConfig, SecurityConfig, AccessConfig)
 
 
 @pytest.mark.parametrize("slice_type", SLICES)

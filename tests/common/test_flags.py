@@ -7,11 +7,28 @@ from typing import Literal
 
 import pytest
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig, option
+from common.config import (
+    AccessConfig,
+    EngineConfig,
+    InstanceConfig,
+    LogConfig,
+    ModelConfig,
+    RouterConfig,
+    SecurityConfig,
+    option,
+)
 from common.flags import ConfigClass, add_flags, flag_of, read_config, to_flags
 from launch import main as launch_main
 
-CONFIGS: tuple[type[ConfigClass], ...] = (RouterConfig, ModelConfig, EngineConfig, InstanceConfig, LogConfig, SecurityConfig)
+CONFIGS: tuple[type[ConfigClass], ...] = (
+    RouterConfig,
+    ModelConfig,
+    EngineConfig,
+    InstanceConfig,
+    LogConfig,
+    SecurityConfig,
+    AccessConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,8 +71,3 @@ def test_other_addresses_need_a_key_or_insecure_and_the_error_names_both(address
     with pytest.raises(ConfigError, match=r"launch key FILE.*--cluster-key FILE.*--insecure"):
         LOOPBACK_ONLY.check(address)
     assert Trust(derive(os.urandom(32))).check(address) == Trust(insecure=True).check(address) == address
-
-
-def test_a_key_and_insecure_together_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--insecure must be off with --cluster-key"):
-        SecurityConfig(cluster_key="key", insecure="on")

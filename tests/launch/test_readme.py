@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
+from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.flags import ConfigClass, flag_of
 
 README = Path(__file__).parents[2] / "README.md"
@@ -14,6 +14,7 @@ GROUPS: tuple[tuple[str, type[ConfigClass]], ...] = (
     ("prefill, decode", InstanceConfig),
     ("all", LogConfig),
     ("all", SecurityConfig),
+    ("router", AccessConfig),
 )
 
 

@@ -71,6 +71,7 @@ class Unobserved:
         self.resume_gaps: list[float] = []
         self.endings: list[Ending] = []
         self.attempts: list[int] = []
+        self.spendings: list[tuple[str, int, int]] = []
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens.append(seconds)
@@ -87,6 +88,9 @@ class Unobserved:
     def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
         self.endings.append(ending)
         self.attempts.append(attempts)
+
+    def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
+        self.spendings.append((owner, prompt_tokens, answer_tokens))
 
 
 class CharText:

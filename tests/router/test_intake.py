@@ -15,13 +15,13 @@ from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
-from router.api.request_ids import answer_id
+from router.api.request_ids import AnswerId
 from tests.router.calls import chat, completion
 from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site
 
 pytestmark = pytest.mark.anyio
 LONG_CHARS = 100
-ANSWER = answer_id("a")
+ANSWER = AnswerId("a", "a.0")
 
 
 class WatchedTokenizer(CharTokenizer):

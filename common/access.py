@@ -1,0 +1,161 @@
+"""Who may use the router's HTTP side: the API keys, the control key, and the certificate that the router shows.
+
+Owns their files, and the rule about addresses without API keys. A key is kept as a digest only; none is ever in a `repr`, an
+error, a log or a command line, which name the files. Opens no socket. Does not know HTTP.
+
+A file of API keys has one key in each line, behind its name. Lines that begin with # are comments:
+
+    alice 5f1c0e2ab9d34c6e8f7a
+    build-farm 83d0a6c1f2e94b57ad10
+"""
+
+import re
+import secrets
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from hmac import compare_digest
+
+from common.addresses import is_loopback
+from common.config import AccessConfig
+from common.errors import ConfigError
+from common.trust import read_private_file
+
+MOST_KEYS = 1_000
+"""Names of keys are labels of metrics, so there may be only so many."""
+MOST_BYTES = 1024 * 1024
+DIGEST_BYTES, SLOT_BYTES = 32, 8
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_KEY = re.compile(r"[!-~]{16,512}")
+_KEY_RULE = "16 to 512 visible ASCII characters"
+
+
+class KeyRing:
+    """Some keys with their names.
+
+    A presented key is looked up by a digest that a secret of this object goes into. Nobody else can compute it, so how long the
+    look-up takes says nothing about any key. The rest of the digest is compared in constant time.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._secret = secrets.token_bytes(DIGEST_BYTES)
+        self._nobody = (secrets.token_bytes(DIGEST_BYTES), "")
+        self.replace(names)
+
+    def replace(self, names: Mapping[str, str]) -> None:
+        """From now on only these keys are known. names: by key."""
+        digests = [(self._digest(key.encode()), name) for key, name in names.items()]
+        self._known = {digest[:SLOT_BYTES]: (digest, name) for digest, name in digests}
+
+    def name_of(self, key: bytes) -> str | None:
+        """None for a key that is not here."""
+        digest = self._digest(key)
+        known, name = self._known.get(digest[:SLOT_BYTES], self._nobody)
+        return name if compare_digest(known, digest) else None
+
+    def _digest(self, key: bytes) -> bytes:
+        return blake2b(key, digest_size=DIGEST_BYTES, key=self._secret).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """api_keys, control_key: None lets everybody in. tls: None for plain HTTP."""
+
+    api_keys: KeyRing | None = None
+    control_key: KeyRing | None = None
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+
+
+OPEN = Access()
+
+
+def read_access(config: AccessConfig) -> Access:
+    """Reads all files. Raises ConfigError, which never shows what they hold."""
+    return Access(
+        KeyRing(read_api_keys(config.api_keys)) if config.api_keys else None,
+        KeyRing({read_control_key(config.control_key): "control"}) if config.control_key else None,
+        _read_certificate(config.tls_cert, config.tls_key) if config.tls_cert else None,
+    )
+
+
+def read_again(access: Access, config: AccessConfig) -> None:
+    """Take in both files of keys as they are now. Raises ConfigError; then nothing changes."""
+    api_keys = read_api_keys(config.api_keys) if config.api_keys else {}
+    control = {read_control_key(config.control_key): "control"} if config.control_key else {}
+    if access.api_keys is not None:
+        access.api_keys.replace(api_keys)
+    if access.control_key is not None:
+        access.control_key.replace(control)
+
+
+def require_guarded(config: AccessConfig, address: str, *, insecure: bool) -> None:
+    """Raises ConfigError unless HTTP may be served at tcp://host:port."""
+    if not config.api_keys and not insecure and not is_loopback(address):
+        host = address.removeprefix("tcp://").rsplit(":", 1)[0]
+        raise ConfigError(
+            f"--host {host} is beyond this host, where anybody could use the HTTP API: give --api-keys FILE (a line `NAME KEY` "
+            "for each client) and --control-key FILE (made by `launch key FILE`), or, on a network where you trust everybody, "
+            "say --insecure"
+        )
+
+
+def read_api_keys(path: str) -> dict[str, str]:
+    """Names by key. Raises ConfigError."""
+    names: dict[str, str] = {}
+    for number, line in enumerate(_text(path, "--api-keys").splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        where = f"--api-keys: line {number} of {path}"
+        if len(words) != 2:
+            raise ConfigError(f"{where} must be a name and a key with a space between them")
+        name, key = words
+        if _NAME.fullmatch(name) is None:
+            raise ConfigError(f"{where} begins with no name of a key: write up to 64 letters, digits and . _ -")
+        if _KEY.fullmatch(key) is None:
+            raise ConfigError(f"{where}: the key must have {_KEY_RULE}; `openssl rand -hex 24` makes one")
+        if name in names.values() or key in names:
+            raise ConfigError(f"{where} has a name or a key that an earlier line has: each client needs its own")
+        names[key] = name
+    if not 1 <= len(names) <= MOST_KEYS:
+        raise ConfigError(f"--api-keys: {path} has {len(names)} keys: write 1 to {MOST_KEYS}, one in each line, behind its name")
+    return names
+
+
+def read_control_key(path: str) -> str:
+    """What the file holds, without white space around it. Raises ConfigError."""
+    key = _text(path, "--control-key").strip()
+    if _KEY.fullmatch(key) is None:
+        raise ConfigError(f"--control-key: {path} must hold one key of {_KEY_RULE}: make it with `launch key FILE`")
+    return key
+
+
+def _text(path: str, flag: str) -> str:
+    content = read_private_file(path, flag, MOST_BYTES)
+    try:
+        return content.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag}: {path} has characters beyond ASCII") from None
+
+
+def _read_certificate(cert: str, key: str) -> ssl.SSLContext:
+    """For a server of TLS 1.2 and later. Raises ConfigError."""
+    for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")  # a key with a password fails, where OpenSSL would ask for it
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"--tls-key: {key} is not the key of the certificate in {cert}") from error
+        raise ConfigError(
+            f"--tls-cert and --tls-key: {cert} must hold a certificate (and its chain), {key} its key without a password, "
+            f"both as PEM: {error.reason or error}"
+        ) from error
+    return context
