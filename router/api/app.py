@@ -249,7 +249,8 @@ class Api:
 class Doorkeeper:
     """ASGI middleware: refuses requests without the key that they need, counts responses by route and status, gives each request
     and its response an id, and closes what a handler left in the scope's AT_END, however the request ends and whether or not its
-    response was ever sent. While the router drains, each response ends its connection, so that clients connect to another router."""
+    response was ever sent. While the router drains, each response ends its connection, so that clients connect to another
+    router."""
 
     def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics, guard: Guard) -> None:
         self._app = app
