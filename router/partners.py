@@ -7,7 +7,8 @@ Each pair of names has a rank, a hash of both (rendezvous hashing, Thaler and Ra
 those of the other role with the highest ranks. A pair is linked when the decode instance is among the `limit` favourites of the
 prefill instance, or the prefill instance among the AT_LEAST favourites of the decode instance. So everyone has partners, one that
 dies is replaced by the next favourite, and one that joins changes little. A partner that a newcomer displaces is kept, because
-its link is there already, until the prefill instance has more than twice the limit.
+its link is there already. When a prefill instance has more than twice the limit, those of the lowest ranks go that are too
+many.
 """
 
 from dataclasses import dataclass
@@ -151,9 +152,10 @@ class Partners:
         least = self._prefill.least[places] = _least(ranks, self._limit or ranks.shape[1])
         wanted = (ranks > 0) & ((ranks >= least[:, None]) | (ranks >= self._decode.least))
         linked: Flags = self._linked[places] | wanted
-        if self._limit:
-            crowded = linked.sum(axis=1) > 2 * self._limit
-            linked[crowded] = wanted[crowded]
+        too_many = linked.sum(axis=1) - 2 * self._limit if self._limit else np.zeros(len(places), dtype=np.intp)
+        for row in np.flatnonzero(too_many > 0):
+            spare = np.flatnonzero(linked[row] & ~wanted[row])
+            linked[row, spare[np.argsort(ranks[row, spare])[: too_many[row]]]] = False
         self._linked[places] = linked
         return linked
 

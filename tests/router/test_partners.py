@@ -101,7 +101,22 @@ def test_a_newcomer_changes_little_and_takes_no_link_away() -> None:
     assert not dropped and AT_LEAST <= len(made) <= 4 * 8 and {pair.decode for pair in made} == {"d100"}
 
 
-def test_a_set_that_grew_to_twice_the_limit_is_cut_to_the_favourites() -> None:
+def test_each_newcomer_takes_one_link_at_most_from_those_that_link_to_it_and_that_of_the_lowest_rank() -> None:
+    pairs = Pairs(limit=4).join(*names("p", 12))
+    drops = 0
+    for number in range(100):
+        before = set(pairs.linked)
+        made, dropped = pairs.join(f"d{number}").settle()
+        spare = (before | made) - wanted(pairs)
+        drops += len(dropped)
+        for name in pairs.prefill:
+            ranked = sorted((pair for pair in spare if pair.prefill == name), key=lambda pair: rank(pairs, *pair))
+            gone = {pair for pair in dropped if pair.prefill == name}
+            assert gone == set(ranked[: len(gone)]) and len(gone) <= sum(pair.prefill == name for pair in made)
+    assert drops
+
+
+def test_a_set_grows_to_twice_the_limit_at_most_or_to_the_favourites() -> None:
     pairs = Pairs(limit=4)
     pairs.join("p0").settle()
     for number in range(200):
