@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI
 
 from router.api.errors import ErrorBody
+from router.api.guard import NeededKey, key_needed
 
 ABOUT = """Serves a large language model with prefill and decode on separate machines.
 
@@ -36,6 +37,11 @@ _REFUSALS = {
 COMPLETION_REFUSALS = (400, 404, 408, 413, 429, 503, 504)
 CALL_REFUSALS = (400, 404, 408, 413, 429, 503)
 _EVENTS = "text/event-stream"
+
+SECURITY_SCHEMES = {
+    NeededKey.API.value: {"type": "http", "scheme": "bearer", "description": "Needed where the router has `--api-keys`."},
+    NeededKey.CONTROL.value: {"type": "http", "scheme": "bearer", "description": "Needed where it has `--control-key`."},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +107,11 @@ class DescribedApp(FastAPI):
     def openapi(self) -> dict[str, Any]:
         description = super().openapi()
         description.setdefault("components", {}).setdefault("schemas", {}).update(self._components)
+        description["components"]["securitySchemes"] = SECURITY_SCHEMES
+        for path, operations in description["paths"].items():
+            if (needed := key_needed(path)) is not NeededKey.NONE:
+                for operation in operations.values():
+                    operation["security"] = [{needed.value: []}, {}]  # nothing, where the router has no such keys
         return description
 
 

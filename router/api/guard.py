@@ -20,8 +20,11 @@ class NeededKey(Enum):
     """What a request must have where the router has keys of that kind."""
 
     NONE = "none"
-    API = "API key"
-    CONTROL = "control key"
+    API = "ApiKey"
+    CONTROL = "ControlKey"
+
+
+_SPOKEN = {NeededKey.API: "API key", NeededKey.CONTROL: "control key"}
 
 
 def key_needed(path: str) -> NeededKey:
@@ -45,10 +48,12 @@ class Guard:
             return ""
         key = _key_in(scope)
         if key is None:
-            raise Unauthorized(f"the {needed.value} is missing: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`")
+            raise Unauthorized(
+                f"the {_SPOKEN[needed]} is missing: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`"
+            )
         name = ring.name_of(key)
         if name is None:
-            raise Unauthorized(f"the {needed.value} is incorrect: {scope['path']} is not for the key that was sent")
+            raise Unauthorized(f"the {_SPOKEN[needed]} is incorrect: {scope['path']} is not for the key that was sent")
         return name if needed is NeededKey.API else ""
 
 

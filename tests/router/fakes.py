@@ -16,6 +16,7 @@ import httpx
 from fastapi import FastAPI
 from msgspec.structs import replace
 
+from common.access import OPEN, Access
 from common.config import RouterConfig
 from common.errors import BadRequest
 from common.ids import ROUTER, InstanceId, Key, Life, unpack_ids
@@ -325,7 +326,9 @@ class Site:
         config: RouterConfig | None = None,
         max_body_bytes: int = 100_000,
         chat_template: str = "",
+        access: Access = OPEN,
     ) -> None:
+        self.access = access
         self.fleet = fleet = fleet or EchoFleet()
         config = config or RouterConfig()
         self.metrics = RouterMetrics()
@@ -335,7 +338,7 @@ class Site:
         self.api = api = Api(
             self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s, config.max_requests
         )
-        self.app: FastAPI = build_app(api, self.metrics)
+        self.app: FastAPI = build_app(api, self.metrics, access)
         fleet.gateway = self.gateway
 
     def client(self) -> httpx.AsyncClient:
@@ -366,7 +369,7 @@ async def listening(
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         waiting = WaitingConnections(most_waiting, site.metrics.connection_dropped, most_body_bytes)
-        server = asyncio.create_task(serve_app(site.app, [listener], ready.set, stop.wait(), waiting))
+        server = asyncio.create_task(serve_app(site.app, [listener], ready.set, stop.wait(), waiting, site.access.tls))
         await asyncio.wait_for(ready.wait(), 5)
         try:
             yield listener.getsockname()[1]
