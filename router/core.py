@@ -61,7 +61,7 @@ class RouterCore:
             case Placed():
                 return self.requests.placed(message, now)
             case Probed():
-                return self.requests.probed(message, now, self._heard_s())
+                return self.requests.probed(message, now)
             case DetokenizerHeartbeat():
                 return self._detokenizer_heard(message, now)
             case _:
@@ -74,9 +74,12 @@ class RouterCore:
         return self.fleet.detokenizer_moved(shard, address)
 
     def _detokenizer_heard(self, beat: DetokenizerHeartbeat, now: float) -> list[Send]:
-        if not 0 <= beat.shard < len(self.detokenizers) or not self.detokenizers[beat.shard].heard(beat, now):
+        if not 0 <= beat.shard < len(self.detokenizers):
             return []
-        return self.requests.probe_all(self.detokenizer_names[beat.shard], now)
+        name = self.detokenizer_names[beat.shard]
+        if self.detokenizers[beat.shard].heard(beat, now):
+            return self.requests.probe_all(name, now)
+        return self.requests.detokenizer_heard(name, now)
 
     def tick(self, now: float, *, caught_up: bool = True) -> list[Send]:
         """Act on every deadline that has passed. caught_up: False while mail waits to be read: then silence says nothing.
@@ -94,13 +97,9 @@ class RouterCore:
                 if _is_late(watch.silent_at_s, now):
                     watch.excuse(now)
                 watch.tick(now)
-        heard_s = self._heard_s() if caught_up else dict.fromkeys(self.detokenizer_names, -math.inf)
-        return sends + self.requests.tick(now, heard_s)
-
-    def _heard_s(self) -> dict[InstanceId, float]:
-        """When each detokenizer was last heard; see `DetokenizerWatch`."""
         watched = zip(self.detokenizer_names, self.detokenizers, strict=True)
-        return {name: watch.heard_s for name, watch in watched}
+        heard_s = {name: watch.heard_s if caught_up else -math.inf for name, watch in watched}
+        return sends + self.requests.tick(now, heard_s)
 
     def take_moves(self) -> list[tuple[InstanceId, str | None]]:
         """Where the instances are now whose address may have changed since the last call; None: they are to be forgotten. A

@@ -6,7 +6,8 @@ good; the request book acts on it. Knows no clients and no placements.
     a token, or the start ──PROBE_S──► Probe to its members ──Probed──► it seems that messages were lost ─┐
     a gap in the text ────────────────────────────────────────────────────────────────────────────────────┤
     its detokenizer was started again ────────────────────────────────────────────────────────────────────┴─► it waits in line
-    in line ──► ExpectAnswer to the detokenizer, Repeat to the members ──PROBE_S──► Probe ──► it still seems so: they were lost
+    in line ──► ExpectAnswer to the detokenizer, Repeat to the members ──PROBE_S──► Probe ──► it still seems so ──► the
+    detokenizer is heard of ──► they were lost
 
 Opening an answer again costs a detokenizer more, the longer the answer is. So the line moves about as fast as a detokenizer can
 follow.
@@ -74,6 +75,8 @@ class Retelling:
         """The answers to open again, in order. They are not looked at meanwhile."""
         self._turn_s = 0.0
         """When the next of them may be opened."""
+        self._accused: dict[InstanceId, dict[Key, None]] = {}
+        """Attempts that seem to have lost messages for good, by detokenizer, until that is heard of."""
         self.stale_standings = 0
         """Dropped answers to probes: about attempts that are not open, or from instances that do not serve them."""
 
@@ -102,9 +105,8 @@ class Retelling:
                 asked.setdefault(member, []).append(attempt.key)
         return [Send(member.info.id, Probe(keys=tuple(keys))) for member, keys in asked.items()]
 
-    def probed(self, message: Probed, now: float, heard_s: Mapping[InstanceId, float]) -> list[Served]:
-        """What a member knows about some attempts. Returns those that have lost messages for good. heard_s: as in `tick`."""
-        lost: dict[Key, Served] = {}
+    def probed(self, message: Probed) -> None:
+        """Take in what a member knows about some attempts."""
         for standing in message.standings:
             served = self._find(standing.key)
             member = None if served is None else served[1].find_needed(message.id, message.incarnation)
@@ -113,13 +115,16 @@ class Retelling:
                 continue
             _, attempt = served
             attempt.note_answer(member, standing.next_token)
-            if attempt.lost_messages and heard_s[attempt.detokenizer] < now - FRESH_S:
-                self._silences.set(attempt.key, now + FRESH_S)  # what was told again may have died with the detokenizer
-            elif attempt.lost_messages:
-                lost[standing.key] = served
+            if attempt.lost_messages:
+                self._accused.setdefault(attempt.detokenizer, {})[attempt.key] = None
             elif attempt.seems_lost:
                 self.tell_again([attempt])
-        return list(lost.values())
+
+    def judge(self, detokenizer: InstanceId) -> list[Served]:
+        """The attempts that have lost messages for good. The detokenizer has been heard since their members said so: so what was
+        told again did not die with it."""
+        accused = [self._find(key) for key in self._accused.pop(detokenizer, ())]
+        return [served for served in accused if served is not None and served[1].lost_messages]
 
     def tick(self, now: float, heard_s: Mapping[InstanceId, float]) -> list[Send]:
         """Ask about the attempts that are silent, and open answers again whose turn it is. heard_s: when each detokenizer was

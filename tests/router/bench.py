@@ -118,10 +118,13 @@ class Bench:
         delta = TextDelta(key(name, attempt), first, tuple(ord(char) for char in text), text, ending)
         return self.place(self.core.receive(TextBatch(deltas=(delta,)), now), now)
 
-    def probed(self, of: InstanceInfo, next_token: int | None, now: float, name: str = "r", attempt: int = 0) -> list[Send]:
-        """The instance answers a probe about an attempt."""
+    def probed(
+        self, of: InstanceInfo, next_token: int | None, now: float, name: str = "r", attempt: int = 0, *, heard: bool = True
+    ) -> list[Send]:
+        """The instance answers a probe about an attempt. heard: then the detokenizer is heard of, which proves that it lives."""
         standing = Standing(key(name, attempt), next_token)
-        return self.place(self.core.receive(Probed(id=of.id, incarnation=of.incarnation, standings=(standing,)), now), now)
+        sends = self.core.receive(Probed(id=of.id, incarnation=of.incarnation, standings=(standing,)), now)
+        return self.place(sends + (self.hear_detokenizer(now) if heard else []), now)
 
     def read(self) -> str:
         return "".join(delta.text for delta in self.outbox.take())

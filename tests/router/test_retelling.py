@@ -133,7 +133,7 @@ def test_when_telling_again_does_not_help_the_request_is_resumed() -> None:
 # --- a detokenizer that may be gone --------------------------------------------------------------------------------------
 
 
-def test_a_detokenizer_that_may_be_gone_by_the_answer_to_a_probe_may_have_taken_along_what_was_told_again() -> None:
+def test_what_was_told_again_is_lost_only_when_the_detokenizer_is_heard_of_after_the_members_said_so() -> None:
     bench = Bench(D0).serving()
     bench.hear_detokenizer(1.5)
     bench.core.tick(2.0)
@@ -142,10 +142,14 @@ def test_a_detokenizer_that_may_be_gone_by_the_answer_to_a_probe_may_have_taken_
     bench.hear_detokenizer(3.0)
     bench.beat(3.0)
     assert probes(bench.core.tick(4.0)) == {"d0": (key(),)}
-    assert bench.probed(D0, 3, 5.0) == [], "it was alive when they were asked, and has been silent for two seconds now"
+    assert bench.probed(D0, 3, 4.1, heard=False) == []
+    bench.core.detokenizer_moved(0, "tcp://127.0.0.1:2", 4.5)
+    assert retold(bench.core.tick(4.5)) == {"d0": ((key(), 0),)}, "it had died"
+    bench.hear_detokenizer(5.0)
+    bench.beat(5.0)
     bench.hear_detokenizer(6.0)
     bench.beat(6.0)
-    assert probes(bench.core.tick(6.5)) == {"d0": (key(),)}, "it lives: it is looked at again"
+    assert probes(bench.core.tick(6.5)) == {"d0": (key(),)}
     assert [message.key for _, message in generates(bench.probed(D0, 3, 6.6))] == [key(attempt=1)]
 
 

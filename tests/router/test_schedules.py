@@ -48,6 +48,8 @@ def something_happens(world: World) -> None:
             world.leave(chance.choice(list(world.members)))
         case "probes":
             world.answer_probes()
+            if chance.random() < 0.7:
+                world.beat_detokenizer()
         case "detokenizer":
             (world.move_detokenizer if chance.random() < 0.3 else world.beat_detokenizer)()
         case _:
@@ -100,6 +102,7 @@ def test_while_instances_live_every_answer_is_whole_however_many_messages_are_lo
             if one.known:
                 world.emit(one, 1)
         world.answer_probes()
+        world.beat_detokenizer()
         world.beat()
         world.pass_time(0.5)
     assert [client.endings for client in clients] == [[Finished(reason="length")]] * len(clients)
