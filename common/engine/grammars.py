@@ -217,9 +217,22 @@ def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar"
         case "ebnf":
             return compiler.compile_grammar(grammar.text)
         case "structural_tag":
-            return compiler.compile_structural_tag(grammar.text)
+            return compiler.compile_structural_tag(json.dumps(_with_bounded_space(json.loads(grammar.text))))
         case _:
             assert_never(grammar.kind)
+
+
+def _with_bounded_space(tag: Any) -> Any:
+    """The structural tag with the limit on white space in each of its JSON schemas that has none."""
+    match tag:
+        case list():
+            return [_with_bounded_space(each) for each in tag]
+        case {"type": "json_schema"}:
+            return {"max_whitespace_cnt": MAX_WHITESPACE} | tag
+        case dict():
+            return {key: _with_bounded_space(each) for key, each in tag.items()}
+        case _:
+            return tag
 
 
 _WHERE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*?\) is false: )?", re.DOTALL)

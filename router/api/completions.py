@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from router.api.bodies import MAX_PROMPTS
+from router.api.errors import ContextExceeded, no_room
 from router.api.fields import ReadRequest, SamplingFields, TopLogprobs, checked_stops, convert, object_in
 from router.api.neutral import NEUTRAL_COMPLETION_VALUES, drop_neutral
 from router.api.structured import grammar_of
@@ -104,6 +105,4 @@ def require_few_ids(body: bytes, context_tokens: int, field: str = "prompt") -> 
         return
     ids = prompt.count(b",") + 1
     if ids >= context_tokens:
-        message = f"{field} has {ids} tokens, but the model's context of {context_tokens} must hold an answer too"
-        fix = f"shorten it to at most {context_tokens - 1}"
-        raise BadRequest(f"{message}: {fix}", field=field, code="context_length_exceeded")
+        raise ContextExceeded(context_tokens, no_room(field, ids, context_tokens), field)

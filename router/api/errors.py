@@ -34,6 +34,15 @@ class Unauthorized(BadRequest):
         super().__init__(message, code="invalid_api_key")
 
 
+class ContextExceeded(BadRequest):
+    """The prompt, or prompt and answer together, are longer than the context. The first words are those of OpenAI and vLLM: some
+    clients know the error by them."""
+
+    def __init__(self, context_tokens: int, problem: str, field: str) -> None:
+        message = f"This model's maximum context length is {context_tokens} tokens: {problem}"
+        super().__init__(message, field=field, code="context_length_exceeded")
+
+
 class ErrorDetail(msgspec.Struct, frozen=True):
     """type: the kind of error. param: the field that is wrong. code: of the problem, for programs."""
 
@@ -52,6 +61,11 @@ class ErrorBody(msgspec.Struct, frozen=True):
 def shown(text: str) -> str:
     """What an error repeats of a client's text."""
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+
+
+def no_room(prompt_field: str, prompt_tokens: int, context_tokens: int) -> str:
+    """What is wrong with a prompt after which no token of an answer fits."""
+    return f"{prompt_field} has {prompt_tokens}, and an answer must fit too, so shorten it to at most {context_tokens - 1}"
 
 
 def error_json(detail: ErrorDetail) -> bytes:

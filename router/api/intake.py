@@ -25,7 +25,7 @@ from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest
 from router.api.chat_plan import PLAIN_TEXT, TAIL_TOKENS, AnswerReading, ChatPlanner, ChatTemplate
 from router.api.completions import CompletionRequest, Prompt
-from router.api.errors import shown
+from router.api.errors import ContextExceeded, no_room, shown
 from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
 from router.api.logprobs import TokenTexts
 from router.api.request_ids import AnswerId
@@ -221,8 +221,7 @@ class Intake:
             rule = f"at most {longest_s:g} seconds (--max-request-timeout-s)"
             raise BadRequest(f"timeout must be {rule}, is {fields.timeout:g}", field="timeout")
         if longest > context * MAX_TOKEN_CHARS:
-            message = f"{prompt_field} is far longer than the model's context of {context} tokens"
-            raise BadRequest(message, field=prompt_field, code="context_length_exceeded")
+            raise ContextExceeded(context, f"{prompt_field} is far longer", prompt_field)
 
     async def _encode(
         self,
@@ -277,8 +276,7 @@ class Intake:
             for first in range(0, len(text), LONG_CHARS):
                 tokens += max(0, len(self._tokenizer.encode(text[first : first + LONG_CHARS])) - CUT_TOKENS)
                 if tokens >= context:
-                    message = f"{prompt_field} has more tokens than the model's context of {context}: shorten it"
-                    raise BadRequest(message, field=prompt_field, code="context_length_exceeded")
+                    raise ContextExceeded(context, f"{prompt_field} has more, so shorten it", prompt_field)
 
     def _accept(
         self,
@@ -387,10 +385,8 @@ class Intake:
             return room if default is None else min(default, room)
         if prompt_tokens + asked > context:
             name = request.max_tokens_field
-            message = f"{name} is {asked}, but after {prompt_tokens} tokens of {prompt_field} the context of {context}"
-            raise BadRequest(
-                f"{message} has room for {context - prompt_tokens}: lower it", field=name, code="context_length_exceeded"
-            )
+            after = f"after the {prompt_tokens} of {prompt_field} it has room for {context - prompt_tokens}"
+            raise ContextExceeded(context, f"{after}, but {name} is {asked}, so lower it", name)
         return asked
 
 
@@ -407,8 +403,7 @@ async def _on_thread(threads: ThreadPoolExecutor, work: Callable[[], R]) -> R:
 def _require_room(prompt_tokens: int, context: int, prompt_field: str) -> None:
     """Raises BadRequest when the context has no room for an answer."""
     if prompt_tokens >= context:
-        message = f"{prompt_field} has {prompt_tokens} tokens, but the model's context of {context} must hold an answer too"
-        raise BadRequest(f"{message}: shorten it to at most {context - 1}", field=prompt_field, code="context_length_exceeded")
+        raise ContextExceeded(context, no_room(prompt_field, prompt_tokens, context), prompt_field)
 
 
 def unknown_model(model: str, served: str) -> UnknownModel:

@@ -1,11 +1,13 @@
 """Grammars are compiled on threads, each once, and kept."""
 
+import json
 import threading
 
 import pytest
 from xgrammar import GrammarCompiler
+from xgrammar.testing import _is_grammar_accept_string
 
-from common.engine.grammars import ANY_TEXT, AnythingGoes, Grammars, Preparation, compiler_of
+from common.engine.grammars import ANY_TEXT, MAX_WHITESPACE, AnythingGoes, Grammars, Preparation, compiler_of
 from common.errors import BadRequest
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar
@@ -58,6 +60,22 @@ def test_what_cannot_be_compiled_is_refused_with_the_place(grammar: Grammar, whe
     for _ in range(2):
         with pytest.raises(BadRequest, match=where):
             preparation.poll()
+    rig.grammars.close()
+
+
+def test_white_space_has_an_end_in_json_and_in_the_json_of_a_call() -> None:
+    rig = Rig()
+    rig.let.set()
+    array = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 1}
+    call = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": array}, "end": ">"}
+    tag = {"type": "structural_tag", "format": {"type": "tags_with_separator", "tags": [call], "separator": ","}}
+    for grammar, begin, end in (
+        (Grammar("json_schema", json.dumps(array)), "", ""),
+        (Grammar("structural_tag", json.dumps(tag)), "<", ">"),
+    ):
+        compiled = rig.grammars.compiled(grammar).grammar
+        texts = [f"{begin}[{' ' * spaces}1]{end}" for spaces in (0, MAX_WHITESPACE, MAX_WHITESPACE + 1)]
+        assert [_is_grammar_accept_string(compiled, text) for text in texts] == [True, True, False], grammar.kind
     rig.grammars.close()
 
 
