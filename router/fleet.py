@@ -64,7 +64,7 @@ or two may be late or lost."""
 BEATS_AFTER_BREAK = 2
 """A member whose connection broke is dead after this many heartbeats of silence; so is one that is due when this router was held
 up itself."""
-ANSWER_DIVISOR = 4
+ANSWER_DIVISOR = 2
 """A heartbeat is not answered while the last answer is younger than this part of `dead_after_s`: an answer costs as much as a
 heartbeat."""
 NAME_SHOWN, REASON_SHOWN = 64, 500
