@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.engine.logits.port import LogitsProcessor, SampledRows
 from common.engine.plan import Plan, RowStart
-from common.engine.raw_logprobs import Told, pack_logprobs
+from common.engine.raw_logprobs import Told, measure_logprobs
 from common.engine.rows import HostStep, StepArrays
 from common.engine.sampler import RowSampling, Sampler, row_parts
 from common.engine.staging import Staging
@@ -173,7 +173,7 @@ class Drawing:
         asked, at = special.sampled, special.sampled_at
         if len(at) < len(tokens):
             logits, tokens = logits[at], tokens[at]
-        return Told(asked.rows, asked.most, pack_logprobs(logits, tokens, int(asked.most.max())))
+        return Told(asked.rows, asked.most, measure_logprobs(logits, tokens, int(asked.most.max())))
 
     def told_of_prompts(self, hidden: Tensor, logits: Callable[[Tensor], Tensor], special: Special | None) -> Told | None:
         """Of the prompts' tokens. hidden: of the step's tokens. logits: the model's, of some hidden; asked for some at a time."""
@@ -181,7 +181,7 @@ class Drawing:
             return None
         asked, most = special.prompt, int(special.prompt.most.max())
         at, token_ids = special.prompt_at, special.prompt_tokens
-        packed = [pack_logprobs(logits(hidden[at[part]]), token_ids[part], most) for part in row_parts(len(at))]
+        packed = [measure_logprobs(logits(hidden[at[part]]), token_ids[part], most) for part in row_parts(len(at))]
         return Told(asked.rows, asked.most, torch.cat(packed))
 
 

@@ -29,7 +29,7 @@ MAX_DEPTH = {"json_schema": 32, "structural_tag": 48, "regex": 16, "ebnf": 16}
 """Brackets within brackets. The time that a mask takes grows with the depth of repetitions, that to compile far more."""
 MAX_QUANTIFIERS = 256
 """So many of * + ? { in a regular expression or EBNF grammar: the time to compile them grows faster than their number."""
-MAX_WHITESPACE = 32
+MAX_WHITESPACE = 16
 """So many characters of white space at most between two parts of a JSON text. Without a limit, a model may write nothing else."""
 MAX_REPEATS = 10_000
 """What the numbers of `{3,5}` within each other may multiply to."""

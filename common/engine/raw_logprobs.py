@@ -17,7 +17,7 @@ from common.ids import Int32Array, Int64Array
 @dataclass(frozen=True, slots=True, eq=False)
 class Told:
     """What a step tells of some tokens. rows, asked: as of `Logprobs`, [tokens] int64 on the host. packed: on the device, from
-    `pack_logprobs`."""
+    `measure_logprobs`."""
 
     rows: Int64Array
     asked: Int64Array
@@ -37,7 +37,7 @@ class Told:
         )
 
 
-def pack_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
+def measure_logprobs(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
     """Of each row one token's log probability and rank, and the likeliest tokens: in one tensor, so that they come in one copy.
 
     logits: [tokens, vocab] float32. token_ids: [tokens] int64. Returns [tokens, 3 + 2 * most] int32: the token, the bits of its

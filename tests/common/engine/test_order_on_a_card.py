@@ -15,7 +15,7 @@ from common.engine.kv_memory import KVMemory
 from common.engine.layer_progress import LayerProgress
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan
-from common.engine.raw_logprobs import Told, pack_logprobs
+from common.engine.raw_logprobs import Told, measure_logprobs
 from common.engine.staging import BUFFERS, Staging
 from common.pages.layout import KVLayout
 from tests.common.engine.fake_cuda import CARD, CardTensor, FakeStream, fake_card
@@ -61,7 +61,7 @@ def test_tokens_are_read_when_their_own_step_is_done(card: FakeStream) -> None:
 
 
 def test_log_probabilities_are_read_when_their_step_is_done(card: FakeStream) -> None:
-    packed = pack_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), most=1)
+    packed = measure_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), most=1)
     told = Told(np.array([5]), np.array([1]), packed.as_subclass(CardTensor))
     step = PendingStep(Plan(1), torch.tensor([1], device=CARD), silent(), told, told)
     assert card.done == 0
