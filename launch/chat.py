@@ -123,10 +123,12 @@ def read_api_key(path: str) -> str:
     if not path:
         return os.environ.get("OPENAI_API_KEY", "")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="ascii") as file:
             return file.read().strip()
     except OSError as error:
         raise ConfigError(f"--api-key-file: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"--api-key-file: {path} must hold one key of visible ASCII characters") from None
 
 
 def run(plan: ChatPlan, api_key: str, lines: TextIO = sys.stdin, out: TextIO = sys.stdout) -> int:

@@ -30,9 +30,15 @@ class RouterClient:
     of an answer. It keeps no connection, so several threads may use it at once."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = ANSWER_S) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        try:
+            parts = urlsplit(url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        except ValueError:
+            is_url = False
+        if not is_url:
             raise RequestFailed(f"{url!r} is not the URL of a router: write it as http://host:port")
+        if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+            raise RequestFailed("the API key must be visible ASCII characters, on one line")
         self.url = url.rstrip("/")
         self._is_secure, self._netloc, self._path = parts.scheme == "https", parts.netloc, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})

@@ -119,9 +119,26 @@ def test_a_key_is_sent_and_read_from_a_file_or_the_environment(
         read_api_key(str(tmp_path / "none"))
 
 
-def test_what_is_no_router_is_named() -> None:
+@pytest.mark.parametrize("key", ["alice SECRET\nbob OTHER", "SECRET\x00", "SECR\u00c9T"])
+def test_a_key_that_cannot_be_sent_is_refused_and_never_shown(double: Double, key: str) -> None:
+    with pytest.raises(RequestFailed, match="visible ASCII") as refused:
+        RouterClient(double.url, key)
+    assert "SECR" not in str(refused.value)
+
+
+def test_a_key_file_that_is_no_text_is_named(tmp_path: Any) -> None:
+    (tmp_path / "key").write_bytes(b"\xff\x00")
+    with pytest.raises(ConfigError, match="api-key-file"):
+        read_api_key(str(tmp_path / "key"))
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://127.0.0.1:abc", "http://[::1", "ftp://host"])
+def test_what_is_no_url_is_named(url: str) -> None:
     with pytest.raises(RequestFailed, match="write it as http://"):
-        RouterClient("localhost:8000")
+        RouterClient(url)
+
+
+def test_a_router_that_does_not_answer_is_named() -> None:
     with pytest.raises(RequestFailed, match="does not answer"):
         RouterClient("http://127.0.0.1:9").get("/v1/models")
 
