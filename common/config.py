@@ -24,6 +24,7 @@ Dispatch = Literal["auto", "colocated"]
 Switch = Literal["off", "on"]
 Graphs = Literal["auto", "on", "off"]
 ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
+PoolingName = Literal["auto", "none", "last", "mean", "cls"]
 ReasoningParserName = Literal["auto", "think", "none"]
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
@@ -229,6 +230,12 @@ class RouterConfig:
         "auto",
         "think: what the model writes between <think> and </think> is sent as reasoning; auto: if the chat template has "
         "these marks",
+    )
+    pooling: PoolingName = option(
+        "auto",
+        "what /v1/embeddings makes of the hidden states of a prompt: last: its last token's; mean: the mean of all; cls: its "
+        "first token's; auto: what the checkpoint's sentence-transformers files (modules.json) say, otherwise none: it is "
+        "refused. Embeddings are scaled to length 1, unless these files leave that out",
     )
     dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
 

@@ -4,7 +4,7 @@ Owns the limits of each parameter. Does not know text: stop strings live in the 
 function of the prompt and of the answer's tokens so far, so an answer that is resumed elsewhere goes on as it would have.
 """
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -22,6 +22,8 @@ ANSWER_TOKENS = 512
 """An answer is expected to have as many tokens until more is known, or its limit when that is lower: limits are often far above
 what answers need."""
 
+Pooling: TypeAlias = Literal["last", "mean", "cls"]
+"""Which hidden states of a prompt make its embedding: its last token's, the mean of all, its first token's."""
 
 NOT_WITH_GRAMMAR = "left out when the answer must match a grammar: it says what may come and where the answer may end"
 
@@ -49,6 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: report the log probability of each token of the answer, and of so many of the likeliest tokens beside it; None:
     report nothing. prompt_logprobs: the same for the prompt's tokens from the second one on. Both are of the model's own
     distribution, before any parameter changes it. grammar: what the answer must match; None: anything.
+
+    pooling: the answer is not tokens but the prompt's embedding, which comes with its ending (`Finished.embedding`).
     """
 
     max_new_tokens: int
@@ -68,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
     @property
     def needs_tokens(self) -> bool:
@@ -96,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         most_tokens = answered + self.max_new_tokens
         limits: tuple[tuple[str, bool, str], ...] = (
             ("max_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_tokens", self.pooling is None or most_tokens == 1, "1 for an embedding"),
             ("temperature", 0.0 <= self.temperature <= 2.0, "between 0 and 2"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (all tokens) or a positive number"),

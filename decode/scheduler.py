@@ -180,6 +180,10 @@ class DecodeScheduler:
                 request.collect(prompts[chunk.row])
         for row in rows[~batch.live[rows]].tolist():
             requests.release(requests.by_row[row], now)
+        embedded = [requests.by_row[row] for row in result.embeddings if batch.live[row]]
+        embeddings = [request.embedded(result.embeddings[request.row]) for request in embedded if request.row is not None]
+        for request in embedded:
+            requests.end(request, None, now)
         sampled = plan.sampled_rows
         live = batch.live[sampled]
         sampled, tokens = sampled[live], result.tokens[live]
@@ -202,7 +206,7 @@ class DecodeScheduler:
             answered[at].told = ending
             requests.growth.ended(int(sampled[at]), stopped=bool(stopped[at]))
             requests.end(answered[at], None, now)
-        return [*emit_tokens(deltas, [request.pipeline for request in answered])]
+        return [*emit_tokens([*embeddings, *deltas], [request.pipeline for request in (*embedded, *answered)])]
 
     # --- planning --------------------------------------------------------------------------------------------------------
 

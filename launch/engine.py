@@ -118,6 +118,17 @@ class Engine:
         bodies = _bodies(prompt, sampling_params, fields)
         return list(await asyncio.gather(*(loop.run_in_executor(self._pool, self._one, body) for body in bodies)))
 
+    @overload
+    def encode(self, prompt: Prompt) -> Answer: ...  # type: ignore[overload-overlap]  # a str is a sequence of str too
+
+    @overload
+    def encode(self, prompt: Sequence[Prompt]) -> list[Answer]: ...
+
+    def encode(self, prompt: Prompt | Sequence[Prompt]) -> Answer | list[Answer]:
+        """The embedding of a prompt, or of each of a list of prompts, in their order: `embedding` and `meta_info`, with its
+        `prompt_tokens`, as in SGLang. The model must be served for embeddings (`pooling="last"`, say). Raises RequestFailed."""
+        return list(self._pool.map(self._encoded, prompt)) if _is_list(prompt) else self._encoded(prompt)
+
     def shutdown(self) -> None:
         """Stop the fleet in order. Idempotent. Raises FleetFailed when it does not end in order."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -134,6 +145,12 @@ class Engine:
     def _one(self, body: Mapping[str, Any]) -> Answer:
         answer: Answer = self._client.post("/generate", body)
         return answer
+
+    def _encoded(self, prompt: Any) -> Answer:
+        given = prompt if isinstance(prompt, str) else list(prompt)
+        answer = self._client.post("/v1/embeddings", {"input": given})
+        usage = {"prompt_tokens": answer["usage"]["prompt_tokens"]}
+        return {"embedding": answer["data"][0]["embedding"], "meta_info": usage}
 
     async def _stream(self, body: Mapping[str, Any]) -> AsyncIterator[Answer]:
         """The events, read on a thread. An iteration that is left early ends the request."""

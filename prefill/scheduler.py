@@ -178,6 +178,10 @@ class PrefillScheduler:
                 self._release(request, now)
             elif chunk.last:
                 pipelines.append(request.pipeline)
+                if chunk.row in result.embeddings:
+                    deltas.append(request.embedded(result.embeddings[chunk.row]))
+                    actions += self._end(request, None, now)
+                    continue
                 actions += self._first_token(request, tokens[chunk.row], logprobs.get(chunk.row, ()), deltas, now)
             elif request.source_open:
                 actions += self._source.computed(request.key, request.progress.computed)

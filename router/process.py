@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from common.access import OPEN, Access
 from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig, parse_bytes
+from common.embeddings import read_embedding
 from common.ids import InstanceId
 from common.messages import RouterInbox
 from common.processes.open_files import allow_many_files
@@ -65,6 +66,7 @@ async def serve(
     """
     allow_many_files()
     tokenizer = TokenizerManager(model.model, config.chat_template)
+    embedding = read_embedding(model.model, config.pooling)
     name = model.served_name or tokenizer.model_name
     host = bind_address(config.host, "--host")
     control = f"tcp://{host}:{config.control_port}"
@@ -82,7 +84,16 @@ async def serve(
             contextlib.closing(Gateway(core, mailbox, time.monotonic)) as gateway,
             contextlib.closing(Intake(core, tokenizer, name, config)) as intake,
         ):
-            api = Api(gateway, intake, metrics, name, parse_bytes(config.max_body), config.keep_alive_s, config.max_requests)
+            api = Api(
+                gateway,
+                intake,
+                metrics,
+                name,
+                parse_bytes(config.max_body),
+                config.keep_alive_s,
+                config.max_requests,
+                embedding,
+            )
             app = build_app(api, metrics, access)
             url, own_url = (f"{scheme}://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)

@@ -6,6 +6,8 @@ Owns no scheduler: `tests/prefill/rig.py` and `tests/decode/rig.py` make them. K
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from common.engine.plan import Plan
 from common.ids import ROUTER, Incarnation, InstanceId, pack_ids
 from common.instance.ports import Action, Decision, LinkChanged, PeersChanged, RouterLost, Scheduler, Send, Settle, Settled
@@ -24,6 +26,7 @@ from common.messages import (
     TokenBatch,
     TokenDelta,
 )
+from common.sampling_params import Pooling
 from decode.scheduler import DecodeScheduler
 from prefill.scheduler import PrefillScheduler
 from tests.builders import key, sampling
@@ -51,11 +54,12 @@ def generate(
     stop_token_ids: tuple[int, ...] = (),
     first: int = 0,
     terms: Terms | None = None,
+    pooling: Pooling | None = None,
 ) -> Generate:
     return Generate(
         key=key(name),
         prompt=prompt_of(tokens),
-        sampling=sampling(max_new_tokens, stop_token_ids=stop_token_ids),
+        sampling=replace(sampling(max_new_tokens, stop_token_ids=stop_token_ids), pooling=pooling),
         decodes=decodes,
         first=first,
         terms=terms or Terms(),

@@ -9,14 +9,15 @@ from torch import Tensor
 from common.engine.layer_progress import LayerProgress
 from common.engine.logprobs import NO_LOGPROBS, Logprobs
 from common.engine.plan import Plan, StepResult
+from common.engine.pooling import Pooled
 from common.engine.raw_logprobs import Told
 from common.ids import Int32Array
 
 
 class PendingStep:
     """tokens: [sampled] int64 on the device, in the order of `Plan.sampled_rows`. told, prompt_told: the log probabilities of a
-    `StepResult`; None: of nothing. Make it when all of the step's work has been started: its event comes behind that. A thread
-    that waits for the event sleeps, and keeps no core busy."""
+    `StepResult`; None: of nothing. pooled: its embeddings; None: it has none. Make it when all of the step's work has been
+    started: its event comes behind that. A thread that waits for the event sleeps, and keeps no core busy."""
 
     def __init__(
         self,
@@ -25,11 +26,13 @@ class PendingStep:
         progress: LayerProgress,
         told: Told | None = None,
         prompt_told: Told | None = None,
+        pooled: Pooled | None = None,
     ) -> None:
         self._plan = plan
         self._progress = progress
         self._told = None if told is None else (told, _to_host(told.packed))
         self._prompt_told = None if prompt_told is None else (prompt_told, _to_host(prompt_told.packed))
+        self._pooled = None if pooled is None else (pooled, _to_host(pooled.values))
         self._tokens = _to_host(tokens.int())
         self._event: torch.cuda.Event | None = None
         if tokens.device.type != "cpu":
@@ -48,9 +51,10 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         tokens: Int32Array = self._tokens.numpy()
-        if self._told is None and self._prompt_told is None:
+        if self._told is None and self._prompt_told is None and self._pooled is None:
             return StepResult(self._plan, tokens)
-        return StepResult(self._plan, tokens, _read(self._told), _read(self._prompt_told))
+        embeddings = {} if self._pooled is None else self._pooled[0].read(self._pooled[1])
+        return StepResult(self._plan, tokens, _read(self._told), _read(self._prompt_told), embeddings)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

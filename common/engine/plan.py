@@ -8,6 +8,7 @@ A *row* is a place in the executor's persistent batch. A row's life:
     RowStart(with last_token) ────────────────► in decode_rows, step after step
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,9 +106,13 @@ class StepResult:
 
         sampled = result.logprobs.by_row()  # row -> (the TokenLogprob of its token,)
         prompts = result.prompt_logprobs.by_row()  # row -> (TokenLogprob, …), to put behind those of the chunks before
+
+    embeddings: row -> the embedding of its prompt, float32, little-endian; of the last chunks whose rows ask for it
+    (`SamplingParams.pooling`). What such a row samples counts for nothing.
     """
 
     plan: Plan
     tokens: Int32Array
     logprobs: Logprobs = NO_LOGPROBS
     prompt_logprobs: Logprobs = NO_LOGPROBS
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)

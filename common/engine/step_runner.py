@@ -26,6 +26,7 @@ from common.engine.models.port import Model
 from common.engine.paged_step import PagedStep
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan
+from common.engine.pooling import Poolings
 from common.engine.rows import HostStep, Rows, StepArrays
 from common.engine.sampler import Sampler
 from common.engine.staging import Staging
@@ -65,6 +66,7 @@ class StepRunner:
         page_size = memory.layout.page_size
         self.rows = Rows(max_rows, pages_per_row, page_size, memory.total_pages, self._device)
         self._drawing = Drawing(sampler, processors, max_rows, self._device)
+        self._poolings = Poolings()
         self._staging = Staging(self._device)
         self._graph_sizes: Sequence[int] = ()
         self._graphs: dict[int, _DecodeGraph] = {}
@@ -88,6 +90,7 @@ class StepRunner:
         step = StepArrays(*self._staging.send(host.arrays))
         self.rows.apply(step)
         self._drawing.start(plan.starts)
+        self._poolings.start(plan.starts)
         special = self._drawing.prepare(plan, host, behind_graph=size is not None)
         if size is None:
             return self._eager(plan, host, step, special, progress)
@@ -108,12 +111,13 @@ class StepRunner:
         self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, decode_lengths + 1, host.decode_lengths))
         hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written)
         prompt_told = self._drawing.told_of_prompts(hidden, self._model.logits, special)
+        pooled = self._poolings.pool(plan, hidden)
         if len(step.sampled_at) == 0:
             return PendingStep(plan, step.sampled_at, progress, prompt_told=prompt_told)
         logits = self._model.logits(hidden[step.sampled_at])
         tokens = self._drawing.draw(logits, rows.sampling(step.sampled_rows), step, host.filter_width, special)
         rows.last_token[step.sampled_rows] = tokens
-        return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told)
+        return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told, pooled)
 
     def _hidden(
         self, token_ids: Tensor, positions: Tensor, rows: Tensor, attention: Attention, written: Callable[[int], None]

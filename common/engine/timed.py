@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from common.engine.executor import EngineDescription
 from common.engine.grammars import AnythingGoes
-from common.engine.logprobs import Logprobs
+from common.engine.logprobs import NO_LOGPROBS, Logprobs
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
 from common.messages import TokenLogprob
@@ -46,6 +46,9 @@ class Timeline:
         return self._busy_until_s
 
 
+_ZERO = np.zeros(1, dtype="<f4").tobytes()
+
+
 def _certain(tokens: Sequence[tuple[int, int]]) -> Logprobs:
     """tokens: each with its row before it."""
     return Logprobs.of([row for row, _ in tokens], [TokenLogprob(token, 0.0, 1) for _, token in tokens])
@@ -71,7 +74,8 @@ class TimedExecutor:
     token depends on (seed, position), and an answer that is resumed elsewhere goes on as it would have. pages: [pages, bytes] the
     pool; left out, pages have no bytes.
 
-    It is sure of every token: where log probabilities are asked for, each is 0 and of rank 1, without alternatives.
+    It is sure of every token: where log probabilities are asked for, each is 0 and of rank 1, without alternatives. An embedding
+    is one zero.
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class TimedExecutor:
         """For each row, seed and length: which word follows."""
         self._reports: dict[int, SamplingParams] = {}
         """The rows that ask for log probabilities."""
+        self._pooled: set[int] = set()
+        """The rows that ask for an embedding."""
 
     def launch(self, plan: Plan) -> TimedStep:
         for start in plan.starts:
@@ -96,12 +102,15 @@ class TimedExecutor:
             self._reports.pop(start.row, None)
             if start.sampling.logprobs is not None or start.sampling.prompt_logprobs is not None:
                 self._reports[start.row] = start.sampling
+            (self._pooled.discard if start.sampling.pooling is None else self._pooled.add)(start.row)
         for chunk in plan.chunks:
             self._next[chunk.row] += len(chunk.token_ids)
         self._next[plan.decode_rows] += 1
         tokens = self._words[self._next[plan.sampled_rows] % len(self._words)]
-        reported = self._logprobs(plan, tokens) if self._reports else ()
-        return TimedStep(StepResult(plan, tokens, *reported), self._timeline.add(plan), self._timeline.clock)
+        reported = self._logprobs(plan, tokens) if self._reports else (NO_LOGPROBS, NO_LOGPROBS)
+        embeddings = {chunk.row: _ZERO for chunk in plan.chunks if chunk.last and chunk.row in self._pooled}
+        result = StepResult(plan, tokens, *reported, embeddings)
+        return TimedStep(result, self._timeline.add(plan), self._timeline.clock)
 
     def _logprobs(self, plan: Plan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
         asked = self._reports

@@ -112,7 +112,7 @@ class ToyExecutor:
         for _ in range(min(steps, len(self._in_flight))):
             step = self._in_flight.popleft()
             tokens = self._forward(step.plan)
-            step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens))
+            step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens), self._embeddings(step.plan, tokens))
 
     def prepare(self, grammar: Grammar) -> AnythingGoes:
         if self._timeline is None:
@@ -163,6 +163,12 @@ class ToyExecutor:
                     prompt_rows.append(chunk.row)
                     prompt_told.append(toy_logprob(token, position, alternatives))
         return Logprobs.of(rows, told), Logprobs.of(prompt_rows, prompt_told)
+
+    def _embeddings(self, plan: Plan, tokens: Int32Array) -> dict[int, bytes]:
+        """Of the prompts that are complete, whose rows ask: the token that would follow, as the only dimension. It depends on all
+        of their KV."""
+        sampled = zip(plan.sampled_rows.tolist(), tokens, strict=True)
+        return {row: token.astype("<f4").tobytes() for row, token in sampled if self._sampling[row].pooling is not None}
 
     def _start(self, start: RowStart) -> None:
         row = start.row

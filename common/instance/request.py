@@ -16,6 +16,7 @@ from common.instance.token_memory import Emitted
 from common.instance.waiting_line import Rank
 from common.messages import (
     Ending,
+    Finished,
     Generate,
     Reserve,
     TokenDelta,
@@ -114,6 +115,11 @@ class Request:
         if not logprobs and not prompt_logprobs:
             return delta
         return replace(delta, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def embedded(self, embedding: bytes) -> TokenDelta:
+        """The whole answer of a request for an embedding: an ending. embedding: see `Finished`."""
+        self.told = Finished("stop", embedding=embedding)
+        return TokenDelta(self.key, self.next_token, (), self.told)
 
     @property
     def emitted(self) -> Emitted:

@@ -11,7 +11,7 @@ from sys import getsizeof
 from typing import Self
 
 from common.ids import Key
-from common.messages import Ending, TokenDelta, unpack_logprobs
+from common.messages import Ending, Finished, TokenDelta, unpack_logprobs
 
 LIMIT_BYTES = 16 * 2**20
 ENTRY_BYTES = 400
@@ -87,4 +87,5 @@ class TokenMemory:
 
 def _bytes(emitted: Emitted) -> int:
     logprobs = (*emitted.logprobs, *emitted.prompt_logprobs)
-    return ENTRY_BYTES + getsizeof(emitted.token_ids) + getsizeof(logprobs) + sum(map(getsizeof, logprobs))
+    embedding = len(emitted.ending.embedding) if isinstance(emitted.ending, Finished) else 0
+    return ENTRY_BYTES + embedding + getsizeof(emitted.token_ids) + getsizeof(logprobs) + sum(map(getsizeof, logprobs))

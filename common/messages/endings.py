@@ -18,6 +18,8 @@ class Finished(Message, frozen=True):
     """"stop": a stop string or stop token. "length": enough tokens. "cancelled": the client went away."""
     matched: str | int | None = None
     """The stop string or the stop token id that ended it; None when neither did."""
+    embedding: bytes = b""
+    """The answer, if the request asks for the prompt's embedding (`SamplingParams.pooling`): float32, little-endian."""
 
 
 class Failed(Message, frozen=True):

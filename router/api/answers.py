@@ -102,6 +102,10 @@ class AnswerShape(ABC, Generic[R]):
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         """The body of an answer that is not streamed."""
 
+    def failure(self, ending: Ending | None) -> Failed | None:
+        """Why there is no whole answer when a choice ends like this; None when there is one, or when it goes on."""
+        return ending if isinstance(ending, Failed) else None
+
     def usage(self) -> Usage:
         """As far as the answer has come."""
         prompt_tokens = self.accepted.prompt_tokens

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.access import OPEN, Access
+from common.embeddings import Embedding
 from common.errors import BadRequest, TandemError
 from common.ids import InstanceId
 from router.api.answers import AnswerShape, OpenAIBody
@@ -28,6 +29,7 @@ from router.api.chat_answers import ChatChoice, ChatShape
 from router.api.completion_answers import CompletionShape, TextChoice
 from router.api.completions import CompletionFields, read_completion
 from router.api.description import CALL_REFUSALS, COMPLETION_REFUSALS, Described, DescribedApp
+from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
 from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import Guard
@@ -63,7 +65,8 @@ T = TypeVar("T")
 
 class Api:
     """The handlers. model: the name that clients use. max_body_bytes: None for no limit. keep_alive_s: after so long a silence a
-    stream gets a comment; 0: never. max_requests: SPARE_CONNECTIONS more may be open, counted from when their body is here."""
+    stream gets a comment; 0: never. max_requests: SPARE_CONNECTIONS more may be open, counted from when their body is here.
+    embedding: how the model makes embeddings; None: it makes none."""
 
     def __init__(
         self,
@@ -74,12 +77,14 @@ class Api:
         max_body_bytes: int | None,
         keep_alive_s: float,
         max_requests: int,
+        embedding: Embedding | None = None,
     ) -> None:
         self.door = Door(gateway.core)
         self._gateway = gateway
         self._intake = intake
         self._metrics = metrics
         self._model = model
+        self._embedding = embedding
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
         self._here = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
@@ -114,6 +119,13 @@ class Api:
         answer = answer_id(request.scope, "cmpl-")
         accepted = await unless_left(request, self._intake.accept_completion(asked, answer))
         return self._dispatch(request, CompletionShape, asked, accepted, received_s)
+
+    async def embeddings(self, request: Request) -> Response:
+        """The embedding of each of one or more prompts, given as texts or token ids."""
+        received_s = self._enter(request)
+        asked = await self._read(request, partial(read_embeddings, self._model, self._embedding))
+        accepted = await unless_left(request, self._intake.accept_completion(asked, answer_id(request.scope, "embd-")))
+        return self._dispatch(request, EmbeddingShape, asked, accepted, received_s)
 
     async def generate(self, request: Request) -> Response:
         """SGLang's own endpoint: continue one prompt or a batch of prompts. Each event of a stream repeats the answer so far."""
@@ -301,6 +313,12 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAP
         ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields, OpenAIBody[ChatChoice])),
         ("POST", "/v1/completions", api.completions, _completion("Text completion", CompletionFields, OpenAIBody[TextChoice])),
         ("POST", "/v1/responses", api.responses, _completion("Response", ResponseFields, ResponseBody)),
+        (
+            "POST",
+            "/v1/embeddings",
+            api.embeddings,
+            _call("OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody, COMPLETION_REFUSALS),
+        ),
         ("POST", "/generate", api.generate, _completion("Generate", GenerateFields, Generated | list[Generated], "SGLang")),
         ("POST", "/abort_request", api.abort_request, _call("SGLang", "Abort", AbortFields, Aborted)),
         ("POST", "/tokenize", api.tokenize, _call("vLLM", "Tokenize", TokenizeFields, Tokenized)),
@@ -357,9 +375,15 @@ def _completion(summary: str, body: type[msgspec.Struct], answer_type: Any, tag:
     )
 
 
-def _call(tag: str, summary: str, body: type[msgspec.Struct], answer_type: type[msgspec.Struct]) -> Described:
+def _call(
+    tag: str,
+    summary: str,
+    body: type[msgspec.Struct],
+    answer_type: type[msgspec.Struct],
+    refusals: tuple[int, ...] = CALL_REFUSALS,
+) -> Described:
     answer = "What was asked for."
-    return Described(tag=tag, summary=summary, body=body, answer=answer, answer_type=answer_type, refusals=CALL_REFUSALS)
+    return Described(tag=tag, summary=summary, body=body, answer=answer, answer_type=answer_type, refusals=refusals)
 
 
 def _check(summary: str, answer: str) -> Described:

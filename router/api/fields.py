@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
-from common.sampling_params import Grammar
+from common.sampling_params import Grammar, Pooling
 from router.api.bodies import decoded
 from router.api.errors import shown
 from router.api.structured import StructuredFields
@@ -144,7 +144,7 @@ class ReadRequest:
 
     max_tokens: None when the client leaves it to us. max_tokens_field: the field that gave it. logprobs: report the log
     probability of each token of the answer, and of so many of the likeliest tokens; None: report nothing. prompt_logprobs: the
-    same for the prompt. grammar: what the answer must match; None: anything.
+    same for the prompt. grammar: what the answer must match; None: anything. pooling: see `SamplingParams`.
     """
 
     fields: SamplingFields
@@ -154,6 +154,7 @@ class ReadRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
 
 def checked_stops(fields: SamplingFields) -> tuple[str, ...]:

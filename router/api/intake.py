@@ -350,6 +350,7 @@ class Intake:
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             grammar=request.grammar,
+            pooling=request.pooling,
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

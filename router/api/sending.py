@@ -135,9 +135,9 @@ class WholeResponse(AnswerResponse):
 
     def _collect(self, over: "asyncio.Future[Failed | None]") -> None:
         for delta in self._answer.take():
-            if isinstance(delta.ending, Failed):
+            if (failed := self._shape.failure(delta.ending)) is not None:
                 if not over.done():
-                    over.set_result(delta.ending)
+                    over.set_result(failed)
                 return
             self._choices[delta.index].add(delta)
         if self._answer.ended and not over.done():

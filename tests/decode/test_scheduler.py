@@ -1,5 +1,6 @@
 """The decode scheduler, as messages and step results in, plans and actions out: the ways of a request, and its ends."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -52,6 +53,19 @@ def test_the_requests_own_stop_tokens_end_it_and_only_it() -> None:
     made.receive(ROUTER, generate("b", 4), 0.0)
     (one, other) = deltas(made.step_done(result(planned(made.decide(0.0)), [70, 70]), 0.1))
     assert one.ending == Finished(reason="stop", matched=70) and other.ending is None
+
+
+def test_an_embedding_ends_its_request_beside_rows_that_decode() -> None:
+    made = decoding()
+    made.receive(ROUTER, generate("b", 4, max_new_tokens=1, pooling="last"), 0.0)
+    plan = planned(made.decide(0.0))
+    (chunk,) = plan.chunks
+    answered = deltas(made.step_done(replace(result(plan, [EOS, 51]), embeddings={chunk.row: b"1234"}), 0.1))
+    assert answered == [
+        TokenDelta(key("b"), 0, (), Finished("stop", embedding=b"1234")),
+        TokenDelta(key("a"), 1, (51,), None),
+    ]
+    assert made.report().load.running_requests == 1 and made.report().counters.tokens_generated == 1
 
 
 def test_a_direct_request_is_prefilled_in_chunks_between_decode_steps() -> None:

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+import torch
+from transformers import AutoModel
 
 from common.errors import BadRequest
+from common.model_path import resolve_model_path
 from common.processes.local_fleet import FleetFailed
 from common.processes.router_client import RequestFailed
 from launch.engine import Engine
@@ -16,7 +19,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(threads=1) as made:
+    with Engine(threads=1, pooling="mean") as made:
         yield made
 
 
@@ -29,6 +32,16 @@ def test_answers_come_in_the_order_of_their_prompts_and_alone_as_together(engine
     assert all(answer["meta_info"]["completion_tokens"] <= 6 for answer in answers)
     lengths = engine.generate(["a", [60, 61]], [{"max_new_tokens": tokens, "ignore_eos": True} for tokens in (2, 5)])
     assert [len(answer["output_ids"]) for answer in lengths] == [2, 5]
+
+
+def test_embeddings_are_those_of_transformers_scaled_to_length_1(engine: Engine) -> None:
+    model = AutoModel.from_pretrained(resolve_model_path("demo"), dtype=torch.float32)
+    for ids, answer in zip(([60, 61, 62], [70]), engine.encode([[60, 61, 62], [70]]), strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+        assert answer["embedding"] == pytest.approx((expected / expected.norm()).tolist(), abs=1e-4)
+        assert answer["meta_info"] == {"prompt_tokens": len(ids)}
+    assert engine.encode("Hello") == engine.encode(["Hello"])[0]
 
 
 def test_a_stream_grows_to_the_whole_answer(engine: Engine) -> None:

@@ -47,6 +47,8 @@ class Expected:
 
 def expect(choice: Choice) -> Expected:
     """The answer of a choice, and what the router is to be asked for it."""
+    if choice.is_embedding:
+        return _embedding(choice)
     expected = _without_logprobs(choice)
     logprobs = _logprobs(expected.token_ids, len(choice.prompt), choice.logprobs)
     return replace(expected, logprobs=logprobs, prompt_logprobs=_logprobs(choice.prompt, 0, choice.prompt_logprobs)[1:])
@@ -56,6 +58,13 @@ def _logprobs(token_ids: Sequence[int], first_position: int, alternatives: int |
     if alternatives is None:
         return ()
     return tuple(toy_logprob(token, position, alternatives) for position, token in enumerate(token_ids, first_position))
+
+
+def _embedding(choice: Choice) -> Expected:
+    """The toy's embedding of a prompt is the token that would follow it."""
+    (token,) = undisturbed(choice.prompt, 1)
+    ending = Finished(reason="stop", embedding=np.array([token], dtype="<f4").tobytes())
+    return Expected((), "", ending, SamplingParams(max_new_tokens=1, temperature=0.0, pooling="last"), ())
 
 
 def _without_logprobs(choice: Choice) -> Expected:

@@ -38,7 +38,7 @@ TEXT_TRIGGERS = ("ExpectAnswer", "TokenBatch", "TextBatch", "Repeat")
 class Choice:
     """One answer that a client wants. stop_after: ends it at its token of that number, if it is so long. stop_by: that token's
     text, or the token. The text of tokens before min_tokens ends nothing. include_stop: what ends it stays in the text.
-    logprobs, prompt_logprobs: see `SamplingParams`.
+    logprobs, prompt_logprobs: see `SamplingParams`. is_embedding: the client wants the prompt's embedding, no tokens.
     has_grammar: its grammar allows any text, but must be made ready."""
 
     request_id: RequestId
@@ -52,6 +52,7 @@ class Choice:
     include_stop: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    is_embedding: bool = False
     has_grammar: bool = False
 
 
@@ -113,7 +114,7 @@ class Schedule:
 
 def draw_schedule(seed: int) -> Schedule:
     schedule = _with_routers(_draw(seed), Random(f"routers {seed}"))
-    asks = _with_extras(schedule.asks, Random(f"extras {seed}"))
+    asks = _with_embeddings(_with_extras(schedule.asks, Random(f"extras {seed}")), Random(f"embeddings {seed}"))
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
     slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
     faults = (*schedule.faults, *text_faults, *slowness, *returns)
@@ -232,6 +233,16 @@ def _with_extras(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
         )
 
     return tuple(replace(ask, choices=tuple(map(extended, ask.choices))) for ask in asks)
+
+
+def _with_embeddings(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
+    """A few of the clients want no tokens, but embeddings."""
+
+    def extended(ask: Ask) -> Ask:
+        is_embedding = random.random() < 0.08
+        return replace(ask, choices=tuple(replace(choice, is_embedding=is_embedding) for choice in ask.choices))
+
+    return tuple(map(extended, asks))
 
 
 def _fault(random: Random, names: list[str], victims: list[str], survivor: str | None) -> Fault:

@@ -1,5 +1,6 @@
 """The prefill scheduler, as messages and step results in, plans and actions out: the way of a request, and its ends."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,7 +10,20 @@ from common.engine.grammars import ANY_TEXT
 from common.errors import BadRequest
 from common.ids import ROUTER, InstanceId, pack_ids
 from common.instance.ports import Prepare, Prepared, Send
-from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff, Probe, Probed, Terms, TokenDelta, Withdraw
+from common.messages import (
+    Cancel,
+    Decline,
+    Failed,
+    Finished,
+    Generate,
+    Handoff,
+    Probe,
+    Probed,
+    Repeat,
+    Terms,
+    TokenDelta,
+    Withdraw,
+)
 from tests.builders import EOS, LAYOUT, key, result, sampling
 from tests.prefill.rig import DECODE, begun, finish_pushes, generate, grant_for, scheduler, spans
 from tests.schedulers import deltas, failures, is_home, kinds, meet, messages
@@ -44,6 +58,18 @@ def test_a_row_whose_sampling_needs_the_tokens_begins_with_the_prompt() -> None:
     assert decision.plan is not None
     (start,) = decision.plan.starts
     assert start.token_ids is not None and (start.token_ids.tolist(), start.answer_tokens) == ([*range(100, 106)], 2)
+
+
+def test_an_embedding_ends_its_request_in_place_of_a_token_and_can_be_told_again() -> None:
+    made = scheduler()
+    made.receive(ROUTER, generate("a", 10, decodes=(), max_new_tokens=1, pooling="mean"), 0.0)
+    first, last = made.decide(0.0).plan, made.decide(0.0).plan
+    assert first is not None and last is not None
+    assert made.step_done(result(first), 0.1) == []
+    told = [TokenDelta(key("a"), 0, (), Finished("stop", embedding=b"1234"))]
+    assert deltas(made.step_done(replace(result(last, [EOS]), embeddings={last.chunks[0].row: b"1234"}), 0.2)) == told
+    assert is_home(made) and made.report().counters.tokens_generated == 0
+    assert deltas(made.receive(ROUTER, Repeat(tokens=((key("a"), 0),)), 0.3)) == told
 
 
 def test_several_prompts_share_one_forward_under_the_token_budget() -> None:

@@ -1,6 +1,7 @@
 """Doubles for router tests: a tokenizer of characters, and a fleet behind a mail port that answers in the same loop.
 
-The fleet echoes: the answer to a prompt is the prompt again, one character for each token, from its beginning.
+The fleet echoes: the answer to a prompt is the prompt again, one character for each token, from its beginning. Its embedding is 3
+and the prompt's length.
 """
 
 import asyncio
@@ -13,11 +14,13 @@ from contextlib import asynccontextmanager, closing
 from typing import Self, cast
 
 import httpx
+import numpy as np
 from fastapi import FastAPI
 from msgspec.structs import replace
 
 from common.access import OPEN, Access
 from common.config import RouterConfig
+from common.embeddings import Embedding
 from common.errors import BadRequest
 from common.ids import ROUTER, InstanceId, Key, Life, unpack_ids
 from common.instance.ports import Send
@@ -295,6 +298,9 @@ class EchoFleet(FakeMail[RouterInbox]):
         prompt = ids[: len(ids) - message.first]
         deltas: list[TextDelta] = []
         text = "".join(map(chr, ids[len(prompt) :]))
+        if message.sampling.pooling is not None:
+            embedding = np.array([3.0, len(prompt)], dtype="<f4").tobytes()
+            return [] if self._stall_at == 0 else [TextDelta(key, 0, (), "", Finished("stop", embedding=embedding))]
         end = message.first + message.sampling.max_new_tokens
         for number in range(message.first, end):
             if number == self._stall_at:
@@ -327,6 +333,7 @@ class Site:
         max_body_bytes: int = 100_000,
         chat_template: str = "",
         access: Access = OPEN,
+        embedding: Embedding | None = None,
     ) -> None:
         self.access = access
         self.fleet = fleet = fleet or EchoFleet()
@@ -336,7 +343,14 @@ class Site:
         self.gateway = Gateway(self.core, fleet, time.monotonic)
         self.intake = Intake(self.core, CharTokenizer(chat_template, fleet.context_tokens), MODEL, config)
         self.api = api = Api(
-            self.gateway, self.intake, self.metrics, MODEL, max_body_bytes, config.keep_alive_s, config.max_requests
+            self.gateway,
+            self.intake,
+            self.metrics,
+            MODEL,
+            max_body_bytes,
+            config.keep_alive_s,
+            config.max_requests,
+            embedding,
         )
         self.app: FastAPI = build_app(api, self.metrics, access)
         fleet.gateway = self.gateway

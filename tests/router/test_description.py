@@ -8,6 +8,7 @@ from fastapi.routing import APIRoute
 
 from router.api.chat import ChatFields
 from router.api.completions import CompletionFields
+from router.api.embeddings import EmbeddingFields
 from router.api.errors import ErrorBody
 from router.api.responses import ResponseFields
 from router.api.sglang import AbortFields, GenerateFields
@@ -28,7 +29,7 @@ async def described() -> tuple[Site, dict[str, Any]]:
 async def test_every_route_is_described_with_its_answers_and_errors() -> None:
     site, page = await described()
     routes = [route for route in site.app.routes if isinstance(route, APIRoute)]
-    assert len(routes) == sum(len(methods) for methods in page["paths"].values()) == 14
+    assert len(routes) == sum(len(methods) for methods in page["paths"].values()) == 15
     tags = {tag["name"] for tag in page["tags"]}
     for route in routes:
         (operation,) = [page["paths"][route.path_format][method.lower()] for method in route.methods or ()]
@@ -47,6 +48,7 @@ BODIES = {
     "/v1/chat/completions": ChatFields,
     "/v1/completions": CompletionFields,
     "/v1/responses": ResponseFields,
+    "/v1/embeddings": EmbeddingFields,
     "/generate": GenerateFields,
     "/abort_request": AbortFields,
     "/tokenize": TokenizeFields,

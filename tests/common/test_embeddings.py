@@ -1,0 +1,61 @@
+"""How embeddings are made: --pooling, and the files of sentence-transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import PoolingName
+from common.embeddings import Embedding, read_embedding
+from common.errors import ConfigError
+
+OLD_MODES = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+
+
+def old_pooling(*on: str) -> dict[str, Any]:
+    return {"word_embedding_dimension": 8} | {f"pooling_mode_{mode}": mode in on for mode in OLD_MODES}
+
+
+def checkpoint(path: Path, *kinds: str, pooling: object = None) -> str:
+    """Of sentence-transformers, with modules of these kinds; none: an ordinary one."""
+    (path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    modules = [
+        {"idx": at, "path": f"{at}_{kind}", "type": f"sentence_transformers.models.{kind}"} for at, kind in enumerate(kinds)
+    ]
+    if kinds:
+        (path / "modules.json").write_text(json.dumps(modules))
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "expected"),
+    [
+        ((), None, None),
+        (("Transformer", "Pooling", "Normalize"), old_pooling("lasttoken"), Embedding("last", True, 8)),
+        (("Transformer", "Pooling"), old_pooling("mean_tokens"), Embedding("mean", False, 8)),
+        (("Transformer", "Pooling"), {"pooling_mode": "cls"}, Embedding("cls", False, 8)),
+        (("Transformer", "Pooling"), old_pooling("max_tokens"), None),
+        (("Transformer", "Pooling"), old_pooling("cls_token", "lasttoken"), None),
+        (("Transformer", "Pooling"), {"pooling_mode": "mean", "include_prompt": False}, None),
+        (("Transformer", "Pooling", "Dense"), old_pooling("lasttoken"), None),
+    ],
+)
+def test_auto_follows_the_checkpoint(tmp_path: Path, kinds: tuple[str, ...], pooling: object, expected: Embedding | None) -> None:
+    assert read_embedding(checkpoint(tmp_path, *kinds, pooling=pooling), "auto") == expected
+
+
+@pytest.mark.parametrize(("flag", "expected"), [("none", None), ("mean", Embedding("mean", True, 8))])
+def test_the_flag_goes_before_the_checkpoint(tmp_path: Path, flag: PoolingName, expected: Embedding | None) -> None:
+    path = checkpoint(tmp_path, "Transformer", "Pooling", "Normalize", pooling=old_pooling("lasttoken"))
+    assert read_embedding(path, flag) == expected
+
+
+def test_an_ordinary_checkpoint_is_scaled_with_a_flag_and_a_broken_one_is_told(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    assert read_embedding(path, "cls") == Embedding("cls", True, 8)
+    (tmp_path / "modules.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"modules\.json"):
+        read_embedding(path, "auto")

@@ -1,0 +1,79 @@
+"""/v1/embeddings: what clients get, and what is refused."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from common.embeddings import Embedding
+from tests.router.calls import assert_error, post, sent_to_fleet, until
+from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, listening
+
+pytestmark = pytest.mark.anyio
+
+SCALED, RAW = Embedding("mean", normalize=True, size=2), Embedding("last", normalize=False, size=2)
+
+
+async def test_each_prompt_gets_its_embedding_scaled_as_the_model_wants() -> None:
+    async with Site(embedding=SCALED) as site:
+        answer = (await post(site, "/v1/embeddings", {"model": MODEL, "input": ["abcd", "x"]})).json()
+    assert [(one["object"], one["index"]) for one in answer["data"]] == [("embedding", 0), ("embedding", 1)]
+    assert answer["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+    assert answer["data"][1]["embedding"] == pytest.approx([3 / 10**0.5, 1 / 10**0.5])
+    assert (answer["object"], answer["model"]) == ("list", MODEL)
+    assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    assert {(sent.sampling.pooling, sent.sampling.max_new_tokens, sent.decodes) for sent in sent_to_fleet(site)} == {
+        ("mean", 1, ())
+    }
+    async with Site(embedding=RAW) as site:
+        for prompt in ([97, 98], [[97, 98]], "ab"):
+            answer = (await post(site, "/v1/embeddings", {"input": prompt, "dimensions": 2})).json()
+            assert [one["embedding"] for one in answer["data"]] == [[3.0, 2.0]]
+        assert (await post(site, "/v1/completions", {"model": MODEL, "prompt": "ab"})).status_code == 200
+
+
+async def test_the_openai_client_reads_both_encodings() -> None:
+    async with (
+        Site(embedding=RAW) as site,
+        listening(site) as port,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10) as client,
+    ):
+        as_base64 = await client.embeddings.create(model=MODEL, input="ab", user="u")
+        as_floats = await client.embeddings.create(model=MODEL, input="ab", encoding_format="float")
+    assert as_base64.data[0].embedding == as_floats.data[0].embedding == [3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "says"),
+    [
+        ({}, 400, "input", "missing"),
+        ({"input": []}, 400, "input", "empty"),
+        ({"input": ""}, 400, "input", "empty"),
+        ({"input": [1, "a"]}, 400, "input", "mixture"),
+        ({"input": "x" * CONTEXT}, 400, "input", "context"),
+        ({"input": [10**6]}, 400, "input", "token ids"),
+        ({"input": "x", "model": "gpt-9"}, 404, "model", "not served"),
+        ({"input": "x", "dimensions": 1}, 400, "dimensions", "send 2"),
+        ({"input": "x", "encoding_format": "hex"}, 400, "encoding_format", "hex"),
+        ({"input": "x", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens", "not supported"),
+        ({"input": "x", "stream": True}, 400, "stream", "not a known field"),
+    ],
+)
+async def test_a_bad_request_is_refused_by_field(body: dict[str, Any], status: int, param: str, says: str) -> None:
+    async with Site(embedding=RAW) as site:
+        message = assert_error(await post(site, "/v1/embeddings", body), status, "invalid_request_error", param)
+    assert says in message
+
+
+async def test_a_model_that_is_not_served_for_embeddings_is_refused_with_the_flag_that_serves_it(site: Site) -> None:
+    message = assert_error(await post(site, "/v1/embeddings", {"input": "x"}), 400, "invalid_request_error", "model")
+    assert "--pooling" in message and MODEL in message
+
+
+async def test_an_aborted_request_fails_because_it_has_no_embedding() -> None:
+    async with Site(EchoFleet(stall_at=0), embedding=RAW) as site:
+        asked = asyncio.create_task(post(site, "/v1/embeddings", {"input": "x"}))
+        await until(lambda: sent_to_fleet(site))
+        assert (await post(site, "/abort_request", {"rid": "", "abort_all": True})).json() == {"aborted": 1}
+        assert "aborted" in assert_error(await asked, 409, "aborted", None)
