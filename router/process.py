@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from common.access import OPEN, Access
 from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig, parse_bytes
-from common.embeddings import read_embedding
 from common.ids import InstanceId
 from common.messages import RouterInbox
 from common.processes.open_files import allow_many_files
+from common.text.embedding import read_embedding
 from common.text.tokenizer_manager import TokenizerManager
 from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox

@@ -19,9 +19,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.access import OPEN, Access
-from common.embeddings import Embedding
 from common.errors import BadRequest, TandemError
 from common.ids import InstanceId
+from common.text.embedding import Embedding
 from router.api.answers import AnswerShape, OpenAIBody
 from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, unless_left
 from router.api.chat import ChatFields, read_chat

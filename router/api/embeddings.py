@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from common.embeddings import Embedding
 from common.errors import BadRequest
 from common.messages import Ending, Failed, Finished
+from common.text.embedding import Embedding
 from router.api.answers import AnswerShape, WholeChoice
 from router.api.completions import CompletionRequest, prompts_in, require_few_ids
 from router.api.fields import Priority, SamplingFields, convert, object_in

@@ -20,7 +20,6 @@ from msgspec.structs import replace
 
 from common.access import OPEN, Access
 from common.config import RouterConfig
-from common.embeddings import Embedding
 from common.errors import BadRequest
 from common.ids import ROUTER, InstanceId, Key, Life, unpack_ids
 from common.instance.ports import Send
@@ -48,6 +47,7 @@ from common.messages import (
     TextDelta,
     TokenLogprob,
 )
+from common.text.embedding import Embedding
 from common.text.tokenizer_manager import ChatOptions
 from router.api.app import Api, build_app
 from router.api.connections import MAX_BODY_BYTES, WaitingConnections

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from common.embeddings import Embedding
+from common.text.embedding import Embedding
 from tests.router.calls import assert_error, post, sent_to_fleet, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, listening
 

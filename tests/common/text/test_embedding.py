@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from common.config import PoolingName
-from common.embeddings import Embedding, read_embedding
 from common.errors import ConfigError
+from common.text.embedding import Embedding, read_embedding
 
 OLD_MODES = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
 
