@@ -75,8 +75,8 @@ def read_completion(body: bytes, context_tokens: int | None = None) -> Completio
     )
 
 
-def prompts_in(prompt: str | list[str | int | list[int]], field: str) -> tuple[Prompt, ...]:
-    """The prompts of a field that holds one or several. Raises BadRequest."""
+def prompts_in(prompt: str | list[str | int | list[int]], field: str, most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
+    """The prompts of a field that holds one or several, but at most so many. Raises BadRequest."""
     if isinstance(prompt, str):
         return (prompt,)
     ids = [part for part in prompt if isinstance(part, int)]
@@ -86,8 +86,8 @@ def prompts_in(prompt: str | list[str | int | list[int]], field: str) -> tuple[P
         raise BadRequest(f"{field} is {'a mixture of prompts and token ids' if prompt else 'empty'}: {fix}", field=field)
     if ids:
         return (tuple(ids),)
-    if len(prompts) > MAX_PROMPTS:
-        raise BadRequest(f"{field} holds {len(prompts)} prompts: send at most {MAX_PROMPTS}", field=field)
+    if len(prompts) > most:
+        raise BadRequest(f"{field} holds {len(prompts)} prompts: send at most {most}", field=field)
     return tuple(prompts)
 
 

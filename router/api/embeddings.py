@@ -22,6 +22,8 @@ from router.api.neutral import drop_neutral
 from router.api.tokens import Model
 from router.outbox import ChoiceDelta
 
+MAX_INPUTS = 256
+"""Each is a request of its own for the fleet, and counts against --max-requests."""
 NEUTRAL_EMBEDDING_VALUES = {"truncate_prompt_tokens": (), "add_special_tokens": (True,)}
 """Of vLLM's further fields, the values with which they ask for nothing."""
 
@@ -30,7 +32,9 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The body of POST /v1/embeddings."""
 
     model: Model = None
-    input: Annotated[str | list[str | int | list[int]], Meta(description="One prompt or several, each a text or its token ids.")]
+    input: Annotated[
+        str | list[str | int | list[int]], Meta(description="One prompt or several, up to 256, each a text or its token ids.")
+    ]
     encoding_format: Annotated[
         Literal["float", "base64"], Meta(description="base64: the bytes of float32 numbers, little-endian.")
     ] = "float"
@@ -95,7 +99,7 @@ def read_embeddings(model: str, served: Embedding | None, body: bytes, context_t
         stop=(),
         max_tokens=1,
         pooling=served.pooling,
-        prompts=prompts_in(fields.input, "input"),
+        prompts=prompts_in(fields.input, "input", MAX_INPUTS),
         prompt_field="input",
         as_base64=fields.encoding_format == "base64",
         normalize=served.normalize,

@@ -50,6 +50,7 @@ async def test_the_openai_client_reads_both_encodings() -> None:
         ({}, 400, "input", "missing"),
         ({"input": []}, 400, "input", "empty"),
         ({"input": ""}, 400, "input", "empty"),
+        ({"input": ["a"] * 257}, 400, "input", "at most 256"),
         ({"input": [1, "a"]}, 400, "input", "mixture"),
         ({"input": "x" * CONTEXT}, 400, "input", "context"),
         ({"input": [10**6]}, 400, "input", "token ids"),

@@ -56,6 +56,17 @@ def test_it_is_sure_of_its_words_and_of_the_prompts_of_rows_that_ask() -> None:
     assert told == [tuple(TokenLogprob(token, 0.0, 1) for token in ids) for ids in ((6, 7), (5, 6, 7))]
 
 
+def test_an_embedding_is_one_zero_and_comes_with_its_prompt() -> None:
+    executor = TimedExecutor(engine(), Timeline(COST, HandClock(1e9)))
+    start = RowStart(0, np.zeros(1, dtype=np.int32), SamplingParams(max_new_tokens=1, pooling="last"))
+    chunks = [Chunk(0, at, np.zeros(3, dtype=np.int32), last=at == 3) for at in (0, 3)]
+    plans = Plan(1, starts=(start,), chunks=(chunks[0],)), Plan(2, chunks=(chunks[1],))
+    assert [executor.launch(one).result.embeddings for one in plans] == [{}, {0: bytes(4)}]
+    plain = RowStart(0, start.pages, SamplingParams(max_new_tokens=1))
+    after = Plan(3, starts=(plain,), chunks=(Chunk(0, 0, np.zeros(3, dtype=np.int32), last=True),))
+    assert executor.launch(after).result.embeddings == {}, "the next request in the row asks for none"
+
+
 def test_growing_rows_costs_nothing_and_all_pages_are_equal() -> None:
     executor = TimedExecutor(engine(), Timeline(COST, HandClock(100.0)))
     rows = np.arange(3, dtype=np.int32)
