@@ -19,6 +19,7 @@ from router.api.output.formats import THINK_MARKS, AnswerFormat, ToolFormat, ans
 from router.api.output.grammars import answer_grammar
 from router.api.output.parser import THINK, THINK_END, AnswerParser
 from router.api.output.parts import WholeAnswer
+from router.api.output.source import Marks
 from router.requests import RequestSpec
 
 TAIL_TOKENS = 16
@@ -65,13 +66,14 @@ PLAIN_TEXT = AnswerReading()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
     """options: for the chat template. thinks: the answer may begin with thoughts. tools: the format of the calls; None: there are
-    none. special_tokens: the texts of the special tokens that the detokenizer must show; empty: it may skip all."""
+    none. omit: what the reader leaves out, the texts of special tokens, because the detokenizer must show these; None: it may
+    skip them."""
 
     request: ChatRequest
     options: ChatOptions
     thinks: bool
     tools: ToolFormat | None
-    special_tokens: frozenset[str]
+    omit: Marks | None
 
     @property
     def is_plain(self) -> bool:
@@ -83,13 +85,12 @@ class ChatPlan:
         format, tells_thoughts = self.tools, self.thinks and self.request.separate_reasoning
         if format is None and not tells_thoughts:
             return PLAIN_TEXT
-        marks = {*THINK_MARKS, *(format.marks if format is not None else ())}
         new_parser = partial(
             AnswerParser,
             thinks=tells_thoughts,
             opened=opened,
             read_tools=None if format is None else format.read,
-            omit=self.special_tokens - marks,
+            omit=Marks() if self.omit is None else self.omit,
         )
         return AnswerReading(new_parser=new_parser, new_id=str if format is None else format.new_id)
 
@@ -99,7 +100,7 @@ class ChatPlan:
         response = spec.sampling.grammar
         grammar = answer_grammar(self.request.tools, syntax, response, thinks=self.thinks, opened=opened)
         sampling = spec.sampling if grammar is response else structs.replace(spec.sampling, grammar=grammar)
-        skips = spec.skip_special_tokens and not self.special_tokens
+        skips = spec.skip_special_tokens and self.omit is None
         return dataclasses.replace(spec, sampling=sampling, skip_special_tokens=skips)
 
     def opens_thoughts(self, prompt_tail: str) -> bool:
@@ -118,6 +119,7 @@ class ChatPlanner:
         self._template = template
         self._model = model
         self._format: AnswerFormat = answer_format(template.chat_template, config.tool_parser, config.reasoning_parser)
+        self._omit_with_thoughts, self._omit_with_calls = self._omit(None), self._omit(self._format.tools)
 
     def plan(self, request: ChatRequest) -> ChatPlan:
         """Raises BadRequest for what the model's template does not do."""
@@ -129,10 +131,17 @@ class ChatPlanner:
             arguments=self._arguments(request),
         )
         tools = self._format.tools if request.tools.callable else None
-        marks = (*(THINK_MARKS if self._format.thinks else ()), *(tools.marks if tools is not None else ()))
-        special, skips = self._template.special_tokens, request.fields.skip_special_tokens
-        shown = special if skips and any(mark in special for mark in marks) else frozenset()
-        return ChatPlan(request=request, options=options, thinks=self._format.thinks, tools=tools, special_tokens=shown)
+        omit = None
+        if request.fields.skip_special_tokens:
+            omit = self._omit_with_thoughts if tools is None else self._omit_with_calls
+        return ChatPlan(request=request, options=options, thinks=self._format.thinks, tools=tools, omit=omit)
+
+    def _omit(self, tools: ToolFormat | None) -> Marks | None:
+        """What to leave out of answers with calls in this format, whose marks are special tokens; None when none of them is."""
+        special, calls = self._template.special_tokens, () if tools is None else tools.marks
+        if special.isdisjoint((*(THINK_MARKS if self._format.thinks else ()), *calls)):
+            return None
+        return Marks(*(special - {*THINK_MARKS, *calls}))
 
     def _require_tools(self, request: ChatRequest) -> None:
         if request.tools.shown and not self._template.reads_tools:

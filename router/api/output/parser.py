@@ -3,13 +3,14 @@
 Owns the order thoughts, then content and calls. Does not know requests or HTTP.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TypeAlias
 
 from router.api.output.parts import Part, PartSink
-from router.api.output.source import GrowingText, Reading, read_until
+from router.api.output.source import GrowingText, Marks, Reading, read_until
 
 THINK, THINK_END = "<think>", "</think>"
+_NOTHING, _THINK_END = Marks(), Marks(THINK_END)
 ToolReader: TypeAlias = Callable[[GrowingText, PartSink], Reading[None]]
 """Reads content and calls, to the end of the answer."""
 
@@ -18,10 +19,10 @@ class AnswerParser:
     """thinks: the answer may begin with thoughts. opened: the prompt opened them already. read_tools: None when calls are
     content. omit: texts that are nobody's: of special tokens, when those are shown."""
 
-    def __init__(self, *, thinks: bool, opened: bool, read_tools: ToolReader | None, omit: Collection[str] = ()) -> None:
+    def __init__(self, *, thinks: bool, opened: bool, read_tools: ToolReader | None, omit: Marks = _NOTHING) -> None:
         self._source, self._sink, self._raw = GrowingText(), PartSink(), GrowingText()
         self._thinks, self._opened, self._read_tools = thinks, opened, read_tools
-        self._omit = tuple(omit)
+        self._omit = omit
         self._reading = self._read()
         self._at_content = False
 
@@ -59,7 +60,7 @@ class AnswerParser:
         if self._read_tools is not None:
             yield from self._read_tools(self._source, self._sink)
         self._at_content = not self._omit
-        yield from read_until(self._source, self._sink.content)
+        yield from read_until(self._source, self._sink.content, _NOTHING)
 
 
 def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading[None]:
@@ -69,5 +70,5 @@ def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading
         return
     source.forget()
     sink.mark()
-    if (yield from read_until(source, sink.reasoning, THINK_END)):
+    if (yield from read_until(source, sink.reasoning, _THINK_END)):
         sink.mark()

@@ -14,25 +14,27 @@ import re
 
 from router.api.output.json_call import read_call, read_value
 from router.api.output.parts import PartSink
-from router.api.output.source import GrowingText, Reading, read_until
+from router.api.output.source import GrowingText, Marks, Reading, read_until
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_OPEN, _OPEN_OR_CLOSED = Marks(CALL), Marks(CALL, CALL_END)
+_PYTHON_TAG, _TOOL_CALLS = Marks(PYTHON_TAG), Marks(TOOL_CALLS)
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]")
 
 
 def read_hermes(source: GrowingText, sink: PartSink) -> Reading[None]:
-    unclosed: tuple[str, ...] = ()  # the end mark, while a call misses it
-    while mark := (yield from read_until(source, sink.content, CALL, *unclosed)):
-        unclosed = ()
+    marks = _OPEN  # with the end mark, while a call misses it
+    while mark := (yield from read_until(source, sink.content, marks)):
+        marks = _OPEN
         if mark == CALL_END:
             sink.mark()
             continue
         yield from source.skip_space()
         if (yield from read_call(source, sink, end_mark=CALL_END)):
             sink.mark()
-            unclosed = (CALL_END,)
+            marks = _OPEN_OR_CLOSED
         else:
             sink.content(mark + source.text[: source.at])
 
@@ -51,11 +53,11 @@ def read_llama3(source: GrowingText, sink: PartSink) -> Reading[None]:
             mark = ""
         else:
             sink.content(mark + source.text[: source.at])
-            mark = yield from read_until(source, sink.content, PYTHON_TAG)
+            mark = yield from read_until(source, sink.content, _PYTHON_TAG)
 
 
 def read_mistral(source: GrowingText, sink: PartSink) -> Reading[None]:
-    while mark := (yield from read_until(source, sink.content, TOOL_CALLS)):
+    while mark := (yield from read_until(source, sink.content, _TOOL_CALLS)):
         yield from source.skip_space()
         is_array = yield from source.next_is("[")
         called = yield from _read_array(source, sink) if is_array else _read_named(source, sink)

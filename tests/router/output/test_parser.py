@@ -164,3 +164,16 @@ def test_mistrals_calls_have_ids_that_its_templates_take() -> None:
     assert all(len(MISTRAL.new_id()) == 9 and MISTRAL.new_id().isalnum() for _ in range(20))
     ids = [HERMES.new_id() for _ in range(3)]
     assert all(one != other and one.startswith("call_") for one, other in pairwise(ids))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text("ab<", min_size=1, max_size=4), max_size=8), st.text("ab<", max_size=30), CUTS)
+def test_what_is_left_out_is_what_a_plain_reading_of_the_whole_text_leaves_out(
+    omit: list[str], text: str, places: list[int]
+) -> None:
+    kept, at = "", 0
+    while at < len(text):
+        found = [len(mark) for mark in omit if text.startswith(mark, at)]
+        kept += "" if found else text[at]
+        at += min(found, default=1)
+    assert pushed(parser_of(None, omit=tuple(omit)), cut(text, places)).content == kept
