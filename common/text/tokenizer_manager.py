@@ -6,6 +6,7 @@ the libraries when a tokenizer is loaded.
 """
 
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +139,10 @@ class TokenizerManager:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(f"{field} contains half of a surrogate pair, which is not text", field=field) from error
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: `encode` holds the interpreter's lock until it is done, so that no other thread runs meanwhile.
+        (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
+        return ids
 
 
 def template_text(given: str) -> str:
@@ -164,6 +168,8 @@ def _load(path: Path) -> Any:
         raise ConfigError(
             f"{path} has no {TOKENIZER_FILE}: convert the checkpoint's tokenizer to the tokenizers library's format"
         )
+    # The library's own threads are as many as the processors: a short text would wait for one while long texts have them all.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import PreTrainedTokenizerFast
 
     try:

@@ -4,9 +4,9 @@ Owns its own fields. Fields: https://platform.openai.com/docs/api-reference/chat
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +17,15 @@ from router.api.fields import ReadRequest, SamplingFields, Tokens, TopLogprobs, 
 from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_MESSAGE_VALUES, drop_neutral
 from router.api.structured import grammar_of
 from router.api.tools import NO_TOOLS, FunctionTool, NamedTool, ToolChoice, ToolUse, tool_use
+
+MAX_EFFORT_CHARS = 64
+MESSAGE_CHARS = 16
+"""What a message counts besides its texts: the chat template's work, and what it writes around each message."""
+
+Effort: TypeAlias = Annotated[
+    Annotated[str, Meta(max_length=MAX_EFFORT_CHARS)] | None,
+    Meta(description="How much to think, for chat templates that use it."),
+]
 
 
 class ChatFields(SamplingFields, frozen=True, kw_only=True):
@@ -40,7 +49,7 @@ class ChatFields(SamplingFields, frozen=True, kw_only=True):
     continue_final_message: Annotated[
         bool, Meta(description="The answer continues the last message. Send add_generation_prompt=false with it.")
     ] = False
-    reasoning_effort: Annotated[str | None, Meta(description="How much to think, for chat templates that use it.")] = None
+    reasoning_effort: Effort = None
     separate_reasoning: Annotated[
         bool, Meta(description="False: what the model thinks stays in `content`, between its marks.")
     ] = True
@@ -69,6 +78,14 @@ class ChatRequest(ReadRequest):
                 yield value if isinstance(value, str) else msgspec.json.encode(value).decode()
         for tool in self.tools.for_template():
             yield msgspec.json.encode(tool).decode()
+        for argument in self.template_arguments.values():
+            yield argument if isinstance(argument, str) else msgspec.json.encode(argument).decode()
+        if self.reasoning_effort is not None:
+            yield self.reasoning_effort
+
+    def size_chars(self, texts: Iterable[str]) -> int:
+        """The size of the conversation. texts: those of `texts`."""
+        return sum(map(len, texts)) + MESSAGE_CHARS * len(self.messages)
 
 
 def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:

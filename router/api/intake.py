@@ -127,7 +127,7 @@ class Intake:
     async def accept_chat(self, request: ChatRequest, answer: AnswerId) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
         texts = list(request.texts())
-        size, field = sum(map(len, texts)), request.prompt_field
+        size, field = request.size_chars(texts), request.prompt_field
         self._check(request, field, size, self.context_tokens)
         plan = self._chats.plan(request)
         encode = partial(self._tokenizer.encode_chat, options=plan.options)
@@ -167,7 +167,7 @@ class Intake:
             size = len(prompt)
             encode = partial(tokenizer.encode, prompt, add_special_tokens=asked.add_special_tokens)
         else:
-            size = sum(map(len, prompt.texts()))
+            size = prompt.size_chars(prompt.texts())
             encode = partial(tokenizer.encode_chat, prompt.messages, options=self._chats.plan(prompt).options)
         if size > MAX_CHARS:
             raise BadRequest(f"messages must have at most {MAX_CHARS} characters", field="messages")

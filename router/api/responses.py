@@ -14,7 +14,7 @@ from msgspec import Meta
 from common.engine.grammars import check_text
 from common.errors import BadRequest
 from common.sampling_params import Grammar
-from router.api.chat import ChatRequest
+from router.api.chat import ChatRequest, Effort
 from router.api.chat_messages import arguments_of
 from router.api.fields import (
     MinP,
@@ -105,7 +105,7 @@ class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    effort: Annotated[str | None, Meta(description="How much to think, for chat templates that use it.")] = None
+    effort: Effort = None
     summary: Annotated[Literal["auto"] | None, Meta(description="There are no summaries; thoughts are in `content`.")] = None
 
 

@@ -126,6 +126,32 @@ async def test_a_large_body_is_read_and_its_ids_are_checked_on_another_thread() 
         assert sum(thread is not main for thread in tokenizer.checked_on) == 2, "those of the stop tokens are few"
 
 
+async def test_template_arguments_and_messages_without_text_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "SHORT_CHARS", 50)
+    async with Site() as site:
+        tokenizer, main = WatchedTokenizer(), threading.main_thread()
+        tokenizer.chat_template = "{{ note }}{{ reasoning_effort }}"
+        tokenizer.go.set()
+        one = chat("hi")
+        with closing(accepting(site, tokenizer)) as accepting_intake:
+            for fields, is_short in (
+                ({}, True),
+                ({"chat_template_kwargs": {"note": "x" * 50}}, False),
+                ({"chat_template_kwargs": {"note": [1] * 50}}, False),
+                ({"reasoning_effort": "x" * 50}, False),
+                ({"messages": [{"role": "user", "content": ""}] * 2 + one["messages"]}, False),
+            ):
+                tokenizer.checked_on.clear()
+                await accepting_intake.accept_chat(read_chat(json.dumps(one | fields).encode()), ANSWER)
+                checks_of_prompt = sum(thread is not main for thread in tokenizer.checked_on)
+                assert (checks_of_prompt == 0) == is_short, fields
+            too_long = one | {"chat_template_kwargs": {"note": "x" * 65_000}}
+            with pytest.raises(BadRequest, match="messages has more"):
+                await accepting_intake.accept_chat(read_chat(json.dumps(too_long).encode()), ANSWER)
+    with pytest.raises(BadRequest, match="reasoning_effort must have at most 64 characters"):
+        read_chat(json.dumps(one | {"reasoning_effort": "x" * 65}).encode())
+
+
 def test_ids_beyond_the_context_are_refused_before_there_is_an_object_for_each() -> None:
     body = json.dumps(completion([1000] * 300_000)).encode()
     tracemalloc.start()

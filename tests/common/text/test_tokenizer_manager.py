@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,25 @@ def test_text_and_chats_have_the_tokens_that_transformers_gives(tmp_path: Path, 
         assert manager.backend.decode(ids) == reference.decode(ids, skip_special_tokens=True)
     expected = reference.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert manager.encode_chat(CHAT) == expected
+
+
+def test_others_run_while_a_long_text_is_encoded(manager: TokenizerManager) -> None:
+    """With the interpreter's lock held, this thread would first run again when the text is encoded."""
+
+    def encode(text: str, begun: threading.Event) -> None:
+        begun.set()
+        manager.encode(text)
+
+    with ThreadPoolExecutor(1) as threads:
+        for chars in (2**number for number in range(16, 23)):
+            begun = threading.Event()
+            encoding = threads.submit(encode, "hello " * (chars // 6), begun)
+            begun.wait()
+            for _ in range(3):
+                time.sleep(0.001)
+            if not encoding.done():
+                return
+    pytest.fail("nobody runs meanwhile")
 
 
 def test_it_knows_the_limits_of_the_model(manager: TokenizerManager) -> None:
