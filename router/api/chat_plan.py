@@ -25,6 +25,9 @@ from router.requests import RequestSpec
 TAIL_TOKENS = 16
 """The end of a prompt: it holds the mark with which the prompt opens the answer's thoughts, if it does."""
 
+_PIECE_CHARS = 4096
+"""A parser moves its unread text at each mark, so a long text goes in by pieces."""
+
 
 class ChatTemplate(Protocol):
     """What `common.text.tokenizer_manager.TokenizerManager` knows of its chat template."""
@@ -55,7 +58,10 @@ class AnswerReading:
             answer.content = text
             return answer
         parser = self.new_parser()
-        for part in [*parser.push(text), *parser.finish()]:
+        for begin in range(0, len(text), _PIECE_CHARS):
+            for part in parser.push(text[begin : begin + _PIECE_CHARS]):
+                answer.add(part)
+        for part in parser.finish():
             answer.add(part)
         return answer
 

@@ -25,7 +25,7 @@ _ANY_OBJECT = {"type": "object"}
 class CallSyntax:
     """How calls are written. before_name, after_name: what stands before the arguments. separator: between calls. frame: what
     stands around all of them. trigger: what free text cannot hold without a call behind it. starts_bare: an answer of nothing but
-    calls begins without the trigger, which other text needs."""
+    calls begins without the trigger, which other text needs; a new line serves there too."""
 
     before_name: str
     after_name: str
@@ -50,12 +50,14 @@ class CallSyntax:
         """Any text, in which what begins as a call is one call of these functions or more."""
         calls = self.calls(functions, parallel=parallel)
         tags = [calls] if any(self.frame) else self._tags(functions)
-        if self.starts_bare:
-            tags = [tag | {"begin": self.trigger + tag["begin"]} for tag in tags]
         text = {"type": "triggered_tags", "triggers": [self.trigger], "tags": tags, "stop_after_first": not parallel}
         if not self.starts_bare:
             return text
-        first = {"type": "regex", "pattern": r"[^{<\s]"}
+        starts, bare = (self.trigger, "\n"), self.before_name.removesuffix(': "')
+        text["triggers"] = [self.trigger, "\n" + bare]
+        text["tags"] = [tag | {"begin": start + tag["begin"]} for tag in tags for start in starts]
+        text["excludes"] = [between + bare for between in ("; ", ", ", "[")]  # what the reader would read as calls too
+        first = {"type": "regex", "pattern": r"[^{<\[\s]"}
         return _either(calls, _one_after_other(first, text), text | {"at_least_one": True})
 
     def _tags(self, functions: Sequence[tuple[str, Format]]) -> list[dict[str, Any]]:

@@ -10,13 +10,13 @@ from router.api.output.parts import PartSink
 from router.api.output.source import GrowingText, Reading
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-_OTHER_KEYS = ("id", "type")
-"""What some models write beside name and arguments."""
+_VALUE_BEGINS = frozenset('"{[-0123456789tfn')
 
 
 def read_call(source: GrowingText, sink: PartSink, *, needs_arguments: bool = False, end_mark: str = "") -> Reading[bool]:
-    """Read a call, whose `{` is next. Returns whether it is one; if not, the sink got nothing. needs_arguments: an object with a
-    name alone is none. end_mark: what ends the call even where its JSON is broken off, outside of strings.
+    """Read a call, whose `{` is next. Returns whether it is one; if not, the sink got nothing. Other keys than name and arguments
+    are left out of it, such as id, type and description. needs_arguments: an object with a name alone is none. end_mark: what
+    ends the call even where its JSON is broken off, outside of strings.
 
     Reading stops where the object ends, or where it is no object any more.
     """
@@ -28,7 +28,7 @@ def read_call(source: GrowingText, sink: PartSink, *, needs_arguments: bool = Fa
     while True:
         yield from source.skip_space()
         key = yield from _read_string(source)
-        if key is None or not (called or key in ("name", *ARGUMENT_KEYS, *_OTHER_KEYS)):
+        if key is None:
             return called
         yield from source.skip_space()
         if not (yield from source.next_is(":")):
@@ -40,11 +40,13 @@ def read_call(source: GrowingText, sink: PartSink, *, needs_arguments: bool = Fa
                 return False
             if early:
                 called = _begin(sink, name, "".join(early))
-        elif key in ARGUMENT_KEYS and not called:
+        elif key in ARGUMENT_KEYS and not called and not early:
             if name is not None:
                 called = _begin(sink, name, "")
             yield from read_value(source, sink if called else None, early, end_mark)
         else:
+            if not (yield from source.more()) or source.text[source.at] not in _VALUE_BEGINS:
+                return called
             yield from read_value(source, None, [], end_mark)
         yield from source.skip_space()
         if (yield from source.next_is(",")):
@@ -59,8 +61,6 @@ def read_value(source: GrowingText, sink: PartSink | None, kept: list[str], end_
     outside of strings too, and stays unread."""
     value = _Value()
     while not value.ended and (yield from source.more()):
-        if sink is not None:
-            source.forget()
         begin = source.at
         maybe_mark = False
         while source.at < len(source.text) and not maybe_mark and value.takes(source.text[source.at]):
@@ -74,6 +74,8 @@ def read_value(source: GrowingText, sink: PartSink | None, kept: list[str], end_
                 return
             source.at += 1
             _keep(source.text[begin : source.at], sink, kept)
+        if sink is not None and source.at == len(source.text):
+            source.forget()
 
 
 class _Value:

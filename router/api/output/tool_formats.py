@@ -2,11 +2,13 @@
 
 Owns the formats' marks. What does not read as a call is content, as it stands: no text is lost.
 
-    hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>, one after the other (Hermes 2, Qwen 2.5 and 3)
+    hermes    <tool_call>{"name": …, "arguments": {…}}</tool_call>, one after the other (Hermes 2, Qwen 2.5 and 3); some models
+              write several objects into one <tool_call>
               https://github.com/NousResearch/Hermes-Function-Calling
-    llama3    {"name": …, "parameters": {…}} at the beginning or behind <|python_tag|>, several joined by ;
+    llama3    {"name": …, "parameters": {…}} at the beginning of a line or behind <|python_tag|>, several joined by ; or in an
+              array
               https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/prompt_format.md
-    mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …], or [TOOL_CALLS]name[ARGS]{…}, one after the other
+    mistral   [TOOL_CALLS][{"name": …, "arguments": {…}}, …], the object alone, or [TOOL_CALLS]name[ARGS]{…}, one after the other
               https://github.com/mistralai/mistral-common
 """
 
@@ -18,69 +20,63 @@ from router.api.output.source import GrowingText, Marks, Reading, read_until
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+NEW_LINE = "\n"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _OPEN, _OPEN_OR_CLOSED = Marks(CALL), Marks(CALL, CALL_END)
-_PYTHON_TAG, _TOOL_CALLS = Marks(PYTHON_TAG), Marks(TOOL_CALLS)
+_PYTHON_TAG_OR_LINE, _TOOL_CALLS = Marks(PYTHON_TAG, NEW_LINE), Marks(TOOL_CALLS)
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]")
 
 
 def read_hermes(source: GrowingText, sink: PartSink) -> Reading[None]:
     marks = _OPEN  # with the end mark, while a call misses it
     while mark := (yield from read_until(source, sink.content, marks)):
-        marks = _OPEN
         if mark == CALL_END:
             sink.mark()
+            marks = _OPEN
             continue
-        yield from source.skip_space()
-        if (yield from read_call(source, sink, end_mark=CALL_END)):
-            sink.mark()
-            marks = _OPEN_OR_CLOSED
-        else:
-            sink.content(mark + source.text[: source.at])
+        called = yield from _read_calls(source, sink, end_mark=CALL_END)
+        marks = _OPEN_OR_CLOSED if called else _OPEN
+        sink.content(source.text[: source.at] if called else mark + source.text[: source.at])
 
 
 def read_llama3(source: GrowingText, sink: PartSink) -> Reading[None]:
     mark: str | None = ""
-    called = False
     while mark is not None:
         source.forget()
-        yield from source.skip_space()
-        if called and (yield from source.next_is(";")):
-            yield from source.skip_space()
-        called = yield from read_call(source, sink, needs_arguments=True)
-        if called:
-            sink.mark()
+        if mark == NEW_LINE:
+            sink.content(mark)
             mark = ""
-        else:
-            sink.content(mark + source.text[: source.at])
-            mark = yield from read_until(source, sink.content, _PYTHON_TAG)
+        called = yield from _read_calls(source, sink, end_mark=PYTHON_TAG, needs_arguments=True)
+        sink.content(source.text[: source.at] if called else mark + source.text[: source.at])
+        mark = yield from read_until(source, sink.content, _PYTHON_TAG_OR_LINE)
 
 
 def read_mistral(source: GrowingText, sink: PartSink) -> Reading[None]:
     while mark := (yield from read_until(source, sink.content, _TOOL_CALLS)):
         yield from source.skip_space()
-        is_array = yield from source.next_is("[")
-        called = yield from _read_array(source, sink) if is_array else _read_named(source, sink)
-        if not called:
-            sink.content(mark + source.text[: source.at])
+        is_json = (yield from source.more()) and source.text[source.at] in "[{"
+        called = yield from _read_calls(source, sink, end_mark=TOOL_CALLS) if is_json else _read_named(source, sink)
+        sink.content(source.text[: source.at] if called else mark + source.text[: source.at])
 
 
-def _read_array(source: GrowingText, sink: PartSink) -> Reading[bool]:
-    """Read calls behind `[`, and `]`. Returns whether there was a call; what stands behind the last one is content."""
+def _read_calls(source: GrowingText, sink: PartSink, *, end_mark: str, needs_arguments: bool = False) -> Reading[bool]:
+    """Read calls in JSON, one behind the other or in an array. Returns whether there was one. What was read and is no call is not
+    forgotten: the caller tells it as content."""
     called = False
+    yield from source.skip_space()
+    is_array = yield from source.next_is("[")
     while True:
         yield from source.skip_space()
-        if not (yield from read_call(source, sink, end_mark=TOOL_CALLS)):
-            if called:
-                sink.content(source.text[: source.at])
+        if not (yield from read_call(source, sink, needs_arguments=needs_arguments, end_mark=end_mark)):
             return called
         called = True
         sink.mark()
-        yield from source.skip_space()
         source.forget()
-        if not (yield from source.next_is(",")):
-            yield from source.next_is("]")
+        yield from source.skip_space()
+        if is_array and (yield from source.next_is("]")):
+            source.forget()
             return True
+        yield from source.next_is(",", ";")
 
 
 def _read_named(source: GrowingText, sink: PartSink) -> Reading[bool]:
@@ -97,6 +93,7 @@ def _read_named(source: GrowingText, sink: PartSink) -> Reading[bool]:
     sink.call(name)
     yield from read_value(source, sink, [], TOOL_CALLS)
     sink.mark()
+    source.forget()
     return True
 
 

@@ -33,11 +33,20 @@ def written(format: ToolFormat, content: str, calls: list[WholeCall], style: int
         objects = [f'{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in calls]
         if style >= 2:
             objects = [f'{{ "arguments":{call.arguments} ,"name" : "{call.name}" }}' for call in calls]
+        if style >= 4:
+            objects = [f'{{"id": 1, "description": [{{}}, "}}"], {one[1:-1]}, "more": null}}' for one in objects]
+        if style >= 6:
+            objects = [(f",{space}" if style == 6 else "\n").join(objects)]
         return content + space.join(f"<tool_call>{space}{one}{space}</tool_call>" for one in objects)
     if format is LLAMA3:
         objects = [f'{{"name": "{call.name}", "parameters": {call.arguments}}}' for call in calls]
-        return (f"{content}<|python_tag|>" if content or style >= 2 else space) + f";{space}".join(objects)
-    if style >= 2:
+        if style >= 6:
+            objects = [f"[{', '.join(objects)}]"]
+        begin = f"{content}\n{space}" if style >= 4 else f"{content}<|python_tag|>" if content or style >= 2 else space
+        return begin + (",;"[style < 4] + space).join(objects)
+    if style >= 6:
+        return content + "".join(f'[TOOL_CALLS]{{"name": "{call.name}", "arguments": {call.arguments}}}' for call in calls)
+    if style >= 4:
         return content + "".join(f"[TOOL_CALLS]{call.name}[ARGS]{call.arguments}" for call in calls)
     objects = [f'{{"name": "{call.name}", "arguments": {call.arguments}, "id": "abcdefghi"}}' for call in calls]
     return f"{content}[TOOL_CALLS] [{space}{', '.join(objects)}{space}]"
@@ -82,10 +91,16 @@ def reference_hermes(text: str) -> tuple[str, list[tuple[str, Any]]]:
             continue
         content += text[at : mark.start()]
         calls.append((name, value.get("arguments", {})))
+        while following := re.compile(r"\s*[,;]?\s*(?={)").match(text, end):
+            value, behind = json.JSONDecoder().raw_decode(text, following.end())
+            if "name" not in value:
+                break
+            calls.append((value["name"], value.get("arguments", {})))
+            end = behind
         closing = text.find("</tool_call>", end)
-        following = text.find("<tool_call>", end)
+        opening = text.find("<tool_call>", end)
         at = end
-        if closing >= 0 and (following < 0 or closing < following):
+        if closing >= 0 and (opening < 0 or closing < opening):
             content += text[end:closing]
             at = closing + len("</tool_call>")
     return "".join((content + text[at:]).split()), calls

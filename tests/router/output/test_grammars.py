@@ -68,6 +68,13 @@ def test_strict_calls_match_their_schema_wherever_they_stand_in_free_text(format
         assert accepts(grammar, text), text
     for text in (calls(syntax, BAD), "Hello. " + tag + calls(syntax, BAD), calls(syntax, GOOD, name="h")):
         assert not accepts(grammar, text), text
+    if syntax.starts_bare:
+        read = pushed(parser_of(format), ["Hello.\n" + good])
+        assert accepts(grammar, "Hello.\n" + good) and read.content == "Hello." and len(read.calls) == 1
+        for between in (".\n", f"{tag}{good}; ", f"{tag}{good}, ", f"{tag}{good}\n", "\n["):
+            assert not accepts(grammar, "Hello" + between + calls(syntax, BAD)), between
+        assert not accepts(grammar, f"[{calls(syntax, BAD)}]") and not accepts(once, f"Hello.\n{good}\n{good}")
+        assert accepts(grammar, "Hello.\n{1, 2}, [3]")
     assert accepts(once, "Hello. " + tag + good) and not accepts(once, calls(syntax, GOOD, GOOD))
     assert pushed(parser_of(format), ["Hello. " + tag + good]).calls == pushed(parser_of(format), [good]).calls
 

@@ -23,13 +23,13 @@ from tests.router.output.answers import (
 CUTS = st.lists(st.integers(0, 500), max_size=12)
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
 OBJECTS = ('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name": ')
-SOUP = st.lists(st.sampled_from([*MARKS, *OBJECTS, "f", "[", "]", "; ", "\n", " ", "{", "}", '"', ",", "junk"]), max_size=10).map(
-    "".join
-)
+SOUP = st.lists(
+    st.sampled_from([*MARKS, *OBJECTS, '{"id": [{', "f", "[", "]", "; ", "\n", " ", "{", "}", '"', ",", "junk"]), max_size=10
+).map("".join)
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.sampled_from(FORMATS), TEXTS, CALLS, st.integers(0, 3), CUTS)
+@given(st.sampled_from(FORMATS), TEXTS, CALLS, st.integers(0, 7), CUTS)
 def test_an_answer_has_the_content_and_calls_that_its_model_wrote(
     format: ToolFormat, content: str, calls: list[WholeCall], style: int, places: list[int]
 ) -> None:
@@ -53,7 +53,10 @@ def test_parts_do_not_depend_on_how_the_text_is_cut(
 @given(
     st.lists(
         st.sampled_from(
-            ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": [1, "}"]}}', '{"name": "g"}', "junk", "\n", " "]
+            (
+                *("<tool_call>", "</tool_call>", '{"id": 1, "name": "f", "arguments": {"a": [1, "}"]}}', '{"name": "g"}'),
+                *('{"x": {}}', "junk", "\n", " ", ","),
+            )
         ),
         max_size=8,
     ).map("".join)
@@ -120,7 +123,13 @@ def test_a_broken_call_loses_no_text(text: str, parts: list[object]) -> None:
 
 
 def test_an_answer_in_json_that_is_no_call_is_content_for_llama() -> None:
-    for text in ('{"name": "Bob", "age": 3}', '{"answer": 1}', ' {"name": "f"} ', "<|python_tag|>f.call(x=1)"):
+    for text in (
+        '{"name": "Bob", "age": 3}',
+        '{"answer": 1}',
+        ' {"name": "f"} ',
+        'see\n{"name": "Bob", "x": [1]}, [\n',
+        "<|python_tag|>f.call(x=1)",
+    ):
         assert pushed(parser_of(LLAMA3), list(text)) == WholeAnswer(text)
 
 
