@@ -51,6 +51,7 @@ class UserMessage(_Message, frozen=True, tag="user"):
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(description="Which function was called.")]
     arguments: Annotated[str, Meta(description="A JSON object, as text.")] = "{}"
+    parsed_arguments: Annotated[Any, Meta(description="As OpenAI's client reads the arguments. It changes nothing.")] = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,6 +81,7 @@ def arguments_of(text: str, path: str) -> dict[str, Any]:
 
 class AssistantMessage(_Message, frozen=True, tag="assistant"):
     content: Content = None
+    parsed: Annotated[Any, Meta(description="As OpenAI's client reads the content. It changes nothing.")] = None
     tool_calls: Annotated[list[ToolCall], Meta(description="What the assistant called.")] = []
     reasoning_content: Annotated[str | None, Meta(description="What the model thought, for templates that use it.")] = None
     reasoning: Annotated[str | None, Meta(description="Another name of reasoning_content.")] = None

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from common.messages import ExpectAnswer
@@ -68,6 +69,28 @@ async def test_calls_and_thoughts_streamed_as_the_client_gathers_them() -> None:
         assert all(call.id.startswith("call_") and call.function.name == "weather" for call in calls)
     fragments = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
     assert len(fragments) > 40, "arguments come as they are written"
+
+
+async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it() -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    async with client_of() as client:
+        asked = asking(CALLS, tools=tools)
+        async with client.chat.completions.stream(**asked) as stream:
+            message = (await stream.get_final_completion()).choices[0].message
+        assert [call.function.parsed_arguments for call in message.tool_calls or []] == [
+            Weather(city="Oslo"),
+            Weather(city="Rome"),
+        ]
+        talk = [
+            *asked["messages"],
+            message,
+            message.model_dump() | {"parsed": {"city": "Oslo"}},
+            {"role": "user", "content": "!"},
+        ]
+        await client.chat.completions.create(**asked | {"messages": talk, "max_tokens": 1})
 
 
 async def test_streamed_thoughts_come_before_the_content_that_follows_them() -> None:
