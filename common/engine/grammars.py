@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
+import msgspec
+
+from common.engine.grammar_limits import check_size
 from common.engine.json_schemas import check_regex, check_schema, check_structural_tag
 from common.errors import BadRequest
 from common.sampling_params import Grammar
@@ -24,15 +27,8 @@ if TYPE_CHECKING:
 
 THREADS = 2
 KEPT_GRAMMARS, KEPT_BYTES = 256, 512 * 2**20
-MAX_GRAMMAR_CHARS = 64 * 1024
-MAX_DEPTH = {"json_schema": 32, "structural_tag": 48, "regex": 16, "ebnf": 16}
-"""Brackets within brackets. The time that a mask takes grows with the depth of repetitions, that to compile far more."""
-MAX_QUANTIFIERS = 256
-"""So many of * + ? { in a regular expression or EBNF grammar: the time to compile them grows faster than their number."""
 MAX_WHITESPACE = 16
 """So many characters of white space at most between two parts of a JSON text. Without a limit, a model may write nothing else."""
-MAX_REPEATS = 10_000
-"""What the numbers of `{3,5}` within each other may multiply to."""
 
 
 class Preparation(Protocol):
@@ -164,48 +160,16 @@ def check_text(grammar: Grammar, name: str | None = None) -> None:
     """Raises BadRequest for what would take too long to compile, and for a schema that answers could not be held to. name: of the
     field that brought it; None: its kind."""
     kind, text, name = grammar.kind, grammar.text, name or grammar.kind
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise BadRequest(f"{name} has {len(text)} characters: send at most {MAX_GRAMMAR_CHARS}", field=name)
-    _check_depth(name, text, MAX_DEPTH[kind])
-    match kind:
-        case "json_schema" | "structural_tag":
-            try:
-                parsed: Any = json.loads(text)
-            except ValueError as error:
-                raise BadRequest(f"{name} is not JSON: {error}", field=name) from error
-            check_schema(parsed, name) if kind == "json_schema" else check_structural_tag(parsed, name)
-        case "regex":
-            check_regex(text, name)
-            _check_repeats(name, text)
-        case "ebnf":
-            _check_repeats(name, text)
-        case _:
-            assert_never(kind)
-
-
-def _check_depth(name: str, text: str, most: int) -> None:
-    depth = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if depth > most:
-            raise BadRequest(f"{name} has more than {most} brackets within each other", field=name)
-
-
-_REPEAT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-
-
-def _check_repeats(name: str, text: str) -> None:
-    """Numbers of repetition multiply when one is in another. All are taken for nested, so the check errs on the safe side."""
-    quantifiers = sum(text.count(each) for each in "*+?{")
-    if quantifiers > MAX_QUANTIFIERS:
-        raise BadRequest(f"{name} has {quantifiers} repetitions: use at most {MAX_QUANTIFIERS}", field=name)
-    product = 1
-    for low, high in _REPEAT.findall(text):
-        product *= max(1, int((high or low or "1")[:9]))
-        if product > MAX_REPEATS and "(" in text:
-            raise BadRequest(f"{name}: its repetitions multiply to more than {MAX_REPEATS}: lower them", field=name)
-    if product > 2**31:
-        raise BadRequest(f"{name}: its repetitions multiply to more than {MAX_REPEATS}: lower them", field=name)
+    if kind == "regex":
+        check_regex(text, name)
+        return
+    check_size(name, kind, text)
+    if kind != "ebnf":
+        try:
+            parsed: Any = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeEncodeError) as error:
+            raise BadRequest(f"{name} is not JSON: {error}", field=name) from error
+        check_schema(parsed, name) if kind == "json_schema" else check_structural_tag(parsed, name)
 
 
 def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar":

@@ -6,8 +6,10 @@ refused instead, with the place in it and the keyword. Pure; knows nothing of xg
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+from common.engine.grammar_limits import check_size
 from common.errors import BadRequest
 
 _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
@@ -34,6 +36,34 @@ _KEYWORDS: Mapping[str, set[str]] = {
 _FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"}
 _FORMATS |= {"uri-template", "json-pointer", "relative-json-pointer"}
 _MAX_MULTIPLE = 1024
+_MAX_SHOWN, _MAX_WHERE = 64, 512
+"""So many characters of a client's text, and of a place, are in an error."""
+_MAX_STEPS = 10_000
+"""So many comparisons of two schemas, and of their parts. References can make a small schema ask for any number of them."""
+_MAX_FOLLOWED = 64
+"""So many references within each other while two schemas are compared."""
+
+_Is: TypeAlias = tuple[str, Callable[[Any], bool]]
+_COUNT: _Is = ("a whole number of at least 0", lambda value: type(value) is int and value >= 0)
+_VALUE: _Is = ("a number", lambda value: type(value) in (int, float))
+_TEXT: _Is = ("a string", lambda value: isinstance(value, str))
+_TEXTS: _Is = (
+    "a list of strings",
+    lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+)
+_NAMED: _Is = ("an object", lambda value: isinstance(value, dict))
+_MANY: _Is = ("a list with at least one part", lambda value: isinstance(value, list) and bool(value))
+_FORMS: Mapping[str, _Is] = {
+    "type": ("a string, or a list of strings", lambda value: isinstance(value, str) or (_TEXTS[1](value) and bool(value))),
+    "required": _TEXTS,
+    "enum": _MANY,
+    "prefixItems": ("a list", lambda value: isinstance(value, list)),
+    **dict.fromkeys(_CHOICES, _MANY),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), _NAMED),
+    **dict.fromkeys(("$ref", "format", "pattern"), _TEXT),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
+    **dict.fromkeys(_NUMBER, _VALUE),
+}
 
 Refuse = Callable[[str], BadRequest]
 
@@ -49,20 +79,34 @@ def check_structural_tag(tag: Any, name: str) -> None:
         for each in tag:
             check_structural_tag(each, name)
     elif isinstance(tag, dict):
-        if tag.get("type") == "json_schema":
-            check_schema(tag.get("json_schema"), name)
+        if "json_schema" in tag:
+            check_schema(tag["json_schema"], name)
             return
         if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
             check_regex(tag["pattern"], name)
+        if tag.get("type") == "grammar" and isinstance(tag.get("grammar"), str):
+            check_size(name, "ebnf", tag["grammar"])
         for each in tag.values():
             check_structural_tag(each, name)
 
 
 def check_regex(pattern: str, name: str) -> None:
-    """Raises BadRequest for what xgrammar ignores in a regular expression."""
+    """Raises BadRequest for what xgrammar ignores in a regular expression, and for one that is too large."""
+    check_size(name, "regex", pattern)
     problem = _regex_problem(pattern)
     if problem is not None:
         raise BadRequest(f"{name}: {problem}", field=name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a schema says, read once. values: those that can match, if they are listed; of lists and objects, their type alone.
+    reach: the types of the values that can match; empty: any. required: of an object, else empty."""
+
+    values: frozenset[Any] | None
+    reach: frozenset[str]
+    required: frozenset[str]
+    properties: Mapping[str, Any]
 
 
 class _Check:
@@ -71,8 +115,15 @@ class _Check:
     def __init__(self, root: Any, name: str) -> None:
         self._root = root
         self._name = name
+        self._steps = 0
+        self._led: dict[str, Any] = {}
+        """What each reference leads to."""
+        self._facts: dict[int, _Facts] = {}
+        self._exclude: dict[tuple[int, int], bool] = {}
+        """By the ids of two schemas. A pair that is being compared does not exclude each other: a proof cannot rest on itself."""
 
     def refusal(self, where: str, problem: str) -> BadRequest:
+        where = where if len(where) <= _MAX_WHERE else f"…{where[-_MAX_WHERE:]}"
         return BadRequest(f"{self._name}: at {where}: {problem}", field=self._name)
 
     def schema(self, schema: Any, where: str) -> None:
@@ -81,6 +132,10 @@ class _Check:
         if not isinstance(schema, dict):
             problem = "false allows no value" if schema is False else "a schema must be an object"
             raise self.refusal(where, problem)
+        for key in sorted(schema.keys() & _FORMS.keys()):
+            form, holds = _FORMS[key]
+            if not holds(schema[key]):
+                raise self.refusal(where, f"{key} must be {form}")
         for defs in ("$defs", "definitions"):
             for key, each in _object(schema.get(defs)).items():
                 self.schema(each, f"{where}.{defs}.{key}")
@@ -100,21 +155,21 @@ class _Check:
         value = schema[keyword]
         if keyword == "$ref":
             if self._followed(schema) is None:
-                raise self.refusal(where, f"$ref {value!r} leads nowhere in this schema: other documents are not supported")
+                raise self.refusal(
+                    where, f"$ref {value[:_MAX_SHOWN]!r} leads nowhere in this schema: other documents are not supported"
+                )
         elif keyword in ("enum", "const"):
-            values = value if keyword == "enum" and isinstance(value, list) else [value]
+            values = value if keyword == "enum" else [value]
             types = _types(schema)
             if types and any(not _kinds(each) & types for each in values):
                 raise self.refusal(where, f"a value of {keyword} is not of the given type")
         else:
-            if not isinstance(value, list) or not value:
-                raise self.refusal(where, f"{keyword} must be a list of schemas")
             if keyword == "allOf" and len(value) > 1:
                 raise self.refusal(where, "allOf of several schemas is not supported: write them into one")
             for index, each in enumerate(value):
                 self.schema(each, f"{where}.{keyword}[{index}]")
             if keyword == "oneOf" and not all(
-                self._excludes(one, other) for at, one in enumerate(value) for other in value[at + 1 :]
+                self._excludes(one, other, 0) for at, one in enumerate(value) for other in value[at + 1 :]
             ):
                 raise self.refusal(where, "oneOf of schemas that may both hold is not supported: use anyOf")
 
@@ -128,7 +183,7 @@ class _Check:
             raise self.refusal(where, f"{key} is for type {fits}: give the type, or leave {key} out")
         for kind in types:
             if kind not in _KEYWORDS:
-                raise self.refusal(where, f"type {kind!r} is not known")
+                raise self.refusal(where, f"type {kind[:_MAX_SHOWN]!r} is not known")
         if "object" in types:
             self._object(schema, where)
         if "array" in types:
@@ -137,7 +192,7 @@ class _Check:
             self._string(schema, said, where)
         multiple = schema.get("multipleOf")
         if multiple is not None:
-            if "number" in types or not isinstance(multiple, int) or not 1 <= multiple <= _MAX_MULTIPLE:
+            if "number" in types or type(multiple) is not int or not 1 <= multiple <= _MAX_MULTIPLE:
                 problem = f"multipleOf is supported for type integer, with whole numbers of 1 to {_MAX_MULTIPLE}"
                 raise self.refusal(where, problem)
             if said & (_NUMBER - {"multipleOf"}):
@@ -151,9 +206,9 @@ class _Check:
         if not isinstance(others, bool):
             self.schema(others, f"{where}.additionalProperties")
         required = schema.get("required", [])
-        for key in required if isinstance(required, list) else []:
+        for key in required:
             if key not in properties:
-                raise self.refusal(where, f"required names {key!r}, which properties lacks")
+                raise self.refusal(where, f"required names {key[:_MAX_SHOWN]!r}, which properties lacks")
         if patterns and (len(patterns) > 1 or properties or others is not False):
             raise self.refusal(where, "patternProperties is supported with one pattern, and without other properties")
         for pattern, each in patterns.items():
@@ -161,7 +216,7 @@ class _Check:
             self.schema(each, f"{where}.patternProperties.{pattern}")
         least = schema.get("minProperties", 0)
         is_open = bool(patterns) or others is not False or not properties
-        if is_open and isinstance(least, int) and least > max(1, len(required)):
+        if is_open and least > max(1, len(required)):
             raise self.refusal(where, "minProperties above 1 is supported for named properties alone")
         if schema.get("unevaluatedProperties", False) is not False:
             raise self.refusal(where, "unevaluatedProperties is supported as false")
@@ -170,8 +225,7 @@ class _Check:
         items = schema.get("items", True)
         if not isinstance(items, bool):
             self.schema(items, f"{where}.items")
-        prefix = schema.get("prefixItems", [])
-        for index, each in enumerate(prefix if isinstance(prefix, list) else []):
+        for index, each in enumerate(schema.get("prefixItems", [])):
             self.schema(each, f"{where}.prefixItems[{index}]")
         if schema.get("unevaluatedItems", False) is not False:
             raise self.refusal(where, "unevaluatedItems is supported as false")
@@ -182,13 +236,14 @@ class _Check:
         form = schema.get("format")
         if form is not None and form not in _FORMATS:
             raise self.refusal(
-                where, f"format {form!r} is not supported: leave it out, or use one of {', '.join(sorted(_FORMATS))}"
+                where, f"format {form[:_MAX_SHOWN]!r} is not supported: leave it out, or use one of {', '.join(sorted(_FORMATS))}"
             )
         if "pattern" in said:
             self._pattern(schema["pattern"], where)
 
-    def _pattern(self, pattern: Any, where: str) -> None:
-        problem = _regex_problem(pattern) or _text_problem(pattern) if isinstance(pattern, str) else "pattern must be a string"
+    def _pattern(self, pattern: str, where: str) -> None:
+        check_size(self._name, "regex", pattern)
+        problem = _regex_problem(pattern) or _text_problem(pattern)
         if problem is not None:
             raise self.refusal(where, f"pattern: {problem}")
 
@@ -202,29 +257,64 @@ class _Check:
             ref = schema["$ref"]
             if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
                 return None
-            schema = self._root
-            for part in ref.split("/")[1:]:
-                part = part.replace("~1", "/").replace("~0", "~")
-                schema = schema.get(part) if isinstance(schema, dict) else None
+            if ref not in self._led:
+                self._led[ref] = self._at(ref)
+            schema = self._led[ref]
         return None
 
-    def _excludes(self, one: Any, other: Any) -> bool:
-        """Whether no value can match both."""
+    def _at(self, ref: str) -> Any:
+        found = self._root
+        for part in ref.split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def _excludes(self, one: Any, other: Any, depth: int) -> bool:
+        """Whether no value can match both, as far as that is seen. depth: of pairs within pairs."""
+        self._step(1)
         one, other = self._followed(one), self._followed(other)
-        if not (isinstance(one, dict) and isinstance(other, dict)):
+        if not (isinstance(one, dict) and isinstance(other, dict)) or depth > _MAX_FOLLOWED:
             return False
-        first, second = _values(one), _values(other)
-        if first is not None and second is not None:
-            return not any(a == b for a in first for b in second)
-        kinds, others = _reach(one), _reach(other)
-        if kinds and others and not kinds & others:
+        pair = (id(one), id(other))
+        if pair not in self._exclude:
+            self._exclude[pair] = False
+            self._exclude[pair] = self._compared(self._facts_of(one), self._facts_of(other), depth)
+        return self._exclude[pair]
+
+    def _compared(self, one: _Facts, other: _Facts, depth: int) -> bool:
+        if one.values is not None and other.values is not None:
+            self._step(min(len(one.values), len(other.values)) // 32)
+            return one.values.isdisjoint(other.values)
+        if one.reach and other.reach and not one.reach & other.reach:
             return True
-        if _types(one) != {"object"} or _types(other) != {"object"}:
-            return False
-        shared = set(_list(one.get("required"))) & set(_list(other.get("required")))
-        return any(
-            self._excludes(_object(one.get("properties")).get(key), _object(other.get("properties")).get(key)) for key in shared
-        )
+        self._step(min(len(one.required), len(other.required)) // 32)
+        shared = sorted(one.required & other.required)
+        return any(self._excludes(one.properties.get(key), other.properties.get(key), depth + 1) for key in shared)
+
+    def _facts_of(self, schema: dict[str, Any]) -> _Facts:
+        """Of a schema that may not be checked yet, as a reference can lead anywhere."""
+        if id(schema) not in self._facts:
+            self._facts[id(schema)] = _facts(schema)
+        return self._facts[id(schema)]
+
+    def _step(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _MAX_STEPS:
+            problem = "oneOf asks to compare too many schemas with each other: use anyOf"
+            raise BadRequest(f"{self._name}: {problem}", field=self._name)
+
+
+def _facts(schema: dict[str, Any]) -> _Facts:
+    types = _types(schema)
+    is_object = types == {"object"}
+    required = frozenset(each for each in _list(schema.get("required")) if isinstance(each, str)) if is_object else frozenset()
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(listed, list):
+        reach = types | {"integer"} if "number" in types else types
+        return _Facts(None, frozenset(reach), required, _object(schema.get("properties")))
+    values = frozenset((type(each),) if isinstance(each, list | dict) else each for each in listed)
+    reach = {kind for value in listed for kind in _kinds(value)}
+    return _Facts(values, frozenset(reach), frozenset(), {})
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -243,20 +333,6 @@ def _types(schema: dict[str, Any]) -> set[str]:
     return {str(each) for each in named} if isinstance(named, list) else {str(named)}
 
 
-def _reach(schema: dict[str, Any]) -> set[str]:
-    """The types of the values that can match; empty: any."""
-    values = _values(schema)
-    if values is not None:
-        return {kind for value in values for kind in _kinds(value)}
-    types = _types(schema)
-    return types | {"integer"} if "number" in types else types
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    """The values that can match, if they are listed."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
 def _kinds(value: Any) -> set[str]:
     """The types that a value has."""
     if value is None or isinstance(value, bool):
@@ -266,7 +342,7 @@ def _kinds(value: Any) -> set[str]:
     return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
-_REGEX_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?[:<P]?[=!<]?|.", re.DOTALL)
+_REGEX_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(\?[:<P]?[=!<]?|.", re.DOTALL)
 _GROUPS = ("(?:", "(?<", "(?P<")
 
 

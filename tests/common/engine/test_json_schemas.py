@@ -1,6 +1,8 @@
 """Schemas that answers could not be held to are refused, with the place and the keyword."""
 
 import json
+from functools import partial
+from random import Random
 from typing import Any
 
 import jsonschema_rs
@@ -8,10 +10,11 @@ import pytest
 from xgrammar import GrammarMatcher
 
 from common.engine.grammars import check_text, compiler_of
-from common.engine.json_schemas import check_regex, check_schema
+from common.engine.json_schemas import _FORMS, check_regex, check_schema
 from common.errors import BadRequest
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar
+from router.api.structured import one_of
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
@@ -94,3 +97,86 @@ def test_a_regular_expression_of_which_a_part_would_be_ignored_is_refused(regex:
 def test_what_would_take_long_to_compile_is_refused_before(grammar: Grammar) -> None:
     with pytest.raises(BadRequest, match=f"^{grammar.kind}"):
         check_text(grammar)
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    5.5,
+    1e300,
+    10**30,
+    "",
+    "(",
+    "#/$defs/a",
+    "#",
+    [],
+    [[1]],
+    [None],
+    {},
+    {"": []},
+    {"$ref": "#"},
+]
+KEYWORDS = [*sorted(_FORMS), "const", "items", "additionalProperties", "unevaluatedItems", "$id", "not", "x-y"]
+
+
+def _odd_schema(random: Random, depth: int) -> Any:
+    """Any JSON value in any keyword's place, and references anywhere."""
+    if depth == 0 or random.random() < 0.15:
+        return random.choice(ODD)
+    sub = partial(_odd_schema, random, depth - 1)
+    schema: dict[str, Any] = {"type": random.choice(["object", "array", "string", "integer", ["null", "number"]])}
+    for key in random.sample(KEYWORDS, random.choice([1, 1, 2, 5])):
+        schema[key] = random.choice([sub, lambda: [sub(), sub()], lambda: {"a": sub(), "b": sub()}, lambda: ["a"]])()
+    if random.random() < 0.6:
+        schema.pop("type")
+    return schema | {"$defs": {"a": sub()}} if random.random() < 0.2 else schema
+
+
+def test_an_odd_schema_is_refused_or_accepted_and_nothing_else_happens() -> None:
+    random, refused = Random(3), 0
+    for _ in range(1000):
+        text = json.dumps(_odd_schema(random, 3))
+        try:
+            check_text(Grammar("json_schema", text))
+        except BadRequest:
+            refused += 1
+    assert 500 < refused < 1000
+
+
+def _chain(tag: str, length: int) -> dict[str, Any]:
+    """Schemas of which each asks for the next under two keys."""
+    both = {f"{tag}{at}": {"$ref": f"#/$defs/{tag}{at + 1}"} for at in range(length)}
+    return {f"{tag}{length}": CAT} | {
+        name: {"type": "object", "properties": {"l": ref, "r": ref}, "required": ["l", "r"]} for name, ref in both.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": _chain("a", 30) | _chain("b", 30), "oneOf": [{"$ref": "#/$defs/a0"}, {"$ref": "#/$defs/b0"}]},
+        {"$defs": _chain("a", 300) | _chain("b", 300), "oneOf": [{"$ref": "#/$defs/a0"}, {"$ref": "#/$defs/b0"}]},
+        {"oneOf": [{"const": each} for each in range(3000)]},
+        {"oneOf": [{"type": "object", "properties": {"k": {"$ref": "#"}}, "required": ["k"]}] * 2},
+        {"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"},
+    ],
+    ids=["each pair once", "deep", "many", "a circle", "a pattern"],
+)
+def test_a_schema_that_asks_for_endless_work_is_refused_soon(schema: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        check_schema(schema, "response_format")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"const":NaN}', '{"properties":{"\\ud800":{}}}', '{"title":"]]]]","items":' * 60 + "{}" + "}" * 60]
+)
+def test_text_that_is_no_json_or_hides_its_depth_is_refused(text: str) -> None:
+    with pytest.raises(BadRequest, match=r"not JSON|brackets within each other"):
+        check_text(Grammar("json_schema", text))
+
+
+@pytest.mark.parametrize("text", ["(" * 18, "*" * 300, '"' + "[(" * 20, "{1000000}(a){1000000}"])
+def test_a_choice_may_hold_any_signs(text: str) -> None:
+    check_text(one_of([text, "b"]))
