@@ -128,7 +128,7 @@ def _odd_schema(random: Random, depth: int) -> Any:
     sub = partial(_odd_schema, random, depth - 1)
     schema: dict[str, Any] = {"type": random.choice(["object", "array", "string", "integer", ["null", "number"]])}
     for key in random.sample(KEYWORDS, random.choice([1, 1, 2, 5])):
-        schema[key] = random.choice([sub, lambda: [sub(), sub()], lambda: {"a": sub(), "b": sub()}, lambda: ["a"]])()
+        schema[key] = random.choice([sub(), [sub(), sub()], {"a": sub(), "b": sub()}, ["a"]])
     if random.random() < 0.6:
         schema.pop("type")
     return schema | {"$defs": {"a": sub()}} if random.random() < 0.2 else schema
@@ -137,7 +137,7 @@ def _odd_schema(random: Random, depth: int) -> Any:
 def test_an_odd_schema_is_refused_or_accepted_and_nothing_else_happens() -> None:
     random, refused = Random(3), 0
     for _ in range(1000):
-        text = json.dumps(_odd_schema(random, 3))
+        text = json.dumps(_odd_schema(random, 2))
         try:
             check_text(Grammar("json_schema", text))
         except BadRequest:
