@@ -162,7 +162,8 @@ class OpenAIShape(AnswerShape[R]):
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         self.tokens += sum(len(choice.token_ids) for choice in choices)
-        parts = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        # Each choice becomes bytes by itself: nobody else runs while one call encodes.
+        parts = [msgspec.Raw(_encode(self._whole_choice(index, choice))) for index, choice in enumerate(choices)]
         prompt = self._prompt_logprobs(choices)
         return _encode(OpenAIBody(self.id, self.whole_object, self.created, self.model, parts, self.usage(), prompt))
 

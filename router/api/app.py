@@ -186,7 +186,9 @@ class Api:
             accepted=accepted,
             token_texts=self._intake.token_text,
         )
-        return StreamResponse(answer, shape, self._keep_alive_s) if asked.fields.stream else WholeResponse(answer, shape)
+        if asked.fields.stream:
+            return StreamResponse(answer, shape, self._keep_alive_s)
+        return WholeResponse(answer, shape, self._intake.writers)
 
     async def models(self) -> Response:
         """List the model that is served."""

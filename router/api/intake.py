@@ -27,8 +27,9 @@ from router.api.chat_plan import PLAIN_TEXT, TAIL_TOKENS, AnswerReading, ChatPla
 from router.api.completions import CompletionRequest, Prompt
 from router.api.errors import ContextExceeded, no_room, shown
 from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
-from router.api.logprobs import TokenTexts
+from router.api.logprobs import MAX_PAIRS, TokenTexts, check_prompt_pairs, most_tokens_with
 from router.api.request_ids import AnswerId
+from router.api.threads import SharedThreads
 from router.api.tokens import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.core import RouterCore
 from router.requests import TOKEN_BYTES, RequestSpec
@@ -108,6 +109,8 @@ class Intake:
         self._chats = ChatPlanner(tokenizer, model, config)
         self._chat_max_tokens = config.default_max_tokens or None
         self._longest_timeout_s = config.max_request_timeout_s
+        self.writers = SharedThreads(1, "answer-writer")
+        """For answers that take long to write. One: the threads share one interpreter with the loop."""
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
         self._long_threads = ThreadPoolExecutor(max_workers=LONG_ENCODING_THREADS, thread_name_prefix="long-tokenizer")
         self._waiting_body_bytes = 0
@@ -205,6 +208,7 @@ class Intake:
         return own if model is None else min(own, model.context_tokens)
 
     def close(self) -> None:
+        self.writers.close()
         for threads in (self._threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -292,13 +296,16 @@ class Intake:
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
         base = self._sampling(request)
         specs: list[RequestSpec] = []
+        tokens = [len(prompt.packed) // TOKEN_BYTES for prompt in prompts]
+        check_prompt_pairs(tokens, fields.n, request.prompt_logprobs, in_stream=fields.stream)
+        most = None if fields.stream else most_tokens_with(request.logprobs, len(prompts) * fields.n)
         samples: Counter[bytes] = Counter()  # of each prompt: equal prompts go on counting, or they would get equal answers
         for prompt in prompts:
             packed = prompt.packed
             if not packed:
                 raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
             prompt_tokens = len(packed) // TOKEN_BYTES
-            limit = self._max_new_tokens(prompt_tokens, request, prompt_field, default_max_tokens, context)
+            limit = self._max_new_tokens(prompt_tokens, request, prompt_field, default_max_tokens, context, most)
             if fields.min_tokens > limit:
                 raise BadRequest(f"min_tokens is {fields.min_tokens}, but the answer has at most {limit}: lower it", "min_tokens")
             sampling = replace(base, max_new_tokens=limit)
@@ -374,20 +381,23 @@ class Intake:
             raise BadRequest(f"{field} holds token ids that are not between 0 and {largest_id}", field=field)
 
     def _max_new_tokens(
-        self, prompt_tokens: int, request: ReadRequest, prompt_field: str, default: int | None, context: int
+        self, prompt_tokens: int, request: ReadRequest, prompt_field: str, default: int | None, context: int, most: int | None
     ) -> int:
         """What the client asked for; otherwise what the context and the largest decode instance leave, but no more than the
-        default if there is one. Raises BadRequest when the context has no room for an answer."""
+        default if there is one. most: see `most_tokens_with`. Raises BadRequest when the context has no room for an answer."""
         asked = request.max_tokens
         _require_room(prompt_tokens, context, prompt_field)
         if asked is None:
             memory = max((member.capacity_tokens for member in self._core.fleet.members("decode")), default=context)
             room = max(1, min(context, memory) - prompt_tokens)
-            return room if default is None else min(default, room)
+            return min(limit for limit in (room, default, most) if limit is not None)
+        name = request.max_tokens_field
         if prompt_tokens + asked > context:
-            name = request.max_tokens_field
             after = f"after the {prompt_tokens} of {prompt_field} it has room for {context - prompt_tokens}"
             raise ContextExceeded(context, f"{after}, but {name} is {asked}, so lower it", name)
+        if most is not None and asked > most:
+            fix = f"lower {name} to {most}, ask for fewer choices or alternatives, or send stream=true"
+            raise BadRequest(f"one whole answer gets at most {MAX_PAIRS} log probabilities: {fix}", field=name)
         return asked
 
 

@@ -3,14 +3,20 @@
 Owns these shapes. Does not know where the numbers come from.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from common.errors import BadRequest
 from common.messages import TokenLogprob
 
+MAX_PAIRS = 500_000
+"""Most pairs of a token and its log probability in one HTTP answer: for its prompts, and again for a whole answer's choices. Each
+token counts 1, and 1 for each alternative. They take about 60 MB as objects, and several times that while they are written."""
+MAX_STREAMED_PAIRS = 20_000
+"""Most pairs for a prompt in a stream, where they are one event. It is written on the loop."""
 LEAST_LOGPROB = -9999.0
 """What is written for less likely tokens: JSON has no infinity. As in vLLM."""
 
@@ -23,6 +29,27 @@ class TokenTexts(Protocol):
 
     def bytes(self, token_id: int) -> bytes:
         """What the token stands for, which may be a part of a character."""
+
+
+def check_prompt_pairs(tokens: Sequence[int], n: int, top: int | None, *, in_stream: bool) -> None:
+    """tokens: of each prompt. n: choices for each. top: alternatives of each token; None: log probabilities are not asked for.
+    Raises BadRequest."""
+    if top is None:
+        return
+    pairs, longest = sum(tokens) * n * (1 + top), max(tokens, default=0) * (1 + top)
+    if in_stream and longest > MAX_STREAMED_PAIRS:
+        message = f"a stream gives at most {MAX_STREAMED_PAIRS} log probabilities of a prompt, not {longest}: send stream=false"
+        raise BadRequest(message, field="prompt_logprobs")
+    if pairs > MAX_PAIRS:
+        of = f"{sum(tokens)} tokens of prompts, for {n} choices each and {top} alternatives to each token"
+        fix = "send fewer prompts in one request, lower n, or ask for fewer alternatives"
+        message = f"one request gets at most {MAX_PAIRS} log probabilities of its prompts, not {pairs} ({of}): {fix}"
+        raise BadRequest(message, field="prompt_logprobs")
+
+
+def most_tokens_with(top: int | None, choices: int) -> int | None:
+    """Most tokens in each choice of a whole answer with so many alternatives; None: any number."""
+    return None if top is None else max(1, MAX_PAIRS // (choices * (1 + top)))
 
 
 class ChatTop(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ Does not know the fleet.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -20,11 +21,15 @@ from router.api.connections import SEND_TIMEOUT_S
 from router.api.errors import response_to_failure
 from router.api.event_stream import ClientGone, EventStream
 from router.api.intake import Accepted
+from router.api.threads import SharedThreads
 from router.gateway import Gateway
 from router.outbox import ChoiceDelta, Outbox
 
 DIRECT_SEND = "tandem.direct_send"
 """Where a request's scope may hold the server's own send. Events take it: each layer above costs as much as encoding them."""
+
+FEW_PAIRS = 2_000
+"""Log probabilities that take some 20 ms to write. More are written on another thread."""
 
 
 class Answer:
@@ -113,17 +118,18 @@ class AnswerResponse(Response, ABC):
 
 
 class WholeResponse(AnswerResponse):
-    """One JSON body with every choice."""
+    """One JSON body with every choice. writers: threads for those that take long to write."""
 
-    def __init__(self, answer: Answer, shape: AnswerShape[Any]) -> None:
+    def __init__(self, answer: Answer, shape: AnswerShape[Any], writers: SharedThreads) -> None:
         super().__init__(answer, shape)
+        self._writers = writers
         self._choices = [WholeChoice() for _ in shape.accepted.specs]
 
     async def _send(self, scope: Scope, send: Send, over: "asyncio.Future[Failed | None]") -> Failed | None:
         self._answer.on_news(lambda: self._collect(over))
         if (failed := await over) is not None:
             return failed
-        body = self._shape.whole(self._choices)
+        body = await self._body()
         start = self._start((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
@@ -132,6 +138,17 @@ class WholeResponse(AnswerResponse):
         except TimeoutError as error:
             raise ClientGone from error
         return None
+
+    async def _body(self) -> bytes:
+        write = partial(self._shape.whole, self._choices)
+        asked = self._shape.asked
+        pairs = sum(
+            len(choice.logprobs) * (1 + (asked.logprobs or 0)) + len(choice.prompt_logprobs) * (1 + (asked.prompt_logprobs or 0))
+            for choice in self._choices
+        )
+        if pairs <= FEW_PAIRS:
+            return write()
+        return await self._writers.run(self._shape.accepted.specs[0].owner, write)
 
     def _collect(self, over: "asyncio.Future[Failed | None]") -> None:
         for delta in self._answer.take():

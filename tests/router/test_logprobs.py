@@ -1,10 +1,16 @@
 """Log probabilities in every answer that has them."""
 
+import re
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.router.calls import chat, completion, events, post
+from router.api import intake, logprobs, sending
+from router.api.answers import WholeChoice
+from router.api.chat_answers import ChatShape
+from tests.router.calls import assert_error, chat, completion, events, post
 from tests.router.fakes import Site
 from tests.router.test_sglang import prompt
 
@@ -106,6 +112,49 @@ async def test_usage_so_far_comes_with_each_chunk_when_asked(site: Site) -> None
     chunks = events(await post(site, "/v1/completions", completion(stream=True, stream_options=options)))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5, 5, 5]
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {5}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        ("/v1/completions", completion(["ab"] * 2, n=4, prompt_logprobs=2), "prompt_logprobs", "at most 40 .* not 48 "),
+        ("/v1/completions", completion("abc", echo=True, logprobs=2, stream=True), "prompt_logprobs", "not 9: send stream=false"),
+        ("/v1/completions", completion(n=2, logprobs=4), "max_tokens", "lower max_tokens to 4,"),
+        ("/v1/chat/completions", chat(n=3, logprobs=True, top_logprobs=2), "max_tokens", "lower max_tokens to 4,"),
+        ("/generate", prompt(["a", "b"], 4, return_logprob=True, top_logprobs_num=5), "sampling_params.max_new_tokens", "to 3,"),
+    ],
+)
+async def test_one_answer_has_a_bounded_number_of_them(
+    site: Site, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str, says: str
+) -> None:
+    monkeypatch.setattr(logprobs, "MAX_PAIRS", 40)
+    monkeypatch.setattr(intake, "MAX_PAIRS", 40)
+    monkeypatch.setattr(logprobs, "MAX_STREAMED_PAIRS", 8)
+    assert re.search(says, assert_error(await post(site, path, body), 400, "invalid_request_error", param))
+
+
+async def test_an_answer_without_a_limit_is_as_long_as_its_log_probabilities_may_be(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "MAX_PAIRS", 40)
+    body = chat(max_tokens=None, logprobs=True, top_logprobs=4)
+    assert (await post(site, "/v1/chat/completions", body)).json()["usage"]["completion_tokens"] == 8
+
+
+async def test_many_are_written_on_another_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, threads = chat(n=2, logprobs=True, top_logprobs=2), list[threading.Thread]()
+    few = (await post(site, "/v1/chat/completions", body)).json()["choices"]
+    write = ChatShape.whole
+
+    def watched(shape: ChatShape, choices: Sequence[WholeChoice]) -> bytes:
+        threads.append(threading.current_thread())
+        return write(shape, choices)
+
+    monkeypatch.setattr(ChatShape, "whole", watched)
+    for most in (30, 29):
+        monkeypatch.setattr(sending, "FEW_PAIRS", most)
+        assert (await post(site, "/v1/chat/completions", body)).json()["choices"] == few
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:

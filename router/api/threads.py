@@ -1,0 +1,60 @@
+"""Threads that the clients share: each owner of work gets its turn, however much work others have waiting.
+
+Owns the turns. Does not know what the work is.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+R = TypeVar("R")
+
+
+class SharedThreads:
+    """So many threads. An owner is a key's name; "" is everybody without a key. Owners with waiting work take turns, one piece of
+    work each; the work of one owner is done in order. Work that waits is held by its caller only, so nothing is left of it when
+    the caller is cancelled."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=count, thread_name_prefix=name)
+        self._free = count
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By owner, the owner whose turn is next first."""
+
+    async def run(self, owner: str, work: Callable[[], R]) -> R:
+        """What the work returns. Raises what it raises."""
+        await self._turn(owner)
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        working.add_done_callback(lambda _: self._pass_on())
+        return await asyncio.shield(working)  # a thread cannot be stopped, and it is not free before it is done
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _turn(self, owner: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the turn came, and nobody is left to take it
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """A thread is free."""
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
