@@ -1,6 +1,8 @@
 """The parts of an answer, and where a parser puts them.
 
-Owns the rule for white space: around thoughts and calls it is nobody's; everywhere else it is kept. Does not know formats.
+Owns the rule for white space. Around thoughts and calls it is nobody's, with two exceptions: where content stands on both sides
+of calls, one side's white space is kept, so that words do not join; and the first line of content or thoughts keeps its
+indentation. Everywhere else white space is kept. Does not know formats.
 """
 
 from dataclasses import dataclass, field
@@ -66,10 +68,13 @@ class PartSink:
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._after_mark = False
-        """Whether white space is nobody's, because nothing but white space came since a mark."""
+        """Whether nothing but white space came since a mark."""
+        self._before_mark = ""
+        """White space between content and the mark."""
         self._space = ""
-        """White space that is content or a thought, unless a mark follows it."""
+        """White space that came last: it waits for what follows it."""
         self._kind: type[Content] | type[Reasoning] = Content
+        self._has_content = False
 
     def content(self, text: str) -> None:
         self._text(Content, text)
@@ -79,6 +84,8 @@ class PartSink:
 
     def mark(self) -> None:
         """Here thoughts or a call begin or end."""
+        if not self._after_mark:
+            self._before_mark = self._space
         self._after_mark, self._space = True, ""
 
     def call(self, name: str) -> None:
@@ -96,23 +103,29 @@ class PartSink:
     def finish(self) -> None:
         """Nothing follows: the last white space was no mark's."""
         space, self._space = self._space, ""
-        self._add(self._kind, space)
+        self._add(self._kind, "" if self._after_mark else space)
 
     def take(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
 
     def _text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        if self._after_mark:
-            text = text.lstrip()
-        if not text:
-            return
-        self._kind = kind
-        settled = (self._space + text).rstrip()
-        if settled:
+        text, self._space = self._space + text, ""
+        settled = text.rstrip()
+        self._space = text[len(settled) :]
+        if settled and self._after_mark:
+            body = settled.lstrip()
+            settled = self._space_between(kind, settled[: len(settled) - len(body)]) + body
             self._after_mark = False
-        self._space = (self._space + text)[len(settled) :]
+        self._kind = kind
+        self._has_content = self._has_content or (kind is Content and settled != "")
         self._add(kind, settled)
+
+    def _space_between(self, kind: type[Content] | type[Reasoning], after_mark: str) -> str:
+        """What stays of the white space on the two sides of the last marks, when text of this kind follows."""
+        if kind is Content and self._has_content:
+            return after_mark if "\n" in after_mark or not self._before_mark else self._before_mark
+        return after_mark[after_mark.rfind("\n") + 1 :] if "\n" in after_mark else ""
 
     def _add(self, kind: type[Content] | type[Reasoning] | type[Arguments], text: str) -> None:
         if not text:

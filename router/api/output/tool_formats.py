@@ -43,8 +43,10 @@ def read_llama3(source: GrowingText, sink: PartSink) -> Reading[None]:
     mark: str | None = ""
     while mark is not None:
         source.forget()
-        if mark == NEW_LINE:
-            sink.content(mark)
+        yield from source.skip_space()
+        if mark != PYTHON_TAG:
+            sink.content(mark + source.text[: source.at])
+            source.forget()
             mark = ""
         called = yield from _read_calls(source, sink, end_mark=PYTHON_TAG, needs_arguments=True)
         sink.content(source.text[: source.at] if called else mark + source.text[: source.at])

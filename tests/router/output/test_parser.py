@@ -98,6 +98,24 @@ def test_thoughts_are_told_apart_with_and_without_the_mark_in_the_prompt() -> No
     assert pushed(parser_of(None, thinks=True), ["<think>cut ", "off "]) == WholeAnswer("", "cut off ")
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(FORMATS), CALLS.filter(bool), st.integers(0, 5), *[st.text(" \n", max_size=4)] * 2, CUTS)
+def test_content_on_both_sides_of_calls_keeps_the_white_space_of_one_side(
+    format: ToolFormat, calls: list[WholeCall], style: int, before: str, after: str, places: list[int]
+) -> None:
+    text = written(format, "say" + before, calls, style) + after + "so"
+    if format is LLAMA3 and style >= 4:
+        before += "\n" * (1 + style % 2)
+    answer = pushed(parser_of(format), cut(text, places))
+    kept = answer.content.removeprefix("say").removesuffix("so")
+    assert answer.calls == calls and kept in {before, after} and bool(kept) == bool(before + after)
+
+
+def test_the_first_line_after_thoughts_keeps_its_indentation() -> None:
+    text = "<think>\n  if so:\n</think> \n\n    return 1"
+    assert pushed(parser_of(None, thinks=True), list(text)) == WholeAnswer("    return 1", "  if so:")
+
+
 def test_calls_follow_thoughts() -> None:
     text = '<think>call it</think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert pushed(parser_of(HERMES, thinks=True), list(text)) == WholeAnswer("", "call it", [WholeCall("f", "{}")])
