@@ -235,7 +235,7 @@ class Api:
         self._here.take(owner)
         request.scope[AT_END].callback(self._here.leave, owner)
         request.scope[IS_LARGE] = len(body) > LARGE_BODY_BYTES
-        return await unless_left(request, self._intake.read(reader, body))
+        return await unless_left(request, self._intake.read(reader, body, owner))
 
     def _model_card(self) -> ModelCard:
         return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from msgspec.structs import replace
 
 from common.config import RouterConfig
-from common.errors import BadRequest, Overloaded, UnknownModel
+from common.errors import BadRequest, UnknownModel
 from common.ids import RequestId, pack_ids, unpack_ids
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import ChatOptions
@@ -32,6 +32,7 @@ from router.api.request_ids import AnswerId
 from router.api.threads import SharedThreads
 from router.api.tokens import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.core import RouterCore
+from router.places import Places
 from router.requests import TOKEN_BYTES, RequestSpec
 
 SEED_BITS = 63
@@ -112,20 +113,19 @@ class Intake:
         self.writers = SharedThreads(1, "answer-writer")
         """For answers that take long to write. One: the threads share one interpreter with the loop."""
         self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
-        self._long_threads = ThreadPoolExecutor(max_workers=LONG_ENCODING_THREADS, thread_name_prefix="long-tokenizer")
-        self._waiting_body_bytes = 0
+        self._long_threads = SharedThreads(LONG_ENCODING_THREADS, "long-tokenizer")
+        self._waiting_body_bytes = Places(MAX_WAITING_BODY_BYTES, "bytes of large bodies")
 
-    async def read(self, reader: Callable[[bytes, int], R], body: bytes) -> R:
-        """What the body asks for. Raises BadRequest, Overloaded."""
+    async def read(self, reader: Callable[[bytes, int], R], body: bytes, owner: str = "") -> R:
+        """What the body asks for. owner: see `RequestSpec`. Raises BadRequest, Overloaded."""
         if (size := len(body)) <= LARGE_BODY_BYTES:
             return reader(body, self.context_tokens)
-        if self._waiting_body_bytes and self._waiting_body_bytes + size > MAX_WAITING_BODY_BYTES:
-            raise Overloaded(f"{self._waiting_body_bytes} bytes of large bodies wait to be read: try again shortly")
-        self._waiting_body_bytes += size
+        places = min(size, MAX_WAITING_BODY_BYTES // 2)  # however large it is, it is read when few others wait
+        self._waiting_body_bytes.take(owner, places)
         try:
-            return await _on_thread(self._long_threads, partial(reader, body, self.context_tokens))
+            return await self._long_threads.run(owner, partial(reader, body, self.context_tokens))
         finally:
-            self._waiting_body_bytes -= size
+            self._waiting_body_bytes.leave(owner, places)
 
     async def accept_chat(self, request: ChatRequest, answer: AnswerId) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
@@ -208,9 +208,9 @@ class Intake:
         return own if model is None else min(own, model.context_tokens)
 
     def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._long_threads.close()
         self.writers.close()
-        for threads in (self._threads, self._long_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._model:
@@ -262,11 +262,12 @@ class Intake:
         work raises."""
         places = self._core.requests.places
         places.take(owner, choices)
-        threads = self._long_threads if size > LONG_CHARS else self._threads
         try:
             if size < SHORT_CHARS:
                 return work()
-            return await _on_thread(threads, work)
+            if size <= LONG_CHARS:
+                return await _on_thread(self._threads, work)
+            return await self._long_threads.run(owner, work)
         finally:
             places.leave(owner, choices)
 
