@@ -6,7 +6,7 @@ Does not know how a request is served.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from router.api.guard import Guard
 from router.api.intake import Accepted, Intake, unknown_model
 from router.api.models import ModelCard, ModelList
 from router.api.open_answers import OpenAnswers
-from router.api.request_ids import HEADER, OWNER, REQUEST_ID, answer_id, id_in, new_id
+from router.api.request_ids import HEADER, OWNER, REQUEST_ID, AnswerId, answer_id, id_in, new_id
 from router.api.responses import ResponseFields, read_response
 from router.api.responses_answers import ResponseBody, ResponseShape
 from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
@@ -58,6 +58,8 @@ CLIENT_CLOSED = 499
 """The status counted when no client is left to send one to, as in nginx."""
 AT_END = "tandem.at_end"
 """Where a request's scope holds the ExitStack of what must be closed when it is over."""
+COMING = "tandem.coming"
+"""Where a request's scope holds its `Coming`."""
 
 R = TypeVar("R", bound=ReadRequest)
 T = TypeVar("T")
@@ -100,7 +102,7 @@ class Api:
         received_s = self._enter(request)
         asked = await self._read(request, read_chat)
         answer = answer_id(request.scope, "chatcmpl-")
-        accepted = await unless_left(request, self._intake.accept_chat(asked, answer))
+        accepted = await self._accept(request, answer, self._intake.accept_chat(asked, answer), asked.fields.n)
         return self._dispatch(request, ChatShape, asked, accepted, received_s)
 
     async def responses(self, request: Request) -> Response:
@@ -109,22 +111,23 @@ class Api:
         received_s = self._enter(request)
         asked = await self._read(request, read_response)
         answer = answer_id(request.scope, "resp_")
-        accepted = await unless_left(request, self._intake.accept_chat(asked, answer))
+        accepted = await self._accept(request, answer, self._intake.accept_chat(asked, answer), asked.fields.n)
         return self._dispatch(request, ResponseShape, asked, accepted, received_s)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
         received_s = self._enter(request)
         asked = await self._read(request, read_completion)
-        answer = answer_id(request.scope, "cmpl-")
-        accepted = await unless_left(request, self._intake.accept_completion(asked, answer))
+        answer, choices = answer_id(request.scope, "cmpl-"), len(asked.prompts) * asked.fields.n
+        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), choices)
         return self._dispatch(request, CompletionShape, asked, accepted, received_s)
 
     async def embeddings(self, request: Request) -> Response:
         """The embedding of each of one or more prompts, given as texts or token ids."""
         received_s = self._enter(request)
         asked = await self._read(request, partial(read_embeddings, self._model, self._embedding))
-        accepted = await unless_left(request, self._intake.accept_completion(asked, answer_id(request.scope, "embd-")))
+        answer = answer_id(request.scope, "embd-")
+        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), len(asked.prompts))
         return self._dispatch(request, EmbeddingShape, asked, accepted, received_s)
 
     async def generate(self, request: Request) -> Response:
@@ -133,9 +136,10 @@ class Api:
         asked = await self._read(request, partial(read_generate, self._model))
         if len(asked.rids) == 1:
             request.scope[REQUEST_ID] = asked.rids[0]
-        accepted = await unless_left(request, self._intake.accept_completion(asked, answer_id(request.scope)))
-        choices = asked.choice_ids(accepted.id, len(accepted.specs))
-        named = {name: (spec.request_id,) for name, spec in zip(choices, accepted.specs, strict=True)}
+        answer, choices = answer_id(request.scope), len(asked.prompts) * asked.fields.n
+        ids = asked.choice_ids(answer.shown, choices)
+        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), choices, ids)
+        named = {name: (spec.request_id,) for name, spec in zip(ids, accepted.specs, strict=True)}
         request.scope[AT_END].callback(self._open.add(named if asked.is_batch else {}))
         return self._dispatch(request, GenerateShape, asked, accepted, received_s)
 
@@ -143,11 +147,11 @@ class Api:
         """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason
         `abort`. Requests of other API keys are not found."""
         asked = await self._read(request, read_abort)
-        core, named = self._gateway.core, self._open.find(asked.rid)
-        own = [record.spec.request_id for record in core.requests.records() if record.spec.owner == request.scope[OWNER]]
+        core, named, owner = self._gateway.core, self._open.find(asked.rid), request.scope[OWNER]
+        own = [record.spec.request_id for record in core.requests.records() if record.spec.owner == owner]
         ids = own if asked.abort_all else [request_id for request_id in own if request_id in named]
         self._gateway.deliver(core.requests.cancel(ids, self._gateway.clock()))
-        return _json(Aborted(len(ids)))
+        return _json(Aborted(len(ids) + self._open.abort_coming(owner, None if asked.abort_all else asked.rid)))
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text."""
@@ -167,6 +171,15 @@ class Api:
         request.scope[AT_END].callback(self.door.leave)
         return self._gateway.clock()
 
+    async def _accept(
+        self, request: Request, answer: AnswerId, work: Coroutine[Any, Any, Accepted], choices: int, names: Iterable[str] = ()
+    ) -> Accepted:
+        """Do the intake's work, while the request can be aborted. names: of single choices. Raises what the work raises."""
+        counts = dict.fromkeys(names, 1) | dict.fromkeys((request.scope[REQUEST_ID], answer.shown), choices)
+        coming = request.scope[COMING] = self._open.expect(answer.owner, choices, counts)
+        request.scope[AT_END].callback(self._open.arrived, coming)
+        return await unless_left(request, work)
+
     def _dispatch(
         self, request: Request, shape_of: type[AnswerShape[R]], asked: R, accepted: Accepted, received_s: float
     ) -> Response:
@@ -178,6 +191,8 @@ class Api:
         answer = Answer(self._gateway, accepted)
         request.scope[AT_END].callback(answer.close)
         answer.dispatch(received_s)
+        aborted = self._open.aborted(request.scope[COMING], requests)
+        self._gateway.deliver(self._gateway.core.requests.cancel(aborted, self._gateway.clock()))
         shape = shape_of(
             id=accepted.id,
             created=int(time.time()),

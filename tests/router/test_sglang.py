@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
 from common.ids import unpack_ids
+from router.api import intake
 from router.api.sglang import NEUTRAL_GENERATE_VALUES, NEUTRAL_PARAMETER_VALUES
 from tests.router.calls import assert_error, events, post, sent_to_fleet, until
-from tests.router.fakes import EchoFleet, Site
+from tests.router.fakes import CharTokenizer, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 
@@ -122,6 +124,34 @@ async def test_an_aborted_request_ends_with_what_it_has_got() -> None:
         assert (await post(site, "/abort_request", {"rid": "a"})).json() == {"aborted": 0}
         assert len(site.core.requests) == len(site.api._open) == 0
         assert_error(await post(site, "/abort_request", {}), 400, "invalid_request_error", "rid")
+
+
+@pytest.mark.parametrize(
+    ("aborts", "counts", "ended"),
+    [
+        ([{"rid": "b"}], [1], ["length", "abort"]),
+        ([{"rid": "other"}], [0], ["length", "length"]),
+        ([{"rid": "a"}, {"abort_all": True}, {"rid": "a"}], [1, 2, 0], ["abort", "abort"]),
+    ],
+)
+async def test_a_request_is_aborted_while_its_prompt_is_tokenized(
+    site: Site, monkeypatch: pytest.MonkeyPatch, aborts: list[dict[str, Any]], counts: list[int], ended: list[str]
+) -> None:
+    monkeypatch.setattr(intake, "SHORT_CHARS", 0)
+    encoding, go = threading.Event(), threading.Event()
+
+    def encode(_: CharTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        encoding.set()
+        go.wait(60)
+        return list(map(ord, text))
+
+    monkeypatch.setattr(CharTokenizer, "encode", encode)
+    answer = asyncio.create_task(post(site, "/generate", prompt(["xy", "xy"], rid=["a", "b"])))
+    await until(encoding.is_set)
+    assert [(await post(site, "/abort_request", abort)).json()["aborted"] for abort in aborts] == counts
+    go.set()
+    assert [one["meta_info"]["finish_reason"]["type"] for one in (await answer).json()] == ended
+    assert len(site.core.requests) == len(site.api._open) == len(site.api._open._coming) == 0
 
 
 async def named(site: Site, request_id: str) -> httpx.Response:
