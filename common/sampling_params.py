@@ -28,7 +28,7 @@ Pooling: TypeAlias = Literal["last", "mean", "cls"]
 NOT_WITH_GRAMMAR = "left out when the answer must match a grammar: it says what may come and where the answer may end"
 
 
-class Grammar(msgspec.Struct, frozen=True, array_like=True):
+class Grammar(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """What the whole answer must match, as xgrammar reads it. text: a JSON schema ("{}": any JSON), a regular expression, an EBNF
     grammar whose root rule is `root`, or a structural tag, by kind."""
 

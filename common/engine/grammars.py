@@ -1,34 +1,35 @@
-"""Grammars, compiled for the model's vocabulary by xgrammar: on threads of their own, each once, the latest ones kept.
+"""Grammars, compiled for the model's vocabulary by xgrammar: off the loop, each once, the latest ones and those in use kept.
 
-Owns the cache, and what is refused before xgrammar sees it. Does not know requests, rows or logits. xgrammar and the tokenizer
-are loaded for the first grammar, on one of these threads: an instance that gets none pays nothing.
+Owns the cache, the queue, and what is refused before xgrammar sees it. Does not know requests, rows or logits, nor where the
+compiler runs (`grammar_process.py`). The tokenizer and the compiler are loaded for the first grammar: an instance that gets none
+pays nothing.
 """
 
-import json
+import logging
 import math
-import re
+import queue
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, assert_never
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from common.engine.grammar_limits import check_size
 from common.engine.json_schemas import check_regex, check_schema, check_structural_tag
-from common.errors import BadRequest
+from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.sampling_params import Grammar
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, GrammarCompiler
+    from xgrammar import CompiledGrammar, TokenizerInfo
 
-THREADS = 2
+_log = logging.getLogger(__name__)
+COMPILERS = 2
+MAX_QUEUED = 256
+"""So many grammars wait at most to be compiled."""
 KEPT_GRAMMARS, KEPT_BYTES = 256, 512 * 2**20
-MAX_WHITESPACE = 16
-"""So many characters of white space at most between two parts of a JSON text. Without a limit, a model may write nothing else."""
 
 
 class Preparation(Protocol):
@@ -39,70 +40,150 @@ class Preparation(Protocol):
         """When it ends, if that is known in advance; None: its process's loop is woken then."""
 
     def poll(self) -> bool:
-        """Whether rows with this grammar can be launched now. Raises BadRequest when they never can."""
+        """Whether rows with this grammar can be launched now. Raises an error of the tree when they never can."""
 
 
-class Vocabulary(Protocol):
-    def __call__(self) -> "GrammarCompiler":
-        """Make the compiler for the vocabulary. Takes seconds."""
+class Compiling(Protocol):
+    """Compiles grammars, one at a time."""
+
+    def compile(self, grammar: Grammar) -> "CompiledGrammar":
+        """Raises BadRequest for a grammar that cannot be used, now or later, and other errors of the tree."""
+
+    def close(self) -> None:
+        """End what it does. Any thread may call it."""
+
+
+class _Entry:
+    """A grammar of the cache. holders: the grammars of the requests that need it. It is kept while one of them exists."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = Grammar(grammar.kind, grammar.text)  # its own, which keeps no request's alive
+        self.future: Future[CompiledGrammar] = Future()
+        self.holders: list[weakref.ref[Grammar]] = []
+
+    @property
+    def is_held(self) -> bool:
+        return any(holder() is not None for holder in self.holders)
+
+    def hold(self, grammar: Grammar) -> None:
+        self.holders = [*(holder for holder in self.holders if holder() is not None), weakref.ref(grammar)]
+
+    @property
+    def bytes(self) -> int:
+        """0 before it is compiled, and for one that is refused."""
+        if not self.future.done() or self.future.exception() is not None:
+            return 0
+        return self.future.result().memory_size_bytes
 
 
 class Grammars:
-    def __init__(self, make_compiler: Vocabulary) -> None:
-        self._make_compiler = make_compiler
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
+    """make_vocabulary: called once, for the first grammar; may take seconds. make_compiler: called once for each thread."""
+
+    def __init__(
+        self, make_vocabulary: "Callable[[], TokenizerInfo]", make_compiler: "Callable[[TokenizerInfo], Compiling]"
+    ) -> None:
+        self._make_vocabulary, self._make_compiler = make_vocabulary, make_compiler
         self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._compiler: GrammarCompiler | None = None
-        self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
-        """By use, the latest last. Those that are being compiled too, so that equal ones are compiled once."""
+        self._vocabulary: TokenizerInfo | None = None
+        self._compilers: list[Compiling] = []
+        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._threads = self._busy = 0
+        self._closed = False
+        self._known: OrderedDict[Grammar, _Entry] = OrderedDict()
+        """By use, the latest last. Those that are being compiled too, so that equal ones are compiled once, and those that are
+        refused, so that they are refused at once the next time."""
 
     def prepare(self, grammar: Grammar, wake: Callable[[], None]) -> "CompiledSoon":
-        """Begin to compile, unless it is compiled. Waits for nothing. wake: called when it has ended, on any thread."""
+        """Begin to compile, unless it is compiled. Waits for nothing. wake: called when it has ended, on any thread. What is
+        compiled is kept while this object `grammar` exists, which is as long as its request is open."""
         future = self._future(grammar)
         future.add_done_callback(lambda _: wake())
         return CompiledSoon(future)
 
     def compiled(self, grammar: Grammar) -> "CompiledGrammar":
-        """The compiled grammar. Waits for it if it is not there, which is so when too many others came after its preparation.
-        Raises BadRequest."""
-        return self._future(grammar).result()
+        """The compiled grammar, which was prepared. Waits for nothing. Raises BadRequest when it is not there."""
+        with self._lock:
+            entry = self._known.get(grammar)
+        if entry is None or not entry.future.done():
+            raise BadRequest(f"{grammar.kind}: it was not prepared", field=grammar.kind)
+        return entry.future.result()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            compilers = list(self._compilers)
+        for _ in range(COMPILERS):
+            self._queue.put(None)
+        for compiler in compilers:
+            compiler.close()
 
     def _future(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         with self._lock:
-            future = self._known.get(grammar)
-            if future is not None:
-                self._known.move_to_end(grammar)
-                return future
-            future = self._known[grammar] = self._threads.submit(self._compile, grammar)
-        future.add_done_callback(partial(self._done, grammar))
-        return future
+            entry = self._known.get(grammar)
+            if entry is not None:
+                self._known.move_to_end(entry.grammar)
+                entry.hold(grammar)
+                return entry.future
+            entry = _Entry(grammar)
+            entry.hold(grammar)
+            if self._busy >= MAX_QUEUED:
+                entry.future.set_exception(Overloaded(f"{self._busy} grammars wait to be compiled: try again"))
+                return entry.future
+            self._known[entry.grammar] = entry
+            self._busy += 1
+            if self._threads < min(COMPILERS, self._busy):
+                self._threads += 1
+                threading.Thread(target=self._work, name="grammars", daemon=True).start()
+        self._queue.put(entry)
+        return entry.future
 
-    def _done(self, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
-        with self._lock:
-            if future.cancelled() or future.exception() is not None:
-                self._known.pop(grammar, None)
-            done = [each for each in self._known.values() if each.done() and not each.cancelled() and each.exception() is None]
-            excess_bytes = sum(each.result().memory_size_bytes for each in done) - KEPT_BYTES
-            for kept in list(self._known):
-                known = self._known[kept]
-                if kept == grammar or known not in done or (len(self._known) <= KEPT_GRAMMARS and excess_bytes <= 0):
-                    continue
-                excess_bytes -= known.result().memory_size_bytes
-                del self._known[kept]
+    def _work(self) -> None:
+        """Compile until the end, in the order in which grammars came. A daemon: it never delays the end of the process."""
+        compiler: Compiling | None = None
+        while (entry := self._queue.get()) is not None:
+            compiled: CompiledGrammar | None = None
+            try:
+                compiler = compiler or self._new_compiler()
+                if not entry.is_held:
+                    raise Unavailable("its request has ended")
+                compiled = compiler.compile(entry.grammar)
+            except TandemError as raised:
+                error = raised
+            except Exception as raised:  # noqa: BLE001 - the thread's outermost door; the preparation's poll raises it
+                _log.exception("a grammar could not be compiled")
+                error = TandemError(f"{entry.grammar.kind}: the compiler failed: {raised}")
+            with self._lock:
+                self._busy -= 1
+                if compiled is None and not isinstance(error, BadRequest):
+                    self._known.pop(entry.grammar, None)
+            if compiled is None:
+                entry.future.set_exception(error)
+            else:
+                entry.future.set_result(compiled)
+            with self._lock:
+                self._make_room()
 
-    def _compile(self, grammar: Grammar) -> "CompiledGrammar":
-        check_text(grammar)
+    def _new_compiler(self) -> Compiling:
         with self._making:
-            if self._compiler is None:
-                self._compiler = self._make_compiler()
-        try:
-            return _compile(self._compiler, grammar)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise BadRequest(f"{grammar.kind}: {_reason(str(error))}", field=grammar.kind) from error
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            compiler = self._make_compiler(self._vocabulary)
+        with self._lock:
+            self._compilers.append(compiler)
+            if self._closed:
+                compiler.close()
+        return compiler
+
+    def _make_room(self) -> None:
+        """Forget the oldest, but none that an open request needs."""
+        excess_bytes = sum(entry.bytes for entry in self._known.values()) - KEPT_BYTES
+        for key, entry in list(self._known.items()):
+            if len(self._known) <= KEPT_GRAMMARS and excess_bytes <= 0:
+                return
+            if entry.future.done() and not entry.is_held:
+                excess_bytes -= entry.bytes
+                del self._known[key]
 
 
 class CompiledSoon:
@@ -118,6 +199,10 @@ class CompiledSoon:
             return False
         self._future.result()
         return True
+
+    def wait(self) -> None:
+        """Wait until it has ended. Raises what `poll` raises."""
+        self._future.result()
 
 
 class AnythingGoes:
@@ -144,18 +229,6 @@ class AnythingGoes:
 ANY_TEXT = Grammar("regex", ".*")
 
 
-def compiler_of(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "GrammarCompiler":
-    """The compiler for a checkpoint's vocabulary. vocab_size: the model's, which may have more ids than its tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-    from xgrammar import GrammarCompiler, TokenizerInfo
-
-    if not eos_token_ids:
-        raise BadRequest("a grammar needs a model with an end-of-text token, and this model has none", field="grammar")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
-    return GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
-
-
 def check_text(grammar: Grammar, name: str | None = None) -> None:
     """Raises BadRequest for what would take too long to compile, and for a schema that answers could not be held to. name: of the
     field that brought it; None: its kind."""
@@ -170,38 +243,3 @@ def check_text(grammar: Grammar, name: str | None = None) -> None:
         except (msgspec.DecodeError, UnicodeEncodeError) as error:
             raise BadRequest(f"{name} is not JSON: {error}", field=name) from error
         check_schema(parsed, name) if kind == "json_schema" else check_structural_tag(parsed, name)
-
-
-def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar":
-    match grammar.kind:
-        case "json_schema":
-            return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
-        case "regex":
-            return compiler.compile_regex(grammar.text)
-        case "ebnf":
-            return compiler.compile_grammar(grammar.text)
-        case "structural_tag":
-            return compiler.compile_structural_tag(json.dumps(_with_bounded_space(json.loads(grammar.text))))
-        case _:
-            assert_never(grammar.kind)
-
-
-def _with_bounded_space(tag: Any) -> Any:
-    """The structural tag with the limit on white space in each of its JSON schemas that has none."""
-    match tag:
-        case list():
-            return [_with_bounded_space(each) for each in tag]
-        case {"type": "json_schema"}:
-            return {"max_whitespace_cnt": MAX_WHITESPACE} | tag
-        case dict():
-            return {key: _with_bounded_space(each) for key, each in tag.items()}
-        case _:
-            return tag
-
-
-_WHERE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*?\) is false: )?", re.DOTALL)
-
-
-def _reason(message: str) -> str:
-    """xgrammar's message without the line of its source: "[07:15:38] /project/cpp/regex_converter.cc:83: Regex parsing …"."""
-    return " ".join(_WHERE_IN_XGRAMMAR.sub("", message).split())[:500]

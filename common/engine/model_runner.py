@@ -14,7 +14,9 @@ from common.config import EngineConfig, ModelConfig
 from common.engine.attention.choice import AttentionNeeds, check_attention, make_attention
 from common.engine.device import device_of, dtype_of, with_device_defaults
 from common.engine.executor import EngineDescription
-from common.engine.grammars import Grammars, compiler_of
+from common.engine.grammar_compiler import vocabulary_of
+from common.engine.grammar_process import CompilerProcess
+from common.engine.grammars import Grammars
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import KVBudget, auto_host_kv_bytes, check_context, given_kv_bytes, kv_budget
@@ -49,7 +51,7 @@ class ModelRunner:
         dtype_name = dtype_of(engine.dtype, self._device)
         self._dtype = torch_dtype(dtype_name)
         shape = read_served_shape(path)
-        self.grammars = Grammars(partial(compiler_of, path, shape.vocab_size, shape.eos_token_ids))
+        self.grammars = Grammars(partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids), CompilerProcess)
         layout = KVLayout(
             layers=shape.layers,
             kv_heads=shape.kv_heads,
@@ -186,7 +188,9 @@ class ModelRunner:
             pages_per_row=pages_per_row,
             layer_groups=engine.layer_groups,
             vocab_size=shape.vocab_size,
-            processors=make_processors(engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, self.grammars),
+            processors=make_processors(
+                engine.max_running, shape.vocab_size, shape.eos_token_ids, self._device, self.grammars.compiled
+            ),
         )
 
     def _warm_up(self, steps: StepRunner, layout: KVLayout, context_tokens: int) -> None:

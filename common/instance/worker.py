@@ -15,7 +15,7 @@ from common.deadlines import DeadlineWheel, earliest
 from common.engine.executor import Executor, StepHandle
 from common.engine.grammars import Preparation
 from common.engine.plan import Plan
-from common.errors import BadRequest
+from common.errors import TandemError
 from common.ids import ROUTER, InstanceId, Key, text_name
 from common.instance.membership import State
 from common.instance.memberships import Lost, Memberships, Met, RouterNews
@@ -142,7 +142,7 @@ class InstanceWorker(Generic[M]):
             try:
                 if not preparation.poll():
                     continue
-            except BadRequest as error:
+            except TandemError as error:
                 refused = Failed.of(error)
             del self._preparing[key]
             self._act(self._scheduler.handle(Prepared(key, refused), now))

@@ -94,7 +94,7 @@ class Child(Generic[OrderT, ReportT]):
                 stdout=child_output_fd,
                 stderr=child_output_fd,
                 pass_fds=(child_report_fd, child_order_fd),
-                env=_with_our_code({**os.environ, **(environment or {}), **pipes}),
+                env=with_our_code({**os.environ, **(environment or {}), **pipes}),
                 start_new_session=True,
             )
         except BaseException:
@@ -225,7 +225,7 @@ def _name_of(number: int) -> str:
         return f"signal {number}"
 
 
-def _with_our_code(environment: dict[str, str]) -> dict[str, str]:
+def with_our_code(environment: dict[str, str]) -> dict[str, str]:
     """A child runs the code that its parent runs, also when that is a checkout that is not installed."""
     root = str(Path(__file__).resolve().parents[2])
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

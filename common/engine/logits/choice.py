@@ -4,21 +4,20 @@ from collections.abc import Sequence
 
 import torch
 
-from common.engine.grammars import Grammars
 from common.engine.logits.bad_words import BadWords
 from common.engine.logits.bias import LogitBias
-from common.engine.logits.grammar import GrammarProcessor
+from common.engine.logits.grammar import Compiled, GrammarProcessor
 from common.engine.logits.min_tokens import MinTokens
 from common.engine.logits.penalties import Penalties
 from common.engine.logits.port import LogitsProcessor
 
 
 def make_processors(
-    max_rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, grammars: Grammars | None = None
+    max_rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device, compiled: Compiled | None = None
 ) -> tuple[LogitsProcessor, ...]:
-    """Penalties first, as in vLLM; what bans tokens comes last, so that nothing allows them again. grammars: None when no row has
-    one."""
-    constraints = () if grammars is None else (GrammarProcessor(grammars, max_rows, vocab_size, tuple(eos_token_ids), device),)
+    """Penalties first, as in vLLM; what bans tokens comes last, so that nothing allows them again. compiled: None when no row
+    has a grammar."""
+    constraints = () if compiled is None else (GrammarProcessor(compiled, max_rows, vocab_size, tuple(eos_token_ids), device),)
     return (
         Penalties(max_rows, vocab_size, device),
         LogitBias(max_rows, device),

@@ -3,29 +3,43 @@
 Owns a matcher for each such row. A row begins with the answer's tokens so far, so a resumed answer goes on where it was. xgrammar
 reads tokens and makes masks on the host. So the masks of a step wait for the tokens of the step before, while the device computes
 the forward that this step has given it already.
+
+Grammars are tried before rows use them, but no trial meets every text. A row whose token takes too much time here would stop all
+others. It ends with a stop token, as one ends whose tokens its grammar refuses; its answer is the beginning of a match.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.grammars import Grammars
 from common.engine.logits.port import SampledRows
 from common.engine.plan import RowStart
 from common.engine.staging import Staging
 from common.errors import BadRequest
 from common.ids import Int64Array
+from common.sampling_params import Grammar
 
 if TYPE_CHECKING:
-    from xgrammar import BatchGrammarMatcher, GrammarMatcher
+    from xgrammar import BatchGrammarMatcher, CompiledGrammar, GrammarMatcher
 
 FEW_ROWS = 4
 """Masks of so few rows are made one after the other: that takes less time than waking threads."""
+TOKEN_S, REPLAYED_S = 0.1, 0.001
+"""CPU time that a row's token may take, and that each further one may take which a row reads at once when it is carried on."""
+
+_log = logging.getLogger(__name__)
+
+
+class Compiled(Protocol):
+    def __call__(self, grammar: Grammar, /) -> "CompiledGrammar":
+        """The compiled form of a grammar that was prepared. Waits for nothing. Raises BadRequest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +52,23 @@ class _Row:
     stop_ids: list[int]
     is_over: bool = False
 
-    def read(self) -> None:
+    def read(self, token_s: float) -> None:
+        left_s = token_s + REPLAYED_S * len(self.unread)
         for token in self.unread:
+            begun = time.thread_time()
             if self.is_over or self.matcher is None or not self.matcher.accept_token(token) or self.matcher.is_terminated():
                 self.is_over = True
                 break
+            left_s -= (spent_s := time.thread_time() - begun)
+            if spent_s > token_s or left_s < 0:
+                self.end()
+                break
         self.unread = []
+
+    def end(self) -> None:
+        """It takes too long."""
+        _log.warning("an answer ends early: its grammar takes too long to follow")
+        self.is_over = True
 
 
 @dataclass(slots=True, eq=False)
@@ -57,12 +82,20 @@ class _Sampled:
 
 class GrammarProcessor:
     """Implements `LogitsProcessor`. max_rows: of the batch. vocab_size: of the logits. eos_token_ids: end every answer, besides
-    its request's own stop tokens."""
+    its request's own stop tokens. token_s: CPU time that a row's token may take."""
 
     def __init__(
-        self, grammars: Grammars, max_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+        self,
+        compiled: Compiled,
+        max_rows: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        token_s: float = TOKEN_S,
     ) -> None:
-        self._grammars = grammars
+        self._compiled = compiled
+        self._token_s = token_s
+        self._one_by_one = False
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._device = device
@@ -90,7 +123,7 @@ class GrammarProcessor:
         self._hear()
         some = [self._rows[row] for row in rows.host.tolist()]
         for row in some:
-            row.read()
+            row.read(self._token_s)
         masks = self._masks(some)
         (sent,) = self._staging.send([masks.ravel()])
         mask = torch.empty(len(logits), self._words, dtype=torch.int64, device=self._device)
@@ -118,7 +151,7 @@ class GrammarProcessor:
         answer = start.token_ids[len(start.token_ids) - start.answer_tokens :].tolist()
         stop_ids = list(dict.fromkeys([*self._eos_token_ids, *sampling.stop_token_ids]))
         try:
-            compiled = self._grammars.compiled(sampling.grammar)
+            compiled = self._compiled(sampling.grammar)
         except BadRequest:  # it was compiled before the row was planned
             return _Row(None, answer, stop_ids, is_over=True)
         return _Row(GrammarMatcher(compiled, override_stop_tokens=stop_ids), answer, stop_ids)
@@ -140,12 +173,19 @@ class GrammarProcessor:
         bits = masks.view(np.int32)
         going = [at for at, row in enumerate(rows) if not row.is_over]
         matchers = [matcher for at in going if (matcher := rows[at].matcher) is not None]
-        if len(matchers) <= FEW_ROWS:
+        if len(matchers) <= FEW_ROWS or self._one_by_one:
+            self._one_by_one = False
             for at, matcher in zip(going, matchers, strict=True):
+                begun = time.thread_time()
                 matcher.fill_next_token_bitmask(bits, at)
+                if time.thread_time() - begun > self._token_s:
+                    rows[at].end()
+                    masks[at] = 0
         else:
             self._batch = self._batch or BatchGrammarMatcher()
+            begun = time.monotonic()
             self._batch.batch_fill_next_token_bitmask(matchers, bits, going)
+            self._one_by_one = time.monotonic() - begun > self._token_s  # which row it was shows in the next step
         for at in np.flatnonzero(~masks.any(axis=1)).tolist():
             row = rows[at]
             row.is_over = True

@@ -1,6 +1,7 @@
 """Rows with a grammar in the demo model's engine: the answer is the same however it is carried on, greedy and seeded."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,14 @@ MODEL: Path = resolve_model_path("demo")
 
 
 @pytest.fixture(scope="module")
-def runner() -> ModelRunner:
-    return ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=8), lambda text: None)
+def runner() -> Iterator[ModelRunner]:
+    """Its grammars are compiled in a process of their own."""
+    runner = ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=8), lambda text: None)
+    for sampling in ASKED:
+        if sampling.grammar is not None:
+            runner.grammars.prepare(sampling.grammar, lambda: None).wait()
+    yield runner
+    runner.grammars.close()
 
 
 ASKED = [

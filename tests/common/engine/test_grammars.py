@@ -1,29 +1,34 @@
-"""Grammars are compiled on threads, each once, and kept."""
+"""Grammars are compiled off the loop, each once, and kept while an open request needs them. What harms others is refused."""
 
 import json
 import threading
+from collections.abc import Iterator
 
 import pytest
-from xgrammar import GrammarCompiler
+from xgrammar import CompiledGrammar, TokenizerInfo
 from xgrammar.testing import _is_grammar_accept_string
 
-from common.engine.grammars import ANY_TEXT, MAX_WHITESPACE, AnythingGoes, Grammars, Preparation, compiler_of
-from common.errors import BadRequest
+from common.engine.grammar_compiler import MAX_WHITESPACE, Compiler, vocabulary_of
+from common.engine.grammar_process import CompilerProcess, Limits
+from common.engine.grammars import ANY_TEXT, KEPT_GRAMMARS, AnythingGoes, Grammars, Preparation
+from common.errors import BadRequest, TandemError
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar
 
+VOCABULARY = vocabulary_of(resolve_model_path("demo"), 2683, (2,))
+
 
 class Rig:
-    """Grammars whose compiler comes when it is let."""
+    """Grammars whose vocabulary comes when it is let. They are compiled in this process."""
 
     def __init__(self) -> None:
         self.let, self.made, self.woken = threading.Event(), 0, threading.Semaphore(0)
-        self.grammars = Grammars(self._make)
+        self.grammars = Grammars(self._make, Compiler)
 
-    def _make(self) -> GrammarCompiler:
+    def _make(self) -> TokenizerInfo:
         assert self.let.wait(10)
         self.made += 1
-        return compiler_of(resolve_model_path("demo"), 2683, (2,))
+        return VOCABULARY
 
     def prepare(self, grammar: Grammar) -> Preparation:
         return self.grammars.prepare(grammar, self.woken.release)
@@ -64,8 +69,6 @@ def test_what_cannot_be_compiled_is_refused_with_the_place(grammar: Grammar, whe
 
 
 def test_white_space_has_an_end_in_json_and_in_the_json_of_a_call() -> None:
-    rig = Rig()
-    rig.let.set()
     array = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 1}
     call = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": array}, "end": ">"}
     tag = {"type": "structural_tag", "format": {"type": "tags_with_separator", "tags": [call], "separator": ","}}
@@ -73,13 +76,124 @@ def test_white_space_has_an_end_in_json_and_in_the_json_of_a_call() -> None:
         (Grammar("json_schema", json.dumps(array)), "", ""),
         (Grammar("structural_tag", json.dumps(tag)), "<", ">"),
     ):
-        compiled = rig.grammars.compiled(grammar).grammar
+        compiled = Compiler(VOCABULARY).compile(grammar).grammar
         texts = [f"{begin}[{' ' * spaces}1]{end}" for spaces in (0, MAX_WHITESPACE, MAX_WHITESPACE + 1)]
         assert [_is_grammar_accept_string(compiled, text) for text in texts] == [True, True, False], grammar.kind
-    rig.grammars.close()
 
 
 def test_an_executor_without_a_model_knows_the_grammar_of_any_text_alone() -> None:
     assert AnythingGoes(ANY_TEXT, "the toy").poll()
     with pytest.raises(BadRequest, match="regex: the toy knows no grammars"):
         AnythingGoes(Grammar("regex", "a"), "the toy").poll()
+
+
+ENDLESS = Grammar(
+    "json_schema",
+    json.dumps(
+        {"type": "object", "properties": {f"a{at}": {"type": "integer", "multipleOf": 1000 + at % 24} for at in range(900)}}
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[CompilerProcess]:
+    process = CompilerProcess(VOCABULARY, Limits(cpu_s=1))
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (Grammar("ebnf", "root ::= root{0}"), "cannot compile"),
+        (ENDLESS, "too long to compile"),
+        (Grammar("regex", "(a"), "Regex parsing error"),
+    ],
+    ids=["crash", "endless", "wrong"],
+)
+def test_what_ends_the_compiler_is_refused_and_the_next_grammar_is_compiled(
+    process: CompilerProcess, grammar: Grammar, why: str
+) -> None:
+    with pytest.raises(BadRequest, match=why):
+        process.compile(grammar)
+    compiled = process.compile(Grammar("regex", "ab"))
+    assert [_is_grammar_accept_string(compiled.grammar, text) for text in ("ab", "a")] == [True, False]
+
+
+def test_a_closed_compiler_starts_no_process() -> None:
+    process = CompilerProcess(VOCABULARY)
+    process.close()
+    with pytest.raises(TandemError, match="stops"):
+        process.compile(ANY_TEXT)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "why"),
+    [
+        (Grammar("regex", "((.*){1,100}){1,100}"), "too long to follow"),
+        (Grammar("json_schema", '{"anyOf": [{"$ref": "#"}]}'), "no text matches"),
+        (Grammar("ebnf", "root ::= root"), "no text matches"),
+        (Grammar("regex", "[^\\u{0}-\\u{10FFFF}]x"), "no text matches"),
+    ],
+)
+def test_a_grammar_that_is_slow_to_follow_or_that_nothing_matches_is_refused(grammar: Grammar, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        Compiler(VOCABULARY).compile(grammar)
+
+
+class Counted:
+    """Compiles one and the same, or fails."""
+
+    any_text = Compiler(VOCABULARY).compile(ANY_TEXT)
+
+    def __init__(self, vocabulary: TokenizerInfo) -> None:
+        self.asked: list[str] = []
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        self.asked.append(grammar.text)
+        if grammar.text == "bad":
+            raise BadRequest("no")
+        if grammar.text == "odd":
+            raise OSError("of no kind that was thought of")
+        return self.any_text
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def test_a_grammar_is_kept_while_its_request_is_open_and_no_longer() -> None:
+    compiler = Counted(VOCABULARY)
+    grammars = Grammars(lambda: VOCABULARY, lambda _: compiler)
+    held, left = Grammar("regex", "held"), Grammar("regex", "left")
+    for grammar in (held, left):
+        grammars.prepare(grammar, lambda: None).wait()
+    del grammar, left
+    for number in range(KEPT_GRAMMARS + 8):
+        other = Grammar("regex", str(number))
+        grammars.prepare(other, lambda: None).wait()
+    assert grammars.compiled(Grammar("regex", "held")) is Counted.any_text
+    with pytest.raises(BadRequest, match="not prepared"):
+        grammars.compiled(Grammar("regex", "left"))
+    grammars.close()
+
+
+def test_a_refusal_is_remembered_and_a_failure_of_the_compiler_is_not() -> None:
+    compiler = Counted(VOCABULARY)
+    grammars = Grammars(lambda: VOCABULARY, lambda _: compiler)
+    for grammar, times in ((Grammar("regex", "bad"), 1), (Grammar("regex", "odd"), 2)):
+        for _ in range(2):
+            with pytest.raises(TandemError):
+                grammars.prepare(grammar, lambda: None).wait()
+        assert compiler.asked.count(grammar.text) == times
+    grammars.close()
+
+
+def test_a_vocabulary_that_cannot_be_read_ends_the_request_alone() -> None:
+    def unreadable() -> TokenizerInfo:
+        raise OSError("no tokenizer.json")
+
+    grammars = Grammars(unreadable, Compiler)
+    for _ in range(2):
+        with pytest.raises(TandemError, match=r"no tokenizer\.json"):
+            grammars.prepare(ANY_TEXT, lambda: None).wait()
+    grammars.close()

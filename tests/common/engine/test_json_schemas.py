@@ -7,9 +7,10 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from xgrammar import GrammarMatcher
+from xgrammar import GrammarCompiler, GrammarMatcher
 
-from common.engine.grammars import check_text, compiler_of
+from common.engine.grammar_compiler import vocabulary_of
+from common.engine.grammars import check_text
 from common.engine.json_schemas import _FORMS, check_regex, check_schema
 from common.errors import BadRequest
 from common.model_path import resolve_model_path
@@ -20,7 +21,7 @@ INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
 
-COMPILER = compiler_of(resolve_model_path("demo"), 2683, (2,))
+COMPILER = GrammarCompiler(vocabulary_of(resolve_model_path("demo"), 2683, (2,)), cache_enabled=False)
 IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", [1, 1]),
     ({"not": INTEGER}, "not", 1),

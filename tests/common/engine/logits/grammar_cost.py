@@ -6,14 +6,13 @@ Random logits stand for the model. On a GPU the forward hides the host's part of
 
 import sys
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
-from xgrammar import GrammarCompiler, TokenizerInfo, apply_token_bitmask_inplace
+from xgrammar import TokenizerInfo, apply_token_bitmask_inplace
 
-from common.engine.grammars import THREADS, Grammars, compiler_of
+from common.engine.grammar_compiler import Compiler, vocabulary_of
 from common.engine.logits.grammar import GrammarProcessor
 from common.engine.logits.port import SampledRows
 from common.engine.plan import RowStart
@@ -33,24 +32,22 @@ ASKED = {
 }
 
 
-def large_compiler() -> GrammarCompiler:
+def large_compiler() -> Compiler:
     """Tokens of the demo model, and pairs of these."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve_model_path("demo"), local_files_only=True)
     own = TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=[EOS]).decoded_vocab
     random = np.random.default_rng(1)
     pairs = (own[one] + own[other] for one, other in random.integers(300, len(own), (4 * LARGE, 2)))
     vocab = list(dict.fromkeys([*own, *pairs]))[:LARGE]
-    return GrammarCompiler(TokenizerInfo(vocab, vocab_size=LARGE, stop_token_ids=[EOS]), max_threads=THREADS, cache_enabled=False)
+    return Compiler(TokenizerInfo(vocab, vocab_size=LARGE, stop_token_ids=[EOS]))
 
 
-def measured(make: Callable[[], GrammarCompiler], vocab_size: int, grammar: Grammar) -> tuple[float, np.ndarray]:
-    """Processor seconds of the compilation, and of each step: reading the tokens before, the masks, and applying these."""
-    compiler = make()
-    grammars = Grammars(lambda: compiler)
+def measured(compiler: Compiler, vocab_size: int, grammar: Grammar) -> tuple[float, np.ndarray]:
+    """Processor seconds of the compilation with its trial, and of each step: reading the tokens before, masks, applying these."""
     began = time.process_time()
-    grammars.compiled(grammar)
+    compiled = compiler.compile(grammar)
     compiling_s = time.process_time() - began
-    processor = GrammarProcessor(grammars, ROWS, vocab_size, (EOS,), torch.device("cpu"))
+    processor = GrammarProcessor(lambda _: compiled, ROWS, vocab_size, (EOS,), torch.device("cpu"))
     none = np.empty(0, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=STEPS, grammar=grammar)
     processor.start([RowStart(row, none, sampling, token_ids=none) for row in range(ROWS)])
@@ -75,12 +72,12 @@ def applying(vocab_size: int) -> float:
 
 
 def main() -> None:
-    demo = compiler_of(resolve_model_path("demo"), 2683, (EOS,))
+    demo = Compiler(vocabulary_of(resolve_model_path("demo"), 2683, (EOS,)))
     large = large_compiler()
     for vocab_size, compiler in ((2683, demo), (LARGE, large)):
         sys.stdout.write(f"{vocab_size:>7} tokens, applying alone: {1e3 * applying(vocab_size):.2f} ms\n")
         for name, grammar in ASKED.items():
-            compiling_s, steps = measured(lambda made=compiler: made, vocab_size, grammar)  # type: ignore[misc]
+            compiling_s, steps = measured(compiler, vocab_size, grammar)
             median, worst = 1e3 * np.median(steps), 1e3 * steps.max()
             sys.stdout.write(
                 f"{vocab_size:>7} tokens, {name}: compiled in {compiling_s:.3f} s, step {median:.2f} ms, slowest {worst:.2f} ms\n"

@@ -2,12 +2,13 @@
 
 import json
 import re
+from functools import cache
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from common.engine.grammars import Grammars, compiler_of
+from common.engine.grammar_compiler import Compiler, vocabulary_of
 from common.engine.logits.grammar import GrammarProcessor
 from common.engine.logits.port import SampledRows
 from common.engine.plan import RowStart
@@ -15,7 +16,7 @@ from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
 
 VOCAB, EOS = 2683, 2
-COMPILER = compiler_of(resolve_model_path("demo"), VOCAB, (EOS,))
+COMPILER = Compiler(vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,)))
 TOKENIZER = PreTrainedTokenizerFast.from_pretrained(resolve_model_path("demo"), local_files_only=True)
 _NO_PAGES = np.empty(0, dtype=np.int32)
 DATE = Grammar("regex", "[0-9]{4}-[0-9]{2}")
@@ -23,7 +24,7 @@ POINT = Grammar("json_schema", json.dumps({"type": "object", "properties": {"x":
 
 
 def processor() -> GrammarProcessor:
-    return GrammarProcessor(Grammars(lambda: COMPILER), 16, VOCAB, (EOS,), torch.device("cpu"))
+    return GrammarProcessor(cache(COMPILER.compile), 16, VOCAB, (EOS,), torch.device("cpu"))
 
 
 def start(row: int, grammar: Grammar | None, answer: list[int], stops: tuple[int, ...] = ()) -> RowStart:

@@ -1,0 +1,142 @@
+"""The compiler: a grammar becomes what a matcher needs, and is tried before any row uses it.
+
+Owns the calls of xgrammar's compiler, and the trial. Does not know processes or caches. It runs in a process of its own
+(`grammar_process.py`), for xgrammar may crash, and may take hours.
+"""
+
+import json
+import random
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never
+
+import numpy as np
+
+from common.engine.grammars import check_text
+from common.errors import BadRequest
+from common.sampling_params import Grammar
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
+
+THREADS = 2
+MAX_WHITESPACE = 16
+"""So many characters of white space at most between two parts of a JSON text. Without a limit, a model may write nothing else."""
+WALKS, WALK_TOKENS = 6, 48
+"""The trial writes so many answers of so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """CPU time in seconds that a token may take: the longest, and the mean of a walk."""
+
+    longest_s: float = 0.05
+    mean_s: float = 0.005
+
+
+class Compiler:
+    """Compiles in this process."""
+
+    def __init__(self, vocabulary: "TokenizerInfo", budget: Budget | None = None) -> None:
+        from xgrammar import GrammarCompiler
+
+        self._vocabulary = vocabulary
+        self._budget = budget or Budget()
+        self._compiler = GrammarCompiler(vocabulary, max_threads=THREADS, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> "CompiledGrammar":
+        """Raises BadRequest for a grammar that cannot be compiled, that no text matches, or that is slow to follow."""
+        check_text(grammar)
+        try:
+            compiled = _compile(self._compiler, grammar)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise BadRequest(f"{grammar.kind}: {_reason(str(error))}", field=grammar.kind) from error
+        self._try_out(grammar, compiled)
+        return compiled
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+    def _try_out(self, grammar: Grammar, compiled: "CompiledGrammar") -> None:
+        """Write some answers: with the first of the tokens that may follow, the last, the token before again, any."""
+        from xgrammar import GrammarMatcher
+
+        vocab_size, stops = self._vocabulary.vocab_size, self._vocabulary.stop_token_ids
+        mask = np.zeros((1, (vocab_size + 31) // 32), dtype=np.int32)
+        for walk in range(WALKS):
+            matcher, chance, before, spent_s = GrammarMatcher(compiled), random.Random(walk), -1, 0.0
+            for written in range(WALK_TOKENS):
+                begun = time.thread_time()
+                matcher.fill_next_token_bitmask(mask)
+                token_s = time.thread_time() - begun
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
+                if not bits.any():
+                    raise BadRequest(f"{grammar.kind}: no text matches it, or not every beginning can be ended", grammar.kind)
+                bits[stops] = 0
+                tokens = np.flatnonzero(bits)
+                if not len(tokens):
+                    break
+                if walk == 2 and before >= 0 and bits[before]:
+                    token = before
+                else:
+                    token = int(tokens[{0: 0, 1: -1}.get(walk, chance.randrange(len(tokens)))])
+                begun = time.thread_time()
+                matcher.accept_token(token)
+                token_s += time.thread_time() - begun
+                before = token
+                spent_s += token_s
+                if token_s > self._budget.longest_s or spent_s > self._budget.mean_s * max(WALK_TOKENS / 2, written + 1):
+                    raise BadRequest(
+                        f"{grammar.kind}: it takes too long to follow: write it so that a text matches in fewer ways, with fewer "
+                        "repetitions within each other",
+                        field=grammar.kind,
+                    )
+
+
+def vocabulary_of(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "TokenizerInfo":
+    """The vocabulary of a checkpoint. vocab_size: the model's, which may have more ids than its tokenizer. Raises BadRequest, and
+    what the reader of the tokenizer's files raises."""
+    from transformers import PreTrainedTokenizerFast
+    from xgrammar import TokenizerInfo
+
+    if not eos_token_ids:
+        raise BadRequest("a grammar needs a model with an end-of-text token, and this model has none", field="grammar")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    return TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
+
+
+def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar":
+    match grammar.kind:
+        case "json_schema":
+            return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
+        case "regex":
+            return compiler.compile_regex(grammar.text)
+        case "ebnf":
+            return compiler.compile_grammar(grammar.text)
+        case "structural_tag":
+            return compiler.compile_structural_tag(json.dumps(_with_bounded_space(json.loads(grammar.text))))
+        case _:
+            assert_never(grammar.kind)
+
+
+def _with_bounded_space(tag: Any) -> Any:
+    """The structural tag with the limit on white space in each of its JSON schemas that has none."""
+    match tag:
+        case list():
+            return [_with_bounded_space(each) for each in tag]
+        case {"type": "json_schema"}:
+            return {"max_whitespace_cnt": MAX_WHITESPACE} | tag
+        case dict():
+            return {key: _with_bounded_space(each) for key, each in tag.items()}
+        case _:
+            return tag
+
+
+_WHERE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*?\) is false: )?", re.DOTALL)
+
+
+def _reason(message: str) -> str:
+    """xgrammar's message without the line of its source: "[07:15:38] /project/cpp/regex_converter.cc:83: Regex parsing …"."""
+    return " ".join(_WHERE_IN_XGRAMMAR.sub("", message).split())[:500]
