@@ -20,6 +20,7 @@ PICKLING_CALLS = frozenset({"send_pyobj", "recv_pyobj"})
 BLIND_EXCEPT_ALLOWED = {
     ("common/engine/torch_executor.py", "_launch_steps"): "the outermost door of a thread: the next poll raises what it caught",
     ("common/engine/torch_executor.py", "_complete"): "the outermost door of a thread: the next poll raises what it caught",
+    ("common/engine/grammars.py", "_work"): "the outermost door of a thread: the next poll raises what it caught",
     ("kv_transfer/transfer_thread.py", "_run"): "the outermost door of a thread: the next call of the port raises what it caught",
     (
         "router/api/event_stream.py",
