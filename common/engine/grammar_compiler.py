@@ -32,7 +32,7 @@ WALKS, WALK_TOKENS = 6, 48
 class Budget:
     """CPU time in seconds that a token may take: the longest, and the mean of a walk."""
 
-    longest_s: float = 0.05
+    longest_s: float = 0.1
     mean_s: float = 0.005
 
 

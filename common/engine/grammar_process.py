@@ -44,8 +44,8 @@ class Limits(msgspec.Struct, frozen=True):
     """What one grammar may use. cpu_s: whole seconds, of all threads. memory_bytes: more than the process has without it.
     compiled_bytes: as text. wall_s: behind cpu_s, for a process that waits."""
 
-    cpu_s: int = 10
-    wall_s: float = 30.0
+    cpu_s: int = 20
+    wall_s: float = 60.0
     memory_bytes: int = 3 * 2**30
     compiled_bytes: int = 128 * 2**20
 

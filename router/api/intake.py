@@ -341,6 +341,8 @@ class Intake:
         biases = biases_of(fields)
         self._check_ids(fields.stop_token_ids, "stop_token_ids")
         self._check_ids([token_id for token_id, _ in biases], "logit_bias")
+        if request.grammar is not None:
+            self._check_stops(fields.stop_token_ids)
         return SamplingParams(
             max_new_tokens=1,
             temperature=fields.temperature,
@@ -374,6 +376,13 @@ class Intake:
             if len(behind) == len(plain) and behind[0] != plain[0]:
                 sequences.append(tuple(behind))
         return tuple(dict.fromkeys(sequences))
+
+    def _check_stops(self, ids: Sequence[int]) -> None:
+        """Raises BadRequest when one of these has text: an answer that a grammar describes would end in its middle."""
+        for token_id in ids:
+            if text := self._tokenizer.decode([token_id], skip_special_tokens=True):
+                rule = f"{token_id} is the text {text!r}: leave it out: the grammar says where the answer ends"
+                raise BadRequest(f"stop_token_ids: {rule}", field="stop_token_ids")
 
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raises BadRequest when one of these is no token of the model."""

@@ -225,6 +225,7 @@ async def test_a_request_may_ask_for_more_than_the_default_length() -> None:
         ("/v1/completions", completion([[5], [1000]]), 400, "prompt", "between 0 and 999"),
         ("/v1/completions", completion([[5], []]), 400, "prompt", "empty"),
         ("/v1/chat/completions", chat(stop_token_ids=[1000]), 400, "stop_token_ids", "between 0 and 999"),
+        ("/v1/chat/completions", chat(stop_token_ids=[65], guided_regex="A"), 400, "stop_token_ids", "65 is the text 'A'"),
         ("/v1/completions", completion([-1]), 400, "prompt", "between 0 and 999"),
         ("/v1/completions", completion([2**80]), 400, "prompt", "between 0 and 999"),
         ("/v1/completions", completion(logit_bias={"1000": 1}), 400, "logit_bias", "between 0 and 999"),

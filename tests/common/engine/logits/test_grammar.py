@@ -23,8 +23,8 @@ DATE = Grammar("regex", "[0-9]{4}-[0-9]{2}")
 POINT = Grammar("json_schema", json.dumps({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}))
 
 
-def processor() -> GrammarProcessor:
-    return GrammarProcessor(cache(COMPILER.compile), 16, VOCAB, (EOS,), torch.device("cpu"))
+def processor(token_s: float = 60.0) -> GrammarProcessor:
+    return GrammarProcessor(cache(COMPILER.compile), 16, VOCAB, (EOS,), torch.device("cpu"), token_s)
 
 
 def start(row: int, grammar: Grammar | None, answer: list[int], stops: tuple[int, ...] = ()) -> RowStart:
@@ -107,6 +107,16 @@ def test_a_token_that_the_grammar_refuses_ends_the_row_and_nothing_else() -> Non
     ended, going = step(one, [0, 1], seed=0)
     assert ended == EOS and going != EOS
     assert step(one, [0, 1], seed=1)[0] == EOS, "also when it is asked again"
+
+
+def test_a_row_whose_grammar_takes_too_long_ends_and_the_others_go_on() -> None:
+    """No mask takes less than no time."""
+    for rows in (1, 6):
+        one = processor(token_s=-1.0)
+        one.start([start(row, Grammar("regex", "[a-z]+"), []) for row in range(rows)])
+        for number in range(2):
+            last = step(one, list(range(rows)), number)
+        assert last == [EOS] * rows
 
 
 def test_stop_tokens_of_the_request_end_the_answer_where_the_grammar_allows_it() -> None:
