@@ -49,18 +49,23 @@ class Compiler:
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
         """Raises BadRequest for a grammar that cannot be compiled, that no text matches, or that is slow to follow."""
         check_text(grammar)
+        compiled = self.compile_unchecked(grammar)
+        self.try_out(grammar, compiled)
+        return compiled
+
+    def compile_unchecked(self, grammar: Grammar) -> "CompiledGrammar":
+        """Without the trial, and whatever it takes. Raises BadRequest for a grammar that cannot be compiled."""
         try:
-            compiled = _compile(self._compiler, grammar)
+            return _compile(self._compiler, grammar)
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadRequest(f"{grammar.kind}: {_reason(str(error))}", field=grammar.kind) from error
-        self._try_out(grammar, compiled)
-        return compiled
 
     def close(self) -> None:
         """Holds nothing."""
 
-    def _try_out(self, grammar: Grammar, compiled: "CompiledGrammar") -> None:
-        """Write some answers: with the first of the tokens that may follow, the last, the token before again, any."""
+    def try_out(self, grammar: Grammar, compiled: "CompiledGrammar") -> None:
+        """Write some answers: with the first of the tokens that may follow, the last, the token before again, any. Raises
+        BadRequest."""
         from xgrammar import GrammarMatcher
 
         vocab_size, stops = self._vocabulary.vocab_size, self._vocabulary.stop_token_ids

@@ -3,8 +3,8 @@
 Owns the process, what it may use, and the frames between the two. Does not know the cache.
 
 The process loads xgrammar once. For each grammar it forks, and the fork compiles: so a crash costs no new start, and every
-grammar has its limits for itself. The process reads orders from its stdin, so it ends when its parent does. A fork that compiles
-then ends at its limit.
+grammar has its limits for itself. What compiles quickly there, the instance compiles again; the rest comes as text. The process
+reads orders from its stdin, so it ends when its parent does. A fork that compiles then ends at its limit.
 
     instance ── vocabulary, grammars ──► process ── fork ──► compiles, tries out
     instance ◄── started, one answer for each grammar ── process ◄── memory file ── fork
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from common.engine.grammar_compiler import Compiler
+from common.engine.grammars import check_text
 from common.errors import BadRequest, Unavailable
 from common.processes.child import with_our_code
 from common.sampling_params import Grammar
@@ -37,17 +38,21 @@ START_S = 120.0
 """The process loads xgrammar within this time."""
 _HEAD = struct.Struct("<cQ")
 """Of a frame: what it is, and how many bytes follow."""
-_STARTED, _COMPILED, _REFUSED, _DIED = b"S", b"C", b"R", b"D"
+_STARTED, _COMPILED, _QUICK, _REFUSED, _DIED = b"S", b"C", b"Q", b"R", b"D"
+STACK_BYTES = 4 * 2**20
+"""Of a fork: half of what a thread of the instance has, so that what fits here fits there."""
 
 
 class Limits(msgspec.Struct, frozen=True):
     """What one grammar may use. cpu_s: whole seconds, of all threads. memory_bytes: more than the process has without it.
-    compiled_bytes: as text. wall_s: behind cpu_s, for a process that waits."""
+    compiled_bytes: as text. wall_s: behind cpu_s, for a process that waits. quick_s: what takes
+    less CPU time is compiled once more by the instance, for its text may be a hundred times as large and take longer to read."""
 
-    cpu_s: int = 20
-    wall_s: float = 60.0
+    cpu_s: int = 12
+    wall_s: float = 30.0
     memory_bytes: int = 3 * 2**30
     compiled_bytes: int = 128 * 2**20
+    quick_s: float = 0.5
 
 
 class _Ended(Exception):
@@ -61,6 +66,7 @@ class CompilerProcess:
         self._vocabulary = vocabulary
         self._limits = limits or Limits()
         self._process: _Process | None = None
+        self._own: Compiler | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -79,6 +85,9 @@ class CompilerProcess:
         except _Ended:
             self._end()
             raise Unavailable("the compiler of grammars has ended") from None
+        if kind == _QUICK:
+            self._own = self._own or Compiler(self._vocabulary)
+            return self._own.compile_unchecked(grammar)
         if kind == _COMPILED:
             return CompiledGrammar.deserialize_json(data.decode(), self._vocabulary)
         if kind == _REFUSED:
@@ -218,10 +227,20 @@ class _Served:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (_address_bytes() + self.limits.memory_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (self.limits.cpu_s, self.limits.cpu_s + 1))
+        resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
         try:
-            data = Compiler(self.vocabulary).compile(grammar).serialize_json().encode()
+            compiler = Compiler(self.vocabulary)
+            check_text(grammar)
+            begun = time.process_time()
+            compiled = compiler.compile_unchecked(grammar)
+            is_quick = time.process_time() - begun < self.limits.quick_s
+            compiler.try_out(grammar, compiled)
+            if is_quick:
+                return _QUICK, b""
+            data = compiled.serialize_json().encode()
         except BadRequest as error:
-            return _REFUSED, str(error).encode(errors="replace")
+            too_large = f"{grammar.kind}: it needs too much memory: send a simpler one"
+            return _REFUSED, (too_large if "bad_alloc" in str(error) else str(error)).encode(errors="replace")
         if len(data) > self.limits.compiled_bytes:
             return _REFUSED, f"{grammar.kind}: it needs too much memory: send a simpler one".encode()
         return _COMPILED, data

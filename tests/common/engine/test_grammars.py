@@ -97,7 +97,8 @@ ENDLESS = Grammar(
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[CompilerProcess]:
-    process = CompilerProcess(VOCABULARY, Limits(cpu_s=1))
+    """What it compiles comes as text."""
+    process = CompilerProcess(VOCABULARY, Limits(cpu_s=1, quick_s=0.0))
     yield process
     process.close()
 
