@@ -4,12 +4,10 @@ Owns the tokenizing (on threads of its own, so that long prompts block neither t
 context, ids and seeds. Does not know HTTP, instances or messages.
 """
 
-import asyncio
 import dataclasses
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -112,7 +110,7 @@ class Intake:
         self._longest_timeout_s = config.max_request_timeout_s
         self.writers = SharedThreads(1, "answer-writer")
         """For answers that take long to write. One: the threads share one interpreter with the loop."""
-        self._threads = ThreadPoolExecutor(max_workers=ENCODING_THREADS, thread_name_prefix="tokenizer")
+        self._threads = SharedThreads(ENCODING_THREADS, "tokenizer")
         self._long_threads = SharedThreads(LONG_ENCODING_THREADS, "long-tokenizer")
         self._waiting_body_bytes = Places(MAX_WAITING_BODY_BYTES, "bytes of large bodies")
 
@@ -208,9 +206,8 @@ class Intake:
         return own if model is None else min(own, model.context_tokens)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._long_threads.close()
-        self.writers.close()
+        for threads in (self._threads, self._long_threads, self.writers):
+            threads.close()
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._model:
@@ -265,9 +262,8 @@ class Intake:
         try:
             if size < SHORT_CHARS:
                 return work()
-            if size <= LONG_CHARS:
-                return await _on_thread(self._threads, work)
-            return await self._long_threads.run(owner, work)
+            threads = self._threads if size <= LONG_CHARS else self._long_threads
+            return await threads.run(owner, work)
         finally:
             places.leave(owner, choices)
 
@@ -409,16 +405,6 @@ class Intake:
             fix = f"lower {name} to {most}, ask for fewer choices or alternatives, or send stream=true"
             raise BadRequest(f"one whole answer gets at most {MAX_PAIRS} log probabilities: {fix}", field=name)
         return asked
-
-
-async def _on_thread(threads: ThreadPoolExecutor, work: Callable[[], R]) -> R:
-    """Do the work on one of the threads, or never if this is cancelled before it begins. Then nothing holds on to the work: the
-    threads would, until its turn comes."""
-    held = [work]
-    try:
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: held.pop()())
-    finally:
-        held.clear()
 
 
 def _require_room(prompt_tokens: int, context: int, prompt_field: str) -> None:
