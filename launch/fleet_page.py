@@ -3,17 +3,17 @@
 Owns the questions. Knows the router's pages. Imports nothing heavy.
 """
 
-import http.client
 import json
 import shlex
 import ssl
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from common.access import read_api_keys, read_control_key
 from common.addresses import LOOPBACK, reachable
 from common.config import AccessConfig
+from common.processes.router_client import RequestFailed, RouterClient
 
 ASK_S = 5.0
 OPEN_TO_ALL = AccessConfig()
@@ -23,10 +23,10 @@ class FleetPage:
     """The router's pages at `url`. access: of the router; its keys are read here too, and its certificate is the one expected."""
 
     def __init__(self, url: str, access: AccessConfig = OPEN_TO_ALL) -> None:
-        self._netloc = urlsplit(url).netloc
-        self._control_key = read_control_key(access.control_key) if access.control_key else ""
-        self._api_key = next(iter(read_api_keys(access.api_keys))) if access.api_keys else ""
-        self._tls = _trusting(access.tls_cert) if access.tls_cert else None
+        tls = _trusting(access.tls_cert) if access.tls_cert else None
+        control_key = read_control_key(access.control_key) if access.control_key else ""
+        api_key = next(iter(read_api_keys(access.api_keys))) if access.api_keys else ""
+        self._control, self._api = (RouterClient(url, key, ASK_S, tls) for key in (control_key, api_key))
 
     def missing(self, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
         """Why the fleet is not complete yet: missing members and links, or what keeps the router unready."""
@@ -54,19 +54,10 @@ class FleetPage:
 
     def get(self, path: str) -> Any:
         """The JSON of a page, or None when there is no answer."""
-        connection = (
-            http.client.HTTPConnection(self._netloc, timeout=ASK_S)
-            if self._tls is None
-            else http.client.HTTPSConnection(self._netloc, timeout=ASK_S, context=self._tls)
-        )
-        key = self._control_key if path.startswith("/cluster") else self._api_key
         try:
-            connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
-            return json.loads(connection.getresponse().read())
-        except (OSError, http.client.HTTPException, ValueError):
+            return (self._control if path.startswith("/cluster") else self._api).get(path)
+        except RequestFailed:
             return None
-        finally:
-            connection.close()
 
 
 def _trusting(cert: str) -> ssl.SSLContext:

@@ -6,6 +6,7 @@ router cancels the request.
 
 import http.client
 import json
+import ssl
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any
@@ -27,9 +28,10 @@ class RequestFailed(TandemError):
 
 class RouterClient:
     """The router at `url` (http or https). api_key: sent as a bearer token, unless it is empty. timeout_s: of each wait for more
-    of an answer. It keeps no connection, so several threads may use it at once."""
+    of an answer. tls: whom it trusts behind https; None: whom this machine trusts. It keeps no connection, so several threads may
+    use it at once."""
 
-    def __init__(self, url: str, api_key: str = "", timeout_s: float = ANSWER_S) -> None:
+    def __init__(self, url: str, api_key: str = "", timeout_s: float = ANSWER_S, tls: ssl.SSLContext | None = None) -> None:
         try:
             parts = urlsplit(url)
             is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -42,12 +44,12 @@ class RouterClient:
         self.url = url.rstrip("/")
         self._is_secure, self._netloc, self._path = parts.scheme == "https", parts.netloc, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._timeout_s = timeout_s
+        self._timeout_s, self._tls = timeout_s, tls
 
     def get(self, path: str) -> Any:
         """The JSON of a page. Raises RequestFailed."""
         with closing(self._connection()) as connection:
-            return _decoded(self._asked(connection, "GET", path, None).read())
+            return self._read(self._asked(connection, "GET", path, None))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to a JSON body. Raises RequestFailed."""
@@ -76,8 +78,9 @@ class RouterClient:
                 yield event
 
     def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
-        return kind(self._netloc, timeout=self._timeout_s)
+        if self._is_secure:
+            return http.client.HTTPSConnection(self._netloc, timeout=self._timeout_s, context=self._tls)
+        return http.client.HTTPConnection(self._netloc, timeout=self._timeout_s)
 
     def _asked(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None

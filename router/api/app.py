@@ -99,36 +99,21 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a chat: each message has a role and a text."""
-        received_s = self._enter(request)
-        asked = await self._read(request, read_chat)
-        answer = answer_id(request.scope, "chatcmpl-")
-        accepted = await self._accept(request, answer, self._intake.accept_chat(asked, answer), asked.fields.n)
-        return self._dispatch(request, ChatShape, asked, accepted, received_s)
+        return await self._answer(request, read_chat, "chatcmpl-", self._intake.accept_chat, ChatShape)
 
     async def responses(self, request: Request) -> Response:
         """Answer a conversation of items: messages, thoughts, calls and their results. Nothing is stored, so a request brings its
         whole conversation."""
-        received_s = self._enter(request)
-        asked = await self._read(request, read_response)
-        answer = answer_id(request.scope, "resp_")
-        accepted = await self._accept(request, answer, self._intake.accept_chat(asked, answer), asked.fields.n)
-        return self._dispatch(request, ResponseShape, asked, accepted, received_s)
+        return await self._answer(request, read_response, "resp_", self._intake.accept_chat, ResponseShape)
 
     async def completions(self, request: Request) -> Response:
         """Continue one or more prompts, given as texts or token ids."""
-        received_s = self._enter(request)
-        asked = await self._read(request, read_completion)
-        answer, choices = answer_id(request.scope, "cmpl-"), len(asked.prompts) * asked.fields.n
-        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), choices)
-        return self._dispatch(request, CompletionShape, asked, accepted, received_s)
+        return await self._answer(request, read_completion, "cmpl-", self._intake.accept_completion, CompletionShape)
 
     async def embeddings(self, request: Request) -> Response:
         """The embedding of each of one or more prompts, given as texts or token ids."""
-        received_s = self._enter(request)
-        asked = await self._read(request, partial(read_embeddings, self._model, self._embedding))
-        answer = answer_id(request.scope, "embd-")
-        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), len(asked.prompts))
-        return self._dispatch(request, EmbeddingShape, asked, accepted, received_s)
+        reader = partial(read_embeddings, self._model, self._embedding)
+        return await self._answer(request, reader, "embd-", self._intake.accept_completion, EmbeddingShape)
 
     async def generate(self, request: Request) -> Response:
         """SGLang's own endpoint: continue one prompt or a batch of prompts. Each event of a stream repeats the answer so far."""
@@ -136,9 +121,9 @@ class Api:
         asked = await self._read(request, partial(read_generate, self._model))
         if len(asked.rids) == 1:
             request.scope[REQUEST_ID] = asked.rids[0]
-        answer, choices = answer_id(request.scope), len(asked.prompts) * asked.fields.n
-        ids = asked.choice_ids(answer.shown, choices)
-        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), choices, ids)
+        answer = answer_id(request.scope)
+        ids = asked.choice_ids(answer.shown, asked.choices)
+        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), asked.choices, ids)
         named = {name: (spec.request_id,) for name, spec in zip(ids, accepted.specs, strict=True)}
         request.scope[AT_END].callback(self._open.add(named if asked.is_batch else {}))
         return self._dispatch(request, GenerateShape, asked, accepted, received_s)
@@ -170,6 +155,21 @@ class Api:
         self.door.enter()
         request.scope[AT_END].callback(self.door.leave)
         return self._gateway.clock()
+
+    async def _answer(
+        self,
+        request: Request,
+        reader: Callable[[bytes, int], R],
+        prefix: str,
+        accept: Callable[[R, AnswerId], Coroutine[Any, Any, Accepted]],
+        shape_of: type[AnswerShape[R]],
+    ) -> Response:
+        """The way of a request through the router. prefix: of its answer's id."""
+        received_s = self._enter(request)
+        asked = await self._read(request, reader)
+        answer = answer_id(request.scope, prefix)
+        accepted = await self._accept(request, answer, accept(asked, answer), asked.choices)
+        return self._dispatch(request, shape_of, asked, accepted, received_s)
 
     async def _accept(
         self, request: Request, answer: AnswerId, work: Coroutine[Any, Any, Accepted], choices: int, names: Iterable[str] = ()

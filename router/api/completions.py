@@ -50,6 +50,10 @@ class CompletionRequest(ReadRequest):
     echo: bool = False
     hides_answer: bool = False
 
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.fields.n
+
 
 def read_completion(body: bytes, context_tokens: int | None = None) -> CompletionRequest:
     """The body of POST /v1/completions. Raises BadRequest, for far more token ids than the context holds before they are read."""

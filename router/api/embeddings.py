@@ -17,7 +17,7 @@ from common.messages import Ending, Failed, Finished
 from common.text.embedding import Embedding
 from router.api.answers import AnswerShape, WholeChoice
 from router.api.completions import CompletionRequest, prompts_in, require_few_ids
-from router.api.fields import Priority, SamplingFields, convert, object_in
+from router.api.fields import Label, Priority, SamplingFields, Timeout, convert, object_in
 from router.api.neutral import drop_neutral
 from router.api.tokens import Model
 from router.outbox import ChoiceDelta
@@ -41,12 +41,9 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Only the model's own number: embeddings are not shortened.")
     ] = None
-    timeout: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Cancel the request after this many seconds; without it: after `--request-timeout-s`."),
-    ] = None
+    timeout: Timeout = None
     priority: Priority = 0
-    user: Annotated[str, Meta(description="A label; it changes nothing.")] = ""
+    user: Label = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,11 @@ MinTokens: TypeAlias = Annotated[
 ]
 Priority: TypeAlias = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Lower is earlier.")]
 Stream: TypeAlias = Annotated[bool, Meta(description="Send the answer as server-sent events.")]
+Timeout: TypeAlias = Annotated[
+    Annotated[float, Meta(gt=0)] | None,
+    Meta(description="Cancel the request after this many seconds; without it: after `--request-timeout-s`."),
+]
+Label: TypeAlias = Annotated[str, Meta(description="A label; it changes nothing.")]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,15 +132,12 @@ class SamplingFields(StructuredFields, msgspec.Struct, frozen=True, kw_only=True
     return_tokens_as_token_ids: Annotated[
         bool, Meta(description='In logprobs, write "token_id:7" for the text of token 7, as vLLM does.')
     ] = False
-    timeout: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Cancel the request after this many seconds; without it: after `--request-timeout-s`."),
-    ] = None
+    timeout: Timeout = None
     priority: Priority = 0
-    user: Annotated[str, Meta(description="A label; it changes nothing.")] = ""
+    user: Label = ""
     metadata: Annotated[dict[str, str], Meta(description="Labels; they change nothing.")] = {}
-    safety_identifier: Annotated[str, Meta(description="A label; it changes nothing.")] = ""
-    prompt_cache_key: Annotated[str, Meta(description="A label; it changes nothing.")] = ""
+    safety_identifier: Label = ""
+    prompt_cache_key: Label = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,11 @@ class ReadRequest:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     pooling: Pooling | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many the answer has."""
+        return self.fields.n
 
 
 def checked_stops(fields: SamplingFields) -> tuple[str, ...]:

@@ -17,11 +17,14 @@ from common.sampling_params import Grammar
 from router.api.chat import ChatRequest, Effort
 from router.api.chat_messages import arguments_of
 from router.api.fields import (
+    Label,
     MinP,
     Priority,
     SamplingFields,
+    Seed,
     Stream,
     Temperature,
+    Timeout,
     Tokens,
     TopK,
     TopP,
@@ -81,7 +84,6 @@ class ReasoningItem(_Item, frozen=True, tag="reasoning"):
     content: Annotated[list[ThoughtText] | None, Meta(description="The thoughts.")] = None
 
 
-Label: TypeAlias = Annotated[str, Meta(description="A label; it changes nothing.")]
 Item: TypeAlias = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
 
 
@@ -121,10 +123,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: TopP = 1.0
     top_k: TopK = 0
     min_p: MinP = 0.0
-    seed: Annotated[
-        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
-        Meta(description="The same seed and request give the same answer."),
-    ] = None
+    seed: Seed = None
     tools: Annotated[list[ResponseTool], Meta(description="Functions that the model may call.")] = []
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction | None,
@@ -137,9 +136,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
     ] = {}
     store: Annotated[bool, Meta(description="Nothing is stored; the answer says so.")] = False
-    timeout: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="Cancel the request after this many seconds.")] = (
-        None
-    )
+    timeout: Timeout = None
     priority: Priority = 0
     user: Label = ""
     metadata: Annotated[dict[str, str], Meta(description="Labels, which the answer repeats.")] = {}
