@@ -113,30 +113,52 @@ def vocabulary_of(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -
 
 
 def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar":
+    from xgrammar import Grammar as Rules
+
     match grammar.kind:
         case "json_schema":
-            return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
+            rules = Rules.from_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
+            mended = _mended(str(rules))
+            return compiler.compile_grammar(rules if mended is None else Rules.from_ebnf(mended))
         case "regex":
             return compiler.compile_regex(grammar.text)
         case "ebnf":
             return compiler.compile_grammar(grammar.text)
         case "structural_tag":
-            return compiler.compile_structural_tag(json.dumps(_with_bounded_space(json.loads(grammar.text))))
+            return compiler.compile_structural_tag(json.dumps(_with_mended_schemas(json.loads(grammar.text))))
         case _:
             assert_never(grammar.kind)
 
 
-def _with_bounded_space(tag: Any) -> Any:
-    """The structural tag with the limit on white space in each of its JSON schemas that has none."""
+def _with_mended_schemas(tag: Any) -> Any:
+    """The structural tag with the limit on white space in each of its JSON schemas that has none, and with the rules of a schema
+    in place of the schema where they had to be mended."""
+    from xgrammar import Grammar as Rules
+
     match tag:
         case list():
-            return [_with_bounded_space(each) for each in tag]
-        case {"type": "json_schema"}:
-            return {"max_whitespace_cnt": MAX_WHITESPACE} | tag
+            return [_with_mended_schemas(each) for each in tag]
+        case {"type": "json_schema" | "qwen_xml_parameter" as kind}:
+            schema = ({"max_whitespace_cnt": MAX_WHITESPACE} if kind == "json_schema" else {}) | tag
+            mended = _mended(str(Rules.from_structural_tag(json.dumps({"type": "structural_tag", "format": schema}))))
+            return schema if mended is None else {"type": "grammar", "grammar": mended}
         case dict():
-            return {key: _with_bounded_space(each) for key, each in tag.items()}
+            return {key: _with_mended_schemas(each) for key, each in tag.items()}
         case _:
             return tag
+
+
+_BARE_CHARACTERS = re.compile(r'^(\w+_characters ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+
+
+def _mended(rules: str) -> str | None:
+    """The rules of a JSON schema without control characters in strings of a given length; None: they are right as they are.
+
+    xgrammar 0.2 lets such a string hold any character but quotation marks, backslashes and ends of lines. JSON wants all control
+    characters escaped (https://github.com/mlc-ai/xgrammar/issues/800).
+    """
+    mended, changes = _BARE_CHARACTERS.subn(lambda match: match[1] + r"(([^\0-\x1f\"\\]))", rules)
+    return mended if changes else None
 
 
 _WHERE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*?\) is false: )?", re.DOTALL)

@@ -81,6 +81,27 @@ def test_white_space_has_an_end_in_json_and_in_the_json_of_a_call() -> None:
         assert [_is_grammar_accept_string(compiled, text) for text in texts] == [True, True, False], grammar.kind
 
 
+def test_a_string_of_a_given_length_holds_the_characters_that_json_allows() -> None:
+    short = {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 3}}
+    tag = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": short}, "end": ">"}
+    for grammar, begin, end in (
+        (Grammar("json_schema", json.dumps(short)), "", ""),
+        (Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag})), "<", ">"),
+    ):
+        compiled = Compiler(VOCABULARY).compile(grammar).grammar
+        for character in map(chr, [*range(0x30), 0x7F, 0x80, 0x20AC, 0x1F600]):
+            text = f'["a{character}b"]'
+            assert _is_grammar_accept_string(compiled, f"{begin}{text}{end}") == is_json(text), (grammar.kind, text)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def test_an_executor_without_a_model_knows_the_grammar_of_any_text_alone() -> None:
     assert AnythingGoes(ANY_TEXT, "the toy").poll()
     with pytest.raises(BadRequest, match="regex: the toy knows no grammars"):
