@@ -115,7 +115,7 @@ class DecodeScheduler:
                 request = self._table.cancel(message.key, now)
                 return [] if request is None else self._cancel(request, message.complete, now)
             case Probe():
-                return [self._table.answer(sender, message)]
+                return [*self._table.answer(message)]
             case Repeat():
                 return [*self._table.repeat(message)]
             case Drain():

@@ -107,7 +107,7 @@ class PrefillScheduler:
                 request = self._requests.cancel(message.key, now)
                 actions = [] if request is None else self._end(request, None, now)
             case Probe():
-                actions = [self._requests.answer(sender, message)]
+                actions = [*self._requests.answer(message)]
             case Repeat():
                 actions = [*self._requests.repeat(message)]
             case Grant() | Decline() | Renewed():

@@ -68,13 +68,15 @@ class Attempt:
         self._growth_tokens = growth_tokens
         self._bearer.growth_tokens += growth_tokens
         self._asked_where = False
+        self._round = 0
+        """The latest round of probes that a member has answered."""
         self._known_next: dict[Member, int | None] = {}
-        """What members answered in this round of probes."""
+        """What members answered in that round."""
         self.was_told_again = False
-        """Its tokens were asked for again, and none has come since."""
+        """Its tokens were asked for again, none has come since, and no later round has shown that nothing is missing."""
         self._was_opened_again = False
-        self._is_decisive = False
-        """This round of probes began after that."""
+        self._told_round = 0
+        """The latest round that began before that."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -121,7 +123,7 @@ class Attempt:
         self._bearer.growth_tokens -= self._growth_tokens
         decode.growth_tokens += self._growth_tokens
         self._bearer = decode
-        self.was_told_again = self._is_decisive = False
+        self.was_told_again = False
         self._known_next.clear()
 
     def advance(self, tokens: int) -> None:
@@ -143,13 +145,15 @@ class Attempt:
     def restart_silence(self, now: float) -> None:
         """Count its silence from now: a token came, or none could come until now."""
         self.silent_since_s = now
-        self.was_told_again = self._is_decisive = False
+        self.was_told_again = False
         self._known_next.clear()
 
-    def start_again(self, now: float) -> None:
-        """Count its silence from now: its tokens are asked for again. What members said before decides nothing."""
+    def start_again(self, now: float, told_round: int) -> None:
+        """Count its silence from now: its tokens are asked for again. What members answer in rounds up to this one decides
+        nothing."""
         self.restart_silence(now)
         self.was_told_again = self._was_opened_again = True
+        self._told_round = told_round
 
     def withdraw(self) -> list[Send]:
         """End it for members and detokenizer that believe it is open. A lost member is told too: it may only be silent, and then
@@ -182,29 +186,36 @@ class Attempt:
 
     # --- probes --------------------------------------------------------------------------------------------------------
 
-    def start_probe_round(self) -> None:
-        """Its members are asked anew what they know. If the last round was decisive and found nothing, the matter is closed."""
-        self.was_told_again = self.was_told_again and (not self._is_decisive or self._is_suspect())
-        self._is_decisive = self.was_told_again
-        self._known_next.clear()
-
     def find_needed(self, name: InstanceId, incarnation: Incarnation) -> Member | None:
         """The needed member that this is, if it is one."""
         return next((member for member in self.needed if member.life == (name, incarnation)), None)
 
-    def note_answer(self, member: Member, next_token: int | None) -> None:
-        """Take in a member's answer to a probe: the number of the token that it emits next, or None when it knows nothing."""
+    def note_answer(self, member: Member, next_token: int | None, round_: int) -> None:
+        """Take in a member's answer to a probe: the number of the token that it emits next, or None when it knows nothing. What
+        it had sent before has come, or was lost."""
+        if round_ < self._round:
+            return
+        if round_ > self._round:
+            self._round = round_
+            self._known_next.clear()
         self._known_next[member] = next_token
+        if self._is_decisive and not self._is_suspect():
+            self.was_told_again = False
 
     @property
     def seems_lost(self) -> bool:
-        """This round of probes says that messages were lost, or are on their way, and nothing was asked for again yet."""
+        """Members say that messages were lost, and nothing was asked for again yet."""
         return not self.was_told_again and self._is_suspect()
 
     @property
     def lost_messages(self) -> bool:
-        """This round of probes says so although the tokens were asked for again before it."""
+        """All say so although the tokens were asked for again before they were asked."""
         return self._is_decisive and self._is_suspect()
+
+    @property
+    def _is_decisive(self) -> bool:
+        """Whether all that are needed have answered since the tokens were asked for again."""
+        return self.was_told_again and self._round > self._told_round and len(self._known_next) >= len(self.needed)
 
     def _is_suspect(self) -> bool:
         """Whether this round says that messages were lost: a member has sent tokens that did not come, or no member is about to

@@ -77,9 +77,7 @@ class RouterCore:
         if not 0 <= beat.shard < len(self.detokenizers):
             return []
         name = self.detokenizer_names[beat.shard]
-        if self.detokenizers[beat.shard].heard(beat, now):
-            return self.requests.probe_all(name, now)
-        return self.requests.detokenizer_heard(name, now)
+        return self.requests.probe_all(name, now) if self.detokenizers[beat.shard].heard(beat, now) else []
 
     def tick(self, now: float, *, caught_up: bool = True) -> list[Send]:
         """Act on every deadline that has passed. caught_up: False while mail waits to be read: then silence says nothing.

@@ -305,18 +305,12 @@ class RequestBook:
         return self._retelling.ask(attempts, now)
 
     def probed(self, message: Probed, now: float) -> list[Send]:
-        """Take in what a member knows about some attempts."""
+        """Take in what a member knows about some attempts, and resume those that have lost messages for good."""
         life, sends = Life(message.id, message.incarnation), list[Send]()
         for standing in message.standings:
             if standing.decode is not None:
                 sends += self._place(standing.key, life, standing.decode, now)
-        self._retelling.probed(message)
-        return sends
-
-    def detokenizer_heard(self, detokenizer: InstanceId, now: float) -> list[Send]:
-        """The detokenizer lives: what did not come through it by now is lost."""
-        sends: list[Send] = []
-        for record, attempt in self._retelling.judge(detokenizer):
+        for record, attempt in self._retelling.probed(message):
             lost = f"messages about the request were lost, from token {attempt.next_token} on"
             sends += self._resume(record, attempt, _messages_lost(attempt, lost), now)
         return sends

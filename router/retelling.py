@@ -6,8 +6,10 @@ good; the request book acts on it. Knows no clients and no placements.
     a token, or the start ──PROBE_S──► Probe to its members ──Probed──► it seems that messages were lost ─┐
     a gap in the text ────────────────────────────────────────────────────────────────────────────────────┤
     its detokenizer was started again ────────────────────────────────────────────────────────────────────┴─► it waits in line
-    in line ──► ExpectAnswer to the detokenizer, Repeat to the members ──PROBE_S──► Probe ──► it still seems so ──► the
-    detokenizer is heard of ──► they were lost
+    in line ──► ExpectAnswer to the detokenizer, Repeat to the members ──PROBE_S──► Probe ──► they still say so ──► they were lost
+
+Answers to probes follow the tokens through the detokenizer. So nothing is judged while tokens are on their way, however long they
+take, and nothing while the detokenizer is gone.
 
 Opening an answer again costs a detokenizer more, the longer the answer is. So the line moves about as fast as a detokenizer can
 follow.
@@ -28,8 +30,8 @@ from router.requests import TOKEN_BYTES, Record
 PROBE_S = 2.0
 """After this long without a token the router asks an attempt's members about it, and again after as long."""
 FRESH_S = 1.5
-"""A detokenizer sends a heartbeat every second. When none has come for this long it may be gone, and then no attempt of its is
-judged."""
+"""A detokenizer sends a heartbeat every second. When none has come for this long it may be gone, and then nobody is asked, for no
+answer would come."""
 CONTEXT_TOKENS = 8
 """How many of the prompt's last tokens the detokenizer gets, to decode the answer's first characters in their context."""
 SPARE_LIFE_S = 60.0
@@ -75,8 +77,8 @@ class Retelling:
         """The answers to open again, in order. They are not looked at meanwhile."""
         self._turn_s = 0.0
         """When the next of them may be opened."""
-        self._accused: dict[InstanceId, dict[Key, None]] = {}
-        """Attempts that seem to have lost messages for good, by detokenizer, until that is heard of."""
+        self._round = 0
+        """Counts the times that members were asked."""
         self.stale_standings = 0
         """Dropped answers to probes: about attempts that are not open, or from instances that do not serve them."""
 
@@ -98,33 +100,29 @@ class Retelling:
     def ask(self, attempts: Iterable[Attempt], now: float) -> list[Send]:
         """Ask every member that serves one of these attempts, in one message each."""
         asked: dict[Member, list[Key]] = {}
+        self._round += 1
         for attempt in attempts:
-            attempt.start_probe_round()
             self._silences.set(attempt.key, now + PROBE_S)
             for member in attempt.needed:
                 asked.setdefault(member, []).append(attempt.key)
-        return [Send(member.info.id, Probe(keys=tuple(keys))) for member, keys in asked.items()]
+        return [Send(member.info.id, Probe(keys=tuple(keys), round=self._round)) for member, keys in asked.items()]
 
-    def probed(self, message: Probed) -> None:
-        """Take in what a member knows about some attempts."""
+    def probed(self, message: Probed) -> list[Served]:
+        """Take in what a member knows about some attempts. Returns those that have lost messages for good."""
+        lost: list[Served] = []
         for standing in message.standings:
             served = self._find(standing.key)
             member = None if served is None else served[1].find_needed(message.id, message.incarnation)
             if served is None or member is None:
                 self.stale_standings += 1
                 continue
-            _, attempt = served
-            attempt.note_answer(member, standing.next_token)
+            attempt = served[1]
+            attempt.note_answer(member, standing.next_token, message.round)
             if attempt.lost_messages:
-                self._accused.setdefault(attempt.detokenizer, {})[attempt.key] = None
+                lost.append(served)
             elif attempt.seems_lost:
                 self.tell_again([attempt])
-
-    def judge(self, detokenizer: InstanceId) -> list[Served]:
-        """The attempts that have lost messages for good. The detokenizer has been heard since their members said so: so what was
-        told again did not die with it."""
-        accused = [self._find(key) for key in self._accused.pop(detokenizer, ())]
-        return [served for served in accused if served is not None and served[1].lost_messages]
+        return lost
 
     def tick(self, now: float, heard_s: Mapping[InstanceId, float]) -> list[Send]:
         """Ask about the attempts that are silent, and open answers again whose turn it is. heard_s: when each detokenizer was
@@ -174,7 +172,7 @@ class Retelling:
             record, attempt = served
             sends.append(expect_answer(record, attempt, now, again=True))
             taken += ANSWER_TOKENS + len(record.token_ids)
-            attempt.start_again(now)
+            attempt.start_again(now, self._round)
             self.watch(attempt, now)
             for member in attempt.tellers:
                 repeats.setdefault(member, []).append((key, attempt.next_token))

@@ -182,6 +182,8 @@ class DetokenizerProcess:
         for batch in cut(texts):
             self._mail.send(self._router, batch)
         self._meter.lap("TextBatch")
+        for probed in self.core.take_probed():
+            self._mail.send(self._router, probed)
         if now >= self._beats_s:
             self._beats_s = now + HEARTBEAT_S
             dropped = sum(self.core.dropped.values())

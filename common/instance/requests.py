@@ -300,10 +300,18 @@ class RequestTable(Generic[R]):
     def knows(self, peer: Life) -> bool:
         return self.peers.get(peer.id) == peer.incarnation
 
-    def answer(self, router: InstanceId, probe: Probe) -> Send:
-        """What is known of these requests."""
-        standings = tuple(self._standing(key) for key in probe.keys)
-        return Send(router, Probed(id=self._me.id, incarnation=self._me.incarnation, standings=standings))
+    def answer(self, probe: Probe) -> list[Send]:
+        """What is known of these requests, the way that their tokens go."""
+        standings: dict[InstanceId, list[Standing]] = {}
+        for key in probe.keys:
+            pipeline = self._pipeline_of(key)
+            if pipeline is not None:
+                standings.setdefault(pipeline, []).append(self._standing(key))
+        me, turn = self._me, probe.round
+        return [
+            Send(pipeline, Probed(id=me.id, incarnation=me.incarnation, round=turn, standings=tuple(known)))
+            for pipeline, known in standings.items()
+        ]
 
     def _standing(self, key: Key) -> Standing:
         request = self._open.get(key)

@@ -55,5 +55,5 @@ RouterInbox: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed | 
 FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe | Repeat
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
-DetokenizerInbox: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer
+DetokenizerInbox: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer | Probed
 AnyMessage: TypeAlias = RouterInbox | PrefillInbox | DecodeInbox | DetokenizerInbox

@@ -53,6 +53,8 @@ class Probe(Message, frozen=True):
 
     keys: tuple[Key, ...]
     """The requests."""
+    round: int = 0
+    """Counts the times that this router asked, from 1 on; the answers repeat it. 0: a router of wire version 7 asks."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
@@ -66,12 +68,15 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Probed(Message, frozen=True):
-    """instance → router: the answer to a Probe."""
+    """instance → detokenizer → router: the answer to a Probe, one for each detokenizer that its requests have. It follows the
+    tokens on their way. So when it is there, what the instance sent before is there too, or was lost."""
 
     id: InstanceId
     incarnation: Incarnation
     standings: tuple[Standing, ...]
-    """One for each key of the Probe."""
+    """One for each key of the Probe, but for those whose tokens wait at the detokenizer for their ExpectAnswer."""
+    round: int = 0
+    """As in the Probe."""
 
 
 class Repeat(Message, frozen=True):

@@ -32,6 +32,7 @@ from common.messages import (
     Failed,
     Finished,
     ForgetAnswer,
+    Probed,
     TextDelta,
     TokenBatch,
     TokenDelta,
@@ -141,6 +142,7 @@ class Detokenizer:
         """Whether each may be opened again: its ending went out, but may have been lost. Nobody wants one that was forgotten."""
         self._deadlines: DeadlineWheel[Key] = DeadlineWheel()
         self.dropped: Counter[str] = Counter()
+        self._probed: list[Probed] = []
 
     @property
     def open_answers(self) -> int:
@@ -164,8 +166,17 @@ class Detokenizer:
             case ForgetAnswer():
                 self._end(message.key, is_wanted=False)
                 return []
+            case Probed():
+                self._probed.append(message)
+                return []
             case _:
                 assert_never(message)
+
+    def take_probed(self) -> list[Probed]:
+        """Answers to probes, to be passed on behind the text of what came before them. They say nothing of requests whose tokens
+        wait here: those are not lost."""
+        taken, self._probed = self._probed, []
+        return [replace(each, standings=tuple(one for one in each.standings if one.key not in self._early)) for each in taken]
 
     def tick(self, now: float) -> list[TextDelta]:
         """Act on the deadlines that have passed.

@@ -77,6 +77,8 @@ class DetokenizerManager:
         texts += self._detokenizer.tick(now)
         for batch in cut(texts):
             self._mailbox.send(self._router, batch)
+        for probed in self._detokenizer.take_probed():
+            self._mailbox.send(self._router, probed)
         if now >= self._next_beat_s:
             self._next_beat_s = now + HEARTBEAT_S
             self._beat()

@@ -21,8 +21,8 @@ APART_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Chances:
-    """Of each letter. overtaking: whether letters of one sender to one receiver may overtake each other; those of a detokenizer
-    never do, for the router takes a gap in them for a loss."""
+    """Of each letter. overtaking: whether letters of one sender to one receiver may overtake each other; those of a
+    detokenizer and to one never do, for gaps in text and answers to probes tell the router what was lost."""
 
     lost: float
     twice: float
@@ -80,7 +80,7 @@ class Storm:
 
     def _ordered(self, sender: InstanceId, to: InstanceId, arrives_s: float) -> float:
         """The arrival, put off until that of what was sent before on this link, if nothing may overtake there."""
-        if self.chances.overtaking and TEXT_NAME.search(sender) is None:
+        if self.chances.overtaking and TEXT_NAME.search(sender) is None and TEXT_NAME.search(to) is None:
             return arrives_s
         arrives_s = max(arrives_s, self._latest_s.get((sender, to), 0.0) + APART_S)
         self._latest_s[sender, to] = arrives_s

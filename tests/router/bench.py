@@ -60,6 +60,8 @@ class Bench:
         detokenizers: int = 1,
     ) -> None:
         self.places = places
+        self.probe_round = 0
+        """The latest in which members were asked."""
         self.observer = Unobserved()
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"] * detokenizers, config or RouterConfig(), self.observer)
         self.outbox = Outbox(lambda: None, limit_chars)
@@ -79,9 +81,18 @@ class Bench:
         said = says(self.core.fleet, member, *others, load=load, draining=draining)
         return self.place([send for message in said for send in self.core.receive(message, now)], now)
 
+    def tick(self, now: float) -> list[Send]:
+        return self._probing(self.core.tick(now))
+
     def hear_detokenizer(self, now: float) -> list[Send]:
         """The detokenizer sends a heartbeat."""
-        return self.core.receive(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0), now)
+        return self._probing(self.core.receive(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0), now))
+
+    def _probing(self, sends: list[Send]) -> list[Send]:
+        for send in sends:
+            if isinstance(send.message, Probe):
+                self.probe_round = send.message.round
+        return sends
 
     def join(self, member: InstanceInfo, now: float) -> list[Send]:
         """A new member joins, and is linked at once."""
@@ -119,12 +130,19 @@ class Bench:
         return self.place(self.core.receive(TextBatch(deltas=(delta,)), now), now)
 
     def probed(
-        self, of: InstanceInfo, next_token: int | None, now: float, name: str = "r", attempt: int = 0, *, heard: bool = True
+        self,
+        of: InstanceInfo,
+        next_token: int | None,
+        now: float,
+        name: str = "r",
+        attempt: int = 0,
+        *,
+        probe_round: int | None = None,
     ) -> list[Send]:
-        """The instance answers a probe about an attempt. heard: then the detokenizer is heard of, which proves that it lives."""
-        standing = Standing(key(name, attempt), next_token)
-        sends = self.core.receive(Probed(id=of.id, incarnation=of.incarnation, standings=(standing,)), now)
-        return self.place(sends + (self.hear_detokenizer(now) if heard else []), now)
+        """The instance's answer to a probe about an attempt has come; of the latest round, if none is named."""
+        standings, probe_round = (Standing(key(name, attempt), next_token),), probe_round or self.probe_round
+        answer = Probed(id=of.id, incarnation=of.incarnation, standings=standings, round=probe_round)
+        return self.place(self.core.receive(answer, now), now)
 
     def read(self) -> str:
         return "".join(delta.text for delta in self.outbox.take())

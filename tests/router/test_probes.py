@@ -20,15 +20,16 @@ class ProbeBench(Bench):
     def __init__(self, *members: InstanceInfo) -> None:
         super().__init__(*members, config=RouterConfig(heartbeat_s=100.0, dead_after_s=1000.0))
 
-    def tick(self, now: float) -> dict[str, tuple[Key, ...]]:
+    def ask(self, now: float) -> dict[str, tuple[Key, ...]]:
+        """Time passes, and the detokenizer is heard. Returns who is asked about what."""
         self.hear_detokenizer(now)
-        return probes(self.core.tick(now))
+        return probes(self.tick(now))
 
     def round(self, now: float, *standings: tuple[InstanceInfo, int | None]) -> list[Send]:
         """A round of probes, and what the members' answers bring: each is the next token that a member emits."""
-        self.tick(now)
+        self.ask(now)
         sends = [send for member, next_token in standings for send in self.probed(member, next_token, now)]
-        return [*sends, *self.core.tick(now)]
+        return [*sends, *self.tick(now)]
 
 
 @pytest.fixture
@@ -39,48 +40,48 @@ def bench() -> ProbeBench:
 
 def test_a_silent_attempt_is_probed_at_its_members_again_and_again(bench: ProbeBench) -> None:
     assert bench.core.next_deadline() == PROBE_S
-    assert bench.tick(1.9) == {}
+    assert bench.ask(1.9) == {}
     for round_s in (2.0, 4.0, 6.0):
-        assert bench.tick(round_s) == {"p0": (key(),), "d0": (key(),)}
-        assert bench.tick(round_s + 1.9) == {}
+        assert bench.ask(round_s) == {"p0": (key(),), "d0": (key(),)}
+        assert bench.ask(round_s + 1.9) == {}
 
 
 def test_each_member_is_asked_about_all_its_attempts_at_once() -> None:
     bench = ProbeBench(P0, D0, D1).serving(spec("a", 0), spec("b", 1), spec("c", 2))
-    asked = bench.tick(2.0)
+    asked = bench.ask(2.0)
     assert asked["p0"] == (key("a"), key("b"), key("c"))
     assert sorted((*asked["d0"], *asked["d1"])) == [key("a"), key("b"), key("c")]
 
 
 def test_a_token_postpones_the_probe(bench: ProbeBench) -> None:
     bench.text(0, "a", now=1.5)
-    assert bench.tick(2.0) == {}
+    assert bench.ask(2.0) == {}
     assert bench.core.next_deadline() == 3.5
-    assert bench.tick(3.5) == {"p0": (key(),), "d0": (key(),)}
+    assert bench.ask(3.5) == {"p0": (key(),), "d0": (key(),)}
 
 
 def test_after_the_handoff_the_prefill_instance_is_not_asked(bench: ProbeBench) -> None:
     bench.text(0, "ab", now=0.0)
-    assert bench.tick(2.0) == {"d0": (key(),)}
+    assert bench.ask(2.0) == {"d0": (key(),)}
 
 
 def test_a_request_that_nobody_serves_is_not_probed(bench: ProbeBench) -> None:
     bench.leave(D0, 1.0)
-    assert bench.tick(2.0) == {}
+    assert bench.ask(2.0) == {}
     bench.join(D1, 2.5)
-    assert bench.tick(4.5) == {"d1": (key(attempt=1),)}
+    assert bench.ask(4.5) == {"d1": (key(attempt=1),)}
 
 
 def test_a_request_that_ended_is_not_probed_and_leaves_no_deadline(bench: ProbeBench) -> None:
     bench.text(0, "a", Finished(reason="length"))
     assert bench.core.requests.next_deadline() is None
-    assert bench.tick(2.0) == {}
+    assert bench.ask(2.0) == {}
 
 
 def test_a_silent_request_whose_time_is_over_is_not_probed() -> None:
     bench = Bench(D0, config=RouterConfig(request_timeout_s=2.5)).serving()
     bench.report(D0, 2.0)
-    assert bench.core.tick(2.9) == [*cancels(D0), close()]
+    assert bench.tick(2.9) == [*cancels(D0), close()]
     assert bench.core.requests.next_deadline() is None
 
 
@@ -120,9 +121,41 @@ def test_two_suspect_rounds_with_a_good_one_between_them_prove_nothing() -> None
     bench = ProbeBench(D0).serving()
     for round_s, next_token in ((2.0, None), (4.0, 0), (6.0, None), (8.0, 0), (10.0, None)):
         assert list(retold(bench.round(round_s, (D0, next_token)))) == ([] if next_token == 0 else ["d0"])
-    bench.tick(12.0)
-    assert list(retold(bench.round(14.0, (D0, None)))) == ["d0"], "nobody answered in the round before"
-    assert generates(bench.round(16.0, (D0, None))) != []
+    bench.ask(12.0)
+    assert generates(bench.round(14.0, (D0, None))) != [], "nobody answered in the round before, so this one is the second"
+
+
+def test_an_answer_of_a_round_before_the_tokens_were_asked_for_again_decides_nothing(bench: ProbeBench) -> None:
+    bench.text(0, "abc", now=0.0)
+    assert retold(bench.round(2.0, (D0, 5))) == {"d0": ((key(), 3),)}
+    bench.ask(4.0)
+    assert bench.probed(D0, 5, 4.1, probe_round=1) == [] == bench.tick(4.1)
+    assert generates(bench.probed(D0, 5, 4.2)) != []
+
+
+def test_answers_that_are_later_than_the_next_round_decide_too(bench: ProbeBench) -> None:
+    bench.round(2.0, (P0, None), (D0, None))
+    bench.ask(4.0)
+    late = bench.probe_round
+    bench.ask(6.0)
+    assert bench.probed(P0, None, 6.1, probe_round=late) == []
+    assert generates(bench.probed(D0, None, 6.2, probe_round=late)) != []
+
+
+def test_answers_of_two_rounds_are_not_put_together(bench: ProbeBench) -> None:
+    bench.round(2.0, (P0, None), (D0, None))
+    bench.ask(4.0)
+    bench.probed(D0, None, 4.1)
+    bench.ask(6.0)
+    assert bench.probed(P0, None, 6.1) == [], "it may have handed the request off since d0 answered"
+    assert generates(bench.probed(D0, None, 6.2)) != []
+
+
+def test_what_one_member_says_does_not_decide_while_the_first_token_of_the_other_is_on_its_way(bench: ProbeBench) -> None:
+    assert retold(bench.round(2.0, (D0, 5))) == {"p0": ((key(), 0),), "d0": ((key(), 0),)}
+    assert bench.round(4.0, (D0, 5)) == []
+    bench.text(0, "abcde", now=4.1)
+    assert bench.round(6.1, (D0, 5)) == [] and bench.observer.resumes == []
 
 
 def test_tokens_that_were_sent_and_do_not_come_between_two_rounds_were_lost(bench: ProbeBench) -> None:
@@ -144,7 +177,7 @@ def test_tokens_that_come_between_two_rounds_were_only_on_their_way(bench: Probe
 def test_an_answer_to_a_probe_does_not_end_an_attempt_whose_token_came_after_the_probe(bench: ProbeBench) -> None:
     bench.text(0, "abc", now=0.0)
     bench.round(2.0, (D0, 5))
-    bench.tick(4.0)
+    bench.ask(4.0)
     bench.text(3, "d", now=4.05)
     assert bench.probed(D0, 8, 4.1) == []
 
@@ -167,7 +200,7 @@ def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothi
 def test_answers_from_or_about_others_are_dropped_and_counted(standing: Probed) -> None:
     bench = ProbeBench(D0).serving()
     for round_s in (2.0, 4.0, 6.0):
-        bench.tick(round_s)
+        bench.ask(round_s)
         assert bench.core.receive(standing, round_s) == []
     assert bench.core.requests.stale_standings == 3
 
@@ -175,13 +208,13 @@ def test_answers_from_or_about_others_are_dropped_and_counted(standing: Probed) 
 def test_one_answer_about_many_attempts_resumes_those_that_were_lost() -> None:
     bench = ProbeBench(D0).serving(spec("a", 0), spec("b", 1), spec("c", 2))
     for round_s in (2.0, 4.0):
-        bench.tick(round_s)
+        bench.ask(round_s)
         standings = (Standing(key("a"), 0), Standing(key("b"), None), Standing(key("c"), 7))
-        sent = bench.core.receive(Probed(id=D0.id, incarnation=D0.incarnation, standings=standings), round_s)
+        answer = Probed(id=D0.id, incarnation=D0.incarnation, standings=standings, round=bench.probe_round)
+        sent = bench.core.receive(answer, round_s)
         if round_s == 2.0:
-            assert retold(bench.core.tick(2.0)) == {"d0": ((key("b"), 0), (key("c"), 0))}
-    assert sent == [], "what was told again may have died with the detokenizer"
-    assert [message.key for _, message in generates(bench.hear_detokenizer(4.5))] == [key("b", 1), key("c", 1)]
+            assert retold(bench.tick(2.0)) == {"d0": ((key("b"), 0), (key("c"), 0))}
+    assert [message.key for _, message in generates(sent)] == [key("b", 1), key("c", 1)]
 
 
 # --- while the detokenizer is silent ---------------------------------------------------------------------------------------
@@ -189,33 +222,33 @@ def test_one_answer_about_many_attempts_resumes_those_that_were_lost() -> None:
 
 def test_while_the_detokenizer_is_silent_missing_tokens_are_not_probed() -> None:
     bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0)).serving()
-    bench.core.receive(BEAT, 1.0)
-    assert probes(bench.core.tick(2.0)) == {"d0": (key(),)}
-    assert bench.probed(D0, 4, 2.0, heard=False) == [], "four tokens were sent"
+    bench.hear_detokenizer(1.0)
+    assert probes(bench.tick(2.0)) == {"d0": (key(),)}
+    assert bench.probed(D0, 4, 2.0) == [], "four tokens were sent"
     bench.beat(2.0)
     assert bench.core.unhealthy() == []
-    assert probes(bench.core.tick(4.0)) == {}
+    assert probes(bench.tick(4.0)) == {}
     assert bench.core.unhealthy() != []
     for now in (5.0, 7.0, 9.0):
         bench.beat(now)
-        assert probes(bench.core.tick(now)) == {}
+        assert probes(bench.tick(now)) == {}
 
 
 def test_when_the_detokenizer_is_heard_again_every_open_attempt_is_probed_at_once_and_judged_anew() -> None:
     bench = Bench(D0, config=RouterConfig(heartbeat_s=1.0, dead_after_s=3.0)).serving(spec("a", 0), spec("b", 1))
-    bench.core.receive(BEAT, 1.0)
-    bench.core.tick(2.0)
-    bench.probed(D0, 4, 2.0, name="a", heard=False)
-    assert retold(bench.core.tick(2.0)) == {"d0": ((key("a"), 0),)}
+    bench.hear_detokenizer(1.0)
+    bench.tick(2.0)
+    bench.probed(D0, 4, 2.0, name="a")
+    assert retold(bench.tick(2.0)) == {"d0": ((key("a"), 0),)}
     bench.beat(2.0)
-    bench.core.tick(4.0)
+    bench.tick(4.0)
     bench.beat(4.0)
-    assert probes(bench.core.receive(BEAT, 4.5)) == {"d0": (key("a"), key("b"))}
+    assert probes(bench.hear_detokenizer(4.5)) == {"d0": (key("a"), key("b"))}
     assert bench.core.unhealthy() == []
     assert generates(bench.probed(D0, 8, 4.5, name="a")) == [], "what was sent is on its way only now"
-    assert retold(bench.core.tick(4.5)) == {"d0": ((key("a"), 0),)}, "or was lost meanwhile"
-    assert probes(bench.core.receive(BEAT, 5.5)) == {}
-    assert probes(bench.core.tick(6.5)) == {"d0": (key("b"), key("a"))}
+    assert retold(bench.tick(4.5)) == {"d0": ((key("a"), 0),)}, "or was lost meanwhile"
+    assert probes(bench.hear_detokenizer(5.5)) == {}
+    assert probes(bench.tick(6.5)) == {"d0": (key("b"), key("a"))}
     assert [message.key for _, message in generates(bench.probed(D0, 8, 6.5, name="a"))] == [key("a", 1)]
     bench.core.requests.cancel([RequestId("a"), RequestId("b")], 7.0)
     assert bench.core.requests.next_deadline() is None
@@ -223,23 +256,23 @@ def test_when_the_detokenizer_is_heard_again_every_open_attempt_is_probed_at_onc
 
 def test_a_detokenizer_that_was_never_heard_does_not_count_as_silent() -> None:
     bench = Bench(D0)
-    bench.core.tick(100.0)
+    bench.tick(100.0)
     assert bench.core.unhealthy() == []
 
 
 def test_the_detokenizer_has_three_seconds_however_soon_instances_are_taken_for_dead() -> None:
     bench = Bench(D0, config=RouterConfig(heartbeat_s=0.1, dead_after_s=0.5))
-    bench.core.receive(BEAT, 0.0)
-    bench.core.tick(2.9)
+    bench.hear_detokenizer(0.0)
+    bench.tick(2.9)
     assert bench.core.unhealthy() == []
-    bench.core.tick(3.0)
+    bench.tick(3.0)
     assert bench.core.unhealthy() != []
 
 
 def test_a_new_detokenizer_does_not_count_as_silent_before_it_is_heard() -> None:
     bench = Bench(D0)
-    bench.core.receive(BEAT, 0.0)
-    bench.core.tick(3.0)
+    bench.hear_detokenizer(0.0)
+    bench.tick(3.0)
     assert bench.core.unhealthy() != []
     bench.core.detokenizer_moved(0, "tcp://detokenizer:2", 5.0)
     assert bench.core.unhealthy() == []
@@ -250,11 +283,11 @@ def test_a_new_detokenizer_does_not_count_as_silent_before_it_is_heard() -> None
 
 def test_a_router_that_was_held_up_does_not_count_its_own_absence_as_the_silence_of_others() -> None:
     bench = Bench(P0, D0).serving()
-    bench.core.receive(BEAT, 0.0)
-    assert generates(bench.core.tick(13.0)) == []
+    bench.hear_detokenizer(0.0)
+    assert generates(bench.tick(13.0)) == []
     assert [member.info.id for member in bench.core.fleet.members()] == ["p0", "d0"] and bench.core.unhealthy() == []
     bench.report(D0, 13.5)
-    bench.core.tick(14.0)
+    bench.tick(14.0)
     assert [member.info.id for member in bench.core.fleet.members()] == ["d0"], "who is not heard then is dead"
-    bench.core.tick(16.0)
+    bench.tick(16.0)
     assert bench.core.unhealthy() != []

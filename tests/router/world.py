@@ -119,7 +119,7 @@ class World:
         self.announced: dict[Key, ExpectAnswer] = {}
         self.cancelled: defaultdict[Key, set[InstanceId]] = defaultdict(set)
         self.closed: set[Key] = set()
-        self.asked: list[tuple[InstanceId, tuple[Key, ...]]] = []
+        self.asked: list[tuple[InstanceId, Probe]] = []
         self.asked_again: list[tuple[Key, int]] = []
         self._lives: Counter[str] = Counter()
         for name in ("p0", "p1", "d0", "d1"):
@@ -145,7 +145,7 @@ class World:
                 case ForgetAnswer() as message:
                     self.closed.add(message.key)
                 case Probe() as message if not self.is_lost():
-                    self.asked.append((send.to, message.keys))
+                    self.asked.append((send.to, message))
                 case Repeat() as message if not self.is_lost():
                     self.asked_again += message.tokens
                 case _:
@@ -249,11 +249,11 @@ class World:
             if (one.next_token > first or one.told is not None) and not self.is_lost():
                 self._send_text(one, first, one.told)
         asked, self.asked = self.asked, []
-        for name, keys in asked:
+        for name, probe in asked:
             info = self.members.get(name)
             if info is not None and not self.is_lost():
-                standings = tuple(self.tries[key].standing(name) for key in keys)
-                self.hear(Probed(id=info.id, incarnation=info.incarnation, standings=standings))
+                standings = tuple(self.tries[key].standing(name) for key in probe.keys)
+                self.hear(Probed(id=info.id, incarnation=info.incarnation, standings=standings, round=probe.round))
 
     def beat_detokenizer(self) -> None:
         self.hear(DetokenizerHeartbeat(open_answers=0, early_answers=0, dropped=0))

@@ -4,10 +4,11 @@ import math
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from common.errors import BadRequest
-from common.ids import ROUTER
-from common.instance.ports import RouterJoined
+from common.ids import DETOKENIZER, ROUTER, InstanceId, shard_of, text_name
+from common.instance.ports import RouterJoined, Send
 from common.instance.request import Phase, Request
 from common.instance.requests import MEMORY_S, RequestTable, read_terms
 from common.instance.waiting_line import Rank
@@ -135,9 +136,18 @@ def test_a_probe_is_answered_with_the_next_token_or_none_for_keys_that_are_not_k
     made, _ = opened("over")
     finish(made, made[key("over")], 0.0)
     is_accepted(made, 0.0, "a", first=7)
-    answer = made.answer(ROUTER, Probe(keys=(key("over"), key("a"), key("unknown")))).message
+    answers = made.answer(Probe(keys=(key("over"), key("a"), key("unknown")), round=3))
     standings = (Standing(key("over"), None), Standing(key("a"), 7), Standing(key("unknown"), None))
-    assert answer == Probed(id=ME.id, incarnation=ME.incarnation, standings=standings)
+    assert answers == [Send(DETOKENIZER, Probed(id=ME.id, incarnation=ME.incarnation, standings=standings, round=3))]
+
+
+def test_answers_to_a_probe_go_the_way_of_the_tokens_to_each_detokenizer() -> None:
+    made = table()
+    made.meet_router(RouterJoined(ROUTER, 2))
+    keys = tuple(key(f"r{number}") for number in range(20))
+    sends = made.answer(Probe(keys=(*keys, replace(key("r"), router=InstanceId("stranger"))), round=1))
+    told = {send.to: [standing.key for standing in send.message.standings] for send in sends if isinstance(send.message, Probed)}
+    assert told == {text_name(ROUTER, shard): [key for key in keys if shard_of(key, 2) == shard] for shard in (0, 1)}
 
 
 def repeated(made: RequestTable[Request], first: int, *names: str) -> list[TokenDelta]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from common.ids import Key, pack_ids
+from common.ids import Incarnation, InstanceId, Key, pack_ids
 from common.messages import (
     DetokenizerInbox,
     Ending,
@@ -17,6 +17,8 @@ from common.messages import (
     Failed,
     Finished,
     ForgetAnswer,
+    Probed,
+    Standing,
     TextDelta,
     TokenBatch,
     TokenDelta,
@@ -330,6 +332,17 @@ def test_the_number_of_remembered_keys_is_bounded() -> None:
     received(detokenizer, [tokens(TokenDelta(key(str(number)), 0, (5,))) for number in range(5)])
     assert detokenizer.early_answers == 3
     assert detokenizer.dropped == {"after the end": 2}
+
+
+def test_an_answer_to_a_probe_is_passed_on_but_says_nothing_of_tokens_that_wait(detokenizer: Detokenizer) -> None:
+    known, early = key("known"), key("early")
+    detokenizer.receive(ExpectAnswer(key=known), 0.0)
+    detokenizer.receive(tokens(TokenDelta(early, 0, (1,))), 0.0)
+    standings = (Standing(known, 1), Standing(early, 1), Standing(key("unknown"), None))
+    probed = Probed(id=InstanceId("d0"), incarnation=Incarnation("1"), standings=standings, round=4)
+    assert detokenizer.receive(probed, 0.0) == []
+    assert detokenizer.take_probed() == [replace(probed, standings=(standings[0], standings[2]))]
+    assert detokenizer.take_probed() == []
 
 
 def test_repeated_tokens_are_counted(detokenizer: Detokenizer) -> None:
