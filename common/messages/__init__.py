@@ -13,7 +13,8 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
 
     instance ─Register─► router ─Welcome | Refused─► instance       at each router; a Welcome answers Heartbeats too
              ◄────────────Peers, TellLinks, Drain, Probe, Repeat    Peers: what has changed, or the whole set
-             ─Heartbeat, LinkReport, Probed, Goodbye─►              LinkReport: prefill instances, when a link changes
+             ─Heartbeat, LinkReport, Goodbye─►                      LinkReport: prefill instances, when a link changes
+             ─Probed─► detok ─Probed─► router                       the answer to a Probe, behind the tokens
 
 Each field is documented below its line, save those that mean the same everywhere: `key` is the request and attempt that a message
 is about; `id` and `incarnation` are the life of the instance that sends it. Token and page ids that are `bytes` are packed
