@@ -111,6 +111,12 @@ def _nobody_holds(candidates: Candidates, dispatch: Dispatch, tokens: int) -> Un
     if not line:
         nobody = "no decode instance is live" if dispatch == "auto" and candidates.line("prefill") else "no instance is live"
         return Unavailable(_all_in_trouble(candidates, "decode") or nobody)
+    large = next((member for member in candidates.ailing("decode") if member.capacity_tokens >= tokens), None)
+    if large is not None and large.trouble is not None:
+        name, trouble = large.info.id, large.trouble
+        return Unavailable(
+            f"an instance that holds {tokens} tokens takes no requests: {name} is {trouble.state}: {trouble.reason}"
+        )
     return BadRequest(
         f"prompt and max_tokens need {tokens} tokens of KV memory, but the largest decode instance "
         f"holds {line[-1].capacity_tokens}: shorten the prompt or lower max_tokens",

@@ -117,6 +117,8 @@ class Retelling:
                 self.stale_standings += 1
                 continue
             attempt = served[1]
+            if attempt.key in self._line:
+                continue  # its tokens are about to be asked for again
             attempt.note_answer(member, standing.next_token, message.round)
             if attempt.lost_messages:
                 lost.append(served)

@@ -13,17 +13,21 @@ LAST_S = 25.0
 
 
 class Drainage:
-    """timeout_s: how long running requests may go on. refusal: the error for requests that come too late or are still running
-    then."""
+    """timeout_s: how long running requests may go on."""
 
     def __init__(self, instance: InstanceId, timeout_s: float) -> None:
-        self.refusal = Unavailable(f"{instance} is leaving the fleet")
+        self._instance = instance
         self._timeout_s = timeout_s
         self._next_s: float | None = None
         self._handed_off = False
         self.began = False
         self.is_over = False
         """The instance waits for nothing more."""
+
+    def refusal(self) -> Unavailable:
+        """The error for a request that comes too late or still runs when the time is over. Each gets its own: one that is raised
+        holds what its callers held."""
+        return Unavailable(f"{self._instance} is leaving the fleet")
 
     def begin(self, now: float) -> None:
         """Idempotent."""

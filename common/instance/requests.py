@@ -164,7 +164,7 @@ class RequestTable(Generic[R]):
             field = "max_tokens" if answer_tokens else "prompt"
             raise BadRequest(f"the request needs {tokens} tokens: too long for {self._me.id}", field=field)
         if self._drainage.began:
-            raise self._drainage.refusal
+            raise self._drainage.refusal()
         if len(self.waiting) >= self._limits.max_waiting:
             raise Overloaded(f"{self._me.id} has {self._limits.max_waiting} requests waiting already")
         if peer is not None and not self.knows(peer):
@@ -256,13 +256,13 @@ class RequestTable(Generic[R]):
             late = DeadlinePassed(f"the request's deadline passed on {self._me.id}")
             overdue.append((self._open[key], Failed.of(late)))
         if self._drainage.tick(now):
-            overdue += [(request, Failed.of(self._drainage.refusal)) for request in self]
+            overdue += [(request, Failed.of(self._drainage.refusal())) for request in self]
         return overdue
 
     def drain(self, now: float) -> list[tuple[R, Failed]]:
         """Accept no more. Returns the requests to end so that they are resumed elsewhere. Idempotent."""
         self._drainage.begin(now)
-        return [(request, Failed.of(self._drainage.refusal)) for request in self.waiting]
+        return [(request, Failed.of(self._drainage.refusal())) for request in self.waiting]
 
     @property
     def drained(self) -> bool:

@@ -90,7 +90,7 @@ class RouterClient:
             response = connection.getresponse()
             if response.status >= 400:
                 raise RequestFailed(_message(_decoded(response.read())), response.status)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: no such name or path can be sent
             raise self._unreachable(error) from error
         return response
 

@@ -138,9 +138,12 @@ def test_what_is_no_url_is_named(url: str) -> None:
         RouterClient(url)
 
 
-def test_a_router_that_does_not_answer_is_named() -> None:
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:9", "http://router..local:8000", f"http://{'a' * 64}:8000", "http://127.0.0.1:9/ä"]
+)
+def test_a_router_that_does_not_answer_is_named(url: str) -> None:
     with pytest.raises(RequestFailed, match="does not answer"):
-        RouterClient("http://127.0.0.1:9").get("/v1/models")
+        RouterClient(url).get("/v1/models")
 
 
 def test_an_answer_that_breaks_off_is_an_error(double: Double) -> None:

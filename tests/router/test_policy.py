@@ -179,6 +179,17 @@ def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Fl
     assert raised.value.field == "max_tokens"
 
 
+def test_a_request_that_only_an_instance_in_trouble_holds_may_be_tried_again_later() -> None:
+    large = msgspec.structs.replace(D1, pool=msgspec.structs.replace(D1.pool, total_pages=2 * D0.pool.total_pages))
+    fleet = new_fleet(P0, D0, large)
+    prompt_tokens = D0.pool.total_pages * D0.pool.layout.page_size + 4
+    hear(fleet, large, P0, load=Load(oldest_step_s=31.0), now=1.0)
+    with pytest.raises(Unavailable, match="d1 is stuck"):
+        chosen(fleet, prompt_tokens=prompt_tokens, max_new_tokens=6)
+    hear(fleet, large, P0, now=2.0)
+    assert chosen(fleet, prompt_tokens=prompt_tokens, max_new_tokens=6)[0] == "d1"
+
+
 @pytest.mark.parametrize(
     ("members", "reason"),
     [((), "no instance is live"), ((P0,), "no decode instance is live")],

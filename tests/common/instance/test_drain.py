@@ -44,5 +44,7 @@ def test_beginning_the_drain_again_gives_no_more_time() -> None:
 
 
 def test_requests_that_come_too_late_may_try_elsewhere() -> None:
-    refusal = begun().refusal
+    drainage = begun()
+    refusal = drainage.refusal()
+    assert refusal is not drainage.refusal(), "one that was raised holds what its callers held"
     assert (refusal.status, refusal.retryable) == (503, True) and "d is leaving" in str(refusal)
