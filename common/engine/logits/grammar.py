@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.engine.logits.port import SampledRows
+from common.engine.logits.utf8 import Utf8
 from common.engine.plan import RowStart
 from common.engine.staging import Staging
 from common.errors import BadRequest
@@ -45,12 +46,14 @@ class Compiled(Protocol):
 @dataclass(slots=True, eq=False)
 class _Row:
     """matcher: None when its grammar cannot be had. unread: tokens of the answer that it has not read. stop_ids: end the answer
-    where the grammar allows it. is_over: nothing but these may follow; so a row that can only go wrong ends."""
+    where the grammar allows it. is_over: nothing but these may follow; so a row that can only go wrong ends. last: token of the
+    answer that it has read."""
 
     matcher: "GrammarMatcher | None"
     unread: list[int]
     stop_ids: list[int]
     is_over: bool = False
+    last: int | None = None
 
     def read(self, token_s: float) -> None:
         left_s = token_s + REPLAYED_S * len(self.unread)
@@ -63,6 +66,7 @@ class _Row:
             if spent_s > token_s or left_s < 0:
                 self.end()
                 break
+        self.last = self.unread[-1] if self.unread else self.last
         self.unread = []
 
     def end(self) -> None:
@@ -106,6 +110,7 @@ class GrammarProcessor:
         self._staging = Staging(device)
         self._words = (vocab_size + 63) // 64
         """Of 64 tokens each, in a mask."""
+        self._utf8: Utf8 | None = None
 
     def start(self, starts: Sequence[RowStart]) -> None:
         for start in starts:
@@ -154,6 +159,7 @@ class GrammarProcessor:
             compiled = self._compiled(sampling.grammar)
         except BadRequest:  # it was compiled before the row was planned
             return _Row(None, answer, stop_ids, is_over=True)
+        self._utf8 = self._utf8 or Utf8(compiled.tokenizer_info.decoded_vocab, self._words)
         return _Row(GrammarMatcher(compiled, override_stop_tokens=stop_ids), answer, stop_ids)
 
     def _hear(self) -> None:
@@ -186,6 +192,9 @@ class GrammarProcessor:
             begun = time.monotonic()
             self._batch.batch_fill_next_token_bitmask(matchers, bits, going)
             self._one_by_one = time.monotonic() - begun > self._token_s  # which row it was shows in the next step
+        for at in going:
+            if self._utf8 is not None:
+                self._utf8.narrow(masks[at], rows[at].last)
         for at in np.flatnonzero(~masks.any(axis=1)).tolist():
             row = rows[at]
             row.is_over = True

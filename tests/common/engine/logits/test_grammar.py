@@ -5,18 +5,22 @@ import re
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from common.engine.grammar_compiler import Compiler, vocabulary_of
 from common.engine.logits.grammar import GrammarProcessor
 from common.engine.logits.port import SampledRows
+from common.engine.logits.utf8 import Utf8
 from common.engine.plan import RowStart
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
 
 VOCAB, EOS = 2683, 2
-COMPILER = Compiler(vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,)))
+TOKENS = vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,))
+COMPILER = Compiler(TOKENS)
+VOCABULARY: list[bytes] = TOKENS.decoded_vocab
 TOKENIZER = PreTrainedTokenizerFast.from_pretrained(resolve_model_path("demo"), local_files_only=True)
 _NO_PAGES = np.empty(0, dtype=np.int32)
 DATE = Grammar("regex", "[0-9]{4}-[0-9]{2}")
@@ -69,6 +73,55 @@ def test_an_answer_to_random_logits_matches_its_grammar_and_ends() -> None:
         one.start([start(3, DATE, []), start(4, None, [])])
         assert one.concerns(np.array([4, 3])).tolist() == [False, True]
         assert re.fullmatch(DATE.text, text(answers(one, 3, seed, [])))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "begin"),
+    [
+        (Grammar("json_schema", '{"type": "string"}'), b'"'),
+        (Grammar("json_schema", '{"type": "string", "maxLength": 9}'), b'"'),
+        (Grammar("json_schema", '{"type": "string", "pattern": "^[^a]{9}$"}'), b'"'),
+        (Grammar("regex", ".{9}"), b""),
+    ],
+)
+def test_an_answer_stays_utf_8(grammar: Grammar, begin: bytes) -> None:
+    one = processor()
+    for first in range(0xC2, 0xF5):
+        one.start([start(0, grammar, [VOCABULARY.index(bytes([byte])) for byte in (*begin, first)])])
+        left = allowed(one, 0)
+        rest = bytes([0x80] * ((first >= 0xE0) + (first >= 0xF0)))
+        for byte in range(0x80, 0xC0):
+            character = bytes([first, byte]) + rest
+            assert (VOCABULARY.index(bytes([byte])) in left) == is_utf8(character), character
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def allowed(one: GrammarProcessor, row: int) -> set[int]:
+    """The tokens that may follow."""
+    logits, at = torch.zeros(1, VOCAB), np.array([0])
+    host = np.array([row])
+    one.apply(logits, SampledRows(host, torch.from_numpy(host), at, torch.from_numpy(at)))
+    return set(torch.isfinite(logits[0]).nonzero().ravel().tolist())
+
+
+def test_tokens_that_hold_no_utf_8_are_never_allowed() -> None:
+    tokens = [b"a", b"\xed", b"\xed\xa0", b"\xed\x9f", b"a\xe0\x80", b"\xf0\x8f", b"\xa0b", b"\x9f", b"a\xe0"]
+    guard = Utf8(tokens, 1)
+
+    def left(before: int | None) -> list[int]:
+        mask = np.array([-1], dtype=np.int64)
+        guard.narrow(mask, before)
+        return [token for token in range(len(tokens)) if int(mask[0]) >> token & 1]
+
+    assert left(None) == left(0) == [0, 1, 3, 6, 7, 8]
+    assert left(1) == [0, 1, 3, 7, 8] and left(8) == [0, 1, 3, 6, 8]
 
 
 def test_an_answer_that_is_carried_on_elsewhere_goes_on_as_it_would_have() -> None:
