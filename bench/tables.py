@@ -38,9 +38,10 @@ def text_report(outcome: Outcome, settings: str, steady: str, body: Sequence[str
 
 def markdown_report(outcome: Outcome, settings: str, steady: str, body: Sequence[str]) -> str:
     """The section for a file in docs/measurements. Arguments as for `text_report`."""
-    goals = markdown_table([("goal", "", "measured"), *((goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals)])
-    head = [f"```sh\n{outcome.command}\n```", machine_line(outcome.hardware, settings), *_cautions(outcome, steady), goals]
-    return "\n\n".join([*head, *body])
+    judged = [(goal.rule, _VERDICTS[goal.met], goal.figure) for goal in outcome.goals]
+    goals = [markdown_table([("goal", "", "measured"), *judged])] if judged else []
+    head = [f"```sh\n{outcome.command}\n```", machine_line(outcome.hardware, settings), *_cautions(outcome, steady)]
+    return "\n\n".join([*head, *goals, *body])
 
 
 def publish(outcome: Outcome, report: str, json: str) -> None:

@@ -15,6 +15,7 @@ from bench import overlap_plan
 from bench import plan as transfer_plan
 from bench.control import plan as control_plan
 from bench.engine import plan as engine_plan
+from bench.offline import plan as offline_plan
 from bench.router import plan as router_plan
 from common.access import read_access, require_guarded
 from common.addresses import LOOPBACK, bind_address, check_address
@@ -151,12 +152,18 @@ def _add_bench(commands: Any) -> None:
         benches, "router", "measure what a router adds to requests and tokens, and how many streams it carries", _bench_router
     )
     add_flags(router, router_plan.RouterBench)
+    offline = _add(
+        benches, "offline", "measure the throughput of one engine, with its scheduler and without HTTP", _bench_offline
+    )
+    add_flags(offline, offline_plan.OfflineBench, ModelConfig)
+    add_flags(offline, EngineConfig, without=OF_TIMED)
     parsers = (
         (transfer, TRANSFER_SWITCHES),
         (overlap, BENCH_SWITCHES),
         (engine, BENCH_SWITCHES),
         (control, BENCH_SWITCHES),
         (router, BENCH_SWITCHES),
+        (offline, BENCH_SWITCHES),
     )
     for parser, switches in parsers:
         for flag, explanation in switches.items():
@@ -282,6 +289,18 @@ def _bench_router(flags: argparse.Namespace) -> int:
     bench = read_config(router_plan.RouterBench, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench)
     return run(with_defaults(bench, router_plan.QUICK if flags.quick else {}), command, flags.markdown)
+
+
+def _bench_offline(flags: argparse.Namespace) -> int:
+    engine = read_config(EngineConfig, flags)
+    environment.prepare(engine.threads)
+    from bench.offline.run import run
+
+    bench, model = read_config(offline_plan.OfflineBench, flags), read_config(ModelConfig, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench, model, engine)
+    if flags.quick:
+        bench, engine = with_defaults(bench, offline_plan.QUICK), with_defaults(engine, offline_plan.QUICK_ENGINE)
+    return run(bench, model, engine, command, flags.markdown)
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:

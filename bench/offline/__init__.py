@@ -1,0 +1,1 @@
+"""`launch bench offline`: the throughput of one engine, with its scheduler and without HTTP."""

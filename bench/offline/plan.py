@@ -1,0 +1,52 @@
+"""What `launch bench offline` measures: its flags and their limits.
+
+Owns names, defaults and limits. Imports nothing heavy, runs nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.config import option
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineBench:
+    """The sequences, and how often they run."""
+
+    num_prompts: int = option(256, "sequences that are there at once, at the start")
+    prompt_tokens: str = option("100,1024", "fewest and most tokens of a prompt")
+    answer_tokens: str = option("100,1024", "fewest and most tokens of an answer")
+    temperature: float = option(0.6, "of all sequences; 0: greedy")
+    seed: int = option(0, "of lengths and token ids: equal seeds give equal sequences")
+    repeat: int = option(1, "how often all sequences run, one time after the other")
+    json: str = option("", "write the figures to this file")
+
+    def __post_init__(self) -> None:
+        for flag, least in (("num_prompts", 1), ("repeat", 1), ("temperature", 0)):
+            if vars(self)[flag] < least:
+                raise ConfigError(f"--{flag.replace('_', '-')} must be at least {least}, is {vars(self)[flag]:g}")
+        self.prompt_range, self.answer_range  # noqa: B018  # refused here, and not in the middle of a run
+
+    @property
+    def prompt_range(self) -> tuple[int, int]:
+        return _range(self.prompt_tokens, "prompt-tokens")
+
+    @property
+    def answer_range(self) -> tuple[int, int]:
+        return _range(self.answer_tokens, "answer-tokens")
+
+
+QUICK: dict[str, Any] = {"num_prompts": 8, "prompt_tokens": "5,40", "answer_tokens": "5,20"}
+QUICK_ENGINE: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "kv_memory": "4MiB"}
+"""What `--quick` measures."""
+
+
+def _range(text: str, flag: str) -> tuple[int, int]:
+    try:
+        fewest, most = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--{flag} must be two numbers with a comma between them, is {text!r}") from None
+    if not 1 <= fewest <= most:
+        raise ConfigError(f"--{flag} must be at least 1, and the first number not above the second, is {text!r}")
+    return fewest, most
