@@ -18,8 +18,8 @@ TOKEN_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """One choice of a client's request. index: its number in the answer. prompt: packed token ids. priority: lower is earlier.
-    timeout_s: counted from its arrival; None: the router's own limit. skip_special_tokens, include_stop: see `ExpectAnswer`.
-    owner: name of the client's API key; "": it has none."""
+    timeout_s: counted from its arrival; None: the router's own limit. skip_special_tokens, include_stop, shown: see
+    `ExpectAnswer`. owner: name of the client's API key; "": it has none."""
 
     request_id: RequestId
     index: int
@@ -31,6 +31,7 @@ class RequestSpec:
     skip_special_tokens: bool = True
     include_stop: bool = False
     owner: str = ""
+    shown: tuple[int, ...] = ()
 
 
 class Phase(StrEnum):

@@ -57,6 +57,7 @@ def expect_answer(record: Record, attempt: Attempt, now: float, *, again: bool =
         context=spec.prompt[-CONTEXT_TOKENS * TOKEN_BYTES :] + pack_ids(record.token_ids),
         text="".join(record.texts),
         skip_special_tokens=spec.skip_special_tokens,
+        shown=spec.shown,
         include_stop=spec.include_stop,
         min_tokens=spec.sampling.min_tokens,
         logprobs=spec.sampling.logprobs is not None,

@@ -47,7 +47,9 @@ class ExpectAnswer(Message, frozen=True, tag="Open"):
     text: str = ""
     """The text that was delivered for the answer's tokens so far."""
     skip_special_tokens: bool = True
-    """Special tokens give no text."""
+    """Special tokens give no text, but for those in `shown`."""
+    shown: tuple[TokenId, ...] = ()
+    """Special tokens that give text, whatever `skip_special_tokens` says."""
     include_stop: bool = False
     """The stop string that ends the answer stays in its text; so does the text of a stop token of the request."""
     min_tokens: int = 0

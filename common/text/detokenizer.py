@@ -66,7 +66,7 @@ class _Answer:
             raise ValueError(f"the context holds {len(context)} tokens, fewer than the {opened.first} of the answer so far")
         begin = len(context) - opened.first
         self.order = TokenOrder(opened.first, opened.logprobs)
-        self._decoder = IncrementalDecoder(vocabulary, context[:begin], opened.skip_special_tokens)
+        self._decoder = IncrementalDecoder(vocabulary, context[:begin], opened.skip_special_tokens, opened.shown)
         self._stops = StopStrings(opened.stop, opened.include_stop)
         self._include_stop = opened.include_stop
         self._min_tokens = opened.min_tokens

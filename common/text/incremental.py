@@ -9,7 +9,7 @@ never become a character, ids that the tokenizer does not have, a context that e
                   └ decoded as the left neighbour of pending: some decoders drop a space at the start
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -30,15 +30,17 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self._special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
-    def shows(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether the token can have text. Ids that the tokenizer lacks (padding of the model's embedding) have none."""
-        if skip_special_tokens and token_id in self._special:
-            return False
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def has(self, token_id: int) -> bool:
+        """Ids that the tokenizer lacks (padding of the model's embedding) have no text."""
         return 0 <= token_id < _MAX_ID and self.tokenizer.id_to_token(token_id) is not None
 
 
 class IncrementalDecoder:
     """One answer's text. context: ids before the first token, which decide how it is decoded; their own text is not returned.
+    skip_special_tokens: special tokens have no text, but for those in `shown`.
 
     The texts of all `step` and of `flush`, joined, equal the text of all tokens decoded at once after the context. A decoder may
     rewrite settled text (byte fallback does, for bytes that are no character); what was returned then stays as it was.
@@ -48,20 +50,26 @@ class IncrementalDecoder:
     _pending: list[int]
     _stream: DecodeStream
 
-    def __init__(self, vocabulary: Vocabulary, context: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
+    ) -> None:
         self._vocabulary = vocabulary
-        self._skip_special_tokens = skip_special_tokens
-        shown = [id for id in context[-CONTEXT_TOKENS:] if vocabulary.shows(id, skip_special_tokens)]
-        complete = len(shown)
-        while complete and self._decode(shown[:complete]).endswith(REPLACEMENT):
+        self._skip_special_tokens, self._shown = skip_special_tokens, shown
+        before = [id for id in context[-CONTEXT_TOKENS:] if self._has_text(id)]
+        complete = len(before)
+        while complete and self._decode(before[:complete]).endswith(REPLACEMENT):
             complete -= 1
-        self._begin(shown[:complete], shown[complete:])
+        self._begin(before[:complete], before[complete:])
         self._unwanted = self._text_after_settled(self._pending) if self._pending else ""
         """Text of the context's last bytes, which are not a character, or not yet one; it is not returned."""
 
     def step(self, token_id: int) -> str:
         """Take the next token. Returns the text that is now settled: often "", often that of one token."""
-        if not self._vocabulary.shows(token_id, self._skip_special_tokens):
+        if not self._has_text(token_id):
             return ""
         self._pending.append(token_id)
         try:
@@ -85,9 +93,14 @@ class IncrementalDecoder:
         self._begin([], [])
         return self._wanted(text)
 
+    def _has_text(self, token_id: int) -> bool:
+        if self._skip_special_tokens and self._vocabulary.is_special(token_id) and token_id not in self._shown:
+            return False
+        return self._vocabulary.has(token_id)
+
     def _begin(self, settled: list[int], pending: list[int]) -> None:
         self._settled, self._pending = settled, pending
-        self._stream = DecodeStream(settled, self._skip_special_tokens)
+        self._stream = DecodeStream(settled, skip_special_tokens=False)
         for token_id in pending:
             text = self._stream.step(self._vocabulary.tokenizer, token_id)
             assert text is None, "pending tokens have settled text"
@@ -118,5 +131,5 @@ class IncrementalDecoder:
         return self._decode(self._settled + token_ids)[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._vocabulary.tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        text: str = self._vocabulary.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text

@@ -67,9 +67,9 @@ class TokenizerManager:
         templates = self._transformers.chat_template or ""
         self.chat_template: str = templates if isinstance(templates, str) else "\n".join(templates.values())
         """The source of the chat template; of all, one after the other, if there are several; "" if there is none."""
-        added = self.backend.get_added_tokens_decoder().values()
-        self.special_tokens: frozenset[str] = frozenset(token.content for token in added if token.special)
-        """The texts of the tokens that `skip_special_tokens` skips."""
+        added = self.backend.get_added_tokens_decoder().items()
+        self.special_tokens: Mapping[str, int] = {token.content: id for id, token in added if token.special}
+        """The tokens that `skip_special_tokens` skips: their ids by their texts."""
         apply_arguments = inspect.signature(self._transformers.apply_chat_template).parameters
         self._reserved = frozenset(apply_arguments) | frozenset(self._transformers.special_tokens_map) | {"messages"}
 

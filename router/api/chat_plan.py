@@ -19,7 +19,6 @@ from router.api.output.formats import THINK_MARKS, AnswerFormat, ToolFormat, ans
 from router.api.output.grammars import answer_grammar
 from router.api.output.parser import THINK, THINK_END, AnswerParser
 from router.api.output.parts import WholeAnswer
-from router.api.output.source import Marks
 from router.requests import RequestSpec
 
 TAIL_TOKENS = 16
@@ -36,7 +35,7 @@ class ChatTemplate(Protocol):
     def chat_template(self) -> str: ...
 
     @property
-    def special_tokens(self) -> frozenset[str]: ...
+    def special_tokens(self) -> Mapping[str, int]: ...
 
     @property
     def reads_tools(self) -> bool: ...
@@ -72,14 +71,13 @@ PLAIN_TEXT = AnswerReading()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
     """options: for the chat template. thinks: the answer may begin with thoughts. tools: the format of the calls; None: there are
-    none. omit: what the reader leaves out, the texts of special tokens, because the detokenizer must show these; None: it may
-    skip them."""
+    none. shown: the marks that are special tokens; the detokenizer must show these, though it skips others."""
 
     request: ChatRequest
     options: ChatOptions
     thinks: bool
     tools: ToolFormat | None
-    omit: Marks | None
+    shown: tuple[int, ...]
 
     @property
     def is_plain(self) -> bool:
@@ -96,7 +94,6 @@ class ChatPlan:
             thinks=tells_thoughts,
             opened=opened,
             read_tools=None if format is None else format.read,
-            omit=Marks() if self.omit is None else self.omit,
         )
         return AnswerReading(new_parser=new_parser, new_id=str if format is None else format.new_id)
 
@@ -106,8 +103,7 @@ class ChatPlan:
         response = spec.sampling.grammar
         grammar = answer_grammar(self.request.tools, syntax, response, thinks=self.thinks, opened=opened)
         sampling = spec.sampling if grammar is response else structs.replace(spec.sampling, grammar=grammar)
-        skips = spec.skip_special_tokens and self.omit is None
-        return dataclasses.replace(spec, sampling=sampling, skip_special_tokens=skips)
+        return dataclasses.replace(spec, sampling=sampling, shown=self.shown)
 
     def opens_thoughts(self, prompt_tail: str) -> bool:
         """Whether the answer begins within thoughts. prompt_tail: the text of the prompt's last TAIL_TOKENS tokens. A user's
@@ -125,7 +121,6 @@ class ChatPlanner:
         self._template = template
         self._model = model
         self._format: AnswerFormat = answer_format(template.chat_template, config.tool_parser, config.reasoning_parser)
-        self._omit_with_thoughts, self._omit_with_calls = self._omit(None), self._omit(self._format.tools)
 
     def plan(self, request: ChatRequest) -> ChatPlan:
         """Raises BadRequest for what the model's template does not do."""
@@ -137,17 +132,9 @@ class ChatPlanner:
             arguments=self._arguments(request),
         )
         tools = self._format.tools if request.tools.callable else None
-        omit = None
-        if request.fields.skip_special_tokens:
-            omit = self._omit_with_thoughts if tools is None else self._omit_with_calls
-        return ChatPlan(request=request, options=options, thinks=self._format.thinks, tools=tools, omit=omit)
-
-    def _omit(self, tools: ToolFormat | None) -> Marks | None:
-        """What to leave out of answers with calls in this format, whose marks are special tokens; None when none of them is."""
-        special, calls = self._template.special_tokens, () if tools is None else tools.marks
-        if special.isdisjoint((*(THINK_MARKS if self._format.thinks else ()), *calls)):
-            return None
-        return Marks(*(special - {*THINK_MARKS, *calls}))
+        marks = (THINK_MARKS if self._format.thinks else ()) + (() if tools is None else tools.marks)
+        shown = tuple(self._template.special_tokens[mark] for mark in marks if mark in self._template.special_tokens)
+        return ChatPlan(request=request, options=options, thinks=self._format.thinks, tools=tools, shown=shown)
 
     def _require_tools(self, request: ChatRequest) -> None:
         if request.tools.shown and not self._template.reads_tools:

@@ -108,6 +108,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
         context=pack_ids([1, 2]),
         text="t",
         skip_special_tokens=False,
+        shown=(7, 8),
         include_stop=True,
         min_tokens=3,
         logprobs=True,

@@ -118,7 +118,7 @@ class CharTokenizer:
         self.context_tokens = context_tokens
         self.chat_template = chat_template
         self.reads_tools = "tools" in chat_template
-        self.special_tokens = frozenset(re.findall(r"\[[A-Z_]+\]|</s>", chat_template))
+        self.special_tokens = {mark: id for id, mark in enumerate(re.findall(r"\[[A-Z_]+\]|</s>", chat_template))}
 
     def reads(self, name: str) -> bool:
         return name in self.chat_template

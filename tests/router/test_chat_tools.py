@@ -166,17 +166,17 @@ async def test_a_call_that_must_come_is_a_grammar_for_the_instances(choice: Any)
     assert '"weather\\", \\"arguments\\": "' in demanded.text and json.dumps(SCHEMA, separators=(",", ":")) in demanded.text
 
 
-async def test_marks_that_are_special_tokens_are_shown_and_other_special_tokens_are_not() -> None:
+async def test_the_detokenizer_shows_marks_that_are_special_tokens_and_text_that_looks_like_others_stays() -> None:
     template = "{{ tools }} [TOOL_CALLS] [ARGS] </s> <think>"
-    text = 'x</s>[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}</s>|'
+    text = 'x</s>[TOOL_CALLS]weather[ARGS]{"city": "<s>Oslo</s>"}|'
     async with Site(EchoFleet(context_tokens=2_000), chat_template=template) as site:
         answers = [await post(site, "/v1/chat/completions", asking(text[:-1], **fields)) for fields in ({"tools": TOOLS}, {})]
-        shown = [not message.skip_special_tokens for _, message in site.fleet.sent if isinstance(message, ExpectAnswer)]
-    assert shown == [True, False]
+        opened = [message for _, message in site.fleet.sent if isinstance(message, ExpectAnswer)]
+    assert [(one.skip_special_tokens, one.shown) for one in opened] == [(True, (0, 1)), (True, ())]
     message = answers[0].json()["choices"][0]["message"]
-    assert message["content"] == "x"
+    assert message["content"] == "x</s>"
     (call,) = message["tool_calls"]
-    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'} and len(call["id"]) == 9
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "<s>Oslo</s>"}'} and len(call["id"]) == 9
 
 
 @pytest.mark.parametrize(

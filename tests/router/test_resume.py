@@ -75,7 +75,8 @@ def test_the_next_attempt_is_the_prompt_and_the_tokens_so_far_with_what_remains(
 def test_each_token_has_its_logprob_once_and_those_of_the_prompt_are_asked_for_until_its_first_token() -> None:
     bench = Bench(P0, D0, P1, D1)
     sampling = replace(spec().sampling, logprobs=2, prompt_logprobs=1, min_tokens=3)
-    bench.submit(RequestSpec(RequestId("r"), 0, PROMPT, sampling, ("end",), include_stop=True, skip_special_tokens=False))
+    asked = RequestSpec(RequestId("r"), 0, PROMPT, sampling, ("end",), include_stop=True, skip_special_tokens=False, shown=(7,))
+    bench.submit(asked)
     prompt = (TokenLogprob(101, -0.5, 1),)
 
     def text(attempt: int, first: int, count: int, ending: Ending | None, prompt: TokenLogprobs = ()) -> list[Send]:
@@ -91,6 +92,7 @@ def test_each_token_has_its_logprob_once_and_those_of_the_prompt_are_asked_for_u
     assert again == [(2, 1), (2, None)]
     opened = announced(sent)
     assert all(one.logprobs and one.include_stop and not one.skip_special_tokens and one.min_tokens == 3 for one in opened)
+    assert {one.shown for one in opened} == {(7,)}
     deltas = bench.outbox.take()
     assert [one.token_id for delta in deltas for one in delta.logprobs] == list(range(8))
     assert all(tuple(one.token_id for one in delta.logprobs) == delta.token_ids for delta in deltas)

@@ -17,12 +17,11 @@ ToolReader: TypeAlias = Callable[[GrowingText, PartSink], Reading[None]]
 
 class AnswerParser:
     """thinks: the answer may begin with thoughts. opened: the prompt opened them already. read_tools: None when calls are
-    content. omit: texts that are nobody's: of special tokens, when those are shown."""
+    content."""
 
-    def __init__(self, *, thinks: bool, opened: bool, read_tools: ToolReader | None, omit: Marks = _NOTHING) -> None:
-        self._source, self._sink, self._raw = GrowingText(), PartSink(), GrowingText()
+    def __init__(self, *, thinks: bool, opened: bool, read_tools: ToolReader | None) -> None:
+        self._source, self._sink = GrowingText(), PartSink()
         self._thinks, self._opened, self._read_tools = thinks, opened, read_tools
-        self._omit = omit
         self._reading = self._read()
         self._at_content = False
 
@@ -33,33 +32,23 @@ class AnswerParser:
 
     def push(self, text: str) -> list[Part]:
         """The parts that this text settles. Their joined texts do not depend on how the answer is cut into pieces."""
-        self._raw.push(text)
-        self._read_on()
+        self._source.push(text)
+        next(self._reading, None)
         return self._sink.take()
 
     def finish(self) -> list[Part]:
         """The answer is over. Returns the last parts."""
-        self._raw.over = True
-        self._read_on()
         self._source.over = True
         next(self._reading, None)
         self._sink.finish()
         return self._sink.take()
-
-    def _read_on(self) -> None:
-        mark: str | None = ""
-        while mark is not None:
-            text, mark = self._raw.first_of(self._omit)
-            self._raw.forget()
-            self._source.push(text)
-        next(self._reading, None)
 
     def _read(self) -> Reading[None]:
         if self._thinks:
             yield from _read_thoughts(self._source, self._sink, self._opened)
         if self._read_tools is not None:
             yield from self._read_tools(self._source, self._sink)
-        self._at_content = not self._omit
+        self._at_content = True
         yield from read_until(self._source, self._sink.content, _NOTHING)
 
 

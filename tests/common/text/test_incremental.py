@@ -95,6 +95,18 @@ def test_special_tokens_show_only_when_asked() -> None:
     assert "".join(pieces(tokenizer, ids, skip=False)) == "<|im_start|>hello<|im_end|>"
 
 
+@given(st.lists(st.sampled_from([0, 1, *range(40, 60)]), max_size=20), st.sampled_from([(), (0,), (1,), (0, 1)]))
+def test_of_special_tokens_only_those_that_are_named_are_shown_and_text_that_looks_like_one_stays(
+    token_ids: list[int], shown: tuple[int, ...]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    token_ids += byte_ids(b"</s><|im_start|><|im_end|>")
+    decoder = IncrementalDecoder(Vocabulary(tokenizer), (), shown=shown)
+    got = "".join([*map(decoder.step, token_ids), decoder.flush()])
+    kept = [token_id for token_id in token_ids if token_id > 1 or token_id in shown]
+    assert got == tokenizer.decode(kept, skip_special_tokens=False) and got.endswith("</s><|im_start|><|im_end|>")
+
+
 def test_ids_that_the_tokenizer_lacks_have_no_text() -> None:
     assert "".join(pieces(tiny_tokenizer(), [-1, 5_000, *byte_ids(b"a"), 2**31, 2**40, *byte_ids(b"b")])) == "ab"
 

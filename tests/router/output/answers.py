@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from router.api.output.formats import HERMES, LLAMA3, MISTRAL, ToolFormat
 from router.api.output.parser import AnswerParser
 from router.api.output.parts import WholeAnswer, WholeCall
-from router.api.output.source import Marks
 
 NAMES = st.sampled_from(["f", "get_weather", "a.b-c"])
 VALUES = st.recursive(
@@ -52,11 +51,8 @@ def written(format: ToolFormat, content: str, calls: list[WholeCall], style: int
     return f"{content}[TOOL_CALLS] [{space}{', '.join(objects)}{space}]"
 
 
-def parser_of(
-    format: ToolFormat | None, *, thinks: bool = False, opened: bool = False, omit: tuple[str, ...] = ()
-) -> AnswerParser:
-    read = None if format is None else format.read
-    return AnswerParser(thinks=thinks, opened=opened, read_tools=read, omit=Marks(*omit))
+def parser_of(format: ToolFormat | None, *, thinks: bool = False, opened: bool = False) -> AnswerParser:
+    return AnswerParser(thinks=thinks, opened=opened, read_tools=None if format is None else format.read)
 
 
 def pushed(parser: AnswerParser, pieces: list[str]) -> WholeAnswer:

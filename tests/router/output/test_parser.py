@@ -151,12 +151,6 @@ def test_an_answer_in_json_that_is_no_call_is_content_for_llama() -> None:
         assert pushed(parser_of(LLAMA3), list(text)) == WholeAnswer(text)
 
 
-def test_special_tokens_that_are_no_marks_are_left_out() -> None:
-    parser = parser_of(MISTRAL, omit=("</s>", "[INST]"))
-    text = 'a</s>b[TOOL_CALLS][INST]f[ARGS]{"x": "</s"}</s>'
-    assert pushed(parser, list(text)) == WholeAnswer("ab", "", [WholeCall("f", '{"x": "</s"}')])
-
-
 def test_a_parser_says_when_all_that_follows_is_content_as_it_is() -> None:
     parser = parser_of(None, thinks=True)
     seen = [(parser.push(text), parser.is_plain) for text in ("<think>x", "</think>", "\nyes", " no")]
@@ -191,16 +185,3 @@ def test_mistrals_calls_have_ids_that_its_templates_take() -> None:
     assert all(len(MISTRAL.new_id()) == 9 and MISTRAL.new_id().isalnum() for _ in range(20))
     ids = [HERMES.new_id() for _ in range(3)]
     assert all(one != other and one.startswith("call_") for one, other in pairwise(ids))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.text("ab<", min_size=1, max_size=4), max_size=8), st.text("ab<", max_size=30), CUTS)
-def test_what_is_left_out_is_what_a_plain_reading_of_the_whole_text_leaves_out(
-    omit: list[str], text: str, places: list[int]
-) -> None:
-    kept, at = "", 0
-    while at < len(text):
-        found = [len(mark) for mark in omit if text.startswith(mark, at)]
-        kept += "" if found else text[at]
-        at += min(found, default=1)
-    assert pushed(parser_of(None, omit=tuple(omit)), cut(text, places)).content == kept
