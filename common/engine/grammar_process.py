@@ -38,14 +38,16 @@ START_S = 120.0
 """The process loads xgrammar within this time."""
 _HEAD = struct.Struct("<cQ")
 """Of a frame: what it is, and how many bytes follow."""
-_STARTED, _COMPILED, _QUICK, _REFUSED, _DIED = b"S", b"C", b"Q", b"R", b"D"
+_STARTED, _COMPILED, _QUICK, _REFUSED, _ENDED = b"S", b"C", b"Q", b"R", b"E"
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+"""What the kernel sends to a process for what it does itself."""
 STACK_BYTES = 4 * 2**20
 """Of a fork: half of what a thread of the instance has, so that what fits here fits there."""
 
 
 class Limits(msgspec.Struct, frozen=True):
     """What one grammar may use. cpu_s: whole seconds, of all threads. memory_bytes: more than the process has without it.
-    compiled_bytes: as text. wall_s: behind cpu_s, for a process that waits. quick_s: what takes
+    compiled_bytes: as text. wall_s: behind cpu_s, for a process that waits: that is no fault of the grammar. quick_s: what takes
     less CPU time is compiled once more by the instance, for its text may be a hundred times as large and take longer to read."""
 
     cpu_s: int = 12
@@ -71,30 +73,31 @@ class CompilerProcess:
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
-        """Raises BadRequest for a grammar that cannot be compiled or takes too long, and Unavailable without a process."""
+        """Raises BadRequest for a grammar that cannot be compiled or takes too much CPU time, and Unavailable without a process,
+        or when something from outside holds it up or ends it: the grammar may be good then."""
         from xgrammar import CompiledGrammar
 
-        too_long = f"{grammar.kind}: it takes too long to compile: send a simpler one"
         process = self._started()
         try:
             process.send(_COMPILED, msgspec.msgpack.encode(grammar))
             kind, data = process.receive(self._limits.wall_s)
         except TimeoutError:
             self._end()
-            raise BadRequest(too_long, field=grammar.kind) from None
+            raise Unavailable("the compiler of grammars does not answer") from None
         except _Ended:
             self._end()
             raise Unavailable("the compiler of grammars has ended") from None
         if kind == _QUICK:
             self._own = self._own or Compiler(self._vocabulary)
-            return self._own.compile_unchecked(grammar)
+            try:
+                return self._own.compile_unchecked(grammar)
+            except BadRequest as error:  # the process could do it
+                raise Unavailable(f"the compiler of grammars has failed: {error}") from error
         if kind == _COMPILED:
             return CompiledGrammar.deserialize_json(data.decode(), self._vocabulary)
         if kind == _REFUSED:
             raise BadRequest(data.decode(), field=grammar.kind)
-        if int(data) in (signal.SIGXCPU, signal.SIGKILL):
-            raise BadRequest(too_long, field=grammar.kind)
-        raise BadRequest(f"{grammar.kind}: xgrammar cannot compile it: send a simpler one", field=grammar.kind)
+        raise Unavailable("the compiler of grammars was ended from outside")
 
     def close(self) -> None:
         self._closed = True
@@ -215,19 +218,24 @@ class _Served:
                 status = 0
             finally:
                 os._exit(status)
-        _, status = os.waitpid(fork, 0)
+        _, status, used = os.wait4(fork, 0)
         with os.fdopen(memory, "rb") as file:
             file.seek(0)
             answer = file.read()
         if status == 0:
             return answer[:1], answer[1:]
-        return _DIED, str(os.WTERMSIG(status)).encode()
+        if os.WTERMSIG(status) == signal.SIGXCPU or used.ru_utime + used.ru_stime >= self.limits.cpu_s:
+            return _REFUSED, f"{grammar.kind}: it takes too long to compile: send a simpler one".encode()
+        if os.WTERMSIG(status) in _CRASHES:
+            return _REFUSED, f"{grammar.kind}: xgrammar cannot compile it: send a simpler one".encode()
+        return _ENDED, b""
 
     def _compile(self, grammar: Grammar) -> tuple[bytes, bytes]:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (_address_bytes() + self.limits.memory_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (self.limits.cpu_s, self.limits.cpu_s + 1))
         resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+        too_large = f"{grammar.kind}: it needs too much memory: send a simpler one".encode()
         try:
             compiler = Compiler(self.vocabulary)
             check_text(grammar)
@@ -238,12 +246,10 @@ class _Served:
             if is_quick:
                 return _QUICK, b""
             data = compiled.serialize_json().encode()
-        except BadRequest as error:
-            too_large = f"{grammar.kind}: it needs too much memory: send a simpler one"
-            return _REFUSED, (too_large if "bad_alloc" in str(error) else str(error)).encode(errors="replace")
-        if len(data) > self.limits.compiled_bytes:
-            return _REFUSED, f"{grammar.kind}: it needs too much memory: send a simpler one".encode()
-        return _COMPILED, data
+        except (BadRequest, RuntimeError, MemoryError) as error:
+            is_large = isinstance(error, MemoryError) or "bad_alloc" in str(error)
+            return _REFUSED, too_large if is_large else str(error).encode(errors="replace")
+        return (_COMPILED, data) if len(data) <= self.limits.compiled_bytes else (_REFUSED, too_large)
 
 
 def _address_bytes() -> int:

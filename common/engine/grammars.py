@@ -5,6 +5,7 @@ compiler runs (`grammar_process.py`). The tokenizer and the compiler are loaded 
 pays nothing.
 """
 
+import copy
 import logging
 import math
 import queue
@@ -107,7 +108,7 @@ class Grammars:
             entry = self._known.get(grammar)
         if entry is None or not entry.future.done():
             raise BadRequest(f"{grammar.kind}: it was not prepared", field=grammar.kind)
-        return entry.future.result()
+        return _outcome(entry.future)
 
     def close(self) -> None:
         with self._lock:
@@ -145,7 +146,7 @@ class Grammars:
             compiled: CompiledGrammar | None = None
             try:
                 compiler = compiler or self._new_compiler()
-                if not entry.is_held:
+                if not self._is_wanted(entry):
                     raise Unavailable("its request has ended")
                 compiled = compiler.compile(entry.grammar)
             except TandemError as raised:
@@ -156,13 +157,25 @@ class Grammars:
             with self._lock:
                 self._busy -= 1
                 if compiled is None and not isinstance(error, BadRequest):
-                    self._known.pop(entry.grammar, None)
+                    self._forget(entry)
             if compiled is None:
-                entry.future.set_exception(error)
+                entry.future.set_exception(copy.copy(error))
             else:
                 entry.future.set_result(compiled)
             with self._lock:
                 self._make_room()
+
+    def _is_wanted(self, entry: _Entry) -> bool:
+        """Whether an open request needs it. If not it is forgotten at once, so a request that comes now begins anew."""
+        with self._lock:
+            is_wanted = entry.is_held
+            if not is_wanted:
+                self._forget(entry)
+        return is_wanted
+
+    def _forget(self, entry: _Entry) -> None:
+        if self._known.get(entry.grammar) is entry:
+            del self._known[entry.grammar]
 
     def _new_compiler(self) -> Compiling:
         with self._making:
@@ -197,12 +210,20 @@ class CompiledSoon:
     def poll(self) -> bool:
         if not self._future.done():
             return False
-        self._future.result()
+        self.wait()
         return True
 
     def wait(self) -> None:
         """Wait until it has ended. Raises what `poll` raises."""
-        self._future.result()
+        _outcome(self._future)
+
+
+def _outcome(future: "Future[CompiledGrammar]") -> "CompiledGrammar":
+    """Wait for it. An error is raised as a copy: each raise adds frames to an error, and the cache would keep what they hold."""
+    error = future.exception()
+    if error is not None:
+        raise copy.copy(error)
+    return future.result()
 
 
 class AnythingGoes:

@@ -1,8 +1,13 @@
 """Grammars are compiled off the loop, each once, and kept while an open request needs them. What harms others is refused."""
 
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 from xgrammar import CompiledGrammar, TokenizerInfo
@@ -10,8 +15,8 @@ from xgrammar.testing import _is_grammar_accept_string
 
 from common.engine.grammar_compiler import MAX_WHITESPACE, Compiler, vocabulary_of
 from common.engine.grammar_process import CompilerProcess, Limits
-from common.engine.grammars import ANY_TEXT, KEPT_GRAMMARS, AnythingGoes, Grammars, Preparation
-from common.errors import BadRequest, TandemError
+from common.engine.grammars import ANY_TEXT, KEPT_GRAMMARS, AnythingGoes, CompiledSoon, Grammars, Preparation
+from common.errors import BadRequest, TandemError, Unavailable
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar
 
@@ -142,6 +147,28 @@ def test_what_ends_the_compiler_is_refused_and_the_next_grammar_is_compiled(
     assert [_is_grammar_accept_string(compiled.grammar, text) for text in ("ab", "a")] == [True, False]
 
 
+def test_a_compiler_that_something_from_outside_ends_or_freezes_condemns_no_grammar(
+    process: CompilerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = process._started().pid
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+
+    def kill_fork() -> None:
+        while not (forks := children.read_text().split()):
+            time.sleep(0.001)
+        os.kill(int(forks[0]), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_fork)
+    killer.start()
+    with pytest.raises(Unavailable, match="from outside"):
+        process.compile(ENDLESS)
+    killer.join()
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(process, "_limits", Limits(wall_s=0.1))
+    with pytest.raises(Unavailable, match="does not answer"):
+        process.compile(ANY_TEXT)
+
+
 def test_a_closed_compiler_starts_no_process() -> None:
     process = CompilerProcess(VOCABULARY)
     process.close()
@@ -208,6 +235,39 @@ def test_a_refusal_is_remembered_and_a_failure_of_the_compiler_is_not() -> None:
                 grammars.prepare(grammar, lambda: None).wait()
         assert compiler.asked.count(grammar.text) == times
     grammars.close()
+
+
+def test_a_refusal_that_is_asked_for_again_holds_nothing_of_those_who_asked_before() -> None:
+    grammars = Grammars(lambda: VOCABULARY, Counted)
+    bad = Grammar("regex", "bad")
+    preparation = grammars.prepare(bad, lambda: None)
+    errors = []
+    for ask in (preparation.wait, preparation.poll, partial(grammars.compiled, bad)):
+        with pytest.raises(BadRequest) as raised:
+            ask()
+        errors.append(raised.value)
+    assert len(set(errors)) == 3 and len({str(error) for error in errors}) == 1
+    grammars.close()
+
+
+def test_a_request_that_comes_while_an_equal_grammar_is_dropped_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, again = Rig(), list[CompiledSoon]()
+    gone, came = Grammar("regex", "same"), Grammar("regex", "same")
+
+    class Dropped(Unavailable):
+        def __init__(self, message: str) -> None:
+            super().__init__(message)
+            if not again:
+                again.append(rig.grammars.prepare(came, lambda: None))
+
+    monkeypatch.setattr("common.engine.grammars.Unavailable", Dropped)
+    dropped = rig.grammars.prepare(gone, lambda: None)
+    del gone
+    rig.let.set()
+    with pytest.raises(Unavailable, match="has ended"):
+        dropped.wait()
+    again[0].wait()
+    rig.grammars.close()
 
 
 def test_a_vocabulary_that_cannot_be_read_ends_the_request_alone() -> None:
