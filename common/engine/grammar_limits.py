@@ -18,15 +18,18 @@ MAX_QUANTIFIERS = 256
 MAX_REPEATS = 10_000
 """What the numbers of `{3,5}` within each other may multiply to."""
 
+# No text may make these patterns slow. So whatever follows a repeat without a bound may be missing: a match that has come so far
+# cannot fail, so nothing is read twice.
 _JSON_LITERAL = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _CLASS = r"\[[^\]\\]*(?:\\.[^\]\\]*)*\]?"
 _LITERALS = {
     "json_schema": _JSON_LITERAL,
     "structural_tag": _JSON_LITERAL,
-    "regex": re.compile(rf"\\u\{{[^}}]*\}}|\\.|{_CLASS}", re.DOTALL),
+    "regex": re.compile(rf"\\u\{{[^}}]{{0,8}}\}}|\\.|{_CLASS}", re.DOTALL),
     "ebnf": re.compile(rf"{_JSON_LITERAL.pattern}|{_CLASS}|#[^\n]*", re.DOTALL),
 }
-_REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+_REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*))?")
+"""The bracket that ends it does not count."""
 
 
 def check_size(name: str, language: Language, text: str) -> None:

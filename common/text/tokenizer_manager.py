@@ -67,6 +67,7 @@ class TokenizerManager:
         templates = self._transformers.chat_template or ""
         self.chat_template: str = templates if isinstance(templates, str) else "\n".join(templates.values())
         """The source of the chat template; of all, one after the other, if there are several; "" if there is none."""
+        self._words = frozenset(re.findall(r"\w+", self.chat_template))
         added = self.backend.get_added_tokens_decoder().items()
         self.special_tokens: Mapping[str, int] = {token.content: id for id, token in added if token.special}
         """The tokens that `skip_special_tokens` skips: their ids by their texts."""
@@ -92,12 +93,12 @@ class TokenizerManager:
 
     def reads(self, name: str) -> bool:
         """Whether the chat template reads an argument of this name: whether the name stands in it as a word."""
-        return name not in self._reserved and self._mentions(name)
+        return name not in self._reserved and name in self._words
 
     @property
     def reads_tools(self) -> bool:
         """Whether the chat template shows the model its tools."""
-        return self._mentions("tools")
+        return "tools" in self._words
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT) -> str:
         """The chat template applied to the messages. Raises BadRequest, also for what the template itself refuses."""
@@ -118,9 +119,6 @@ class TokenizerManager:
         except (jinja2.TemplateError, *_TEMPLATE_BUGS) as error:
             raise BadRequest(f"the chat template of {self.model_name} refuses messages: {error}", field="messages") from error
         return text
-
-    def _mentions(self, name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", self.chat_template) is not None
 
     def _use_template(self, chat_template: str) -> None:
         """Raises ConfigError when it is no template."""

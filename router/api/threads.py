@@ -27,7 +27,7 @@ class SharedThreads:
         """What the work returns. Raises what it raises."""
         await self._turn(owner)
         working = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        working.add_done_callback(lambda _: self._pass_on())
+        working.add_done_callback(self._done)
         return await asyncio.shield(working)  # a thread cannot be stopped, and it is not free before it is done
 
     def close(self) -> None:
@@ -45,6 +45,11 @@ class SharedThreads:
             if not turn.cancelled():  # the turn came, and nobody is left to take it
                 self._pass_on()
             raise
+
+    def _done(self, working: "asyncio.Future[R]") -> None:
+        if not working.cancelled():
+            working.exception()  # nobody else asks for it when the caller is cancelled, and asyncio would log it as lost
+        self._pass_on()
 
     def _pass_on(self) -> None:
         """A thread is free."""

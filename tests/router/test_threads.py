@@ -1,6 +1,7 @@
 """Owners of work take turns on the threads that they share."""
 
 import asyncio
+import gc
 import threading
 from contextlib import closing
 from functools import partial
@@ -51,3 +52,23 @@ async def test_who_is_cancelled_gives_the_turn_to_the_next_one_but_no_thread_tha
         free.set()
         await third
     assert done == ["a", "c"]
+
+
+async def test_an_error_of_work_whose_caller_has_left_is_not_logged_as_lost() -> None:
+    logged, free = list[str](), threading.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+    with closing(SharedThreads(1, "test")) as threads:
+
+        def work() -> None:
+            free.wait(60)
+            raise ValueError
+
+        left = asyncio.create_task(threads.run("", work))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait((left,))
+        del left
+        free.set()
+        await threads.run("", int)
+        gc.collect()
+    assert not logged

@@ -151,6 +151,7 @@ def test_a_template_gets_tools_arguments_and_calls_as_transformers_gives_them(tm
         goes_on = ChatOptions(add_generation_prompt=False, continue_final_message=True)
         assert manager.render_chat([*messages, {"role": "user", "content": "no"}], goes_on).endswith("[user]no")
         assert (manager.reads_tools, manager.reads("enable_thinking"), manager.reads("colour")) == (True, True, False)
+        assert not any(map(manager.reads, ("enable", "message.content"))), "a name is one whole word"
         assert not any(map(manager.reads, ("messages", "tools", "tokenize", "eos_token"))), "these are not for clients to set"
         assert manager.chat_template == TOOL_TEMPLATE and manager.special_tokens == {"<|im_start|>": 0, "<|im_end|>": 1}
 
