@@ -39,11 +39,15 @@ def add_flags(parser: argparse.ArgumentParser, *configs: type[ConfigClass], with
 def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], annotation: Any) -> None:
     """Raises TypeError for an annotation that no flag can be made of."""
     explanation = str(field.metadata["help"]).replace("%", "%%")
-    help_text = f"{explanation} (default: {field.default})" if field.default != "" else explanation
+    help_text = f"{explanation} (default: {field.default})" if field.default not in ("", ()) else explanation
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
-        switch: dict[str, Any] = {"nargs": "?", "const": "on"} if choices == get_args(Switch) else {}  # the bare flag means on
+        switch: dict[str, Any] = (
+            {"nargs": "?", "const": "on"} if set(get_args(Switch)) <= set(choices) else {}
+        )  # the bare flag: on
         group.add_argument(flag_of(field.name), default=field.default, choices=choices, help=help_text, **switch)
+    elif annotation == tuple[str, ...]:
+        group.add_argument(flag_of(field.name), default=field.default, nargs="+", metavar="TEXT", help=help_text)
     elif annotation in (str, int, float):
         metavar = {str: "TEXT", int: "N", float: "X"}[annotation]
         group.add_argument(flag_of(field.name), default=field.default, type=annotation, metavar=metavar, help=help_text)
@@ -58,7 +62,8 @@ def read_config(config: type[C], flags: argparse.Namespace, **values: object) ->
     """
     given = vars(flags)
     fields = [field.name for field in dataclasses.fields(config)]
-    return config(**{name: given[name] for name in fields if name in given} | values)
+    read = {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in fields if name in given}
+    return config(**read | values)
 
 
 def with_defaults(config: C, defaults: Mapping[str, object]) -> C:
@@ -69,10 +74,11 @@ def with_defaults(config: C, defaults: Mapping[str, object]) -> C:
 
 def to_flags(*configs: ConfigClass) -> list[str]:
     """The command line that makes these configs: what differs from its default, once."""
-    line: dict[str, str] = {}
+    line: dict[str, list[str]] = {}
     for config in configs:
         for field in dataclasses.fields(config):
             value = vars(config)[field.name]
             if value != field.default:
-                line[flag_of(field.name)] = str(value)
-    return [f"{flag}={value}" for flag, value in line.items()]
+                flag = flag_of(field.name)
+                line[flag] = [flag, *value] if isinstance(value, tuple) else [f"{flag}={value}"]
+    return [part for parts in line.values() for part in parts]

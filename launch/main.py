@@ -17,6 +17,7 @@ from bench.control import plan as control_plan
 from bench.engine import plan as engine_plan
 from bench.offline import plan as offline_plan
 from bench.router import plan as router_plan
+from bench.serve import plan as serve_plan
 from common.access import read_access, require_guarded
 from common.addresses import LOOPBACK, bind_address, check_address
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
@@ -60,6 +61,8 @@ LOCAL_LIFE = (
     "A process that dies is started again, a router on the same ports. An instance that was drained, by the router or by "
     "SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once."
 )
+SERVE_PLANS = (serve_plan.Target, serve_plan.Workload, serve_plan.Load, serve_plan.Results)
+SERVE_LIFE = "The flags are named as in `vllm bench serve`, and so are the keys of the JSON file."
 KEY_LIFE = "Copy the file to every host of the fleet, and give each process --cluster-key FILE. Who has the file is let in."
 
 BENCH_SWITCHES = {
@@ -129,7 +132,7 @@ def _add_simulate(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure this machine", allow_abbrev=False)
+    bench = commands.add_parser("bench", help="measure this machine, or a server", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     transfer = _add(benches, "transfer", "measure how fast each transport moves KV pages between two processes", _bench_transfer)
     add_flags(transfer, transfer_plan.TransferBench)
@@ -157,6 +160,10 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(offline, offline_plan.OfflineBench, ModelConfig)
     add_flags(offline, EngineConfig, without=OF_TIMED)
+    serve = _add(
+        benches, "serve", "send a load to any server with OpenAI's API, and report what its clients see", _bench_serve, SERVE_LIFE
+    )
+    add_flags(serve, *SERVE_PLANS)
     parsers = (
         (transfer, TRANSFER_SWITCHES),
         (overlap, BENCH_SWITCHES),
@@ -301,6 +308,17 @@ def _bench_offline(flags: argparse.Namespace) -> int:
     if flags.quick:
         bench, engine = with_defaults(bench, offline_plan.QUICK), with_defaults(engine, offline_plan.QUICK_ENGINE)
     return run(bench, model, engine, command, flags.markdown)
+
+
+def _bench_serve(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from bench.serve.run import run
+
+    target, workload = read_config(serve_plan.Target, flags), read_config(serve_plan.Workload, flags)
+    load, results = read_config(serve_plan.Load, flags), read_config(serve_plan.Results, flags)
+    bench = serve_plan.ServeBench(target=target, workload=workload, load=load, results=results)
+    shown = dataclasses.replace(target, header=tuple(f"{name}=..." for name in target.headers))  # their values may be secret
+    return run(bench, _bench_command(flags, (), shown, workload, load, results), chat.read_api_key(target.api_key_file))
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:

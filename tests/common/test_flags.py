@@ -49,6 +49,14 @@ class Stove:
     rings: int = option(2, "rings")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shelf:
+    """A shelf."""
+
+    pots: tuple[str, ...] = option((), "what stands on it")
+    lid: Literal["auto", "off", "on"] = option("auto", "whether they are covered")
+
+
 def parser_for(*configs: type[ConfigClass], without: tuple[str, ...] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser, *configs, without=without)
@@ -94,6 +102,17 @@ def test_bad_values_unknown_flags_and_abbreviations_are_refused_by_name(
     assert named in capsys.readouterr().err
 
 
+def test_a_field_of_several_texts_takes_them_behind_one_flag_and_survives_a_command_line() -> None:
+    flags = parser_for(Shelf).parse_args(["--pots", "red", "blue", "--lid", "on"])
+    shelf = read_config(Shelf, flags)
+    assert shelf == Shelf(pots=("red", "blue"), lid="on")
+    assert read_config(Shelf, parser_for(Shelf).parse_args(to_flags(shelf))) == shelf
+
+
+def test_the_bare_flag_means_on_where_on_and_off_are_choices() -> None:
+    assert read_config(Shelf, parser_for(Shelf).parse_args(["--lid"])).lid == "on"
+
+
 def test_a_field_that_two_configs_have_is_one_flag_for_both() -> None:
     flags = parser_for(Kettle, Stove).parse_args(["--name", "x"])
     assert read_config(Kettle, flags).name == read_config(Stove, flags).name == "x"
@@ -110,7 +129,7 @@ def test_a_field_whose_type_has_no_flag_is_a_programming_error() -> None:
     class Odd:
         """Odd."""
 
-        items: tuple[str, ...] = option((), "some")
+        items: tuple[int, ...] = option((), "some")
 
     with pytest.raises(TypeError, match="items"):
         parser_for(Odd)

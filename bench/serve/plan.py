@@ -1,0 +1,271 @@
+"""What `launch bench serve` sends, where, when, and what it reports: its flags and their limits, named as in `vllm bench serve`.
+
+Owns names, defaults and limits. Imports nothing heavy, starts nothing. A flag that would change nothing is refused.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from common.config import Switch, option, refuse_without_effect
+from common.errors import ConfigError
+
+Backend = Literal["openai", "openai-chat"]
+Dataset = Literal["random", "prefix_repetition", "custom", "conversation", "trace"]
+RampUp = Literal["none", "linear", "exponential"]
+
+ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+METRICS = ("ttft", "tpot", "itl", "e2el")
+PROMPTS = 1000
+_RANDOM_LENGTHS = ("random_input_len", "random_output_len", "random_range_ratio")
+_PREFIXES = tuple(f"prefix_repetition_{what}" for what in ("prefix_len", "suffix_len", "num_prefixes", "output_len"))
+_TRACE = ("trace_speed", "trace_length_scale", "trace_block_tokens", "trace_duration_s")
+OF_DATASETS: dict[Dataset, tuple[str, ...]] = {
+    "random": ("prompts", "tokenizer", *_RANDOM_LENGTHS, "random_prefix_len"),
+    "prefix_repetition": ("prompts", "tokenizer", *_PREFIXES),
+    "custom": ("dataset_path", "custom_output_len"),
+    "conversation": ("tokenizer", *_RANDOM_LENGTHS, "random_prefix_len", "conversation_turns"),
+    "trace": ("prompts", "tokenizer", "dataset_path", *_TRACE),
+}
+OF_CONVERSATION_FILES = ("dataset_path", "custom_output_len")
+"""The flags that mean something for each data set; a conversation that is read from a file has those of the last line."""
+
+
+def _require(holds: bool, flag: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"--{flag} must be {rule}; it is {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The server."""
+
+    backend: Backend = option("openai", "the API: openai is /v1/completions, openai-chat is /v1/chat/completions")
+    base_url: str = option("", "URL of the server, http or https; default: http://HOST:PORT")
+    host: str = option("127.0.0.1", "the server's host, where --base-url is not given")
+    port: int = option(8000, "the server's port, where --base-url is not given")
+    endpoint: str = option("", "path below the URL; default: that of the backend")
+    model: str = option("", "the model's name in requests; default: the first one that the server lists")
+    header: tuple[str, ...] = option((), "KEY=VALUE headers of each request")
+    api_key_file: str = option("", "file with the API key; default: the environment variable OPENAI_API_KEY, if it is set")
+    insecure: Switch = option("off", "do not verify the certificate of an https server")
+    request_timeout_s: float = option(3600.0, "an answer that is not over so long after its request was sent has failed")
+
+    def __post_init__(self) -> None:
+        if self.base_url:
+            refuse_without_effect(self, ("host", "port"), "with --base-url")
+        parts = urlsplit(self.url)
+        _require(parts.scheme in ("http", "https") and bool(parts.hostname), "base-url", "http://host:port", self.url)
+        _require(self.endpoint == "" or self.endpoint.startswith("/"), "endpoint", "a path that begins with /", self.endpoint)
+        _require(0 < self.port < 65536, "port", "from 1 to 65535", self.port)
+        _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
+        for name, value in self.headers.items():
+            fits = name.isascii() and name.isprintable() and " " not in name and name != "" and value.isprintable()
+            _require(fits, "header", "KEY=VALUE of printable characters", f"{name}={value}")
+        if self.insecure == "on" and parts.scheme != "https":
+            raise ConfigError("--insecure has no effect on http: leave it out")
+
+    @property
+    def url(self) -> str:
+        """Without a slash at its end."""
+        return self.base_url.rstrip("/") or f"http://{self.host}:{self.port}"
+
+    @property
+    def path(self) -> str:
+        """What requests ask for, with the path of the URL before it."""
+        return urlsplit(self.url).path + (self.endpoint or ENDPOINTS[self.backend])
+
+    @property
+    def headers(self) -> dict[str, str]:
+        pairs = [item.partition("=") for item in self.header]
+        return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is asked."""
+
+    dataset_name: Dataset = option(
+        "random",
+        "random: every prompt is another; prefix_repetition: groups of prompts share a prefix; custom: a JSONL file with a "
+        "prompt in each line; conversation: turns that each hold the answers so far; trace: a JSONL file with times and lengths",
+    )
+    dataset_path: str = option("", "the file of custom, trace, or conversation; without one, conversations are made up")
+    num_prompts: int = option(
+        0,
+        f"requests, or conversations; 0: all lines of the file, or {PROMPTS}; lines of a file with fewer are sent again",
+    )
+    seed: int = option(0, "the same seed makes the same prompts, lengths and arrivals")
+    tokenizer: str = option("", "folder or Hugging Face name of the tokenizer that makes prompts; default: the model")
+    prompts: Literal["text", "ids"] = option("text", "made-up prompts are sent as words, or as token ids (openai only)")
+    random_input_len: int = option(1024, "tokens of a prompt, or of one turn's message, after --random-prefix-len")
+    random_output_len: int = option(128, "tokens of an answer")
+    random_range_ratio: float = option(0.0, "lengths are spread evenly from (1 - X) to (1 + X) times these")
+    random_prefix_len: int = option(0, "tokens at the beginning of a prompt that all prompts have in common")
+    prefix_repetition_prefix_len: int = option(256, "tokens that the prompts of a group have in common")
+    prefix_repetition_suffix_len: int = option(256, "tokens of each prompt after them")
+    prefix_repetition_num_prefixes: int = option(10, "groups")
+    prefix_repetition_output_len: int = option(128, "tokens of an answer")
+    custom_output_len: int = option(256, "tokens of an answer, for lines of the file without output_tokens")
+    conversation_turns: int = option(4, "turns of a made-up conversation")
+    trace_speed: float = option(1.0, "how many times faster than it was recorded the trace is sent")
+    trace_length_scale: float = option(1.0, "the trace's lengths, and the blocks of its hash_ids, are multiplied by this")
+    trace_block_tokens: int = option(512, "tokens of a block of hash_ids, before scaling")
+    trace_duration_s: float = option(0.0, "only so much of the trace, in its own time; 0: all of it")
+
+    def __post_init__(self) -> None:
+        known = OF_DATASETS[self.dataset_name]
+        where = f"with --dataset-name {self.dataset_name}"
+        if self.dataset_name == "conversation" and self.dataset_path:
+            known, where = OF_CONVERSATION_FILES, "with conversations from a file"
+        others = {name for names in OF_DATASETS.values() for name in names} - {*known, "dataset_path"}
+        if self.dataset_name in ("random", "prefix_repetition"):
+            others.add("dataset_path")
+        refuse_without_effect(self, sorted(others), where)
+        if self.dataset_name in ("custom", "trace"):
+            _require(self.dataset_path != "", "dataset-path", f"a file {where}", self.dataset_path)
+        least = {"num_prompts": 0, "random_prefix_len": 0, "prefix_repetition_prefix_len": 0, "trace_duration_s": 0, "seed": 0}
+        counts = ("random_input_len", "random_output_len", "custom_output_len", "conversation_turns", "trace_block_tokens")
+        least |= dict.fromkeys((*counts, *_PREFIXES[1:]), 1)
+        for name, bound in least.items():
+            _require(vars(self)[name] >= bound, name.replace("_", "-"), f"at least {bound}", vars(self)[name])
+        for name in ("trace_speed", "trace_length_scale"):
+            _require(vars(self)[name] > 0, name.replace("_", "-"), "above 0", vars(self)[name])
+        _require(0 <= self.random_range_ratio < 1, "random-range-ratio", "from 0 to below 1", self.random_range_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """When requests are sent, and with which parameters."""
+
+    request_rate: float = option(
+        math.inf, "requests a second; inf: all at once, or as --max-concurrency lets them. Not for traces"
+    )
+    burstiness: float = option(
+        1.0, "shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts, inf is even"
+    )
+    ramp_up_strategy: RampUp = option("none", "how the rate grows from one request to the next, in place of --request-rate")
+    ramp_up_start_rps: float = option(0.0, "requests a second at the beginning of the ramp")
+    ramp_up_end_rps: float = option(0.0, "requests a second at its end")
+    max_concurrency: int = option(0, "most requests, or conversations, that are open at once; 0: no limit")
+    num_warmups: int = option(1, "requests before the measurement; the first shows which kinds of usage the server can report")
+    ignore_eos: Literal["auto", "off", "on"] = option(
+        "auto", "send ignore_eos: answers are as long as was asked for; auto: on for prompts that are made up"
+    )
+    temperature: float = option(0.0, "sent with each request")
+    extra_body: str = option("", "a JSON object whose fields are added to each request, over those that are there")
+
+    def __post_init__(self) -> None:
+        _require(self.request_rate > 0, "request-rate", "above 0", self.request_rate)
+        _require(self.burstiness > 0, "burstiness", "above 0", self.burstiness)
+        _require(self.max_concurrency >= 0, "max-concurrency", "0 or more", self.max_concurrency)
+        _require(self.num_warmups >= 1, "num-warmups", "at least 1", self.num_warmups)
+        _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
+        if self.ramp_up_strategy == "none":
+            refuse_without_effect(self, ("ramp_up_start_rps", "ramp_up_end_rps"), "without --ramp-up-strategy")
+            if math.isinf(self.request_rate):
+                refuse_without_effect(self, ("burstiness",), "without --request-rate or a ramp")
+        else:
+            refuse_without_effect(self, ("request_rate",), "with --ramp-up-strategy")
+            for name in ("ramp_up_start_rps", "ramp_up_end_rps"):
+                _require(0 < vars(self)[name] < math.inf, name.replace("_", "-"), "above 0 with a ramp", vars(self)[name])
+        _ = self.extra
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are due at times of their own, whatever becomes of the others."""
+        return self.ramp_up_strategy != "none" or not math.isinf(self.request_rate)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        try:
+            read = json.loads(self.extra_body or "{}")
+        except ValueError:
+            read = None
+        _require(isinstance(read, dict), "extra-body", "a JSON object", self.extra_body)
+        return dict(read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What is reported."""
+
+    goodput: tuple[str, ...] = option(
+        (),
+        "METRIC:MILLISECONDS, such as ttft:500 itl:50 (or ttft:500,itl:50): count requests that keep all of these limits; ttft, "
+        "tpot, e2el, and itl for 99 % of the gaps of a request",
+    )
+    percentile_metrics: str = option(",".join(METRICS), "the times that are reported")
+    metric_percentiles: str = option("50,90,99", "their percentiles")
+    json: str = option("", "write the figures to this file, with the keys of `vllm bench serve`")
+    save_detailed: Switch = option("off", "write every request's times, errors and text to the JSON file too")
+    csv: str = option("", "write a line for each request to this file")
+    disable_tqdm: Switch = option("off", "no progress bar; there is none either where stderr is no terminal")
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            _require(name in METRICS, "percentile-metrics", f"some of {','.join(METRICS)}", self.percentile_metrics)
+        _require(
+            all(0 <= each <= 100 for each in self.percentiles), "metric-percentiles", "from 0 to 100", self.metric_percentiles
+        )
+        _ = self.limits_ms
+        if not self.json:
+            refuse_without_effect(self, ("save_detailed",), "without --json")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(self.percentile_metrics.split(","))
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        try:
+            return tuple(float(part) for part in self.metric_percentiles.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"--metric-percentiles must be numbers with commas between them; it is {self.metric_percentiles!r}"
+            ) from None
+
+    @property
+    def limits_ms(self) -> dict[str, float]:
+        """What a good request keeps."""
+        limits: dict[str, float] = {}
+        for item in ",".join(self.goodput).split(",") if self.goodput else ():
+            name, _, text = item.strip().partition(":")
+            try:
+                limits[name] = float(text)
+            except ValueError:
+                limits[name] = -1.0
+            _require(name in METRICS and limits[name] >= 0, "goodput", "METRIC:MILLISECONDS, such as ttft:500", item)
+        return limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBench:
+    """All of `launch bench serve`."""
+
+    target: Target = Target()
+    workload: Workload = Workload()
+    load: Load = Load()
+    results: Results = Results()
+
+    def __post_init__(self) -> None:
+        if self.workload.dataset_name == "trace":
+            refuse_without_effect(
+                self.load, ("request_rate", "burstiness", "ramp_up_strategy"), "with a trace, which has its own times"
+            )
+        if self.workload.prompts == "ids" and self.target.backend != "openai":
+            raise ConfigError("--prompts ids is for --backend openai only: a chat takes text")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are due at times of their own. Then TTFT and E2E count from these times."""
+        return self.load.is_open or self.workload.dataset_name == "trace"
+
+    @property
+    def ignores_eos(self) -> bool:
+        if self.load.ignore_eos != "auto":
+            return self.load.ignore_eos == "on"
+        from_file = self.workload.dataset_path != "" and self.workload.dataset_name != "trace"
+        return not from_file

@@ -1,0 +1,42 @@
+"""What a request looks like: the JSON body of a turn, for completions or chats.
+
+Owns the fields. Knows no connection. `Usage` says what the server is asked to tell of tokens; not every server takes all of it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from bench.serve.plan import ServeBench
+from bench.serve.workloads.sessions import Session, chat_messages, completion_prompt
+
+Usage: TypeAlias = Literal["continuous", "last", "none"]
+"""With each event (vLLM, Tandem); in a last event (OpenAI); not at all."""
+USAGES: tuple[Usage, ...] = ("continuous", "last", "none")
+_OPTIONS: dict[Usage, dict[str, Any]] = {
+    "continuous": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "last": {"stream_options": {"include_usage": True}},
+    "none": {},
+}
+
+
+class Bodies:
+    """Makes the bodies of a run."""
+
+    def __init__(self, bench: ServeBench, model: str, usage: Usage) -> None:
+        self._is_chat = bench.target.backend == "openai-chat"
+        self._common: dict[str, Any] = {"model": model, "stream": True, "temperature": bench.load.temperature} | _OPTIONS[usage]
+        if bench.ignores_eos:
+            self._common["ignore_eos"] = True
+        self._extra = bench.load.extra
+        self._encode = msgspec.json.Encoder().encode
+
+    def body(self, session: Session, answers: Sequence[str]) -> bytes:
+        """The turn of this session that follows these answers."""
+        output_tokens = session.turns[len(answers)].output_tokens
+        if self._is_chat:
+            own = {"messages": chat_messages(session, answers), "max_completion_tokens": output_tokens}
+        else:
+            own = {"prompt": completion_prompt(session, answers), "max_tokens": output_tokens}
+        return self._encode(self._common | own | self._extra)
