@@ -9,7 +9,7 @@ Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.ht
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -23,6 +23,12 @@ OpenAIFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
 """abort: as in vLLM and SGLang, the request was ended by another one (POST /abort_request)."""
 TokenIds: TypeAlias = tuple[int, ...] | msgspec.UnsetType
 """`token_ids` of a choice. The OpenAI API does not have it; as in vLLM it is left out unless `return_token_ids` asks for it."""
+LOOP_SIZE = 20_000
+"""A whole answer of this size is written on the loop: that takes some 20 ms at most. Larger ones are written on a thread. A
+character, or a number of an embedding, counts 1."""
+PAIR_SIZE = 10
+"""What a token with its log probability counts."""
+_NUMBER_BYTES = 4
 DONE = b"data: [DONE]\n\n"
 _MARK = "\ue000"
 _encode = msgspec.json.Encoder().encode
@@ -34,6 +40,11 @@ C = TypeVar("C", bound=msgspec.Struct)
 def event(data: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + data + b"\n\n"
+
+
+def encoded(value: object) -> Any:
+    """The value's JSON, to stand in its place. What is large becomes bytes by itself: nobody else runs while one call encodes."""
+    return msgspec.Raw(_encode(value))
 
 
 def finish_of(ending: Ending | None) -> OpenAIFinish | None:
@@ -102,6 +113,13 @@ class AnswerShape(ABC, Generic[R]):
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         """The body of an answer that is not streamed."""
 
+    def size(self, choices: Sequence[WholeChoice]) -> int:
+        """How much there is to write: see LOOP_SIZE. Text counts as if a parser read it, though plain text costs less."""
+        each, of_prompt = 1 + (self.asked.logprobs or 0), 1 + (self.asked.prompt_logprobs or 0)
+        pairs = sum(len(choice.logprobs) * each + len(choice.prompt_logprobs) * of_prompt for choice in choices)
+        chars = sum(len(text) for choice in choices for text in choice.texts)
+        return chars + PAIR_SIZE * pairs + sum(len(choice.ending.embedding) // _NUMBER_BYTES for choice in choices)
+
     def failure(self, ending: Ending | None) -> Failed | None:
         """Why there is no whole answer when a choice ends like this; None when there is one, or when it goes on."""
         return ending if isinstance(ending, Failed) else None
@@ -162,8 +180,7 @@ class OpenAIShape(AnswerShape[R]):
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         self.tokens += sum(len(choice.token_ids) for choice in choices)
-        # Each choice becomes bytes by itself: nobody else runs while one call encodes.
-        parts = [msgspec.Raw(_encode(self._whole_choice(index, choice))) for index, choice in enumerate(choices)]
+        parts = [encoded(self._whole_choice(index, choice)) for index, choice in enumerate(choices)]
         prompt = self._prompt_logprobs(choices)
         return _encode(OpenAIBody(self.id, self.whole_object, self.created, self.model, parts, self.usage(), prompt))
 

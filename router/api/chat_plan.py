@@ -18,14 +18,11 @@ from router.api.chat import ChatRequest
 from router.api.output.formats import THINK_MARKS, AnswerFormat, ToolFormat, answer_format
 from router.api.output.grammars import answer_grammar
 from router.api.output.parser import THINK, THINK_END, AnswerParser
-from router.api.output.parts import WholeAnswer
+from router.api.output.parts import WholeAnswer, whole_answer
 from router.requests import RequestSpec
 
 TAIL_TOKENS = 16
 """The end of a prompt: it holds the mark with which the prompt opens the answer's thoughts, if it does."""
-
-_PIECE_CHARS = 4096
-"""A parser moves its unread text at each mark, so a long text goes in by pieces."""
 
 
 class ChatTemplate(Protocol):
@@ -52,17 +49,10 @@ class AnswerReading:
 
     def whole(self, text: str) -> WholeAnswer:
         """The parts of a whole answer."""
-        answer = WholeAnswer()
         if self.new_parser is None:
-            answer.content = text
-            return answer
+            return WholeAnswer(text)
         parser = self.new_parser()
-        for begin in range(0, len(text), _PIECE_CHARS):
-            for part in parser.push(text[begin : begin + _PIECE_CHARS]):
-                answer.add(part)
-        for part in parser.finish():
-            answer.add(part)
-        return answer
+        return whole_answer([*parser.push(text), *parser.finish()])
 
 
 PLAIN_TEXT = AnswerReading()

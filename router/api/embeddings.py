@@ -15,7 +15,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from common.messages import Ending, Failed, Finished
 from common.text.embedding import Embedding
-from router.api.answers import AnswerShape, WholeChoice
+from router.api.answers import AnswerShape, WholeChoice, encoded
 from router.api.completions import CompletionRequest, prompts_in, require_few_ids
 from router.api.fields import Label, Priority, SamplingFields, Timeout, convert, object_in
 from router.api.neutral import drop_neutral
@@ -119,7 +119,7 @@ class EmbeddingShape(AnswerShape[EmbeddingRequest]):
         return super(EmbeddingShape, self).failure(ending)
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
-        data = [OneEmbedding(index=index, embedding=self._written(choice)) for index, choice in enumerate(choices)]
+        data = [encoded(OneEmbedding(index=index, embedding=self._written(choice))) for index, choice in enumerate(choices)]
         tokens = self.accepted.prompt_tokens
         return msgspec.json.encode(EmbeddingBody(data=data, model=self.model, usage=EmbeddingUsage(tokens, tokens)))
 
@@ -130,4 +130,5 @@ class EmbeddingShape(AnswerShape[EmbeddingRequest]):
             numbers = (numbers / length).astype("<f4")
         if self.asked.as_base64:
             return base64.b64encode(numbers.tobytes()).decode()
-        return [float(number) for number in numbers]
+        written: list[float] = numbers.tolist()
+        return written

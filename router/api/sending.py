@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
-from router.api.answers import AnswerShape, WholeChoice
+from router.api.answers import LOOP_SIZE, AnswerShape, WholeChoice
 from router.api.connections import SEND_TIMEOUT_S
 from router.api.errors import response_to_failure
 from router.api.event_stream import ClientGone, EventStream
@@ -27,9 +27,6 @@ from router.outbox import ChoiceDelta, Outbox
 
 DIRECT_SEND = "tandem.direct_send"
 """Where a request's scope may hold the server's own send. Events take it: each layer above costs as much as encoding them."""
-
-FEW_PAIRS = 2_000
-"""Log probabilities that take some 20 ms to write. More are written on another thread."""
 
 
 class Answer:
@@ -141,12 +138,7 @@ class WholeResponse(AnswerResponse):
 
     async def _body(self) -> bytes:
         write = partial(self._shape.whole, self._choices)
-        asked = self._shape.asked
-        pairs = sum(
-            len(choice.logprobs) * (1 + (asked.logprobs or 0)) + len(choice.prompt_logprobs) * (1 + (asked.prompt_logprobs or 0))
-            for choice in self._choices
-        )
-        if pairs <= FEW_PAIRS:
+        if self._shape.size(self._choices) <= LOOP_SIZE:
             return write()
         return await self._writers.run(self._shape.accepted.specs[0].owner, write)
 

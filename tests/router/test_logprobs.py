@@ -1,15 +1,11 @@
 """Log probabilities in every answer that has them."""
 
 import re
-import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from router.api import intake, logprobs, sending
-from router.api.answers import WholeChoice
-from router.api.chat_answers import ChatShape
+from router.api import intake, logprobs
 from tests.router.calls import assert_error, chat, completion, events, post
 from tests.router.fakes import Site
 from tests.router.test_sglang import prompt
@@ -139,22 +135,6 @@ async def test_an_answer_without_a_limit_is_as_long_as_its_log_probabilities_may
     monkeypatch.setattr(logprobs, "MAX_PAIRS", 40)
     body = chat(max_tokens=None, logprobs=True, top_logprobs=4)
     assert (await post(site, "/v1/chat/completions", body)).json()["usage"]["completion_tokens"] == 8
-
-
-async def test_many_are_written_on_another_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    body, threads = chat(n=2, logprobs=True, top_logprobs=2), list[threading.Thread]()
-    few = (await post(site, "/v1/chat/completions", body)).json()["choices"]
-    write = ChatShape.whole
-
-    def watched(shape: ChatShape, choices: Sequence[WholeChoice]) -> bytes:
-        threads.append(threading.current_thread())
-        return write(shape, choices)
-
-    monkeypatch.setattr(ChatShape, "whole", watched)
-    for most in (30, 29):
-        monkeypatch.setattr(sending, "FEW_PAIRS", most)
-        assert (await post(site, "/v1/chat/completions", body)).json()["choices"] == few
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:

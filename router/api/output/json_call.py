@@ -68,13 +68,12 @@ def read_value(source: GrowingText, sink: PartSink | None, kept: list[str], end_
             source.at += not maybe_mark
         _keep(source.text[begin : source.at], sink, kept)
         if maybe_mark:
-            begin = source.at
             if (yield from source.next_is(end_mark)):
-                source.at = begin
+                source.at -= len(end_mark)
                 return
+            _keep(source.text[source.at], sink, kept)
             source.at += 1
-            _keep(source.text[begin : source.at], sink, kept)
-        if sink is not None and source.at == len(source.text):
+        if sink is not None:
             source.forget()
 
 

@@ -55,7 +55,7 @@ class AnswerParser:
 def _read_thoughts(source: GrowingText, sink: PartSink, opened: bool) -> Reading[None]:
     yield from source.skip_space()
     if not (yield from source.next_is(THINK)) and not opened:
-        source.at = 0
+        source.unread()
         return
     source.forget()
     sink.mark()

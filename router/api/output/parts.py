@@ -5,6 +5,7 @@ of calls, one side's white space is kept, so that words do not join; and the fir
 indentation. Everywhere else white space is kept. Does not know formats.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
@@ -48,31 +49,38 @@ class WholeAnswer:
     reasoning: str = ""
     calls: list[WholeCall] = field(default_factory=list)
 
-    def add(self, part: Part) -> None:
+
+def whole_answer(parts: Iterable[Part]) -> WholeAnswer:
+    """The answer that has these parts."""
+    content, reasoning = list[str](), list[str]()
+    calls: list[tuple[str, list[str]]] = []
+    for part in parts:
         match part:
             case Content(text):
-                self.content += text
+                content.append(text)
             case Reasoning(text):
-                self.reasoning += text
+                reasoning.append(text)
             case CallBegins(name):
-                self.calls.append(WholeCall(name))
+                calls.append((name, []))
             case Arguments(text):
-                self.calls[-1].arguments += text
+                calls[-1][1].append(text)
             case _:
                 assert_never(part)
+    return WholeAnswer("".join(content), "".join(reasoning), [WholeCall(name, "".join(texts)) for name, texts in calls])
 
 
 class PartSink:
-    """The parts that were found and not taken yet. Neighbours of one kind are joined."""
+    """The parts that were found and not taken yet. Neighbours of one kind are joined when they are taken, so that no text is
+    copied once for each that follows it."""
 
     def __init__(self) -> None:
-        self._parts: list[Part] = []
+        self._parts: list[tuple[type[Part], list[str]]] = []
         self._after_mark = False
         """Whether nothing but white space came since a mark."""
         self._before_mark = ""
         """White space between content and the mark."""
-        self._space = ""
-        """White space that came last: it waits for what follows it."""
+        self._space: list[str] = []
+        """White space that came last, in pieces: it waits for what follows it."""
         self._kind: type[Content] | type[Reasoning] = Content
         self._has_content = False
 
@@ -85,12 +93,12 @@ class PartSink:
     def mark(self) -> None:
         """Here thoughts or a call begin or end."""
         if not self._after_mark:
-            self._before_mark = self._space
-        self._after_mark, self._space = True, ""
+            self._before_mark = "".join(self._space)
+        self._after_mark, self._space = True, []
 
     def call(self, name: str) -> None:
         self.mark()
-        self._parts.append(CallBegins(name))
+        self._parts.append((CallBegins, [name]))
 
     def arguments(self, text: str) -> None:
         self._add(Arguments, text)
@@ -102,23 +110,30 @@ class PartSink:
 
     def finish(self) -> None:
         """Nothing follows: the last white space was no mark's."""
-        space, self._space = self._space, ""
+        space, self._space = "".join(self._space), []
         self._add(self._kind, "" if self._after_mark else space)
 
     def take(self) -> list[Part]:
         parts, self._parts = self._parts, []
-        return parts
+        return [kind("".join(texts)) for kind, texts in parts]
 
     def _text(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        text, self._space = self._space + text, ""
-        settled = text.rstrip()
-        self._space = text[len(settled) :]
-        if settled and self._after_mark:
-            body = settled.lstrip()
-            settled = self._space_between(kind, settled[: len(settled) - len(body)]) + body
-            self._after_mark = False
+        if not text:
+            return
         self._kind = kind
-        self._has_content = self._has_content or (kind is Content and settled != "")
+        settled = text.rstrip()
+        before, self._space = self._space, [] if settled else self._space
+        if settled != text:
+            self._space.append(text[len(settled) :])
+        if not settled:
+            return
+        space = "".join(before)
+        if self._after_mark:
+            body = settled.lstrip()
+            space = self._space_between(kind, space + settled[: len(settled) - len(body)])
+            settled, self._after_mark = body, False
+        self._has_content = self._has_content or kind is Content
+        self._add(kind, space)
         self._add(kind, settled)
 
     def _space_between(self, kind: type[Content] | type[Reasoning], after_mark: str) -> str:
@@ -130,8 +145,7 @@ class PartSink:
     def _add(self, kind: type[Content] | type[Reasoning] | type[Arguments], text: str) -> None:
         if not text:
             return
-        last = self._parts[-1] if self._parts else None
-        if isinstance(last, kind):
-            self._parts[-1] = kind(last.text + text)
+        if self._parts and self._parts[-1][0] is kind:
+            self._parts[-1][1].append(text)
         else:
-            self._parts.append(kind(text))
+            self._parts.append((kind, [text]))

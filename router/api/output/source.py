@@ -1,9 +1,12 @@
 """A text that grows while it is read: parsers are generators that yield when they need more of it.
 
 Owns the unread text. A step waits only while what has come leaves open what it is: so a text gives the same, however it is cut.
+Reading costs as much for each character in a long text as in a short one, whether it comes at once or in pieces: what is read
+is not copied again when more comes, and to forget it copies nothing.
 
-    forgotten │ since `start`, read │ unread │ to come
-                                    └ at
+    forgotten │ read, not forgotten │ unread │ to come
+              │   pieces   │ text ──────────►│
+                           └ begin  └ at
 """
 
 import re
@@ -11,26 +14,46 @@ from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 
 R = TypeVar("R")
+_SPACE = re.compile(r"\s*")
 Reading: TypeAlias = Generator[None, None, R]
 """A part of a parser. It yields when it needs more text, and returns what it read."""
 
 
 class GrowingText:
-    """text: what came and is not forgotten. at: how far it is read. over: nothing follows."""
+    """text: what came last, with what was unread before it. at: how far it is read. over: nothing follows. A place in the text is
+    good until the next yield."""
 
-    __slots__ = ("at", "over", "text")
+    __slots__ = ("_begin", "_pieces", "at", "over", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.over = False
+        self._begin = 0
+        """What was forgotten of `text`."""
+        self._pieces: list[str] = []
+        """What was read before `text` and is not forgotten."""
 
     def push(self, text: str) -> None:
-        self.text += text
+        if self.at > self._begin:
+            self._pieces.append(self.text[self._begin : self.at])
+        self.text, self.at, self._begin = self.text[self.at :] + text, 0, 0
 
     def forget(self) -> None:
         """Nobody will look back behind `at`."""
-        self.text, self.at = self.text[self.at :], 0
+        self._pieces.clear()
+        self._begin = self.at
+
+    def read(self) -> str:
+        """What was read and is not forgotten."""
+        return "".join(self._pieces) + self.text[self._begin : self.at]
+
+    def unread(self) -> None:
+        """Go back to the beginning of what is not forgotten."""
+        if self._pieces:
+            self.text, self.at = self.read() + self.text[self.at :], 0
+            self.forget()
+        self.at = self._begin
 
     def more(self) -> Reading[bool]:
         """Wait until something is unread. Returns whether something is, or False at the end."""
@@ -47,14 +70,25 @@ class GrowingText:
                 if self.text.startswith(option, self.at):
                     self.at += len(option)
                     return option
-            rest = self.text[self.at :]
-            if self.over or not any(option.startswith(rest) for option in options):
+            left = len(self.text) - self.at
+            if self.over or not any(left < len(option) and option.startswith(self.text[self.at :]) for option in options):
                 return None
             yield
 
     def skip_space(self) -> Reading[None]:
-        while (yield from self.more()) and self.text[self.at].isspace():
-            self.at += 1
+        yield from self.take(_SPACE)
+
+    def take(self, chars: re.Pattern[str]) -> Reading[str]:
+        """Read and return what matches. chars: matches any number of certain characters."""
+        taken: list[str] = []
+        while (yield from self.more()):
+            found = chars.match(self.text, self.at)
+            assert found is not None, "the pattern matches nothing, too"
+            taken.append(found[0])
+            self.at = found.end()
+            if self.at < len(self.text):
+                break
+        return "".join(taken)
 
     def first_of(self, marks: "Marks") -> tuple[str, str | None]:
         """Read up to the first of these marks, and the mark, as far as that has come. Returns the text before it, and the mark or
@@ -95,13 +129,14 @@ class Marks:
 
 def read_until(source: GrowingText, tell: Callable[[str], None], marks: Marks) -> Reading[str | None]:
     """Read up to the first of these marks, and the mark. Returns the mark, or None at the end. tell: gets the text before it, as
-    it comes. What was read is forgotten."""
+    it comes. What was read is forgotten, also what was read before."""
+    source.forget()
     while (yield from source.more()):
         before, mark = source.first_of(marks)
         source.forget()
         tell(before)
         if mark is not None:
             return mark
-        if source.text:
+        if source.at < len(source.text):
             yield  # it may be the beginning of a mark
     return None

@@ -24,7 +24,7 @@ NEW_LINE = "\n"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _OPEN, _OPEN_OR_CLOSED = Marks(CALL), Marks(CALL, CALL_END)
 _PYTHON_TAG_OR_LINE, _TOOL_CALLS = Marks(PYTHON_TAG, NEW_LINE), Marks(TOOL_CALLS)
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
 
 
 def read_hermes(source: GrowingText, sink: PartSink) -> Reading[None]:
@@ -36,7 +36,7 @@ def read_hermes(source: GrowingText, sink: PartSink) -> Reading[None]:
             continue
         called = yield from _read_calls(source, sink, end_mark=CALL_END)
         marks = _OPEN_OR_CLOSED if called else _OPEN
-        sink.content(source.text[: source.at] if called else mark + source.text[: source.at])
+        sink.content(source.read() if called else mark + source.read())
 
 
 def read_llama3(source: GrowingText, sink: PartSink) -> Reading[None]:
@@ -45,11 +45,11 @@ def read_llama3(source: GrowingText, sink: PartSink) -> Reading[None]:
         source.forget()
         yield from source.skip_space()
         if mark != PYTHON_TAG:
-            sink.content(mark + source.text[: source.at])
+            sink.content(mark + source.read())
             source.forget()
             mark = ""
         called = yield from _read_calls(source, sink, end_mark=PYTHON_TAG, needs_arguments=True)
-        sink.content(source.text[: source.at] if called else mark + source.text[: source.at])
+        sink.content(source.read() if called else mark + source.read())
         mark = yield from read_until(source, sink.content, _PYTHON_TAG_OR_LINE)
 
 
@@ -58,7 +58,7 @@ def read_mistral(source: GrowingText, sink: PartSink) -> Reading[None]:
         yield from source.skip_space()
         is_json = (yield from source.more()) and source.text[source.at] in "[{"
         called = yield from _read_calls(source, sink, end_mark=TOOL_CALLS) if is_json else _read_named(source, sink)
-        sink.content(source.text[: source.at] if called else mark + source.text[: source.at])
+        sink.content(source.read() if called else mark + source.read())
 
 
 def _read_calls(source: GrowingText, sink: PartSink, *, end_mark: str, needs_arguments: bool = False) -> Reading[bool]:
@@ -83,11 +83,9 @@ def _read_calls(source: GrowingText, sink: PartSink, *, end_mark: str, needs_arg
 
 def _read_named(source: GrowingText, sink: PartSink) -> Reading[bool]:
     """Read name, perhaps a call's id, and arguments. Returns whether it was a call."""
-    begin = source.at
-    yield from _skip(source, _NAME)
-    name = source.text[begin : source.at]
+    name = yield from source.take(_NAME)
     if (yield from source.next_is(CALL_ID)):
-        yield from _skip(source, _NAME)
+        yield from source.take(_NAME)
     yield from source.next_is(ARGS)
     yield from source.skip_space()
     if not name or not (yield from source.more()) or source.text[source.at] != "{":
@@ -97,8 +95,3 @@ def _read_named(source: GrowingText, sink: PartSink) -> Reading[bool]:
     sink.mark()
     source.forget()
     return True
-
-
-def _skip(source: GrowingText, chars: re.Pattern[str]) -> Reading[None]:
-    while (yield from source.more()) and chars.match(source.text, source.at):
-        source.at += 1

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.api.output.formats import HERMES, LLAMA3, MISTRAL, ToolFormat
 from router.api.output.parser import AnswerParser
-from router.api.output.parts import WholeAnswer, WholeCall
+from router.api.output.parts import WholeAnswer, WholeCall, whole_answer
 
 NAMES = st.sampled_from(["f", "get_weather", "a.b-c"])
 VALUES = st.recursive(
@@ -57,13 +57,7 @@ def parser_of(format: ToolFormat | None, *, thinks: bool = False, opened: bool =
 
 def pushed(parser: AnswerParser, pieces: list[str]) -> WholeAnswer:
     """What the parts of these pieces are together."""
-    answer = WholeAnswer()
-    for piece in pieces:
-        for part in parser.push(piece):
-            answer.add(part)
-    for part in parser.finish():
-        answer.add(part)
-    return answer
+    return whole_answer([*(part for piece in pieces for part in parser.push(piece)), *parser.finish()])
 
 
 def cut(text: str, places: list[int]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -185,3 +186,57 @@ def test_mistrals_calls_have_ids_that_its_templates_take() -> None:
     assert all(len(MISTRAL.new_id()) == 9 and MISTRAL.new_id().isalnum() for _ in range(20))
     ids = [HERMES.new_id() for _ in range(3)]
     assert all(one != other and one.startswith("call_") for one, other in pairwise(ids))
+
+
+class Counted(str):
+    """A text that counts its characters whenever it, or a part of it, is copied or stripped."""
+
+    touched = 0
+
+    def __getitem__(self, place: Any) -> "Counted":
+        return self._counted(str.__getitem__(self, place))
+
+    def __add__(self, other: str) -> "Counted":
+        return self._counted(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> "Counted":
+        return self._counted(other + str(self))
+
+    def rstrip(self, chars: str | None = None) -> "Counted":
+        Counted.touched += len(self)
+        return self._counted(str.rstrip(self, chars))
+
+    def lstrip(self, chars: str | None = None) -> "Counted":
+        Counted.touched += len(self)
+        return self._counted(str.lstrip(self, chars))
+
+    @staticmethod
+    def _counted(text: str) -> "Counted":
+        Counted.touched += len(text)
+        return Counted(text)
+
+
+@pytest.mark.parametrize("piece_chars", [3, 10**6])
+@pytest.mark.parametrize(
+    ("format", "first", "repeated"),
+    [
+        (HERMES, "", "<tool_call>a"),
+        (HERMES, "", '<tool_call>{"name": "f"}</tool_call>b'),
+        (HERMES, '<tool_call>{"arguments": "', "long"),
+        (LLAMA3, "", "x = 1\n"),
+        (MISTRAL, "[TOOL_CALLS]", "name"),
+        (MISTRAL, "[TOOL_CALLS]", "    "),
+        (HERMES, "x", "    "),
+    ],
+)
+def test_each_character_costs_as_much_in_a_long_answer_as_in_a_short_one(
+    format: ToolFormat, first: str, repeated: str, piece_chars: int
+) -> None:
+    def touched(times: int) -> int:
+        Counted.touched, parser, text = 0, parser_of(format), first + repeated * times
+        for begin in range(0, len(text), piece_chars):
+            parser.push(Counted(text[begin : begin + piece_chars]))
+        parser.finish()
+        return Counted.touched
+
+    assert touched(400) < 2.2 * touched(200)
