@@ -19,6 +19,8 @@ from bench.serve.answers import Answer
 
 MESSAGE_BYTES = 300
 _DONE = b"[DONE]"
+_ABSENT = msgspec.Raw()
+_NOTHING = (b"", b"null", b"[]")
 
 
 class _Details(msgspec.Struct):
@@ -34,7 +36,7 @@ class _Usage(msgspec.Struct):
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: msgspec.Raw = _ABSENT
 
 
 class _Choice(msgspec.Struct):
@@ -48,7 +50,7 @@ class _Event(msgspec.Struct):
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _ABSENT
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -174,7 +176,7 @@ class _Exchange:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._break_off("broken", f"an event cannot be read: {error}")
             return
-        if event.error is not None:
+        if bytes(event.error) not in _NOTHING:
             self._break_off("error", bytes(event.error)[:MESSAGE_BYTES].decode(errors="replace"))
             return
         if event.usage is not None:
@@ -202,7 +204,9 @@ def _text_of(choice: _Choice) -> str:
         return choice.text
     if choice.delta is None:
         return ""
-    return choice.delta.content or choice.delta.reasoning_content or (" " if choice.delta.tool_calls is not None else "")
+    return (
+        choice.delta.content or choice.delta.reasoning_content or (" " if bytes(choice.delta.tool_calls) not in _NOTHING else "")
+    )
 
 
 class _Connection(asyncio.Protocol):

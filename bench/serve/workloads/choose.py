@@ -5,7 +5,7 @@ Owns the choice. Each source is a file beside this one.
 
 from dataclasses import dataclass
 
-from bench.serve.plan import PROMPTS, ServeBench
+from bench.serve.plan import PROMPTS, ServeBench, Workload
 from bench.serve.workloads import files, generated, trace
 from bench.serve.workloads.sessions import Session
 from bench.serve.workloads.vocabulary import Vocabulary, vocabulary
@@ -25,19 +25,26 @@ def sessions_of(bench: ServeBench, model: str) -> Asked:
     if plan.dataset_name == "custom" or (plan.dataset_name == "conversation" and plan.dataset_path):
         read = list(_from_file(bench))
         return Asked([read[i % len(read)] for i in range(warmups)], read)
-    words = vocabulary(plan.tokenizer or model, plan.prompts)
     if plan.dataset_name == "trace":
-        lines = trace.trace_lines(plan)
-        fresh = 1 + max(max(line.hash_ids, default=0) for line in lines)
-        strangers = [
-            trace.Line(0, line.input_length, line.output_length, [fresh + (i << 32) + block for block in line.hash_ids])
-            for i, line in ((i, lines[i % len(lines)]) for i in range(warmups))
-        ]
-        return Asked(
-            [trace.trace_session(plan, words, line, None) for line in strangers], list(trace.trace_sessions(plan, words))
-        )
+        return _from_trace(plan, warmups, model)
+    words = vocabulary(plan.tokenizer or model, plan.prompts)
     made = list(_made_up(bench, words, (plan.num_prompts or PROMPTS) + warmups))
     return Asked(made[len(made) - warmups :], made[: len(made) - warmups])
+
+
+def _from_trace(plan: Workload, warmups: int, model: str) -> Asked:
+    """Warm-ups have the lengths of the first lines, and blocks of their own."""
+    lines = trace.trace_lines(plan)
+    words = vocabulary(plan.tokenizer or model, plan.prompts)
+    fresh = 1 + max(max(line.hash_ids, default=0) for line in lines)
+    firsts = [lines[number % len(lines)] for number in range(warmups)]
+    strangers = [
+        trace.Line(0, line.input_length, line.output_length, [fresh + (number << 32) + block for block in line.hash_ids])
+        for number, line in enumerate(firsts)
+    ]
+    return Asked(
+        [trace.trace_session(plan, words, line, None) for line in strangers], list(trace.trace_sessions(plan, words, lines))
+    )
 
 
 def _from_file(bench: ServeBench) -> list[Session]:

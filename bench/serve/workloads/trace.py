@@ -5,7 +5,7 @@ share a prefix in the trace share it here. (Mooncake: https://github.com/kvcache
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -41,9 +41,8 @@ def trace_lines(plan: Workload) -> list[Line]:
     return kept[: plan.num_prompts or None]
 
 
-def trace_sessions(plan: Workload, words: Vocabulary) -> Iterator[Session]:
-    """The first request is due at 0. Raises ConfigError."""
-    lines = trace_lines(plan)
+def trace_sessions(plan: Workload, words: Vocabulary, lines: Sequence[Line]) -> Iterator[Session]:
+    """The first request is due at 0."""
     for line in lines:
         yield trace_session(plan, words, line, (line.timestamp - lines[0].timestamp) / 1000 / plan.trace_speed)
 
