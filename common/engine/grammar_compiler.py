@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
+from common.engine.grammar_vocabulary import GrammarVocabulary, marked
 from common.engine.grammars import check_text
 from common.errors import BadRequest
 from common.sampling_params import Grammar
@@ -37,14 +38,11 @@ class Budget:
 
 
 class Compiler:
-    """Compiles in this process."""
+    """Compiles in this process. vocabulary: as `vocabulary_of` makes it."""
 
-    def __init__(self, vocabulary: "TokenizerInfo", budget: Budget | None = None) -> None:
-        from xgrammar import GrammarCompiler
-
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: "TokenizerInfo | GrammarVocabulary", budget: Budget | None = None) -> None:
+        self._vocabulary = vocabulary if isinstance(vocabulary, GrammarVocabulary) else GrammarVocabulary(vocabulary)
         self._budget = budget or Budget()
-        self._compiler = GrammarCompiler(vocabulary, max_threads=THREADS, cache_enabled=False)
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
         """Raises BadRequest for a grammar that cannot be compiled, that no text matches, or that is slow to follow."""
@@ -55,8 +53,10 @@ class Compiler:
 
     def compile_unchecked(self, grammar: Grammar) -> "CompiledGrammar":
         """Without the trial, and whatever it takes. Raises BadRequest for a grammar that cannot be compiled."""
+        from xgrammar import GrammarCompiler
+
         try:
-            return _compile(self._compiler, grammar)
+            return _compile(GrammarCompiler(self._vocabulary.of(grammar), max_threads=THREADS, cache_enabled=False), grammar)
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadRequest(f"{grammar.kind}: {_reason(str(error))}", field=grammar.kind) from error
 
@@ -68,7 +68,7 @@ class Compiler:
         BadRequest."""
         from xgrammar import GrammarMatcher
 
-        vocab_size, stops = self._vocabulary.vocab_size, self._vocabulary.stop_token_ids
+        vocab_size, stops = compiled.tokenizer_info.vocab_size, compiled.tokenizer_info.stop_token_ids
         mask = np.zeros((1, (vocab_size + 31) // 32), dtype=np.int32)
         for walk in range(WALKS):
             matcher, chance, before, spent_s = GrammarMatcher(compiled), random.Random(walk), -1, 0.0
@@ -101,15 +101,17 @@ class Compiler:
 
 
 def vocabulary_of(path: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "TokenizerInfo":
-    """The vocabulary of a checkpoint. vocab_size: the model's, which may have more ids than its tokenizer. Raises BadRequest, and
-    what the reader of the tokenizer's files raises."""
+    """The vocabulary of a checkpoint, its special tokens marked. vocab_size: the model's, which may have more ids than its
+    tokenizer. Raises BadRequest, and what the reader of the tokenizer's files raises."""
     from transformers import PreTrainedTokenizerFast
     from xgrammar import TokenizerInfo
 
     if not eos_token_ids:
         raise BadRequest("a grammar needs a model with an end-of-text token, and this model has none", field="grammar")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    return TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    vocabulary = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
+    return marked(vocabulary, special)
 
 
 def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar":

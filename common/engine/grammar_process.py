@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from common.engine.grammar_compiler import Compiler
+from common.engine.grammar_vocabulary import GrammarVocabulary
 from common.engine.grammars import check_text
 from common.errors import BadRequest, Unavailable
 from common.processes.child import with_our_code
@@ -65,7 +66,7 @@ class CompilerProcess:
     """The parent's half. One thread compiles; `close` may be called on any."""
 
     def __init__(self, vocabulary: "TokenizerInfo", limits: Limits | None = None) -> None:
-        self._vocabulary = vocabulary
+        self._marked, self._vocabulary = vocabulary, GrammarVocabulary(vocabulary)
         self._limits = limits or Limits()
         self._process: _Process | None = None
         self._own: Compiler | None = None
@@ -94,7 +95,7 @@ class CompilerProcess:
             except BadRequest as error:  # the process could do it
                 raise Unavailable(f"the compiler of grammars has failed: {error}") from error
         if kind == _COMPILED:
-            return CompiledGrammar.deserialize_json(data.decode(), self._vocabulary)
+            return CompiledGrammar.deserialize_json(data.decode(), self._vocabulary.of(grammar))
         if kind == _REFUSED:
             raise BadRequest(data.decode(), field=grammar.kind)
         raise Unavailable("the compiler of grammars was ended from outside")
@@ -121,7 +122,7 @@ class CompilerProcess:
             except OSError as error:
                 raise Unavailable(f"the compiler of grammars cannot be started: {error}") from error
         try:
-            process.send(_STARTED, msgspec.msgpack.encode((self._vocabulary.serialize_json(), self._limits)))
+            process.send(_STARTED, msgspec.msgpack.encode((self._marked.serialize_json(), self._limits)))
             process.receive(START_S)
         except (_Ended, TimeoutError) as error:
             self._end()
@@ -203,7 +204,7 @@ class _Process:
 class _Served:
     """The process's half."""
 
-    vocabulary: "TokenizerInfo"
+    vocabulary: GrammarVocabulary
     limits: Limits
 
     def answer(self, grammar: Grammar) -> tuple[bytes, bytes]:
@@ -282,7 +283,7 @@ def main() -> None:
     from xgrammar import TokenizerInfo
 
     vocabulary, limits = msgspec.msgpack.decode(first, type=tuple[str, Limits])
-    served = _Served(TokenizerInfo.deserialize_json(vocabulary), limits)
+    served = _Served(GrammarVocabulary(TokenizerInfo.deserialize_json(vocabulary)), limits)
     with contextlib.suppress(BrokenPipeError):
         _write(answers, _HEAD.pack(_STARTED, 0))
         while (order := _next(sys.stdin.buffer)) is not None:

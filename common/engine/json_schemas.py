@@ -35,6 +35,8 @@ _KEYWORDS: Mapping[str, set[str]] = {
 }
 _FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"}
 _FORMATS |= {"uri-template", "json-pointer", "relative-json-pointer"}
+_REFERENCE = re.compile("#(?:/[^/~%]+)*")
+"""xgrammar reads the names as they are, and JSON schema with the escapes of pointers and of URIs."""
 _MAX_MULTIPLE = 1024
 _MAX_SHOWN, _MAX_WHERE = 64, 512
 """So many characters of a client's text, and of a place, are in an error."""
@@ -70,7 +72,7 @@ Refuse = Callable[[str], BadRequest]
 
 def check_schema(schema: Any, name: str) -> None:
     """Raises BadRequest for a schema that answers could not be held to. name: of the field, for the message."""
-    _Check(schema, name).schema(schema, "$")
+    _Check(schema, name).all()
 
 
 def check_structural_tag(tag: Any, name: str) -> None:
@@ -118,6 +120,8 @@ class _Check:
         self._steps = 0
         self._led: dict[str, Any] = {}
         """What each reference leads to."""
+        self._checked: set[int] = set()
+        """Ids of schemas."""
         self._facts: dict[int, _Facts] = {}
         self._exclude: dict[tuple[int, int], bool] = {}
         """By the ids of two schemas. A pair that is being compared does not exclude each other: a proof cannot rest on itself."""
@@ -126,12 +130,25 @@ class _Check:
         where = where if len(where) <= _MAX_WHERE else f"…{where[-_MAX_WHERE:]}"
         return BadRequest(f"{self._name}: at {where}: {problem}", field=self._name)
 
+    def all(self) -> None:
+        """The whole schema, and each place where a reference leads, whatever keyword holds that."""
+        self.schema(self._root, "$")
+        done = 0
+        while done < len(self._led):
+            for ref, schema in list(self._led.items())[done:]:
+                done += 1
+                if id(schema) not in self._checked:
+                    self.schema(schema, ref)
+
     def schema(self, schema: Any, where: str) -> None:
+        self._checked.add(id(schema))
         if schema is True:
             return
         if not isinstance(schema, dict):
             problem = "false allows no value" if schema is False else "a schema must be an object"
             raise self.refusal(where, problem)
+        if "$id" in schema and schema is not self._root and _has_reference(schema):
+            raise self.refusal(where, "$id is supported at the root alone: it changes where references lead")
         for key in sorted(schema.keys() & _FORMS.keys()):
             form, holds = _FORMS[key]
             if not holds(schema[key]):
@@ -155,9 +172,8 @@ class _Check:
         value = schema[keyword]
         if keyword == "$ref":
             if self._followed(schema) is None:
-                raise self.refusal(
-                    where, f"$ref {value[:_MAX_SHOWN]!r} leads nowhere in this schema: other documents are not supported"
-                )
+                problem = "leads nowhere in this schema: other documents, and names with ~ or %, are not supported"
+                raise self.refusal(where, f"$ref {value[:_MAX_SHOWN]!r} {problem}")
         elif keyword in ("enum", "const"):
             values = value if keyword == "enum" else [value]
             types = _types(schema)
@@ -255,7 +271,7 @@ class _Check:
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
             ref = schema["$ref"]
-            if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+            if not isinstance(ref, str) or not _REFERENCE.fullmatch(ref):
                 return None
             if ref not in self._led:
                 self._led[ref] = self._at(ref)
@@ -265,7 +281,6 @@ class _Check:
     def _at(self, ref: str) -> Any:
         found = self._root
         for part in ref.split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
             found = found.get(part) if isinstance(found, dict) else None
         return found
 
@@ -315,6 +330,12 @@ def _facts(schema: dict[str, Any]) -> _Facts:
     values = frozenset((type(each),) if isinstance(each, list | dict) else each for each in listed)
     reach = {kind for value in listed for kind in _kinds(value)}
     return _Facts(values, frozenset(reach), frozenset(), {})
+
+
+def _has_reference(value: Any) -> bool:
+    if isinstance(value, dict):
+        return "$ref" in value or any(map(_has_reference, value.values()))
+    return isinstance(value, list) and any(map(_has_reference, value))
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -41,6 +41,15 @@ IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"maxItems": 1}, "maxItems is for type", [1, 2]),
     ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf", 1),
     ({"type": "string", "pattern": "(?=a)b"}, "lookahead", "b"),
+    ({"$ref": "#/x-a", "x-a": {"type": "array", "items": INTEGER, "uniqueItems": True}}, "at #/x-a: uniqueItems", [1, 1]),
+    ({"$ref": "#/default/b", "default": {"b": {"$ref": "#/x-c"}}, "x-c": {"not": INTEGER}}, "at #/x-c: not", 1),
+    ({"$ref": "#/$defs/a~1b", "$defs": {"a~1b": INTEGER, "a/b": STRING}}, "leads nowhere", 1),
+    ({"$ref": "#/$defs/a%20b", "$defs": {"a%20b": INTEGER, "a b": STRING}}, "leads nowhere", 1),
+    (
+        {"items": {"$id": "http://a/b", "items": {"$ref": "#/$defs/q"}, "$defs": {"q": INTEGER}}, "$defs": {"q": STRING}},
+        "id",
+        [["a"]],
+    ),
 ]
 
 

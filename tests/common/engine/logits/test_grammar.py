@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
@@ -179,6 +180,36 @@ def test_stop_tokens_of_the_request_end_the_answer_where_the_grammar_allows_it()
     (first,) = step(one, [0], seed=0)
     assert text([first]) == "7" and first != stop
     assert {step(one, [0], seed)[0] for seed in (1,)} <= {stop, EOS}
+
+
+def test_special_tokens_are_text_to_no_grammar_but_to_one_that_names_them() -> None:
+    """Token 1 is <|im_start|>, which gives no text."""
+    begun = {"type": "tag", "begin": "<|im_start|>x", "content": {"type": "regex", "pattern": "a"}, "end": ""}
+    anything = {
+        "type": "sequence",
+        "elements": [{"type": "any_text", "excludes": ["foo"]}, {"type": "const_string", "value": "foo"}],
+    }
+    allowed = {
+        Grammar("regex", ".*"): False,
+        Grammar("json_schema", '{"type": "string", "minLength": 5}'): False,
+        Grammar("regex", r"<\|im_start\|>x"): False,
+        _tag(anything): False,
+        _tag({"type": "any_tokens"}): False,
+        _tag({"type": "token", "token": 1}): True,
+        _tag({"type": "token", "token": "<|im_start|>"}): True,
+        _tag(begun): True,
+    }
+    for grammar, is_allowed in allowed.items():
+        one = processor()
+        one.start([start(0, grammar, TOKENIZER.encode('"') if grammar.kind == "json_schema" else [])])
+        logits = torch.zeros(1, VOCAB)
+        host = np.array([0])
+        one.apply(logits, SampledRows(host, torch.from_numpy(host), host, torch.from_numpy(host)))
+        assert torch.isfinite(logits[0, :2]).tolist() == [False, is_allowed], grammar
+
+
+def _tag(format: Mapping[str, object]) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": format}))
 
 
 def test_the_padding_of_the_vocabulary_is_never_left() -> None:
