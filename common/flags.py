@@ -47,7 +47,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], ann
         )  # the bare flag: on
         group.add_argument(flag_of(field.name), default=field.default, choices=choices, help=help_text, **switch)
     elif annotation == tuple[str, ...]:
-        group.add_argument(flag_of(field.name), default=field.default, nargs="+", metavar="TEXT", help=help_text)
+        several: dict[str, Any] = {"nargs": "+", "action": "extend"}  # also when the flag is given more than once
+        group.add_argument(flag_of(field.name), default=list(field.default), metavar="TEXT", help=help_text, **several)
     elif annotation in (str, int, float):
         metavar = {str: "TEXT", int: "N", float: "X"}[annotation]
         group.add_argument(flag_of(field.name), default=field.default, type=annotation, metavar=metavar, help=help_text)
@@ -72,13 +73,13 @@ def with_defaults(config: C, defaults: Mapping[str, object]) -> C:
     return dataclasses.replace(config, **{name: value for name, value in defaults.items() if name in left})
 
 
-def to_flags(*configs: ConfigClass) -> list[str]:
-    """The command line that makes these configs: what differs from its default, once."""
+def to_flags(*configs: ConfigClass, without: Sequence[str] = ()) -> list[str]:
+    """The command line that makes these configs: what differs from its default, once, but for the fields in `without`."""
     line: dict[str, list[str]] = {}
     for config in configs:
         for field in dataclasses.fields(config):
             value = vars(config)[field.name]
-            if value != field.default:
+            if value != field.default and field.name not in without:
                 flag = flag_of(field.name)
                 line[flag] = [flag, *value] if isinstance(value, tuple) else [f"{flag}={value}"]
     return [part for parts in line.values() for part in parts]

@@ -7,12 +7,14 @@ answers at once.
 import argparse
 import dataclasses
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench import overlap_plan
 from bench import plan as transfer_plan
+from bench.compare import plan as compare_plan
 from bench.control import plan as control_plan
 from bench.engine import plan as engine_plan
 from bench.offline import plan as offline_plan
@@ -164,6 +166,11 @@ def _add_bench(commands: Any) -> None:
         benches, "serve", "send a load to any server with OpenAI's API, and report what its clients see", _bench_serve, SERVE_LIFE
     )
     add_flags(serve, *SERVE_PLANS)
+    compare = _add(
+        benches, "compare", "send the same load through several layouts in turn, and draw what their clients see", _bench_compare
+    )
+    add_flags(compare, compare_plan.CompareBench, *SERVE_PLANS, without=compare_plan.DECIDED_BY_COMPARE)
+    compare.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
     parsers = (
         (transfer, TRANSFER_SWITCHES),
         (overlap, BENCH_SWITCHES),
@@ -321,9 +328,27 @@ def _bench_serve(flags: argparse.Namespace) -> int:
     return run(bench, _bench_command(flags, (), shown, workload, load, results), chat.read_api_key(target.api_key_file))
 
 
-def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass) -> str:
-    """The command line that was given, so that a reader can repeat it."""
-    return " ".join([flags.prog, *(flag for flag in switches if vars(flags)[flag.strip("-")]), *to_flags(*configs)])
+def _bench_compare(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    bench = read_config(compare_plan.CompareBench, flags)
+    target, workload = read_config(serve_plan.Target, flags), read_config(serve_plan.Workload, flags)
+    load = read_config(serve_plan.Load, flags, request_rate=bench.ladder[0])  # of flags that need a rate
+    common = compare_plan.common_bench(target, workload, load, read_config(serve_plan.Results, flags))
+    compare_plan.require_charts()
+    from bench.compare.run import run
+
+    shown = dataclasses.replace(target, header=tuple(f"{name}=..." for name in target.headers))  # their values may be secret
+    configs = bench, shown, workload, load, common.results
+    command = _bench_command(flags, ("--markdown",), *configs, without=compare_plan.DECIDED_BY_COMPARE)
+    return run(bench, common, command, flags.markdown, chat.read_api_key(target.api_key_file))
+
+
+def _bench_command(
+    flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass, without: Sequence[str] = ()
+) -> str:
+    """The command line that was given, so that a reader can repeat it. without: fields that are no flags of the command."""
+    given = [flag for flag in switches if vars(flags)[flag.strip("-")]]
+    return f"{flags.prog} {shlex.join([*given, *to_flags(*configs, without=without)])}".rstrip()
 
 
 def _detokenizer(flags: argparse.Namespace) -> int:
