@@ -343,9 +343,7 @@ def _bench_compare(flags: argparse.Namespace) -> int:
     return run(bench, common, command, flags.markdown, chat.read_api_key(target.api_key_file))
 
 
-def _bench_command(
-    flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass, without: Sequence[str] = ()
-) -> str:
+def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass, without: Sequence[str] = ()) -> str:
     """The command line that was given, so that a reader can repeat it. without: fields that are no flags of the command."""
     given = [flag for flag in switches if vars(flags)[flag.strip("-")]]
     return f"{flags.prog} {shlex.join([*given, *to_flags(*configs, without=without)])}".rstrip()

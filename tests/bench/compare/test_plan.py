@@ -1,14 +1,16 @@
 """What `launch bench compare` is told: its layouts, the order of its turns, and what each run asks."""
 
 import importlib.util
+import shlex
 from typing import Any
 
 import pytest
 
-from bench.compare.plan import CompareBench, Layout, common_bench, require_charts, serve_bench
+from bench.compare.plan import DECIDED_BY_COMPARE, CompareBench, Layout, common_bench, require_charts, serve_bench
 from bench.serve.plan import Load, Results, Target, Workload
 from common.errors import ConfigError
-from launch.main import main
+from common.flags import read_config, to_flags
+from launch.main import build_parser, main
 
 A, B = "a=--prefill 0 --threads 2", "b = --prefill 1 --model 'my model'"
 GOOD = Results(goodput=("ttft:500", "itl:50"))
@@ -23,6 +25,14 @@ def test_a_layout_is_flags_of_launch_local_or_a_url() -> None:
         Layout("x", ("--router=tcp://h:1",)),
     )
     assert layouts[1].text == "--prefill 1 --model 'my model'"
+
+
+def test_layouts_may_be_given_one_by_one_and_the_command_can_be_repeated() -> None:
+    parse = build_parser().parse_args
+    bench = read_config(CompareBench, parse(["bench", "compare", "--layout", A, "--layout", B]))
+    assert bench.layout == (A, B)
+    command = shlex.join(to_flags(bench, Load(request_rate=2.0), without=DECIDED_BY_COMPARE))
+    assert read_config(CompareBench, parse(["bench", "compare", *shlex.split(command)])) == bench
 
 
 def test_layouts_take_turns() -> None:
