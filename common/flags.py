@@ -47,8 +47,9 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], ann
         )  # the bare flag: on
         group.add_argument(flag_of(field.name), default=field.default, choices=choices, help=help_text, **switch)
     elif annotation == tuple[str, ...]:
-        several: dict[str, Any] = {"nargs": "+", "action": "extend"}  # also when the flag is given more than once
-        group.add_argument(flag_of(field.name), default=list(field.default), metavar="TEXT", help=help_text, **several)
+        default: Any = field.default
+        # A list, to which each time that the flag is given adds.
+        group.add_argument(flag_of(field.name), default=[*default], nargs="+", action="extend", metavar="TEXT", help=help_text)
     elif annotation in (str, int, float):
         metavar = {str: "TEXT", int: "N", float: "X"}[annotation]
         group.add_argument(flag_of(field.name), default=field.default, type=annotation, metavar=metavar, help=help_text)
