@@ -6,6 +6,7 @@ still read by `router.api.fields`, whose errors name the field and the fix.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -86,7 +87,7 @@ class Described:
     def components(self) -> dict[str, Any]:
         """The schemas to which the route's own refer."""
         types = [ErrorBody, *(one for one in (self.body, self.answer_type) if one is not None)]
-        return _schemas_of(types)[1]
+        return {name: schema for one in types for name, schema in _described(one)[1].items()}
 
 
 class DescribedApp(FastAPI):
@@ -115,9 +116,12 @@ class DescribedApp(FastAPI):
         return description
 
 
-def _schemas_of(types: Iterable[Any]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-    return msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+@cache  # each takes milliseconds, and most routes refer to the same ones
+def _described(one: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a type, and those to which it refers by name."""
+    (schema,), components = msgspec.json.schema_components([one], ref_template="#/components/schemas/{name}")
+    return schema, components
 
 
 def _schema_of(described: Any) -> dict[str, Any]:
-    return _schemas_of([described])[0][0]
+    return _described(described)[0]

@@ -364,6 +364,8 @@ class Site:
         if self.fleet.joins:
             self.fleet.join()
             while self.core.unready():
+                self.core.fleet._acquaintance._gather_until_s = 0.0  # a router waits for more that join at the same time
+                self.gateway.deliver(())
                 await asyncio.sleep(0)
         return self
 

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 FILE_LINES = 450
 FUNCTION_LINES = 60
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+BLANKET_IGNORE = re.compile(r"type:\s*ignore(?!\[)|noqa(?!:)")
 PICKLES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 PICKLING_CALLS = frozenset({"send_pyobj", "recv_pyobj"})
 
@@ -34,15 +35,17 @@ BLIND_EXCEPT_ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """path: relative to the root of the repository."""
+    """path: relative to the root of the repository. nodes: all of the tree's."""
 
     path: PurePosixPath
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     @classmethod
     def parse(cls, path: str, text: str) -> "Source":
-        return cls(PurePosixPath(path), text, ast.parse(text))
+        tree = ast.parse(text)
+        return cls(PurePosixPath(path), text, tree, tuple(ast.walk(tree)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def short_files(source: Source) -> Iterator[Fault]:
 
 
 def short_functions(source: Source) -> Iterator[Fault]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES:
@@ -86,13 +89,13 @@ def opening_paragraph(source: Source) -> Iterator[Fault]:
 
 
 def no_globals(source: Source) -> Iterator[Fault]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Global):
             yield Fault(source.path, node.lineno, f"global {', '.join(node.names)}")
 
 
 def no_guessed_attributes(source: Source) -> Iterator[Fault]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             if node.func.id == "hasattr":
                 yield Fault(source.path, node.lineno, "hasattr: ports are trusted")
@@ -118,7 +121,7 @@ def nothing_unfinished(source: Source) -> Iterator[Fault]:
 
 
 def no_pickle(source: Source) -> Iterator[Fault]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and node.attr in PICKLING_CALLS:
             yield Fault(source.path, node.lineno, f"{node.attr} unpickles what a peer sends")
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -129,8 +132,10 @@ def no_pickle(source: Source) -> Iterator[Fault]:
 
 def no_blanket_ignore(source: Source) -> Iterator[Fault]:
     """An ignore names the error that it silences. Only comments count, so that a text may speak of them."""
+    if not BLANKET_IGNORE.search(source.text):
+        return
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        if token.type == tokenize.COMMENT and re.search(r"type:\s*ignore(?!\[)|noqa(?!:)", token.string):
+        if token.type == tokenize.COMMENT and BLANKET_IGNORE.search(token.string):
             yield Fault(source.path, token.start[0], "an ignore that does not name what it silences")
 
 
