@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its t
 pytest.register_assert_rewrite("tests.kv_transfer.contract", "tests.kv_transfer.agents")  # they fail like a test file
 
 SLOWEST_FIRST = (
-    *("tests/e2e", "tests/chaos", "tests/kv_transfer/test_transports.py", "tests/bench"),
+    *("tests/kv_transfer/test_transports.py", "tests/e2e", "tests/chaos", "tests/bench"),
     "tests/common/engine/kernels/test_interpreted.py",
 )
 """When several workers share the tests, the slowest files go first: otherwise one of them runs alone at the end."""
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: not item.nodeid.startswith(SLOWEST_FIRST))
+        items.sort(key=lambda item: [not item.nodeid.startswith(path) for path in SLOWEST_FIRST])
     if config.getoption("--soak"):
         return
     for item in items:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = 200
 CHECKED = 10_000
-"""`./check` runs the first 1,000 schedules beside the tests and `./check --long` the first 10,000. The tests run other seeds."""
+"""The long run begins here. `./check` runs the first 800 schedules beside the tests, which run other seeds."""
 FIRST = 1_000_000
 HANG_S = 1_200.0
 """Ends a run that hangs. The schedules take about 15 s of CPU time."""

@@ -337,7 +337,7 @@ class Site:
     ) -> None:
         self.access = access
         self.fleet = fleet = fleet or EchoFleet()
-        config = config or RouterConfig()
+        config = config or RouterConfig(dead_after_s=60.0)  # its instances send no heartbeats: a slow test must not lose them
         self.metrics = RouterMetrics()
         self.core = RouterCore(ROUTER, ["tcp://detokenizer:1"], config, self.metrics)
         self.gateway = Gateway(self.core, fleet, time.monotonic)

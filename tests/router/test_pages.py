@@ -99,7 +99,7 @@ async def test_a_router_whose_detokenizer_falls_silent_is_neither_healthy_nor_re
     up = 'tandem_detokenizer_up{shard="0"}'
     assert (metric(text, up), metric(dark, up)) == (1, 0)
     assert (healthy.status_code, healthy.json()) == (200, {"status": "ok", "reasons": []})
-    reason = "detokenizer 0 has not been heard of for 3 s"
+    reason = "detokenizer 0 has not been heard of for 60 s"
     assert (sick.status_code, sick.json()) == (503, {"status": "unhealthy", "reasons": [reason]})
     assert unready.status_code == 503 and reason in unready.json()["reasons"]
     assert page["detokenizers"] == [{"shard": 0, "silent": True, "open_answers": 2, "early_answers": 1, "dropped": 5}]
