@@ -17,7 +17,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from common.messages import Failed
 from router.api.answers import LOOP_SIZE, AnswerShape, WholeChoice
-from router.api.connections import SEND_TIMEOUT_S
 from router.api.errors import response_to_failure
 from router.api.event_stream import ClientGone, EventStream
 from router.api.intake import Accepted
@@ -128,12 +127,8 @@ class WholeResponse(AnswerResponse):
             return failed
         body = await self._body()
         start = self._start((b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send(start)
-                await send({"type": "http.response.body", "body": body})
-        except TimeoutError as error:
-            raise ClientGone from error
+        await send(start)
+        await send({"type": "http.response.body", "body": body})
         return None
 
     async def _body(self) -> bytes:

@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -30,6 +31,9 @@ HEAD_BYTES = 64 * 1024
 """Longest head of a request: its URL and headers."""
 MAX_PIPELINED = 16
 """How many requests may wait behind an open one."""
+PIECE_BYTES = 64 * 1024
+"""Longer bodies are sent in pieces, each when the client has read most of what came before. So a client has SEND_TIMEOUT_S for
+each piece, not for the whole answer, and an answer that is read slowly stays open and is counted."""
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -110,12 +114,14 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Uvicorn's HTTP/1.1, with bounds for connections that wait, for heads and for clients that do not read; and with few
-    pipelined requests: none behind an open POST (RFC 9112, 9.3.2, warns clients against it) or an answer that is not read.
+    """Uvicorn's HTTP/1.1, with bounds for connections that wait, for heads and for clients that do not read; with few
+    pipelined requests: none behind an open POST (RFC 9112, 9.3.2, warns clients against it) or an answer that is not read; and
+    without upgrades.
 
     Uvicorn stops reading behind an open request, so it would never notice that the client leaves, and the answer would go on for
     nobody. It goes on reading after each answer, so one client could fill the memory with requests. It closes a connection only
-    when all is sent, so a client that reads nothing would keep it open for ever.
+    when all is sent, so a client that reads nothing would keep it open for ever. It reads the body of a request that offers an
+    upgrade as the next request.
     """
 
     def __init__(self, waiting: WaitingConnections, **arguments: Any) -> None:
@@ -123,6 +129,8 @@ class _Protocol(HttpToolsProtocol):
         self._waiting = waiting
         self._unread: asyncio.TimerHandle | None = None
         """Runs while the send buffer is full."""
+        self._ending: asyncio.TimerHandle | None = None
+        """Runs when nothing more is read, until all is sent."""
         self._head_bytes = 0
         """Bytes since the last head or piece of a body: of the present head, or of what follows a chunked body."""
         self._body_bytes = 0
@@ -140,6 +148,9 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.leaves(self)
         self._stop_unread()
+        if self._ending is not None:
+            self._ending.cancel()
+        self._unset_keepalive_if_required()  # a timer would hold the connection and its body in memory
         self.pipeline.clear()
         if (answering := self._open_cycle()) is not None:
             answering.disconnected = True
@@ -159,6 +170,10 @@ class _Protocol(HttpToolsProtocol):
                 self._waiting.expects_body(self, self._body_bytes)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ConnectionRefusedError("no tunnels here")
+            return  # the head comes again without the offer
         self._waiting.leaves(self)
         self._head_bytes = 0
         answering = self._open_cycle()
@@ -175,6 +190,8 @@ class _Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._is_in_body = False
         self._waiting.expects_no_body(self)
         super().on_message_complete()
@@ -185,7 +202,7 @@ class _Protocol(HttpToolsProtocol):
             return
         super().on_response_complete()
         if self.transport.is_closing():
-            self.loop.call_later(KEEP_ALIVE_S, self._drop_unread)
+            self._end_within(connections.SEND_TIMEOUT_S)
         elif self.cycle.response_complete:
             self._waiting.rests(self)
 
@@ -193,7 +210,7 @@ class _Protocol(HttpToolsProtocol):
         if self._is_over():
             return
         super().send_400_response(msg)
-        self.loop.call_later(GRACE_S, self._drop_unread)
+        self._end_within(GRACE_S)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -212,6 +229,7 @@ class _Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        app = partial(_in_pieces, app)
         super()._start_asgi_task(cycle, partial(_unframed, cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     # --- inside --------------------------------------------------------------------------------------------------------
@@ -225,8 +243,29 @@ class _Protocol(HttpToolsProtocol):
         return self._refused or self.transport.is_closing()
 
     def _feed(self, data: bytes) -> None:
+        """Parse it. A server need not take an upgrade that a client offers (RFC 9110, 7.8), but the parser skips the body of such
+        a request. So another one gets the head again without the offer."""
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse(self, data: bytes) -> bytes:
+        """Returns what follows a head with an offer."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            (offset,) = offer.args
+            start = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+            headers = (b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade")
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(b"\r\n".join((start, *headers, b"\r\n")))
+            return data[offset:]
+        return b""
 
     def _refuse_head(self) -> None:
         """Answer that the head is too long, unless an answer is under way. What the client goes on sending is read for a while,
@@ -241,7 +280,13 @@ class _Protocol(HttpToolsProtocol):
         self.transport.write(_HEAD_TOO_LONG)
         if self.transport.can_write_eof():  # TLS cannot: there the answer's head says that the connection ends
             self.transport.write_eof()
-        self.loop.call_later(GRACE_S, self.drop)
+        self._end_within(GRACE_S, self.drop)
+
+    def _end_within(self, seconds: float, end: Callable[[], None] | None = None) -> None:
+        """Drop it when it is not closed by then. end: called then in place of counting it as unread."""
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = self.loop.call_later(seconds, end or self._drop_unread)
 
     def _drop_unread(self) -> None:
         if self in self.connections:
@@ -251,6 +296,21 @@ class _Protocol(HttpToolsProtocol):
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
+
+
+async def _in_pieces(app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve the request, and send long bodies piece by piece."""
+
+    async def send_pieces(message: Message) -> None:
+        body = memoryview(message["body"])
+        for first in range(0, len(body), PIECE_BYTES):
+            more = first + PIECE_BYTES < len(body) or message.get("more_body", False)
+            await send({"type": message["type"], "body": body[first : first + PIECE_BYTES], "more_body": more})
+
+    def send_message(message: Message) -> Awaitable[None]:
+        return send(message) if len(message.get("body", b"")) <= PIECE_BYTES else send_pieces(message)
+
+    await app(scope, receive, send_message)
 
 
 async def _unframed(cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send) -> None:

@@ -142,15 +142,6 @@ async def test_an_error_from_a_dead_connection_cancels_quietly() -> None:
         assert len(site.fleet.cancelled()) == 1
 
 
-async def test_a_client_that_takes_nothing_for_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.api.event_stream.SEND_TIMEOUT_S", 0.02)
-    async with Site(EchoFleet(stall_at=3)) as site:
-        client = RawClient(site, stream=True)
-        client.may_send.clear()
-        await client.gone()
-        assert len(site.fleet.cancelled()) == 1
-
-
 def comments(client: RawClient) -> int:
     return sum(message.get("body") == b": keep-alive\n\n" for message in client.sent)
 

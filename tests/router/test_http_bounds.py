@@ -1,16 +1,20 @@
-"""What one connection can cost the server: clients that do not read, heads without an end, and clients of HTTP/1.0."""
+"""What one connection can cost the server: clients that do not read, heads without an end, clients of HTTP/1.0, and upgrades."""
 
 import asyncio
+import gc
 import json
 import socket
+import struct
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
+from common.messages import Finished, Generate, TextDelta
 from router.api import connections
-from router.api.server import HEAD_BYTES, MAX_PIPELINED
+from router.api.server import HEAD_BYTES, MAX_PIPELINED, PIECE_BYTES, _Protocol
 from router.metrics import Dropped
 from tests.router.calls import completion, metric, until
 from tests.router.fakes import EchoFleet, Site, listening
@@ -158,4 +162,98 @@ async def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_of_the_connection
         else:
             texts = [json.loads(body)["choices"][0]["text"]]
         assert "".join(texts) == "hello"
+        writer.close()
+
+
+class Talkative(EchoFleet):
+    """Its answers are one token with this text."""
+
+    text = "0123456789abcdef" * PIECE_BYTES
+
+    def _answer(self, message: Generate) -> list[TextDelta]:
+        return [TextDelta(message.key, 0, (1,), self.text, Finished(reason="stop"))]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_of_a_long_answer_a_little_waits_to_be_read_and_the_time_to_read_begins_again_with_each_piece(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    waiting, paused = list[int](), _Protocol.pause_writing
+
+    def pause_writing(protocol: _Protocol) -> None:
+        waiting.append(protocol.transport.get_write_buffer_size())
+        paused(protocol)
+        assert protocol._unread is not None
+
+    monkeypatch.setattr(_Protocol, "pause_writing", pause_writing)
+    async with Site(Talkative()) as site, listening(site, send_buffer=BUFFER) as port, deaf(port) as client:
+        await asyncio.get_running_loop().sock_sendall(client, question(completion(), version))
+        await until(lambda: len(waiting) > 0)
+        assert len(site.api._here) == 1, "the request stays open until most is read"
+        reader, writer = await asyncio.open_connection(sock=client)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split()[1]) for line in head.splitlines() if line.startswith(b"content-length"))
+        body = await reader.readexactly(length)
+        assert json.loads(body)["choices"][0]["text"] == Talkative.text
+        assert len(waiting) > 2 and max(waiting) <= 3 * PIECE_BYTES
+        writer.close()
+
+
+async def test_nothing_is_left_of_a_connection_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, made = weakref.WeakSet[_Protocol](), _Protocol.connection_made
+
+    def connection_made(protocol: _Protocol, transport: asyncio.Transport) -> None:
+        known.add(protocol)
+        made(protocol, transport)
+
+    def is_gone() -> bool:
+        gc.collect(1)
+        return not known
+
+    monkeypatch.setattr(_Protocol, "connection_made", connection_made)
+    closes = HEALTH[:-2] + b"Connection: close\r\n\r\n"
+    async with Site() as site, listening(site) as port:
+        for asked in (closes, HEALTH.replace(b"1.1", b"1.0"), b"\0\r\n", b"\r\n" * HEAD_BYTES, HEALTH):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(asked)
+            assert await asyncio.wait_for(reader.readuntil(b"}" if b"GET" in asked else b"\r\n\r\n"), 5)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()  # a reset
+            await until(is_gone)
+
+
+async def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not() -> None:
+    text = json.dumps(completion("hello")).encode()
+    line = b"POST /v1/completions HTTP/1.1\r\nHost: router\r\n"
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    sized = line + b"Content-Length: %d\r\n" % len(text)
+    hidden = b"POST /nowhere HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n" % len(HEALTH)
+    async with Site() as site, listening(site) as port:
+        for head, body, status in (
+            (sized, text, 200),
+            (line + b"Transfer-Encoding: chunked\r\n", b"%x\r\n" % len(text) + text + b"\r\n0\r\n\r\n", 200),
+            (hidden, HEALTH, 404),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for parts in ((head + offer + b"\r\n" + body,), (head + offer + b"\r\n", body)):
+                for part in parts:
+                    writer.write(part)
+                    await asyncio.sleep(0.01)
+                answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+                assert answer.startswith(b"HTTP/1.1 %d " % status)
+                length = next(int(line.split()[1]) for line in answer.splitlines() if line.startswith(b"content-length"))
+                said = json.loads(await reader.readexactly(length))
+                assert status == 404 or said["choices"][0]["text"] == "hello"
+            writer.write(sized + b"Connection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n" + text)
+            rest = await asyncio.wait_for(reader.read(), 5)
+            assert rest.count(b"HTTP/1.1 ") == 1 and b'"text":"hello"' in rest, "nothing in between was answered"
+            writer.close()
+
+
+async def test_a_tunnel_is_refused() -> None:
+    async with Site() as site, listening(site) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"CONNECT router:80 HTTP/1.1\r\nHost: router\r\n\r\n" + HEALTH)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
         writer.close()
