@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from router.api.chat_messages import ChatMessage
-from router.api.fields import ReadRequest, SamplingFields, Tokens, TopLogprobs, checked_stops, convert, object_in
+from router.api.fields import ReadRequest, SamplingFields, Tokens, TopLogprobs, checked_stops, convert, neutral_options, object_in
 from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_MESSAGE_VALUES, drop_neutral
 from router.api.structured import grammar_of
 from router.api.tools import NO_TOOLS, FunctionTool, NamedTool, ToolChoice, ToolUse, tool_use
@@ -91,7 +91,7 @@ class ChatRequest(ReadRequest):
 def read_chat(body: bytes, context_tokens: int | None = None) -> ChatRequest:
     """The body of POST /v1/chat/completions. Raises BadRequest."""
     raw = drop_neutral(object_in(body), NEUTRAL_CHAT_VALUES, ChatFields.__struct_encode_fields__)
-    return chat_request(convert(neutral_messages(raw), ChatFields))
+    return chat_request(convert(neutral_messages(neutral_options(raw)), ChatFields))
 
 
 def neutral_messages(raw: dict[str, Any]) -> dict[str, Any]:

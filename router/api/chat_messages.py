@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from router.api.bodies import json_in
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -70,10 +71,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def arguments_of(text: str, path: str) -> dict[str, Any]:
     """Raises BadRequest when the text is no JSON object."""
-    try:
-        arguments = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise BadRequest(f"{path} is not JSON: {error}", field=path, code="invalid_value") from error
+    arguments = json_in(text or "{}", path)
     if not isinstance(arguments, dict):
         raise BadRequest(f"{path} must be a JSON object, as text", field=path, code="invalid_value")
     return arguments

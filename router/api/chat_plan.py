@@ -113,26 +113,27 @@ class ChatPlanner:
         self._format: AnswerFormat = answer_format(template.chat_template, config.tool_parser, config.reasoning_parser)
 
     def plan(self, request: ChatRequest) -> ChatPlan:
-        """Raises BadRequest for what the model's template does not do."""
-        self._require_tools(request)
-        options = ChatOptions(
-            tools=request.tools.for_template(),
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            arguments=self._arguments(request),
-        )
+        """Raises BadRequest for what the model's template does not do, and for calls in a format that is not known."""
+        options = self.options(request)
+        if request.tools.callable and self._format.tools is None:
+            fix = "leave tools out, or start the router with --tool-parser"
+            raise BadRequest(f"the format of the tool calls of {self._model} is not known: {fix}", field="tools")
         tools = self._format.tools if request.tools.callable else None
         marks = (THINK_MARKS if self._format.thinks else ()) + (() if tools is None else tools.marks)
         shown = tuple(self._template.special_tokens[mark] for mark in marks if mark in self._template.special_tokens)
         return ChatPlan(request=request, options=options, thinks=self._format.thinks, tools=tools, shown=shown)
 
-    def _require_tools(self, request: ChatRequest) -> None:
+    def options(self, request: ChatRequest) -> ChatOptions:
+        """What the template gets. Raises BadRequest for what the model's template does not do."""
         if request.tools.shown and not self._template.reads_tools:
             fix = "leave tools out, or start the router with a --chat-template that does"
             raise BadRequest(f"the chat template of {self._model} does not show tools to the model: {fix}", field="tools")
-        if request.tools.callable and self._format.tools is None:
-            fix = "leave tools out, or start the router with --tool-parser"
-            raise BadRequest(f"the format of the tool calls of {self._model} is not known: {fix}", field="tools")
+        return ChatOptions(
+            tools=request.tools.for_template(),
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            arguments=self._arguments(request),
+        )
 
     def _arguments(self, request: ChatRequest) -> Mapping[str, Any]:
         for name in request.template_arguments:

@@ -12,7 +12,7 @@ from msgspec import Meta
 from common.errors import BadRequest
 from router.api.bodies import MAX_PROMPTS
 from router.api.errors import ContextExceeded, no_room
-from router.api.fields import ReadRequest, SamplingFields, TopLogprobs, checked_stops, convert, object_in
+from router.api.fields import ReadRequest, SamplingFields, TopLogprobs, checked_stops, convert, neutral_options, object_in
 from router.api.neutral import NEUTRAL_COMPLETION_VALUES, drop_neutral
 from router.api.structured import grammar_of
 
@@ -60,7 +60,7 @@ def read_completion(body: bytes, context_tokens: int | None = None) -> Completio
     if context_tokens is not None and len(body) > context_tokens:
         require_few_ids(body, context_tokens)
     raw = drop_neutral(object_in(body, context_tokens), NEUTRAL_COMPLETION_VALUES, CompletionFields.__struct_encode_fields__)
-    fields = convert(raw, CompletionFields)
+    fields = convert(neutral_options(raw), CompletionFields)
     if fields.max_tokens == 0 and not fields.echo:
         raise BadRequest("max_tokens must be at least 1, or 0 with echo=true", field="max_tokens")
     prompt_logprobs = fields.prompt_logprobs

@@ -16,6 +16,7 @@ from common.errors import BadRequest
 from common.sampling_params import Grammar, Pooling
 from router.api.bodies import decoded
 from router.api.errors import shown
+from router.api.neutral import NEUTRAL_STREAM_VALUES, drop_neutral
 from router.api.structured import StructuredFields
 
 MAX_CHOICES_PER_PROMPT = 16
@@ -181,11 +182,20 @@ def biases_of(fields: SamplingFields) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), bias) for key, bias in fields.logit_bias.items())
 
 
+def neutral_options(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with `stream_options` that lack what asks for nothing. Raises BadRequest."""
+    options = raw.get("stream_options")
+    if not isinstance(options, dict):
+        return raw
+    known = StreamOptions.__struct_encode_fields__
+    return raw | {"stream_options": drop_neutral(options, NEUTRAL_STREAM_VALUES, known, path="stream_options.")}
+
+
 def object_in(body: bytes, context_tokens: int | None = None) -> dict[str, Any]:
     """The fields of the body. context_tokens: of each prompt that it may hold in token ids. Raises BadRequest."""
     try:
         fields = decoded(body, context_tokens)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise BadRequest("the body must be a JSON object")
@@ -220,8 +230,6 @@ def convert(raw: Mapping[str, Any], kind: type[S]) -> S:
         return msgspec.convert(_with_whole_numbers(raw), kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from error
-    except RecursionError as error:
-        raise BadRequest("the body holds objects within objects, too deep to be read") from error
 
 
 def _with_whole_numbers(value: Any) -> Any:

@@ -169,7 +169,7 @@ class Intake:
             encode = partial(tokenizer.encode, prompt, add_special_tokens=asked.add_special_tokens)
         else:
             size = prompt.size_chars(prompt.texts())
-            encode = partial(tokenizer.encode_chat, prompt.messages, options=self._chats.plan(prompt).options)
+            encode = partial(tokenizer.encode_chat, prompt.messages, options=self._chats.options(prompt))
         if size > MAX_CHARS:
             raise BadRequest(f"messages must have at most {MAX_CHARS} characters", field="messages")
 

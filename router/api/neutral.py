@@ -33,6 +33,8 @@ NEUTRAL_COMPLETION_VALUES: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_VALUES,
     "suffix": ("",),
 }
+NEUTRAL_STREAM_VALUES: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
+"""Of `stream_options`."""
 NEUTRAL_RESPONSE_VALUES: Mapping[str, tuple[object, ...]] = {
     "previous_response_id": _NOTHING,
     "conversation": _NOTHING,

@@ -125,6 +125,8 @@ class _Protocol(HttpToolsProtocol):
     """
 
     def __init__(self, waiting: WaitingConnections, **arguments: Any) -> None:
+        self._pieces: list[bytes] = []
+        """Of a body: those that arrived with the present read."""
         super().__init__(**arguments)
         self._waiting = waiting
         self._unread: asyncio.TimerHandle | None = None
@@ -184,14 +186,15 @@ class _Protocol(HttpToolsProtocol):
         self._body_bytes, self._is_in_body = 0, True
         super().on_headers_complete()
 
-    def on_body(self, body: bytes) -> None:
-        self._head_bytes = 0
-        self._body_bytes += len(body)
-        super().on_body(body)
+    @property
+    def on_body(self) -> Callable[[bytes], None]:
+        """Gets the pieces of a body. Chunks may be single bytes, so each costs as little as can be."""
+        return self._pieces.append
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
+        self._take_pieces()
         self._is_in_body = False
         self._waiting.expects_no_body(self)
         super().on_message_complete()
@@ -250,8 +253,18 @@ class _Protocol(HttpToolsProtocol):
         try:
             while data:
                 data = self._parse(data)
+            self._take_pieces()
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
+
+    def _take_pieces(self) -> None:
+        """All pieces of one read go on as one."""
+        if self._pieces:
+            body = b"".join(self._pieces)
+            self._pieces.clear()
+            self._head_bytes = 0
+            self._body_bytes += len(body)
+            super().on_body(body)
 
     def _parse(self, data: bytes) -> bytes:
         """Returns what follows a head with an offer."""

@@ -15,6 +15,7 @@ from msgspec import Meta
 from common.engine.grammars import check_text
 from common.errors import BadRequest
 from common.sampling_params import Grammar
+from router.api.bodies import json_in
 
 MAX_CHOICES = 1024
 
@@ -192,17 +193,14 @@ def _structural_tag(asked: StructuralTagFormat) -> dict[str, Any]:
     if asked.format is not None:
         return {"type": "structural_tag", "format": asked.format}
     tags = [
-        {"begin": each.begin, "content": {"type": "json_schema", "json_schema": _parsed(each.schema)}, "end": each.end}
-        for each in asked.structures
+        {"begin": each.begin, "content": {"type": "json_schema", "json_schema": _parsed(each.schema, index)}, "end": each.end}
+        for index, each in enumerate(asked.structures)
     ]
     return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": asked.triggers, "tags": tags}}
 
 
-def _parsed(schema: dict[str, Any] | bool | str) -> Any:
-    try:
-        return msgspec.json.decode(schema) if isinstance(schema, str) else schema
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"response_format: a schema is not JSON: {error}", field="response_format") from error
+def _parsed(schema: dict[str, Any] | bool | str, index: int) -> Any:
+    return json_in(schema, f"response_format.structures[{index}].schema") if isinstance(schema, str) else schema
 
 
 def _text(value: dict[str, Any] | bool | str) -> str:

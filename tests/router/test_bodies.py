@@ -1,11 +1,13 @@
 """What the API accepts, and that every refusal names the field and the fix."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from common.errors import BadRequest
+from router.api.bodies import MAX_LEVELS
 from router.api.chat import read_chat
 from router.api.completions import read_completion
 from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_COMPLETION_VALUES
@@ -128,9 +130,42 @@ def test_whole_numbers_may_be_written_with_a_fraction_of_zero() -> None:
     assert (asked.n, asked.top_k) == (2, 3) and isinstance(asked.n, int)
     with pytest.raises(BadRequest, match="n: expected `int`, got `float`"):
         read_completion(completion(n=1.5))
-    deep = b'{"model": "m", "n": 1.5, "prompt": ' + b"[" * 800 + b"]" * 800 + b"}"
-    with pytest.raises(BadRequest):
-        read_completion(deep)
+
+
+def nested(levels: int) -> Any:
+    """Lists and objects within each other."""
+    value: Any = '"[{'
+    for level in range(levels):
+        value = [value, "]"] if level % 2 else {'}\\\\"': value}
+    return value
+
+
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "a schema": lambda value: {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x": value}}}},
+    "a structure": lambda value: {
+        "response_format": {"type": "structural_tag", "structures": [{"begin": "a", "end": "b", "schema": {"x": value}}]}
+    },
+    "a structure's text": lambda value: {
+        "response_format": {"type": "structural_tag", "structures": [{"begin": "a", "end": "b", "schema": json.dumps(value)}]}
+    },
+    "parameters": lambda value: {"tools": [function("f", parameters={"x": value})], "tool_choice": "required"},
+    "the text of arguments": lambda value: {"messages": [called(json.dumps({"x": value}))]},
+    "whole numbers with a fraction": lambda value: {"n": 1.0, "chat_template_kwargs": {"x": value}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_lists_and_objects_may_be_deep_within_each_other_but_not_too_deep(place: str) -> None:
+    asked = PLACES[place]
+    outside = {"a schema": 4, "a structure": 5, "a structure's text": 0, "parameters": 5, "the text of arguments": 1}.get(
+        place, 2
+    )
+    with pytest.raises(BadRequest, match="has more than 200 lists and objects within each other"):
+        read_chat(chat(**asked(nested(MAX_LEVELS - outside + 1))))
+    try:
+        read_chat(chat(**asked(nested(MAX_LEVELS - outside))))
+    except BadRequest as error:
+        assert "200" not in str(error)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +189,7 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (b"{", None, "not JSON"),
         (b"", None, "not JSON"),
         (b"\xff", None, "not JSON"),
-        (b"[" * 100_000, None, "not JSON"),
+        (b"[" * 100_000, None, "within each other"),
         (b"[]", None, "must be a JSON object"),
         (b'{"messages": []}', "model", "model is missing"),
         (b'{"model": "m"}', "messages", "messages is missing"),
@@ -183,6 +218,7 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (chat(stop_token_ids=["x"]), "stop_token_ids[0]", "expected `int`"),
         (chat(stop_token_ids=[1] * 257), "stop_token_ids", "at most 256"),
         (chat(stream_options={"include_usage": True}), "stream_options", "stream=true"),
+        (chat(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation", "leave it out"),
         (chat(stream=True, stream_options={"colour": 1}), "stream_options.colour", "not a known field"),
         (chat(response_format={"type": "xml"}), "response_format.type", "invalid value"),
         (chat(top_logprobs=3), "top_logprobs", "send logprobs=true"),
@@ -245,6 +281,13 @@ def test_a_bad_completion_request_is_refused_by_field_and_fix(body: bytes, field
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in NEUTRAL_CHAT_VALUES.items() for v in (*vs, None)])
 def test_a_standard_chat_field_that_asks_for_nothing_is_accepted(name: str, value: object) -> None:
     assert read_chat(chat(**{name: value})) == read_chat(chat())
+
+
+def test_stream_options_that_ask_for_nothing_are_accepted() -> None:
+    nothing = {"include_obfuscation": False, "include_usage": None}
+    for options in (nothing, dict.fromkeys(nothing)):
+        assert read_chat(chat(stream=True, stream_options=options)) == read_chat(chat(stream=True, stream_options={}))
+        assert read_completion(completion(stream=True, stream_options=options)).fields.stream_options is not None
 
 
 @pytest.mark.parametrize("name", NEUTRAL_CHAT_VALUES)

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.messages import Finished, Generate, TextDelta
 from router.api import connections
@@ -248,6 +249,26 @@ async def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not() -
             rest = await asyncio.wait_for(reader.read(), 5)
             assert rest.count(b"HTTP/1.1 ") == 1 and b'"text":"hello"' in rest, "nothing in between was answered"
             writer.close()
+
+
+async def test_a_body_in_single_bytes_goes_on_as_one_piece_for_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, on_body = list[int](), HttpToolsProtocol.on_body
+
+    def counted(protocol: HttpToolsProtocol, body: bytes) -> None:
+        taken.append(len(body))
+        on_body(protocol, body)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", counted)
+    text = json.dumps(completion("hello")).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+    async with Site() as site, listening(site) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + HEALTH[:9])
+        assert b'"text":"hello"' in await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+        writer.write(HEALTH[9:])
+        assert b'"ok"' in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+        writer.close()
+    assert sum(taken) == len(text) and len(taken) < 4
 
 
 async def test_a_tunnel_is_refused() -> None:

@@ -23,6 +23,16 @@ async def test_a_conversation_is_tokenized_as_a_chat_would_be(site: Site) -> Non
     assert (await post(site, "/tokenize", {"messages": messages})).json()["tokens"] == [97, 98]
 
 
+async def test_tools_are_tokenized_where_the_template_shows_them_also_if_the_format_of_calls_is_not_known() -> None:
+    asked = {"messages": [{"role": "user", "content": "ab"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    async with Site(chat_template="tools") as site:
+        assert (await post(site, "/tokenize", asked)).json()["count"] == 2
+        response = await post(site, "/v1/chat/completions", asked | {"model": MODEL})
+        assert "--tool-parser" in assert_error(response, 400, "invalid_request_error", "tools")
+    async with Site() as site:
+        assert "--chat-template" in assert_error(await post(site, "/tokenize", asked), 400, "invalid_request_error", "tools")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
