@@ -6,7 +6,7 @@ Does not know how a request is served.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
@@ -122,10 +122,11 @@ class Api:
         if len(asked.rids) == 1:
             request.scope[REQUEST_ID] = asked.rids[0]
         answer = answer_id(request.scope)
-        ids = asked.choice_ids(answer.shown, asked.choices)
-        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), asked.choices, ids)
-        named = {name: (spec.request_id,) for name, spec in zip(ids, accepted.specs, strict=True)}
-        request.scope[AT_END].callback(self._open.add(named if asked.is_batch else {}))
+        named = asked.named(answer.shown, asked.choices)
+        counts = {name: len(numbers) for name, numbers in named.items()}
+        accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), asked.choices, counts)
+        requests = {name: [accepted.specs[number].request_id for number in numbers] for name, numbers in named.items()}
+        request.scope[AT_END].callback(self._open.add(requests if asked.is_batch else {}))
         return self._dispatch(request, GenerateShape, asked, accepted, received_s)
 
     async def abort_request(self, request: Request) -> Response:
@@ -172,10 +173,16 @@ class Api:
         return self._dispatch(request, shape_of, asked, accepted, received_s)
 
     async def _accept(
-        self, request: Request, answer: AnswerId, work: Coroutine[Any, Any, Accepted], choices: int, names: Iterable[str] = ()
+        self,
+        request: Request,
+        answer: AnswerId,
+        work: Coroutine[Any, Any, Accepted],
+        choices: int,
+        names: Mapping[str, int] | None = None,
     ) -> Accepted:
-        """Do the intake's work, while the request can be aborted. names: of single choices. Raises what the work raises."""
-        counts = dict.fromkeys(names, 1) | dict.fromkeys((request.scope[REQUEST_ID], answer.shown), choices)
+        """Do the intake's work, while the request can be aborted. names: further ones, each with how many choices it stands for.
+        Raises what the work raises."""
+        counts = dict(names or {}) | dict.fromkeys((request.scope[REQUEST_ID], answer.shown), choices)
         coming = request.scope[COMING] = self._open.expect(answer.owner, choices, counts)
         request.scope[AT_END].callback(self._open.arrived, coming)
         return await unless_left(request, work)

@@ -4,7 +4,7 @@ Owns the refusals of what the model's chat template or its format cannot do. Doe
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -87,13 +87,14 @@ class ChatPlan:
         )
         return AnswerReading(new_parser=new_parser, new_id=str if format is None else format.new_id)
 
-    def completed(self, spec: RequestSpec, opened: bool) -> RequestSpec:
-        """The spec with what follows from the answer's format. Raises BadRequest."""
+    def completed(self, specs: Sequence[RequestSpec], opened: bool) -> tuple[RequestSpec, ...]:
+        """The request's specs with what follows from the answer's format. Raises BadRequest."""
         syntax = None if self.tools is None else self.tools.syntax
-        response = spec.sampling.grammar
-        grammar = answer_grammar(self.request.tools, syntax, response, thinks=self.thinks, opened=opened)
-        sampling = spec.sampling if grammar is response else structs.replace(spec.sampling, grammar=grammar)
-        return dataclasses.replace(spec, sampling=sampling, shown=self.shown)
+        grammar = answer_grammar(self.request.tools, syntax, self.request.grammar, thinks=self.thinks, opened=opened)
+        return tuple(
+            dataclasses.replace(spec, sampling=structs.replace(spec.sampling, grammar=grammar), shown=self.shown)
+            for spec in specs
+        )
 
     def opens_thoughts(self, prompt_tail: str) -> bool:
         """Whether the answer begins within thoughts. prompt_tail: the text of the prompt's last TAIL_TOKENS tokens. A user's

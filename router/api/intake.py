@@ -138,8 +138,7 @@ class Intake:
             return accepted
         tail = unpack_ids(prompts[0].packed[-TAIL_TOKENS * TOKEN_BYTES :]).tolist()
         opened = plan.opens_thoughts(self._tokenizer.decode(tail, skip_special_tokens=False))
-        specs = tuple(plan.completed(spec, opened) for spec in accepted.specs)
-        return dataclasses.replace(accepted, specs=specs, reading=plan.reading(opened))
+        return dataclasses.replace(accepted, specs=plan.completed(accepted.specs, opened), reading=plan.reading(opened))
 
     async def accept_completion(self, request: CompletionRequest, answer: AnswerId) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""

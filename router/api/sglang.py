@@ -152,7 +152,18 @@ class GenerateRequest(CompletionRequest):
             return (answer_id,)
         if len(self.rids) == choices:
             return self.rids
-        return tuple(f"{answer_id}_{number}" for number in range(choices))
+        if len(self.rids) <= 1:
+            return tuple(f"{answer_id}_{number}" for number in range(choices))
+        return tuple(f"{rid}_{number}" for rid in self.rids for number in range(choices // len(self.rids)))
+
+    def named(self, answer_id: str, choices: int) -> dict[str, set[int]]:
+        """The numbers of the choices that each id stands for: the id of a choice, and that of a prompt."""
+        named: dict[str, set[int]] = {}
+        for number, choice_id in enumerate(self.choice_ids(answer_id, choices)):
+            named.setdefault(choice_id, set()).add(number)
+            if self.rids:
+                named.setdefault(self.rids[number * len(self.rids) // choices], set()).add(number)
+        return named
 
 
 class AbortFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,14 +5,14 @@ Owns their shape. Does not know what was asked beyond the request in its normal 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from common.ids import unpack_ids
 from common.messages import Finished, TokenLogprob
-from router.api.answers import DONE, AnswerShape, WholeChoice, event
+from router.api.answers import DONE, AnswerShape, WholeChoice, encoded, event
 from router.api.logprobs import finite
 from router.api.sglang import GenerateRequest
 from router.outbox import ChoiceDelta
@@ -50,65 +50,109 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     index: int | msgspec.UnsetType = msgspec.UNSET
 
 
+class _Growing:
+    """A JSON list that grows. What is in it is not encoded again."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self) -> None:
+        self._items = bytearray()
+
+    def extend(self, values: Sequence[object]) -> None:
+        if values:
+            self._items += (b"," if self._items else b"") + _encode(values)[1:-1]
+
+    @property
+    def json(self) -> Any:
+        """To stand in the list's place."""
+        return msgspec.Raw(b"".join((b"[", self._items, b"]")))
+
+
+@dataclass(slots=True, eq=False)
+class _Written:
+    """What is written of one choice, in JSON: each event repeats all of it. text: without its quotation marks."""
+
+    tokens: int = 0
+    text: bytearray = field(default_factory=bytearray)
+    ids: _Growing = field(default_factory=_Growing)
+    logprobs: _Growing = field(default_factory=_Growing)
+    tops: _Growing = field(default_factory=_Growing)
+    prompt_logprobs: _Growing = field(default_factory=_Growing)
+    prompt_tops: _Growing = field(default_factory=_Growing)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class GenerateShape(AnswerShape[GenerateRequest]):
     """/generate"""
 
-    _so_far: dict[int, WholeChoice] = field(default_factory=dict, init=False)
+    _so_far: dict[int, _Written] = field(default_factory=dict, init=False)
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
-        so_far = self._so_far.setdefault(delta.index, WholeChoice())
-        so_far.add(delta)
-        so_far.texts[:] = [so_far.text]
-        is_over = isinstance(delta.ending, Finished)
-        return event(_encode(self._generated(delta.index, so_far, is_over=is_over, in_stream=True)))
+        return event(_encode(self._generated(delta.index, delta, in_stream=True)))
 
     def last_events(self) -> bytes:
         return DONE
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
-        all_of_them = [self._generated(index, choice, is_over=True) for index, choice in enumerate(choices)]
+        all_of_them = [encoded(self._generated(index, choice)) for index, choice in enumerate(choices)]
         return _encode(all_of_them if self.asked.is_batch else all_of_them[0])
 
-    def _generated(self, index: int, choice: WholeChoice, *, is_over: bool, in_stream: bool = False) -> Generated:
-        if self.asked.hides_answer:
-            choice = WholeChoice(prompt_logprobs=choice.prompt_logprobs, ending=Finished(reason="length"))
+    def _generated(self, index: int, news: ChoiceDelta | WholeChoice, *, in_stream: bool = False) -> Generated:
+        """The choice so far, with this news of it."""
         prompt = self.accepted.specs[index].prompt
-        top, wants_top = msgspec.UNSET, self.asked.logprobs
+        written = self._so_far.get(index)
+        if written is None:
+            written = self._so_far[index] = _Written()
+            self._begin_prompt(written, prompt)
+        self._add(written, news)
+        left_out, tops = msgspec.UNSET, self.asked.logprobs
         info = MetaInfo(
             id=self.asked.choice_ids(self.id, len(self.accepted.specs))[index],
-            finish_reason=self._finish(choice) if is_over else None,
+            finish_reason=self._finish(news.ending, written.tokens) if isinstance(news.ending, Finished) else None,
             prompt_tokens=len(prompt) // TOKEN_BYTES,
-            completion_tokens=len(choice.token_ids),
-            input_token_logprobs=top if wants_top is None else self._of_prompt(prompt, choice),
-            output_token_logprobs=top if wants_top is None else [self._own(token) for token in choice.logprobs],
-            input_top_logprobs=self._tops_of_prompt(choice) if wants_top else top,
-            output_top_logprobs=[self._top(token) for token in choice.logprobs] if wants_top else top,
+            completion_tokens=written.tokens,
+            input_token_logprobs=left_out if tops is None else written.prompt_logprobs.json,
+            output_token_logprobs=left_out if tops is None else written.logprobs.json,
+            input_top_logprobs=written.prompt_tops.json if tops else left_out,
+            output_top_logprobs=written.tops.json if tops else left_out,
         )
         numbered = index if in_stream and self.asked.is_batch else msgspec.UNSET
-        return Generated(text=choice.text, output_ids=choice.token_ids, meta_info=info, index=numbered)
+        text: Any = msgspec.Raw(b"".join((b'"', written.text, b'"')))
+        return Generated(text=text, output_ids=written.ids.json, meta_info=info, index=numbered)
 
-    def _finish(self, choice: WholeChoice) -> FinishReason:
-        match choice.ending.reason:
+    def _begin_prompt(self, written: _Written, prompt: bytes) -> None:
+        """As in SGLang, the first of a prompt's log probabilities has no number, wherever it stands."""
+        start = self.asked.logprob_start
+        if 0 <= start * TOKEN_BYTES < len(prompt):
+            first = int(unpack_ids(prompt[start * TOKEN_BYTES : (start + 1) * TOKEN_BYTES])[0])
+            written.prompt_logprobs.extend([self._entry(None, first)])
+            written.prompt_tops.extend([None])
+
+    def _add(self, written: _Written, news: ChoiceDelta | WholeChoice) -> None:
+        if news.prompt_logprobs and self.asked.logprob_start >= 0:
+            of_prompt = news.prompt_logprobs[self.asked.logprob_start :]
+            written.prompt_logprobs.extend([self._own(token) for token in of_prompt])
+            if self.asked.logprobs:
+                written.prompt_tops.extend([self._top(token) for token in of_prompt])
+        if self.asked.hides_answer:
+            return
+        written.tokens += len(news.token_ids)
+        written.text += _encode(news.text)[1:-1]
+        written.ids.extend(news.token_ids)
+        written.logprobs.extend([self._own(token) for token in news.logprobs])
+        if self.asked.logprobs:
+            written.tops.extend([self._top(token) for token in news.logprobs])
+
+    def _finish(self, ending: Finished, tokens: int) -> FinishReason:
+        if self.asked.hides_answer:
+            return FinishReason(type="length", length=0)
+        match ending.reason:
             case "cancelled":
                 return FinishReason(type="abort", message="aborted by POST /abort_request")
             case "length":
-                return FinishReason(type="length", length=len(choice.token_ids))
+                return FinishReason(type="length", length=tokens)
             case "stop":
-                return FinishReason(type="stop", matched=choice.ending.matched)
-
-    def _of_prompt(self, prompt: bytes, choice: WholeChoice) -> list[Logprob]:
-        """As in SGLang, the first of them has no log probability, wherever it stands."""
-        start = self.asked.logprob_start
-        if start < 0 or start * TOKEN_BYTES >= len(prompt):
-            return []
-        first = int(unpack_ids(prompt[start * TOKEN_BYTES : (start + 1) * TOKEN_BYTES])[0])
-        return [self._entry(None, first), *(self._own(token) for token in choice.prompt_logprobs[start:])]
-
-    def _tops_of_prompt(self, choice: WholeChoice) -> list[list[Logprob] | None]:
-        if self.asked.logprob_start < 0:
-            return []
-        return [None, *(self._top(token) for token in choice.prompt_logprobs[self.asked.logprob_start :])]
+                return FinishReason(type="stop", matched=ending.matched)
 
     def _own(self, token: TokenLogprob) -> Logprob:
         return self._entry(token.logprob, token.token_id)

@@ -166,6 +166,13 @@ async def test_a_call_that_must_come_is_a_grammar_for_the_instances(choice: Any)
     assert '"weather\\", \\"arguments\\": "' in demanded.text and json.dumps(SCHEMA, separators=(",", ":")) in demanded.text
 
 
+async def test_the_grammar_of_all_choices_is_made_once() -> None:
+    async with Site(chat_template=TEMPLATE) as site:
+        assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS, tool_choice="required", n=3))).status_code == 200
+        first, *others = (message.sampling.grammar for message in sent_to_fleet(site))
+    assert first is not None and len(others) == 2 and all(other is first for other in others)
+
+
 async def test_the_detokenizer_shows_marks_that_are_special_tokens_and_text_that_looks_like_others_stays() -> None:
     template = "{{ tools }} [TOOL_CALLS] [ARGS] </s> <think>"
     text = 'x</s>[TOOL_CALLS]weather[ARGS]{"city": "<s>Oslo</s>"}|'

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.api import intake, logprobs
+from router.api import intake, logprobs, sglang_answers
 from tests.router.calls import assert_error, chat, completion, events, post
 from tests.router.fakes import Site
 from tests.router.test_sglang import prompt
@@ -20,15 +20,34 @@ async def test_logprobs_are_of_the_answer_and_from_a_token_of_the_prompt_on(site
     assert info["input_top_logprobs"] == [None, [[-0.25, 111, "o"], [-1.25, 112, "p"]]]
     assert info["output_token_logprobs"] == [[-0.25, 104, "h"]]
     assert info["output_top_logprobs"] == [[[-0.25, 104, "h"], [-1.25, 105, "i"]]]
+    behind = {"return_logprob": True, "logprob_start_len": 5, "top_logprobs_num": 1}
+    info = (await post(site, "/generate", prompt(**behind))).json()["meta_info"]
+    assert info["input_token_logprobs"] == info["input_top_logprobs"] == [], "the prompt has no token there"
     scored = (await post(site, "/generate", prompt(tokens=0, return_logprob=True, logprob_start_len=0))).json()
     assert (scored["text"], scored["output_ids"], scored["meta_info"]["output_token_logprobs"]) == ("", [], [])
     assert [entry[0] for entry in scored["meta_info"]["input_token_logprobs"]] == [None, -0.25, -0.25, -0.25, -0.25]
     assert all(entry[2] is None for entry in scored["meta_info"]["input_token_logprobs"])
 
 
-async def test_events_of_sglang_repeat_the_logprobs_so_far(site: Site) -> None:
-    parts = events(await post(site, "/generate", prompt(stream=True, return_logprob=True)))
-    assert [len(part["meta_info"]["output_token_logprobs"]) for part in parts] == [1, 2, 3]
+async def test_events_of_sglang_repeat_the_logprobs_so_far_and_none_is_written_twice(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"rid": "a", "return_logprob": True, "logprob_start_len": 2, "top_logprobs_num": 1}
+    whole = (await post(site, "/generate", prompt('h"é\n!', 5, **asked))).json()
+    written: list[float] = []
+
+    def finite(logprob: float) -> float:
+        written.append(logprob)
+        return logprob
+
+    monkeypatch.setattr(sglang_answers, "finite", finite)
+    parts = events(await post(site, "/generate", prompt('h"é\n!', 5, stream=True, **asked)))
+    infos = [part["meta_info"] for part in parts]
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        assert [info[name] for info in infos] == [whole["meta_info"][name][: number + 1] for number in range(5)]
+    assert [part["text"] for part in parts] == [whole["text"][: number + 1] for number in range(5)]
+    assert parts[-1] == whole and all(info["input_token_logprobs"] == infos[0]["input_token_logprobs"] for info in infos)
+    assert len(written) == 2 * (2 + 5), "each token, and its alternative: two of the prompt, five of the answer"
 
 
 LETTER_H = {"token": "h", "logprob": -0.25, "bytes": [104]}

@@ -39,6 +39,16 @@ async def test_one_prompt_gets_one_answer_and_a_batch_gets_a_list(site: Site) ->
     assert [part["text"] for part in (await post(site, "/generate", ids)).json()] == ["aa", "aa", "bc", "bc"]
 
 
+async def test_each_rid_of_a_batch_stands_for_all_choices_of_its_prompt() -> None:
+    async with Site(EchoFleet(stall_at=2)) as site:
+        body = prompt(["abc", "def"], rid=["one", "two"]) | {"sampling_params": {"max_new_tokens": 5, "n": 2}}
+        answer = asyncio.create_task(post(site, "/generate", body))
+        await until(lambda: len(site.core.requests) == 4)
+        for rid, ended in (("one", 2), ("two_1", 1), ("two", 1), ("one_0", 0)):
+            assert (await post(site, "/abort_request", {"rid": rid})).json() == {"aborted": ended}
+        assert [one["meta_info"]["id"] for one in (await answer).json()] == ["one_0", "one_1", "two_0", "two_1"]
+
+
 async def test_each_event_of_a_stream_repeats_the_answer_so_far(site: Site) -> None:
     parts = events(await post(site, "/generate", prompt(stream=True)))
     assert [part["text"] for part in parts] == ["h", "he", "hel"]
