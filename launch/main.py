@@ -331,6 +331,9 @@ def _bench_serve(flags: argparse.Namespace) -> int:
 def _bench_compare(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     bench = read_config(compare_plan.CompareBench, flags)
+    for layout in bench.layouts:
+        if not layout.url:
+            build_parser().parse_args(["local", *layout.flags])  # a wrong flag ends the command here, and not in the middle
     target, workload = read_config(serve_plan.Target, flags), read_config(serve_plan.Workload, flags)
     load = read_config(serve_plan.Load, flags, request_rate=bench.ladder[0])  # of flags that need a rate
     common = compare_plan.common_bench(target, workload, load, read_config(serve_plan.Results, flags))
