@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from bench.compare.figures import TIMES, CompareOutcome, pooled, spread_of
 
@@ -57,7 +57,7 @@ def _against_rate(
 
     def draw(axes: Axes) -> None:
         if reference:
-            axes.plot(outcome.rates, outcome.rates, color=GREY, linestyle="--", linewidth=1, label="all requests")
+            axes.plot([0.0, *outcome.rates], [0.0, *outcome.rates], color=GREY, linestyle="--", linewidth=1, label="all requests")
         for at, side in enumerate(outcome.layouts):
             points = [(rate, spread_of(outcome.values(side.name, rate, key).values())) for rate in outcome.rates]
             known = [(rate, spread) for rate, spread in points if spread is not None]
@@ -76,7 +76,8 @@ def _against_rate(
             )
         axes.set_xlabel("load, requests/s")
         axes.set_ylabel(title)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.04 * max(outcome.rates))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
         low, high = axes.dataLim.intervaly
         if logs and low > 0 and high / low > NARROW:
             _logarithmic(axes, axes.yaxis, low / 1.3, high * 1.3)
