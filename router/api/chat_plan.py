@@ -15,6 +15,7 @@ from common.config import RouterConfig
 from common.errors import BadRequest
 from common.text.tokenizer_manager import ChatOptions
 from router.api.chat import ChatRequest
+from router.api.errors import shown
 from router.api.output.formats import THINK_MARKS, AnswerFormat, ToolFormat, answer_format
 from router.api.output.grammars import answer_grammar
 from router.api.output.parser import THINK, THINK_END, AnswerParser
@@ -139,8 +140,8 @@ class ChatPlanner:
     def _arguments(self, request: ChatRequest) -> Mapping[str, Any]:
         for name in request.template_arguments:
             if not self._template.reads(name):
-                message = f"the chat template of {self._model} does not read {name!r}: leave it out"
-                raise BadRequest(message, field=f"chat_template_kwargs.{name}")
+                message = f"the chat template of {self._model} does not read {shown(name)!r}: leave it out"
+                raise BadRequest(message, field=f"chat_template_kwargs.{shown(name)}")
         effort = request.reasoning_effort
         if effort is None or (effort == "none" and not self._template.reads("reasoning_effort")):
             return request.template_arguments

@@ -71,6 +71,7 @@ async def test_many_long_prompts_of_token_ids_are_read_one_by_one_as_they_are() 
         completion(model=LARGE),
         completion(stream_options={LARGE: 1}, stream=True),
         chat() | {"messages": [{"role": LARGE, "content": ""}]},
+        chat(chat_template_kwargs={LARGE: 1}),
         chat(tools=[{"type": "function", "function": {"name": LARGE}}]),
         chat(tool_choice={"type": "function", "function": {"name": LARGE}}),
     ],
