@@ -16,6 +16,8 @@ import numpy as np
 
 from common.engine.grammar_vocabulary import GrammarVocabulary, marked
 from common.engine.grammars import check_text
+from common.engine.json_schemas import exact_schema
+from common.engine.structural_tags import MAX_WHITESPACE
 from common.errors import BadRequest
 from common.sampling_params import Grammar
 
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
 THREADS = 2
-MAX_WHITESPACE = 16
-"""So many characters of white space at most between two parts of a JSON text. Without a limit, a model may write nothing else."""
 WALKS, WALK_TOKENS = 6, 48
 """The trial writes so many answers of so many tokens."""
 
@@ -119,7 +119,8 @@ def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar"
 
     match grammar.kind:
         case "json_schema":
-            rules = Rules.from_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
+            schema = json.dumps(exact_schema(json.loads(grammar.text), grammar.kind))
+            rules = Rules.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
             mended = _mended(str(rules))
             return compiler.compile_grammar(rules if mended is None else Rules.from_ebnf(mended))
         case "regex":
@@ -133,15 +134,17 @@ def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar"
 
 
 def _with_mended_schemas(tag: Any) -> Any:
-    """The structural tag with the limit on white space in each of its JSON schemas that has none, and with the rules of a schema
-    in place of the schema where they had to be mended."""
+    """The structural tag with the limit on white space in each of its JSON schemas that has none, with exact formats in them, and
+    with the rules of a schema in place of the schema where they had to be mended."""
     from xgrammar import Grammar as Rules
 
     match tag:
         case list():
             return [_with_mended_schemas(each) for each in tag]
-        case {"type": "json_schema" | "qwen_xml_parameter" as kind}:
-            schema = ({"max_whitespace_cnt": MAX_WHITESPACE} if kind == "json_schema" else {}) | tag
+        case {"type": "json_schema", "json_schema": asked}:
+            schema = tag | {"json_schema": exact_schema(asked, "structural_tag")}
+            if schema.get("max_whitespace_cnt") is None:
+                schema["max_whitespace_cnt"] = MAX_WHITESPACE
             mended = _mended(str(Rules.from_structural_tag(json.dumps({"type": "structural_tag", "format": schema}))))
             return schema if mended is None else {"type": "grammar", "grammar": mended}
         case dict():

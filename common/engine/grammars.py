@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from common.engine.grammar_limits import check_size
-from common.engine.json_schemas import check_regex, check_schema, check_structural_tag
+from common.engine.json_schemas import check_regex, check_schema
+from common.engine.structural_tags import check_structural_tag
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.sampling_params import Grammar
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from common.engine.grammar_limits import check_size
+from common.engine.string_formats import FORMATS, PATTERNS
 from common.errors import BadRequest
 
 _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
@@ -33,8 +34,6 @@ _KEYWORDS: Mapping[str, set[str]] = {
     "boolean": set(),
     "null": set(),
 }
-_FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference"}
-_FORMATS |= {"uri-template", "json-pointer", "relative-json-pointer"}
 _REFERENCE = re.compile("#(?:/[^/~%]+)*")
 """xgrammar reads the names as they are, and JSON schema with the escapes of pointers and of URIs."""
 _MAX_MULTIPLE = 1024
@@ -75,21 +74,15 @@ def check_schema(schema: Any, name: str) -> None:
     _Check(schema, name).all()
 
 
-def check_structural_tag(tag: Any, name: str) -> None:
-    """Check every JSON schema and every regular expression in a structural tag. Raises BadRequest."""
-    if isinstance(tag, list):
-        for each in tag:
-            check_structural_tag(each, name)
-    elif isinstance(tag, dict):
-        if "json_schema" in tag:
-            check_schema(tag["json_schema"], name)
-            return
-        if tag.get("type") == "regex" and isinstance(tag.get("pattern"), str):
-            check_regex(tag["pattern"], name)
-        if tag.get("type") == "grammar" and isinstance(tag.get("grammar"), str):
-            check_size(name, "ebnf", tag["grammar"])
-        for each in tag.values():
-            check_structural_tag(each, name)
+def exact_schema(schema: Any, name: str) -> Any:
+    """The schema, in which formats are written as patterns where xgrammar's own are too wide. It changes in place. Raises as
+    `check_schema`."""
+    check = _Check(schema, name)
+    check.all()
+    for each in check.formatted:
+        if each["format"] in PATTERNS:
+            each["pattern"] = f"^({PATTERNS[each.pop('format')]})$"
+    return schema
 
 
 def check_regex(pattern: str, name: str) -> None:
@@ -120,6 +113,8 @@ class _Check:
         self._steps = 0
         self._led: dict[str, Any] = {}
         """What each reference leads to."""
+        self.formatted: list[dict[str, Any]] = []
+        """Schemas of strings with a format."""
         self._checked: set[int] = set()
         """Ids of schemas."""
         self._facts: dict[int, _Facts] = {}
@@ -131,14 +126,11 @@ class _Check:
         return BadRequest(f"{self._name}: at {where}: {problem}", field=self._name)
 
     def all(self) -> None:
-        """The whole schema, and each place where a reference leads, whatever keyword holds that."""
+        """The whole schema. References may lead to its schemas alone, which are checked, and not into a default or an example."""
         self.schema(self._root, "$")
-        done = 0
-        while done < len(self._led):
-            for ref, schema in list(self._led.items())[done:]:
-                done += 1
-                if id(schema) not in self._checked:
-                    self.schema(schema, ref)
+        for ref, schema in self._led.items():
+            if id(schema) not in self._checked:
+                raise self.refusal(f"$ref {ref[:_MAX_SHOWN]!r}", "it leads to no schema: put that into $defs")
 
     def schema(self, schema: Any, where: str) -> None:
         self._checked.add(id(schema))
@@ -250,10 +242,12 @@ class _Check:
         if len(said & {"pattern", "format"}) + bool(said & {"minLength", "maxLength"}) > 1:
             raise self.refusal(where, "of pattern, format and lengths, one is supported at a time")
         form = schema.get("format")
-        if form is not None and form not in _FORMATS:
+        if form is not None and form not in FORMATS:
             raise self.refusal(
-                where, f"format {form[:_MAX_SHOWN]!r} is not supported: leave it out, or use one of {', '.join(sorted(_FORMATS))}"
+                where, f"format {form[:_MAX_SHOWN]!r} is not supported: leave it out, or use one of {', '.join(sorted(FORMATS))}"
             )
+        if form is not None:
+            self.formatted.append(schema)
         if "pattern" in said:
             self._pattern(schema["pattern"], where)
 
@@ -364,6 +358,9 @@ def _kinds(value: Any) -> set[str]:
 
 
 _REGEX_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(\?[:<P]?[=!<]?|.", re.DOTALL)
+_ESCAPES = re.compile(r"\\(.)", re.DOTALL)
+_KNOWN_ESCAPES = frozenset("dDwWsSnrtfv0xuc")
+"""xgrammar reads others as the letters themselves."""
 _GROUPS = ("(?:", "(?<", "(?P<")
 
 
@@ -374,6 +371,9 @@ def _regex_problem(pattern: str) -> str | None:
     for at, part in enumerate(parts):
         if part.startswith("(?") and part not in _GROUPS:
             return f"{part!r} is not supported: no lookahead, lookbehind or flags"
+        for escape in _ESCAPES.findall(part if part[0] in "[\\" else ""):
+            if escape.isalnum() and escape not in _KNOWN_ESCAPES:
+                return f"'\\{escape}' is not supported"
         depth += part.startswith("(")
         depth -= part == ")"
         begins = at == 0 or (parts[at - 1] == "|" and depth == 0)

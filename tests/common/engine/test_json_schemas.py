@@ -6,12 +6,14 @@ from random import Random
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 from xgrammar import GrammarCompiler, GrammarMatcher
 
 from common.engine.grammar_compiler import vocabulary_of
 from common.engine.grammars import check_text
-from common.engine.json_schemas import _FORMS, check_regex, check_schema
+from common.engine.json_schemas import _FORMS, check_regex, check_schema, exact_schema
+from common.engine.string_formats import FORMATS
 from common.errors import BadRequest
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar
@@ -21,7 +23,9 @@ INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
 
-COMPILER = GrammarCompiler(vocabulary_of(resolve_model_path("demo"), 2683, (2,)), cache_enabled=False)
+VOCAB, EOS, QUOTE = 2683, 2, 4
+VOCABULARY = vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,))
+COMPILER = GrammarCompiler(VOCABULARY, cache_enabled=False)
 IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", [1, 1]),
     ({"not": INTEGER}, "not", 1),
@@ -41,8 +45,8 @@ IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"maxItems": 1}, "maxItems is for type", [1, 2]),
     ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf", 1),
     ({"type": "string", "pattern": "(?=a)b"}, "lookahead", "b"),
-    ({"$ref": "#/x-a", "x-a": {"type": "array", "items": INTEGER, "uniqueItems": True}}, "at #/x-a: uniqueItems", [1, 1]),
-    ({"$ref": "#/default/b", "default": {"b": {"$ref": "#/x-c"}}, "x-c": {"not": INTEGER}}, "at #/x-c: not", 1),
+    ({"$ref": "#/x-a", "x-a": {"type": "array", "items": INTEGER, "uniqueItems": True}}, "leads to no schema", [1, 1]),
+    ({"$ref": "#/default/b", "default": {"b": {"$ref": "#/x-c"}}, "x-c": {"not": INTEGER}}, "leads to no schema", 1),
     ({"$ref": "#/$defs/a~1b", "$defs": {"a~1b": INTEGER, "a/b": STRING}}, "leads nowhere", 1),
     ({"$ref": "#/$defs/a%20b", "$defs": {"a%20b": INTEGER, "a b": STRING}}, "leads nowhere", 1),
     (
@@ -81,13 +85,34 @@ def test_what_xgrammar_holds_is_accepted(schema: object) -> None:
     check_schema(schema, "response_format")
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS - {"uri"}))  # its scheme has no end
+def test_whatever_a_format_allows_a_validator_accepts(name: str) -> None:
+    schema, random = {"type": "string", "format": name}, Random(name)
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    compiled = COMPILER.compile_json_schema(json.dumps(exact_schema(dict(schema), "schema")))
+    mask, ended = np.zeros((1, (VOCAB + 31) // 32), dtype=np.int32), 0
+    for _ in range(20):
+        matcher, text, most = GrammarMatcher(compiled), b"", random.choice([1, 30])
+        for written in range(60):
+            matcher.fill_next_token_bitmask(mask)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            if bits[EOS]:
+                assert validator.is_valid(json.loads(text)), text
+                ended += 1
+                break
+            token = QUOTE if bits[QUOTE] and written >= most else int(random.choice(np.flatnonzero(bits)))
+            matcher.accept_token(token)
+            text += VOCABULARY.decoded_vocab[token]
+    assert ended >= 10
+
+
 def test_a_refusal_says_where() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [INTEGER, {"not": {}}]}}}}
     with pytest.raises(BadRequest, match=r"at \$\.properties\.a\.items\.anyOf\[1\]: not is not supported"):
         check_schema(schema, "response_format")
 
 
-@pytest.mark.parametrize("regex", ["(?!a)b", "a^b", "(a$)b", "(?i)a"])
+@pytest.mark.parametrize("regex", ["(?!a)b", "a^b", "(a$)b", "(?i)a", r"\Aa\Z", r"a\z", r"[\h]", r"\Qa\E", r"\R"])
 def test_a_regular_expression_of_which_a_part_would_be_ignored_is_refused(regex: str) -> None:
     with pytest.raises(BadRequest, match=r"not supported|supported at the ends"):
         check_regex(regex, "regex")
