@@ -11,15 +11,14 @@ know tokens: prompts and answers are those of POST /generate.
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, overload
 
-from common.errors import BadRequest
+from common.errors import BadRequest, ConfigError
 from common.processes.local_fleet import FleetFailed, LocalFleet
-from common.processes.router_client import RequestFailed, RouterClient
+from common.processes.router_client import RouterClient
 
 Prompt: TypeAlias = str | Sequence[int]
 """A text, or its token ids."""
@@ -29,7 +28,7 @@ Answer: TypeAlias = dict[str, Any]
 """As POST /generate sends it: text, output_ids, meta_info."""
 
 CONCURRENT = 256
-"""How many prompts are at the fleet at once. More wait here."""
+"""How many whole answers the fleet makes at once. More prompts wait here; a stream does not wait."""
 MAX_REQUESTS = 4096
 
 
@@ -37,11 +36,14 @@ class Engine:
     """Starts a fleet, and returns when it can serve. Raises FleetFailed with what the fleet said.
 
     model: a folder, a Hugging Face name, or "demo". prefill, decode: how many instances. flags: any other flag of `launch local`,
-    with underscores: kv_memory="4GiB", dtype="float32". Use it as a context manager, or call `shutdown`. Several threads may use
-    it at once.
+    with underscores: kv_memory="4GiB", dtype="float32"; ConfigError for those that would keep the Engine itself out. Use it as a
+    context manager, or call `shutdown`. Several threads may use it at once.
     """
 
     def __init__(self, model: str = "demo", *, prefill: int = 1, decode: int = 1, **flags: str | int | float) -> None:
+        for name in ("api_keys", "tls_cert"):
+            if name in flags:
+                raise ConfigError(f"{name}: an Engine asks its own router without a key and without TLS: leave it out")
         given = {"model": model, "prefill": prefill, "decode": decode, "max_requests": MAX_REQUESTS} | flags
         self._fleet = LocalFleet(*(f"--{name.replace('_', '-')}={value}" for name, value in given.items()))
         self._pool = ThreadPoolExecutor(max_workers=CONCURRENT, thread_name_prefix="engine")
@@ -130,7 +132,9 @@ class Engine:
         return list(self._pool.map(self._encoded, prompt)) if _is_list(prompt) else self._encoded(prompt)
 
     def shutdown(self) -> None:
-        """Stop the fleet in order. Idempotent. Raises FleetFailed when it does not end in order."""
+        """Stop the fleet in order. Answers that are not complete end with RequestFailed. Idempotent. Raises FleetFailed when the
+        fleet does not end in order."""
+        self._client.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._fleet.stop()
 
@@ -153,34 +157,16 @@ class Engine:
         return {"embedding": answer["data"][0]["embedding"], "meta_info": usage}
 
     async def _stream(self, body: Mapping[str, Any]) -> AsyncIterator[Answer]:
-        """The events, read on a thread. An iteration that is left early ends the request."""
-        loop, left = asyncio.get_running_loop(), threading.Event()
-        arrived: asyncio.Queue[Answer | RequestFailed | None] = asyncio.Queue()
-
-        def read() -> None:
-            events = self._client.stream("/generate", body)
-            end: RequestFailed | None = None
-            try:
-                for event in events:
-                    if left.is_set():
-                        break
-                    loop.call_soon_threadsafe(arrived.put_nowait, event)
-            except RequestFailed as error:
-                end = error
-            finally:
-                events.close()
-                if not left.is_set():
-                    loop.call_soon_threadsafe(arrived.put_nowait, end)
-
-        reading = loop.run_in_executor(self._pool, read)
+        """The events. Each is read when it is asked for, on a thread of the stream. An iteration that is left early ends the
+        request."""
+        loop, events = asyncio.get_running_loop(), self._client.stream("/generate", body)
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-stream")
         try:
-            while (event := await arrived.get()) is not None:
-                if isinstance(event, RequestFailed):
-                    raise event
+            while (event := await loop.run_in_executor(thread, next, events, None)) is not None:
                 yield event
-            await reading
         finally:
-            left.set()
+            events.close()
+            thread.shutdown(wait=False)
 
 
 def _is_list(prompt: Prompt | Sequence[Prompt]) -> bool:

@@ -4,11 +4,13 @@ Owns the connection of each call. Does not know what the bodies mean. A call tha
 router cancels the request.
 """
 
+import contextlib
 import http.client
 import json
+import socket
 import ssl
-from collections.abc import Generator, Mapping
-from contextlib import closing
+import threading
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,10 +28,52 @@ class RequestFailed(TandemError):
         self.http_status = http_status
 
 
+class _Call:
+    """One connection to the router, which another thread may end."""
+
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._ended = False
+
+    def connect(self) -> None:
+        """Raises OSError."""
+        self.connection.connect()
+        with self._lock:
+            self._socket = self.connection.sock  # the connection itself forgets it when the answer begins
+        if self._ended:
+            raise ConnectionAbortedError("the call was ended")
+
+    def end(self) -> None:
+        """Whoever waits for the answer gets an error. To close a socket would not wake a thread that reads from it."""
+        with self._lock:
+            self._ended = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+
+class Events(Iterator[Any]):
+    """The events of one call. Reading raises RequestFailed."""
+
+    def __init__(self, call: _Call, events: Generator[Any, None, None]) -> None:
+        self._call, self._events = call, events
+
+    def __next__(self) -> Any:
+        return next(self._events)
+
+    def close(self) -> None:
+        """End the call. Another thread that waits for an event gets RequestFailed. Idempotent."""
+        self._call.end()
+        with contextlib.suppress(ValueError):  # another thread is in it, and leaves it now
+            self._events.close()
+
+
 class RouterClient:
     """The router at `url` (http or https). api_key: sent as a bearer token, unless it is empty. timeout_s: of each wait for more
-    of an answer. tls: whom it trusts behind https; None: whom this machine trusts. It keeps no connection, so several threads may
-    use it at once."""
+    of an answer. tls: whom it trusts behind https; None: whom this machine trusts. Each call has a connection of its own, so
+    several threads may use it at once."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = ANSWER_S, tls: ssl.SSLContext | None = None) -> None:
         try:
@@ -45,26 +89,37 @@ class RouterClient:
         self._is_secure, self._netloc, self._path = parts.scheme == "https", parts.netloc, parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._timeout_s, self._tls = timeout_s, tls
+        self._lock = threading.Lock()
+        self._open: set[_Call] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """End all calls, of all threads: they raise RequestFailed, and so do further ones. Idempotent."""
+        with self._lock:
+            self._closed, calls = True, list(self._open)
+        for call in calls:
+            call.end()
 
     def get(self, path: str) -> Any:
         """The JSON of a page. Raises RequestFailed."""
-        with closing(self._connection()) as connection:
-            return self._read(self._asked(connection, "GET", path, None))
+        with self._connected(self._call()) as connection:
+            return _decoded(self._asked(connection, "GET", path, None).read())
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to a JSON body. Raises RequestFailed."""
-        with closing(self._connection()) as connection:
-            return self._read(self._asked(connection, "POST", path, body))
+        with self._connected(self._call()) as connection:
+            return _decoded(self._asked(connection, "POST", path, body).read())
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
-        """The data of each event, decoded, up to [DONE]. Raises RequestFailed, also for an error that comes as an event."""
-        with closing(self._connection()) as connection:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Events:
+        """The data of each event, decoded, up to [DONE]. An error that comes as an event is raised as RequestFailed, too."""
+        call = self._call()
+        return Events(call, self._events(call, path, body))
+
+    def _events(self, call: _Call, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
+        with self._connected(call) as connection:
             response = self._asked(connection, "POST", path, body)
             while True:
-                try:
-                    line = response.readline()
-                except (OSError, http.client.HTTPException) as error:
-                    raise self._unreachable(error) from error
+                line = response.readline()
                 if not line:
                     raise RequestFailed("the answer broke off: the router closed the connection")
                 kind, _, data = line.strip().partition(b": ")
@@ -77,28 +132,36 @@ class RouterClient:
                     raise RequestFailed(_message(event), response.status)
                 yield event
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _call(self) -> _Call:
         if self._is_secure:
-            return http.client.HTTPSConnection(self._netloc, timeout=self._timeout_s, context=self._tls)
-        return http.client.HTTPConnection(self._netloc, timeout=self._timeout_s)
+            return _Call(http.client.HTTPSConnection(self._netloc, timeout=self._timeout_s, context=self._tls))
+        return _Call(http.client.HTTPConnection(self._netloc, timeout=self._timeout_s))
+
+    @contextlib.contextmanager
+    def _connected(self, call: _Call) -> Iterator[http.client.HTTPConnection]:
+        """Raises RequestFailed."""
+        with self._lock:
+            if self._closed:
+                raise RequestFailed(f"the client of {self.url} is closed")
+            self._open.add(call)
+        try:
+            call.connect()
+            yield call.connection
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: no such name or path can be sent
+            raise self._unreachable(error) from error
+        finally:
+            with self._lock:
+                self._open.discard(call)
+            call.connection.close()
 
     def _asked(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
     ) -> http.client.HTTPResponse:
-        try:
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
-            response = connection.getresponse()
-            if response.status >= 400:
-                raise RequestFailed(_message(_decoded(response.read())), response.status)
-        except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: no such name or path can be sent
-            raise self._unreachable(error) from error
+        connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+        response = connection.getresponse()
+        if response.status >= 400:
+            raise RequestFailed(_message(_decoded(response.read())), response.status)
         return response
-
-    def _read(self, response: http.client.HTTPResponse) -> Any:
-        try:
-            return _decoded(response.read())
-        except (OSError, http.client.HTTPException) as error:
-            raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> RequestFailed:
         return RequestFailed(f"{self.url} does not answer: {error or type(error).__name__}")
