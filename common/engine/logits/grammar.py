@@ -10,6 +10,7 @@ others. It ends with a stop token, as one ends whose tokens its grammar refuses;
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -47,11 +48,12 @@ class Compiled(Protocol):
 class _Row:
     """matcher: None when its grammar cannot be had. unread: tokens of the answer that it has not read. stop_ids: end the answer
     where the grammar allows it. is_over: nothing but these may follow; so a row that can only go wrong ends. last: token of the
-    answer that it has read."""
+    answer that it has read. needed: dead when the request has ended."""
 
     matcher: "GrammarMatcher | None"
     unread: list[int]
     stop_ids: list[int]
+    needed: "weakref.ref[Grammar] | None" = None
     is_over: bool = False
     last: int | None = None
 
@@ -113,6 +115,9 @@ class GrammarProcessor:
         self._utf8: Utf8 | None = None
 
     def start(self, starts: Sequence[RowStart]) -> None:
+        """Rows whose requests have ended are forgotten too, for their grammars are large."""
+        for row in [row for row, one in self._rows.items() if one.needed is None or one.needed() is None]:
+            del self._rows[row]
         for start in starts:
             self._rows.pop(start.row, None)
             self._has_grammar[start.row] = start.sampling.grammar is not None
@@ -126,7 +131,7 @@ class GrammarProcessor:
         from xgrammar import apply_token_bitmask_inplace
 
         self._hear()
-        some = [self._rows[row] for row in rows.host.tolist()]
+        some = self._of(rows)
         for row in some:
             row.read(self._token_s)
         masks = self._masks(some)
@@ -145,7 +150,11 @@ class GrammarProcessor:
             tokens = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True).copy_(tokens, non_blocking=True)
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
-        self._sampled.append(_Sampled([self._rows[row] for row in rows.host.tolist()], tokens, copied))
+        self._sampled.append(_Sampled(self._of(rows), tokens, copied))
+
+    def _of(self, rows: SampledRows) -> list[_Row]:
+        """A plan may name rows whose requests have ended since it was made. What they sample counts for nothing."""
+        return [self._rows.get(row) or _Row(None, [], list(self._eos_token_ids), is_over=True) for row in rows.host.tolist()]
 
     def _begin(self, start: RowStart) -> _Row:
         """The answer's tokens are read later, while the device computes the row's first forward."""
@@ -155,12 +164,13 @@ class GrammarProcessor:
         assert sampling.grammar is not None and start.token_ids is not None
         answer = start.token_ids[len(start.token_ids) - start.answer_tokens :].tolist()
         stop_ids = list(dict.fromkeys([*self._eos_token_ids, *sampling.stop_token_ids]))
+        needed = weakref.ref(sampling.grammar)
         try:
             compiled = self._compiled(sampling.grammar)
         except BadRequest:  # it was compiled before the row was planned
-            return _Row(None, answer, stop_ids, is_over=True)
+            return _Row(None, answer, stop_ids, needed, is_over=True)
         self._utf8 = self._utf8 or Utf8(compiled.tokenizer_info.decoded_vocab, self._words)
-        return _Row(GrammarMatcher(compiled, override_stop_tokens=stop_ids), answer, stop_ids)
+        return _Row(GrammarMatcher(compiled, override_stop_tokens=stop_ids), answer, stop_ids, needed)
 
     def _hear(self) -> None:
         """Take in what the steps before have sampled. A row that has begun anew since then is another `_Row`."""

@@ -154,6 +154,18 @@ def test_a_row_that_begins_anew_hears_nothing_of_the_row_before() -> None:
     assert text(answers(one, 0, 1, [])) == "xyz"
 
 
+def test_rows_whose_requests_have_ended_keep_no_grammar() -> None:
+    one = processor()
+    ended, open = Grammar("regex", "[a-z]+"), Grammar("regex", "[0-9]+")
+    one.start([start(0, ended, []), start(1, open, [])])
+    del ended
+    one.start([start(2, None, [])])
+    assert set(one._rows) == {1}
+    last, going = step(one, [0, 1], seed=0)
+    assert last == EOS and text([going]).isdigit(), "a plan may still name the ended row"
+    assert open is not None
+
+
 def test_a_token_that_the_grammar_refuses_ends_the_row_and_nothing_else() -> None:
     one = processor()
     letters = [5, 6]  # special to the tokenizer or letters: no digits in any case
