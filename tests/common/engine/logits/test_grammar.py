@@ -155,7 +155,7 @@ def test_a_row_that_begins_anew_hears_nothing_of_the_row_before() -> None:
 
 
 def test_rows_whose_requests_have_ended_keep_no_grammar() -> None:
-    one = processor()
+    one = GrammarProcessor(COMPILER.compile, 4, VOCAB, (EOS,), torch.device("cpu"), 60.0)
     ended, open = Grammar("regex", "[a-z]+"), Grammar("regex", "[0-9]+")
     one.start([start(0, ended, []), start(1, open, [])])
     del ended
