@@ -22,6 +22,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#3
 """Told apart by most colour-blind readers. Source: Okabe and Ito, https://jfly.uni-koeln.de/color/."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 4.6, 3.6, 130
+LETTERS_PER_INCH = 12
 GREY = "#888888"
 LEAST_MS, LEFT_SHARE = 0.1, 0.04
 """Distributions are shown from where this share of the times lies, and never below so many ms: several tokens of one event are no
@@ -142,13 +143,9 @@ def _png(outcome: CompareOutcome, panels: Sequence[Draw]) -> bytes:
         labelled |= dict(zip(labels, handles, strict=True))
     order = [side.name for side in outcome.layouts if side.name in labelled]
     order += [label for label in labelled if label not in order]
-    figure.legend(
-        [labelled[label] for label in order],
-        order,
-        loc="outside upper center",
-        ncols=min(len(order), 3 * len(panels) - 2),
-        frameon=False,
-    )
+    rows = math.ceil(sum(len(label) + 7 for label in order) / (LETTERS_PER_INCH * PANEL_INCHES * len(panels)))
+    columns = math.ceil(len(order) / rows)
+    figure.legend([labelled[label] for label in order], order, loc="outside upper center", ncols=columns, frameon=False)
     file = io.BytesIO()
     figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()

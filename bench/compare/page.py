@@ -52,7 +52,8 @@ def page(outcome: CompareOutcome, charts: Sequence[tuple[str, str, bytes]]) -> s
 def notes(outcome: CompareOutcome) -> list[str]:
     """The machine, the load, and what a good answer is."""
     limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in outcome.limits_ms.items())
-    settings = f"{outcome.rounds} round{'s' * (outcome.rounds > 1)}, {outcome.seconds:g} s at each rate; clients and layouts share these cores"
+    rounds = f"{outcome.rounds} round{'s' * (outcome.rounds > 1)}"
+    settings = f"{rounds}, {outcome.seconds:g} s at each rate; clients and layouts share these cores"
     busy = [BUSY] if outcome.hardware.load > QUIET_LOAD else []
     return [machine_line(outcome.hardware, settings), *busy, f"A good answer keeps: {limits}."]
 
