@@ -30,6 +30,7 @@ class TokenText:
         self._tokenizer = tokenizer
         self._added = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items()}
         kinds = _decoder_kinds(json.loads(tokenizer.to_str())["decoder"])
+        self._special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._byte_of = _byte_by_character() if "ByteLevel" in kinds else None
         self._falls_back = "ByteFallback" in kinds
         self._known: dict[int, _Token] = {}
@@ -41,6 +42,9 @@ class TokenText:
     def bytes(self, token_id: int) -> builtins.bytes:
         """What the token stands for, in UTF-8: it may be a part of a character."""
         return self._of(token_id).utf8
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
 
     def _of(self, token_id: int) -> _Token:
         known = self._known.get(token_id)

@@ -14,7 +14,7 @@ from common.ids import unpack_ids
 from common.messages import Failed, Finished, TokenLogprob
 from router.api.answers import OpenAIFinish, OpenAIShape, TokenIds, WholeChoice, finish_of
 from router.api.completions import CompletionRequest
-from router.api.logprobs import CompletionLogprobs, PromptLogprobs
+from router.api.logprobs import CompletionLogprobs, PromptLogprobs, TextPlace
 from router.outbox import ChoiceDelta
 
 
@@ -34,8 +34,8 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
     chunk_object: ClassVar[str] = "text_completion"
     whole_object: ClassVar[str] = "text_completion"
 
-    _offsets: dict[int, int] = field(default_factory=dict, init=False)
-    """For each choice: how much text the tokens have that were written with their logprobs."""
+    _places: dict[int, TextPlace] = field(default_factory=dict, init=False)
+    """For each choice: behind the text of the tokens that were written with their logprobs."""
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
         if self.asked.hides_answer:
@@ -78,10 +78,7 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
         """The next tokens of a choice. prompt: its tokens from the second on, if they come first."""
         if self.asked.logprobs is None:
             return None
-        writer = self.logprob_writer(self.asked.logprobs)
-        first = None if prompt is None else int(unpack_ids(self.accepted.specs[index].prompt[:4])[0])
-        offset = self._offsets.get(index, 0)
-        written = [*(prompt or ()), *tokens]
-        ids = ([] if first is None else [first]) + [token.token_id for token in written]
-        self._offsets[index] = offset + writer.chars(ids)
-        return writer.completion(written, offset, first)
+        echoed = None if prompt is None else (int(unpack_ids(self.accepted.specs[index].prompt[:4])[0]), prompt)
+        place = self._places.setdefault(index, TextPlace(self.token_texts))
+        skips = self.asked.fields.skip_special_tokens
+        return self.logprob_writer(self.asked.logprobs).completion(tokens, place, skips_special=skips, prompt=echoed)

@@ -3,6 +3,7 @@
 Owns these shapes. Does not know where the numbers come from.
 """
 
+import codecs
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Protocol, TypeAlias
 
@@ -29,6 +30,9 @@ class TokenTexts(Protocol):
 
     def bytes(self, token_id: int) -> bytes:
         """What the token stands for, which may be a part of a character."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves its text out."""
 
 
 def check_prompt_pairs(tokens: Sequence[int], n: int, top: int | None, *, in_stream: bool) -> None:
@@ -93,6 +97,19 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 """For each token of a prompt, by token id: the token itself and the likeliest ones. Nothing for the first."""
 
 
+class TextPlace:
+    """Where the next token begins in a text, in characters: those that are complete before it."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self.chars = 0
+        self._texts = texts
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def pass_by(self, token_id: int, *, skips_special: bool) -> None:
+        if not (skips_special and self._texts.is_special(token_id)):
+            self.chars += len(self._characters.decode(self._texts.bytes(token_id)))
+
+
 class LogprobWriter:
     """Writes log probabilities. top: how many of the likeliest tokens. as_ids: "token_id:7" in place of texts, as vLLM does."""
 
@@ -114,23 +131,25 @@ class LogprobWriter:
             ]
         )
 
-    def completion(self, tokens: Iterable[TokenLogprob], offset: int, first: int | None = None) -> CompletionLogprobs:
-        """offset: where their text begins. first: the prompt's first token, when the others are those behind it."""
+    def completion(
+        self,
+        tokens: Iterable[TokenLogprob],
+        place: TextPlace,
+        *,
+        skips_special: bool,
+        prompt: tuple[int, Iterable[TokenLogprob]] | None = None,
+    ) -> CompletionLogprobs:
+        """place: where their text begins; it moves behind it. skips_special: special tokens have no text there. prompt: its first
+        token and the others, when they come first; special tokens of a prompt have no text in its echo."""
         written = CompletionLogprobs([], [], [], [])
-        if first is not None:
-            offset += self._add(written, first, None, None, offset)
+        if prompt is not None:
+            first, others = prompt
+            self._add(written, first, None, place, skips_special=True)
+            for token in others:
+                self._add(written, token.token_id, token, place, skips_special=True)
         for token in tokens:
-            logprob = finite(token.logprob)
-            likeliest: dict[str, float] = {}
-            for top, top_logprob in token.top[: self._top]:
-                likeliest.setdefault(self._text(top), finite(top_logprob))
-            likeliest.setdefault(self._text(token.token_id), logprob)
-            offset += self._add(written, token.token_id, logprob, likeliest, offset)
+            self._add(written, token.token_id, token, place, skips_special=skips_special)
         return written
-
-    def chars(self, token_ids: Iterable[int]) -> int:
-        """Length of the tokens' texts."""
-        return sum(len(self._texts.text(token_id)) for token_id in token_ids)
 
     def prompt(self, tokens: Iterable[TokenLogprob]) -> PromptLogprobs:
         """tokens: those behind the first one."""
@@ -144,14 +163,19 @@ class LogprobWriter:
         return written
 
     def _add(
-        self, to: CompletionLogprobs, token_id: int, logprob: float | None, likeliest: dict[str, float] | None, offset: int
-    ) -> int:
-        """Returns the length of the token's text."""
+        self, to: CompletionLogprobs, token_id: int, token: TokenLogprob | None, place: TextPlace, *, skips_special: bool
+    ) -> None:
+        """token: None for the first of a prompt, which has no log probability."""
+        likeliest: dict[str, float] = {}
+        for top, logprob in token.top[: self._top] if token is not None else ():
+            likeliest.setdefault(self._text(top), finite(logprob))
+        if token is not None:
+            likeliest.setdefault(self._text(token_id), finite(token.logprob))
         to.tokens.append(self._text(token_id))
-        to.token_logprobs.append(logprob)
-        to.top_logprobs.append(likeliest)
-        to.text_offset.append(offset)
-        return len(self._texts.text(token_id))
+        to.token_logprobs.append(None if token is None else finite(token.logprob))
+        to.top_logprobs.append(None if token is None else likeliest)
+        to.text_offset.append(place.chars)
+        place.pass_by(token_id, skips_special=skips_special)
 
     def _text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._texts.text(token_id)

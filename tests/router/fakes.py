@@ -63,6 +63,8 @@ from tests.common.mailboxes import FakeMail
 
 MODEL = "echo"
 CONTEXT = engine().model.context_tokens
+SPECIAL = "\x01"
+"""A special token."""
 
 
 class Unobserved:
@@ -106,6 +108,9 @@ class CharText:
     def bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
 
+    def is_special(self, token_id: int) -> bool:
+        return chr(token_id) == SPECIAL
+
 
 class CharTokenizer:
     """Implements `router.intake.Tokenizer`: a token is a character's code. chat_template: what it seems to be, with
@@ -124,7 +129,8 @@ class CharTokenizer:
         return name in self.chat_template
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
+        text = "".join(map(chr, ids))
+        return text.replace(SPECIAL, "") if skip_special_tokens else text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(char) for char in text]

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from common.text.token_text import TokenText
 from router.api import intake, logprobs, sglang_answers
+from router.api.logprobs import TextPlace
+from tests.common.text.tiny import tiny_tokenizer
 from tests.router.calls import assert_error, chat, completion, events, post
 from tests.router.fakes import Site
 from tests.router.test_sglang import prompt
@@ -154,6 +157,23 @@ async def test_an_answer_without_a_limit_is_as_long_as_its_log_probabilities_may
     monkeypatch.setattr(logprobs, "MAX_PAIRS", 40)
     body = chat(max_tokens=None, logprobs=True, top_logprobs=4)
     assert (await post(site, "/v1/chat/completions", body)).json()["usage"]["completion_tokens"] == 8
+
+
+async def test_each_token_begins_in_the_text_behind_what_the_text_has_of_those_before_it(site: Site) -> None:
+    asked = completion([1, 97, 233, 98], echo=True, logprobs=0, max_tokens=4)
+    choice = (await post(site, "/v1/completions", asked)).json()["choices"][0]
+    assert choice["text"].startswith("aéb"), "the echo has no text of its special token"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3, 3, 4, 5]
+
+
+def test_a_token_that_ends_within_a_character_moves_no_further_than_the_characters_before_it() -> None:
+    texts = TokenText(tiny_tokenizer())
+    ids = [id for byte in "a🙂b".encode() for id in range(256 + 2) if texts.bytes(id) == bytes([byte])]
+    place, seen = TextPlace(texts), list[int]()
+    for token_id in [0, *ids]:
+        seen.append(place.chars)
+        place.pass_by(token_id, skips_special=True)
+    assert seen == [0, 0, 1, 1, 1, 1, 2] and place.chars == 3
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:
