@@ -16,8 +16,9 @@ import numpy as np
 
 from common.engine.grammar_vocabulary import GrammarVocabulary, marked
 from common.engine.grammars import check_text
-from common.engine.json_schemas import exact_schema
+from common.engine.json_schemas import name_patterns
 from common.engine.structural_tags import MAX_WHITESPACE
+from common.engine.text_patterns import NamedPatterns
 from common.errors import BadRequest
 from common.sampling_params import Grammar
 
@@ -119,9 +120,10 @@ def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar"
 
     match grammar.kind:
         case "json_schema":
-            schema = json.dumps(exact_schema(json.loads(grammar.text), grammar.kind))
-            rules = Rules.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
-            mended = _mended(str(rules))
+            schema = json.loads(grammar.text)
+            patterns = name_patterns(schema, grammar.kind)
+            rules = Rules.from_json_schema(json.dumps(schema), max_whitespace_cnt=MAX_WHITESPACE)
+            mended = _mended(str(rules), patterns)
             return compiler.compile_grammar(rules if mended is None else Rules.from_ebnf(mended))
         case "regex":
             return compiler.compile_regex(grammar.text)
@@ -142,10 +144,10 @@ def _with_mended_schemas(tag: Any) -> Any:
         case list():
             return [_with_mended_schemas(each) for each in tag]
         case {"type": "json_schema", "json_schema": asked}:
-            schema = tag | {"json_schema": exact_schema(asked, "structural_tag")}
+            schema, patterns = dict(tag), name_patterns(asked, "structural_tag")
             if schema.get("max_whitespace_cnt") is None:
                 schema["max_whitespace_cnt"] = MAX_WHITESPACE
-            mended = _mended(str(Rules.from_structural_tag(json.dumps({"type": "structural_tag", "format": schema}))))
+            mended = _mended(str(Rules.from_structural_tag(json.dumps({"type": "structural_tag", "format": schema}))), patterns)
             return schema if mended is None else {"type": "grammar", "grammar": mended}
         case dict():
             return {key: _with_mended_schemas(each) for key, each in tag.items()}
@@ -156,14 +158,18 @@ def _with_mended_schemas(tag: Any) -> Any:
 _BARE_CHARACTERS = re.compile(r'^(\w+_characters ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
 
 
-def _mended(rules: str) -> str | None:
-    """The rules of a JSON schema without control characters in strings of a given length; None: they are right as they are.
+def _mended(rules: str, patterns: NamedPatterns) -> str | None:
+    """The rules of a JSON schema with those of its patterns, and without control characters in strings of a given length; None:
+    they are right as they are.
 
     xgrammar 0.2 lets such a string hold any character but quotation marks, backslashes and ends of lines. JSON wants all control
     characters escaped (https://github.com/mlc-ai/xgrammar/issues/800).
     """
-    mended, changes = _BARE_CHARACTERS.subn(lambda match: match[1] + r"(([^\0-\x1f\"\\]))", rules)
-    return mended if changes else None
+    from xgrammar import Grammar as Rules
+
+    mended = _BARE_CHARACTERS.sub(lambda match: match[1] + r"(([^\0-\x1f\"\\]))", rules)
+    mended = patterns.written_out(mended, lambda pattern: str(Rules.from_regex(pattern)))
+    return mended if mended != rules else None
 
 
 _WHERE_IN_XGRAMMAR = re.compile(r"^\[[\d:]+\] \S+: (Check failed: \(.*?\) is false: )?", re.DOTALL)

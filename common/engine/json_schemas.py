@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from common.engine.grammar_limits import check_size
 from common.engine.string_formats import FORMATS, PATTERNS
+from common.engine.text_patterns import NamedPatterns
 from common.errors import BadRequest
 
 _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
@@ -74,15 +75,18 @@ def check_schema(schema: Any, name: str) -> None:
     _Check(schema, name).all()
 
 
-def exact_schema(schema: Any, name: str) -> Any:
-    """The schema, in which formats are written as patterns where xgrammar's own are too wide. It changes in place. Raises as
-    `check_schema`."""
-    check = _Check(schema, name)
+def name_patterns(schema: Any, name: str) -> NamedPatterns:
+    """Put names in place of the schema's patterns, and of formats where xgrammar's own are too wide. Raises as `check_schema`."""
+    check, patterns = _Check(schema, name), NamedPatterns()
     check.all()
-    for each in check.formatted:
-        if each["format"] in PATTERNS:
-            each["pattern"] = f"^({PATTERNS[each.pop('format')]})$"
-    return schema
+    for each in check.patterned:
+        if each.get("format") in PATTERNS:
+            each["pattern"] = PATTERNS[each.pop("format")]
+        if "pattern" in each:
+            each["pattern"] = patterns.name(each["pattern"])
+        if each.get("patternProperties"):
+            each["patternProperties"] = {patterns.name(key): value for key, value in each["patternProperties"].items()}
+    return patterns
 
 
 def check_regex(pattern: str, name: str) -> None:
@@ -113,8 +117,8 @@ class _Check:
         self._steps = 0
         self._led: dict[str, Any] = {}
         """What each reference leads to."""
-        self.formatted: list[dict[str, Any]] = []
-        """Schemas of strings with a format."""
+        self.patterned: list[dict[str, Any]] = []
+        """Schemas with patterns or formats."""
         self._checked: set[int] = set()
         """Ids of schemas."""
         self._facts: dict[int, _Facts] = {}
@@ -134,6 +138,8 @@ class _Check:
 
     def schema(self, schema: Any, where: str) -> None:
         self._checked.add(id(schema))
+        if isinstance(schema, dict) and schema.keys() & {"pattern", "format", "patternProperties"}:
+            self.patterned.append(schema)
         if schema is True:
             return
         if not isinstance(schema, dict):
@@ -246,8 +252,6 @@ class _Check:
             raise self.refusal(
                 where, f"format {form[:_MAX_SHOWN]!r} is not supported: leave it out, or use one of {', '.join(sorted(FORMATS))}"
             )
-        if form is not None:
-            self.formatted.append(schema)
         if "pattern" in said:
             self._pattern(schema["pattern"], where)
 

@@ -1,0 +1,107 @@
+r"""The patterns of a JSON schema's strings, as rules that hold exactly.
+
+Owns the way around xgrammar 0.2's own reading of `pattern`, which takes `(ba+)?` for `(ba+)?|a*`. A schema gets a name in place
+of each pattern. The rules that xgrammar makes of the schema get the rules of the pattern in place of that name. Sets of
+characters become lists of ranges, without the characters that JSON escapes. The names of sets are read as ECMA-262 reads them.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+_LAST = 0x10FFFF
+_ESCAPED_IN_JSON = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]
+_DIGIT = [(0x30, 0x39)]
+_WORD = [*_DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
+_SPACE = [(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
+_SPACE += [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
+_NAMED = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
+_CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "0": 0}
+_ESCAPE = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\."
+_PART = re.compile(rf"{_ESCAPE}|\[(?:{_ESCAPE}|[^\]\\])*\]|\(\?:|.", re.DOTALL)
+_IN_SET = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
+_NAME = "tandem_pattern_"
+_RULE = re.compile(rf'Regex\("{_NAME}(\d+)", json_string=true\)')
+_IN_RULES = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\broot(?:_\d+)*\b', re.DOTALL)
+
+Ranges = list[tuple[int, int]]
+
+
+class NamedPatterns:
+    """The patterns of one schema."""
+
+    def __init__(self) -> None:
+        self._patterns: list[str] = []
+
+    def name(self, pattern: str) -> str:
+        """What to write into the schema in its place."""
+        self._patterns.append(pattern)
+        return f"{_NAME}{len(self._patterns) - 1}"
+
+    def written_out(self, rules: str, rules_of: Callable[[str], str]) -> str:
+        """The rules of the schema, with those of its patterns. rules_of: the rules of a regular expression, from `root` on."""
+        made = [_prefixed(rules_of(_plain(pattern)), f"{_NAME}{at}_") for at, pattern in enumerate(self._patterns)]
+        written = _RULE.sub(rf"(({_NAME}\1_root))", rules)
+        assert not re.search(rf"{_NAME}\d+\b(?!_)", written), "a name of a pattern is left"
+        return "\n".join([written, *made])
+
+
+def _prefixed(rules: str, prefix: str) -> str:
+    return _IN_RULES.sub(lambda found: found[0] if found[0][0] in '"[' else prefix + found[0], rules)
+
+
+def _plain(pattern: str) -> str:
+    """The expression without names of sets."""
+    return "".join(_written(part) for part in _PART.findall(pattern))
+
+
+def _written(part: str) -> str:
+    if part == ".":
+        return _set([(0, 9), (11, 12), (14, 0x2027), (0x202A, _LAST)])
+    if part.startswith("["):
+        inner = part[1:-1]
+        ranges = _ranges(inner.removeprefix("^"))
+        return _set(_others(ranges) if inner.startswith("^") else ranges)
+    return _set(_named(part)) if part.startswith("\\") and part[1:].lower() in _NAMED else part
+
+
+def _ranges(inner: str) -> Ranges:
+    ranges: Ranges = []
+    parts, at = _IN_SET.findall(inner), 0
+    while at < len(parts):
+        one = _named(parts[at])
+        if parts[at + 1 : at + 2] == ["-"] and at + 2 < len(parts) and len(one) == 1 and one[0][0] == one[0][1]:
+            one, at = [(one[0][0], _named(parts[at + 2])[-1][1])], at + 2
+        ranges += one
+        at += 1
+    return ranges
+
+
+def _named(part: str) -> Ranges:
+    """The characters that a character or an escape stands for."""
+    if not part.startswith("\\"):
+        code = ord(part)
+    elif (name := part[1]).lower() in _NAMED:
+        return _NAMED[name] if name.islower() else _others(_NAMED[name.lower()])
+    elif name in "xu" and len(part) > 2:
+        code = int(part[2:].strip("{}"), 16)
+    elif name == "c" and len(part) > 2:
+        code = ord(part[2]) % 32
+    else:
+        code = _CONTROL.get(name, ord(name))
+    return [(code, code)]
+
+
+def _others(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    others, begin = list[tuple[int, int]](), 0
+    for low, high in sorted(ranges):
+        if low > begin:
+            others.append((begin, low - 1))
+        begin = max(begin, high + 1)
+    return [*others, (begin, _LAST)] if begin <= _LAST else others
+
+
+def _set(ranges: Ranges) -> str:
+    """Without what JSON escapes."""
+    kept = _others([*_others(ranges), *_ESCAPED_IN_JSON])
+    inner = "".join(f"\\u{{{low:x}}}" + (f"-\\u{{{high:x}}}" if high > low else "") for low, high in kept)
+    return f"[{inner}]" if kept else f"[^\\u{{0}}-\\u{{{_LAST:x}}}]"

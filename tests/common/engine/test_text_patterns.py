@@ -1,0 +1,59 @@
+"""The patterns of a JSON schema allow what the regular expressions say, as a validator and Python's `re` read them."""
+
+import json
+import re
+from itertools import product
+from random import Random
+
+import jsonschema_rs
+import pytest
+from xgrammar import GrammarMatcher
+
+from common.engine.grammar_compiler import Compiler, vocabulary_of
+from common.model_path import resolve_model_path
+from common.sampling_params import Grammar
+
+COMPILER = Compiler(vocabulary_of(resolve_model_path("demo"), 2683, (2,)))
+TEXTS = ["".join(text) for length in range(5) for text in product("ab", repeat=length)]
+CHARACTERS = [chr(code) for code in [*range(0x100), 0x20AC, 0x3000, 0xFEFF, 0x1F600, 0x10FFFF]]
+
+
+def allowed(schema: object, texts: list[str], kind: str = "json_schema") -> list[bool]:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    text = json.dumps(schema if kind == "json_schema" else tag)
+    compiled = COMPILER.compile_unchecked(Grammar("json_schema" if kind == "json_schema" else "structural_tag", text))
+    matchers = [(text, GrammarMatcher(compiled, terminate_without_stop_token=True)) for text in texts]
+    return [matcher.accept_string(text) and matcher.is_completed() for text, matcher in matchers]
+
+
+def pattern(random: Random, depth: int) -> str:
+    if depth == 0 or random.random() < 0.3:
+        return random.choice(["a", "b", "[ab]", "[^a]", "."])
+    if random.random() < 0.3:
+        return pattern(random, depth - 1) + pattern(random, depth - 1)
+    if random.random() < 0.3:
+        return f"(?:{pattern(random, depth - 1)}|{random.choice(['', pattern(random, depth - 1)])})"
+    return f"({pattern(random, depth - 1)}){random.choice(['?', '*', '+', '{0,2}', '{1,2}', '{2}', '{1,}'])}"
+
+
+def test_a_pattern_allows_the_texts_that_the_expression_matches() -> None:
+    random = Random(7)
+    for one in ["(ba+)?", "a(bb*)?b", *(pattern(random, 3) for _ in range(40))]:
+        expected = [bool(re.fullmatch(one, text)) for text in TEXTS]
+        assert allowed({"type": "string", "pattern": one}, [f'"{text}"' for text in TEXTS]) == expected, one
+
+
+@pytest.mark.parametrize(
+    "one", [r"\w", r"\W", r"\D", r"\s", r"\S", "[^a]", ".", r"[\w-]", r"[^\s\d]", r"[\x41-\u0043]", "[ -~]", r"[\-\]]"]
+)
+def test_a_set_of_a_pattern_holds_what_a_validator_takes_for_it_but_for_what_json_escapes(one: str) -> None:
+    schema = {"type": "string", "pattern": f"^{one}$"}
+    expected = [ord(each) > 0x1F and each not in '"\\' and jsonschema_rs.is_valid(schema, each) for each in CHARACTERS]
+    assert allowed(schema, [f'"{each}"' for each in CHARACTERS]) == expected
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+def test_patterns_hold_wherever_they_stand(kind: str) -> None:
+    named = {"type": "object", "patternProperties": {"^a(ba+)?$": {"type": ["string", "null"], "pattern": "x|(yx*)?"}}}
+    texts = ['{"a":"x"}', '{"aba":null}', '{"aa":null}', '{"a":"yx"}', '{"a":"xx"}']
+    assert allowed({"type": "array", "items": named}, [f"[{text}]" for text in texts], kind) == [True, True, False, True, False]
