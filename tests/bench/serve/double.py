@@ -8,11 +8,13 @@ import argparse
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass, field
 
 import uvloop
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+WORD, END = (b'{"index":0,"text":" word","finish_reason":%b}' % ending for ending in (b"null", b'"length"'))
 LAST = b"0\r\n\r\n"
 
 
@@ -27,11 +29,20 @@ class Delays:
     usage: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What the double did: its times to the first token and its gaps, which are late when its timers are."""
+
+    ttfts_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+
 class Double(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, delays: Delays) -> None:
-        self._delays, self._loop = delays, asyncio.get_running_loop()
+    def __init__(self, delays: Delays, done: Done) -> None:
+        self._delays, self._done, self._loop = delays, done, asyncio.get_running_loop()
+        self._wrote_s = 0.0
         self._data = b""
         self._transport: asyncio.Transport | None = None
         self._due_s, self._sent, self._asked = 0.0, 0, 0
@@ -49,18 +60,23 @@ class Double(asyncio.Protocol):
         if mark and len(body) >= length:
             self._data = b""
             if head.startswith(b"GET"):
-                self._write(b'HTTP/1.1 200 OK\r\nContent-Length: 26\r\n\r\n{"data": [{"id": "demo"}]}')
+                page = asdict(self._done) if head.startswith(b"GET /times ") else {"data": [{"id": "demo"}]}
+                data = json.dumps(page).encode()
+                self._write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
                 return
-            self._asked, self._sent = json.loads(body)["max_tokens"], 0
+            self._asked, self._sent, self._wrote_s = json.loads(body)["max_tokens"], 0, time.perf_counter()
             self._due_s = self._loop.time() + self._delays.ttft_s
             self._write(HEAD)
             self._loop.call_later(self._delays.ttft_s, self._step)
 
     def _step(self) -> None:
+        now_s = time.perf_counter()
+        (self._done.gaps_s if self._sent else self._done.ttfts_s).append(now_s - self._wrote_s)
+        self._wrote_s = now_s
         self._sent = min(self._asked, self._sent + self._delays.event_tokens)
         ends = self._sent == self._asked
-        event = chunk(" word", "length" if ends else None, self._sent if self._delays.usage else None)
-        self._write(event + chunk(None, None, self._sent) + b"e\r\ndata: [DONE]\n\n\r\n" + LAST if ends else event)
+        event = chunk(END if ends else WORD, self._sent, usage=self._delays.usage)
+        self._write(event + chunk(b"", self._sent) + b"e\r\ndata: [DONE]\n\n\r\n" + LAST if ends else event)
         if not ends and self._transport is not None:
             self._due_s += self._delays.itl_s
             self._loop.call_later(max(0.0, self._due_s - self._loop.time()), self._step)
@@ -70,18 +86,18 @@ class Double(asyncio.Protocol):
             self._transport.write(data)
 
 
-def chunk(text: str | None, ending: str | None, tokens: int | None) -> bytes:
-    """An event as a chunk of HTTP. text: None for an event without choices. tokens: the usage so far; None for none."""
-    choices = [] if text is None else [{"index": 0, "text": text, "finish_reason": ending}]
-    usage = None if tokens is None else {"prompt_tokens": 8, "completion_tokens": tokens, "total_tokens": 8 + tokens}
-    event = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "demo", "choices": choices, "usage": usage}
-    data = b"data: %b\n\n" % json.dumps(event).encode()
-    return b"%x\r\n%b\r\n" % (len(data), data)
+def chunk(choices: bytes, tokens: int, *, usage: bool = True) -> bytes:
+    """An event as a chunk of HTTP. tokens: the usage so far. Written by hand: it must cost less than the client's reading."""
+    counts = b'{"prompt_tokens":8,"completion_tokens":%d,"total_tokens":%d}' % (tokens, 8 + tokens) if usage else b"null"
+    data = b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"demo","choices":[%b],"usage":%b}\n\n'
+    whole = data % (choices, counts)
+    return b"%x\r\n%b\r\n" % (len(whole), whole)
 
 
 async def serve(delays: Delays) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Double(delays), "127.0.0.1", 0, backlog=1024)
+    done = Done()
+    server = await loop.create_server(lambda: Double(delays, done), "127.0.0.1", 0, backlog=1024)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     await server.serve_forever()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.main import main
-from tests.bench.serve.double import Delays, Double
+from tests.bench.serve.double import Delays, Done, Double
 
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness"),
@@ -30,7 +30,7 @@ def port() -> Iterator[int]:
     ready, over = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        async with await loop.create_server(lambda: Double(DELAYS), "127.0.0.1", 0) as server:
+        async with await loop.create_server(lambda: Double(DELAYS, Done()), "127.0.0.1", 0) as server:
             ports.append(server.sockets[0].getsockname()[1])
             ready.set()
             await over.wait()
