@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +37,9 @@ def chunked(*parts: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def client_of(script: Script, timeout_s: float = 60.0) -> AsyncIterator[HttpClient]:
+async def client_of(
+    script: Script, timeout_s: float = 60.0, tls: ssl.SSLContext | None = None, *, verify: bool = True
+) -> AsyncIterator[HttpClient]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await script(reader, writer)
@@ -43,9 +48,10 @@ async def client_of(script: Script, timeout_s: float = 60.0) -> AsyncIterator[Ht
         finally:
             writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as server:
         port = server.sockets[0].getsockname()[1]
-        client = HttpClient(f"http://127.0.0.1:{port}", "/v1/completions", {"X-A": "b"}, timeout_s, keeps_text=True)
+        url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
+        client = HttpClient(url, "/v1/completions", {"X-A": "b"}, timeout_s, verify=verify, keeps_text=True)
         try:
             yield client
         finally:
@@ -164,3 +170,16 @@ async def test_the_first_request_learns_what_the_server_can_be_asked_to_tell_of_
         assert await _first_request(bench, "m", client, Session((Turn("a", 1),))) == usage
     with pytest.raises(ServerRefuses, match="refused"):
         await _first_request(bench, "m", client, Session((Turn("a", 1),)))
+
+
+async def test_https_is_spoken_with_servers_that_are_trusted_and_with_others_only_when_told_to(tmp_path: Path) -> None:
+    cert, key = str(tmp_path / "cert"), str(tmp_path / "key")
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
+    subprocess.run([*new, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(cert, key)
+    async with client_of(says(chunked(END, DONE)), tls=tls, verify=False) as client:
+        assert (await ask(client)).error == ""
+    async with client_of(says(chunked(END, DONE)), tls=tls) as client:
+        answer = await ask(client)
+    assert answer.error == "refused" and "certificate" in answer.message
