@@ -14,6 +14,9 @@ from typing import Protocol
 from bench.serve.answers import Answer
 from bench.serve.workloads.sessions import Session
 
+EARLY_S = 0.0005
+"""Timers have a resolution of a millisecond: a request that is due within half of that is sent with the others."""
+
 
 class Clock(Protocol):
     """Seconds, and calls at a time. A call may come a little early or late."""
@@ -53,6 +56,10 @@ class Driver:
         self.began_s = self._over_s = 0.0
         self.answers: list[Answer] = []
         """Of every request that was sent, in this order."""
+        self.going: dict[int, Answer] = {}
+        """Of each open session, the one that it waits for."""
+        self.failed = self.tokens = 0
+        """Requests that failed, and tokens of those that have ended."""
 
     @property
     def elapsed_s(self) -> float:
@@ -87,12 +94,15 @@ class Driver:
         turn = self._sessions[number].turns[len(said)]
         answer = Answer(number, len(said), due_s, turn.output_tokens, turn.input_tokens)
         self.answers.append(answer)
-        self._said[number] = said
+        self._said[number], self.going[number] = said, answer
         answer.sent(self._clock.now_s(), self._counts_from_due)
         self._send(self._sessions[number], said, answer, self._take)
 
     def _take(self, answer: Answer) -> None:
         said = [*self._said.pop(answer.session), answer.text]
+        del self.going[answer.session]
+        self.failed += bool(answer.error)
+        self.tokens += answer.counted
         if not answer.error and len(said) < len(self._sessions[answer.session].turns):
             self._ask(answer.session, said, answer.ended_s)
             return
@@ -103,7 +113,3 @@ class Driver:
             self._over()
         else:
             self._fill()
-
-
-EARLY_S = 0.0005
-"""Timers have a resolution of a millisecond: a request that is due within half of that is sent with the others."""

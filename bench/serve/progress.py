@@ -3,14 +3,16 @@
 Owns what is shown. On a terminal only.
 """
 
+import statistics
 import sys
 
 from tqdm import tqdm
 
-from bench.serve.answers import Answer
 from bench.serve.driver import Driver
 
 RENEWED_S = 0.25
+RECENT = 100
+"""Requests whose times to the first token are shown."""
 
 
 class Progress:
@@ -24,20 +26,16 @@ class Progress:
 
     def renew(self) -> None:
         """Show how things stand."""
-        answers = self._driver.answers
-        begun = [answer for answer in answers[-100:] if answer.counted]
-        failed = sum(bool(answer.error) for answer in answers)
-        parts = [f"{self._driver.open} open", f"{_tokens_per_s(answers, self._driver.elapsed_s):,.0f} tok/s"]
-        if begun:
-            parts.append(f"TTFT {1000 * sum(answer.ttft_s for answer in begun) / len(begun):.0f} ms")
-        if failed:
-            parts.append(f"{failed} failed")
+        driver = self._driver
+        tokens = driver.tokens + sum(answer.counted for answer in driver.going.values())
+        ttfts_s = [answer.ttft_s for answer in driver.answers[-RECENT:] if answer.counted]
+        parts = [f"{driver.open} open", f"{tokens / max(driver.elapsed_s, RENEWED_S):,.0f} tok/s"]
+        if ttfts_s:
+            parts.append(f"TTFT {1000 * statistics.median(ttfts_s):.0f} ms")
+        if driver.failed:
+            parts.append(f"{driver.failed} failed")
         self._bar.set_postfix_str(", ".join(parts), refresh=False)
-        self._bar.update(self._driver.ended - self._bar.n)
+        self._bar.update(driver.ended - self._bar.n)
 
     def close(self) -> None:
         self._bar.close()
-
-
-def _tokens_per_s(answers: list[Answer], elapsed_s: float) -> float:
-    return sum(answer.counted for answer in answers) / elapsed_s if elapsed_s > 0 else 0.0

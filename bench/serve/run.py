@@ -97,7 +97,7 @@ async def _measure(
         keeps_text=keeps_text,
     )
     try:
-        usage = await _first_request(bench, model, client, asked.warmups[0])
+        usage = await first_request(bench, model, client, asked.warmups[0])
         tell(f"warmed up by one request; usage: {usage}")
         bodies = Bodies(bench, model, usage)
         if len(asked.warmups) > 1:
@@ -146,7 +146,7 @@ async def _drive(
     return driver
 
 
-async def _first_request(bench: ServeBench, model: str, client: HttpClient, session: Session) -> Usage:
+async def first_request(bench: ServeBench, model: str, client: HttpClient, session: Session) -> Usage:
     """Send the first warm-up, and learn from it what the server can be asked to tell of tokens: it refuses what it does not
     know. Raises ServerRefuses."""
     message = ""

@@ -14,6 +14,7 @@ from bench.serve.plan import Workload
 from bench.serve.workloads.files import read_lines, refused
 from bench.serve.workloads.sessions import Session, Turn
 from bench.serve.workloads.vocabulary import Ids, Vocabulary
+from common.errors import ConfigError
 
 
 class Line(msgspec.Struct):
@@ -38,6 +39,8 @@ def trace_lines(plan: Workload) -> list[Line]:
     first_ms = kept[0].timestamp
     if plan.trace_duration_s:
         kept = [line for line in kept if line.timestamp - first_ms < 1000 * plan.trace_duration_s]
+    if plan.num_prompts > len(kept):
+        raise ConfigError(f"--num-prompts {plan.num_prompts}: this part of the trace has only {len(kept)} requests")
     return kept[: plan.num_prompts or None]
 
 

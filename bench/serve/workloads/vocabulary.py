@@ -36,7 +36,10 @@ class Vocabulary:
 
 def vocabulary(tokenizer: str, prompts: str) -> Vocabulary:
     """Of a tokenizer: a folder, a Hugging Face name, or demo. prompts: text or ids. Raises ConfigError."""
-    manager = TokenizerManager(tokenizer)
+    try:
+        manager = TokenizerManager(tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"prompts cannot be made up without the model's tokenizer: give --tokenizer ({error})") from error
     added = manager.backend.get_added_tokens_decoder()
     plain = np.array(sorted(set(manager.backend.get_vocab(with_added_tokens=False).values()) - set(added)), np.int32)
     if prompts == "ids":

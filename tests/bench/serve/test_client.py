@@ -14,7 +14,7 @@ import pytest
 from bench.serve.answers import Answer
 from bench.serve.client import HttpClient
 from bench.serve.plan import ServeBench, Target
-from bench.serve.run import ServerRefuses, _first_request
+from bench.serve.run import ServerRefuses, first_request
 from bench.serve.workloads.sessions import Session, Turn
 
 pytestmark = pytest.mark.anyio
@@ -157,7 +157,7 @@ async def test_a_server_that_is_not_there_or_does_not_end_is_an_error_of_its_kin
 
 
 @pytest.mark.parametrize(("refused", "usage"), [([], "continuous"), ([b"continuous"], "last"), ([b"stream_options"], "none")])
-async def test_the_first_request_learns_what_the_server_can_be_asked_to_tell_of_tokens(refused: list[bytes], usage: str) -> None:
+async def test_thefirst_request_learns_what_the_server_can_be_asked_to_tell_of_tokens(refused: list[bytes], usage: str) -> None:
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -167,9 +167,9 @@ async def test_the_first_request_learns_what_the_server_can_be_asked_to_tell_of_
 
     bench = ServeBench(target=Target(model="m"))
     async with client_of(script) as client:
-        assert await _first_request(bench, "m", client, Session((Turn("a", 1),))) == usage
+        assert await first_request(bench, "m", client, Session((Turn("a", 1),))) == usage
     with pytest.raises(ServerRefuses, match="refused"):
-        await _first_request(bench, "m", client, Session((Turn("a", 1),)))
+        await first_request(bench, "m", client, Session((Turn("a", 1),)))
 
 
 async def test_https_is_spoken_with_servers_that_are_trusted_and_with_others_only_when_told_to(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_a_part_of_a_trace_is_its_first_seconds_in_its_own_time(tmp_path: Path) 
     common = {"dataset_name": "trace", "dataset_path": path, "prompts": "ids"}
     assert len(trace_of(Workload(**common, trace_duration_s=3.0, trace_speed=10.0))) == 3  # type: ignore[arg-type]
     assert len(trace_of(Workload(**common, num_prompts=2))) == 2  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="only 10 requests"):
+        trace_of(Workload(**common, num_prompts=11))  # type: ignore[arg-type]
 
 
 def test_warm_ups_share_no_prompt_with_what_is_measured(tmp_path: Path) -> None:
