@@ -95,7 +95,7 @@ class Workload:
     dataset_path: str = option("", "the file of custom, trace, or conversation; without one, conversations are made up")
     num_prompts: int = option(
         0,
-        f"requests, or conversations; 0: all lines of the file, or {PROMPTS}; lines of a file with fewer are sent again, those of a trace are not",
+        f"requests, or conversations; 0: all of the file, or {PROMPTS}. A file with fewer, if no trace, is sent again and again",
     )
     seed: int = option(0, "the same seed makes the same prompts, lengths and arrivals")
     tokenizer: str = option("", "folder or Hugging Face name of the tokenizer that makes prompts; default: the model")
