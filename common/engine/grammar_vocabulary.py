@@ -9,7 +9,6 @@ that is needed, also to another process.
 
 import json
 from collections.abc import Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from common.sampling_params import Grammar
@@ -35,7 +34,10 @@ class GrammarVocabulary:
     """vocabulary: with its special tokens marked."""
 
     def __init__(self, vocabulary: "TokenizerInfo") -> None:
-        self._marked = vocabulary
+        self._marked, texts = vocabulary, vocabulary.decoded_vocab
+        self._special = {token: text.removeprefix(_MARK) for token, text in enumerate(texts) if text.startswith(_MARK)}
+        self._texts = [b"" if token in self._special else text for token, text in enumerate(texts)]
+        self._plain = _with_texts(vocabulary, self._texts)
 
     def of(self, grammar: Grammar) -> "TokenizerInfo":
         """What this grammar takes for text. xgrammar never allows a token without bytes."""
@@ -46,19 +48,6 @@ class GrammarVocabulary:
         for token in named:
             texts[token] = self._special[token]
         return _with_texts(self._marked, texts)
-
-    @cached_property
-    def _texts(self) -> list[bytes]:
-        return [b"" if text.startswith(_MARK) else text for text in self._marked.decoded_vocab]
-
-    @cached_property
-    def _special(self) -> dict[int, bytes]:
-        texts = enumerate(self._marked.decoded_vocab)
-        return {token: text.removeprefix(_MARK) for token, text in texts if text.startswith(_MARK)}
-
-    @cached_property
-    def _plain(self) -> "TokenizerInfo":
-        return _with_texts(self._marked, self._texts)
 
     def _named(self, grammar: Grammar) -> list[int]:
         if grammar.kind != "structural_tag":
