@@ -23,6 +23,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#3
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 PANEL_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 4.6, 3.6, 130
 LETTERS_PER_INCH = 12
+BESIDE = 0.008
+"""How far the bars of two layouts are apart at the same rate, as a share of the axis."""
 GREY = "#888888"
 LEAST_MS, LEFT_SHARE = 0.1, 0.04
 """Distributions are shown from where this share of the times lies, and never below so many ms: several tokens of one event are no
@@ -36,7 +38,7 @@ Draw = Callable[[Axes], None]
 
 def charts(outcome: CompareOutcome) -> Iterator[tuple[str, str, bytes]]:
     """Each chart: the name of its file, what it shows, and the PNG."""
-    rate = "the load (line: median of the rounds; band: least to most)"
+    rate = "the load (line: median of the rounds; bar: least to most)"
     for name, what in (("ttft", "Time to first token"), ("itl", "Time between tokens")):
         panels = [_against_rate(outcome, f"{each}_{name}_ms", f"{TIMES[name]}, {each}, ms", logs=True) for each in ("p50", "p99")]
         yield f"{name}.png", f"{what} against {rate}", _png(outcome, panels)
@@ -62,18 +64,18 @@ def _against_rate(
         for at, side in enumerate(outcome.layouts):
             points = [(rate, spread_of(outcome.values(side.name, rate, key).values())) for rate in outcome.rates]
             known = [(rate, spread) for rate, spread in points if spread is not None]
-            rates = [rate for rate, _ in known]
-            axes.fill_between(
-                rates, [s.least for _, s in known], [s.most for _, s in known], color=_colour(at), alpha=0.15, linewidth=0
-            )
-            axes.plot(
-                rates,
-                [s.median for _, s in known],
+            beside = (at - (len(outcome.layouts) - 1) / 2) * BESIDE * max(outcome.rates)
+            axes.errorbar(
+                [rate + beside for rate, _ in known],
+                [spread.median for _, spread in known],
+                yerr=([s.median - s.least for _, s in known], [s.most - s.median for _, s in known]),
                 color=_colour(at),
                 marker=_marker(at),
                 label=side.name,
                 linewidth=LINE_POINTS,
                 markersize=MARKER_POINTS,
+                elinewidth=1,
+                capsize=3,
             )
         axes.set_xlabel("load, requests/s")
         axes.set_ylabel(title)
