@@ -55,7 +55,10 @@ def reference(members: list[Member], asked: Asked) -> Outcome:
     if asked.max_new_tokens == 1 and (fresh or (prefills and not holders)):
         return (fresh or prefills)[0].info.id, ()
     if not holders:
-        return BadRequest if any(member.info.role == "decode" for member in healthy) else Unavailable
+        decodes = [member for member in members if member.info.role == "decode"]
+        stays = [member for member in decodes if not member.draining]
+        large = [member for member in stays if member.info.pool.total_pages * PAGE_TOKENS >= sizes["decode"]]
+        return Unavailable if large or all(member.trouble for member in decodes) else BadRequest
     holders = [member for member in holders if member.life not in asked.avoid] or holders
     for prefill in fresh:
         if linked := [decode for decode in holders if decode in prefill.usable]:
