@@ -25,6 +25,7 @@ DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": [
 
 VOCAB, EOS, QUOTE = 2683, 2, 4
 VOCABULARY = vocabulary_of(resolve_model_path("demo"), VOCAB, (EOS,))
+TOKENS = VOCABULARY.decoded_vocab
 COMPILER = GrammarCompiler(VOCABULARY, cache_enabled=False)
 IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems", [1, 1]),
@@ -102,7 +103,7 @@ def test_whatever_a_format_allows_a_validator_accepts(name: str) -> None:
                 break
             token = QUOTE if bits[QUOTE] and written >= most else int(random.choice(np.flatnonzero(bits)))
             matcher.accept_token(token)
-            text += VOCABULARY.decoded_vocab[token]
+            text += TOKENS[token]
     assert ended >= 10
 
 
