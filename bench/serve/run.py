@@ -175,9 +175,10 @@ def _headers(bench: ServeBench, api_key: str) -> dict[str, str]:
 def _served_model(bench: ServeBench, api_key: str) -> str:
     """The first model that the server lists. Raises ServerRefuses."""
     request = urllib.request.Request(f"{bench.target.url}/v1/models", headers=_headers(bench, api_key))
+    carrier = urllib.request.HTTPSHandler(context=tls_of(bench.target.insecure == "off"))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), carrier)  # no proxy, like the load
     try:
-        tls = tls_of(bench.target.insecure == "off") if request.type == "https" else None
-        with urllib.request.urlopen(request, timeout=LIST_S, context=tls) as answer:
+        with opener.open(request, timeout=LIST_S) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise ServerRefuses(f"{request.full_url} names no model: {error}; give --model") from error
