@@ -184,8 +184,9 @@ class _Exchange:
         if event.choices:
             choice = event.choices[0]
             text = _text_of(choice)
-            tokens = (event.usage.completion_tokens - self.answer.counted) if event.usage is not None else int(bool(text))
-            self.answer.arrived(now_s, tokens)
+            so_far = event.usage.completion_tokens if event.usage is not None else 0
+            # Some servers say 0 until the end: then an event with text is one token, as where there is no usage.
+            self.answer.arrived(now_s, so_far - self.answer.counted if so_far else int(bool(text)))
             if self._keeps_text and text:
                 self._texts.append(text)
             self.is_whole = self.is_whole or choice.finish_reason is not None

@@ -77,7 +77,8 @@ def main() -> None:
     sys.stdout.write(f"{markdown_table(lines(flags, measured, did))}\n\n")
     sys.stdout.write(
         f"{figures['completed']} requests, {figures['failed']} failed, at most {figures['max_concurrent_requests']} at once; "
-        f"{figures['output_throughput']:,.0f} tokens/s, {figures['max_output_tokens_per_s']:,.0f} in the best second; client: {cpu_s:.2f} s of CPU in {figures['duration']:.2f} s, "
+        f"{figures['output_throughput']:,.0f} tokens/s, {figures['max_output_tokens_per_s']:,.0f} in the best second; "
+        f"client: {cpu_s:.2f} s of CPU in {figures['duration']:.2f} s, "
         f"{cpu_s / figures['duration']:.1%} of a core, {1e6 * cpu_s / tokens:.1f} us a token\n"
     )
 

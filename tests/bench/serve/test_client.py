@@ -91,8 +91,9 @@ async def test_events_that_say_how_many_tokens_there_were_are_counted_by_that_ho
         assert list(answer.gaps_s)[:2] == [0.0, 0.0] and len(answer.gaps_s) == 3 and answer.text == "abab"
 
 
-async def test_an_event_without_usage_is_one_token_and_the_last_usage_corrects_the_total() -> None:
-    async with client_of(says(chunked(TEXT, b": still here\n\n", TEXT + END, usage(9, []), DONE))) as client:
+async def test_an_event_without_usage_or_with_one_of_0_is_one_token_and_the_last_usage_corrects_the_total() -> None:
+    zero = usage(0, [{"text": " a"}])
+    async with client_of(says(chunked(TEXT, b": still here\n\n", zero + END, usage(9, []), DONE))) as client:
         answer = await ask(client)
     assert (answer.counted, answer.output_tokens, len(answer.gaps_s), answer.text) == (3, 9, 2, " a a z")
 
