@@ -82,7 +82,7 @@ class HttpClient:
         self._start(exchange)
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close every connection. Of requests that are open, nobody is told."""
         for task in self._connecting:
             task.cancel()
         for connection in list(self._open):
@@ -152,12 +152,17 @@ class _Exchange:
         """The deadline has passed."""
         self._break_off("timeout", "the answer was not over in time")
 
-    def end(self, error: str = "", message: str = "") -> None:
-        if self.is_over:
-            return
+    def forget(self) -> None:
+        """Nobody waits for it any more."""
         self.is_over = True
         if self.timer is not None:
             self.timer.cancel()
+
+    def end(self, error: str = "", message: str = "") -> None:
+        """The answer is over, whole or with an error. Only the first call counts."""
+        if self.is_over:
+            return
+        self.forget()
         self.answer.text = "".join(self._texts)
         self.answer.ended(time.perf_counter(), error, message)
         self._ended(self.answer)
@@ -233,6 +238,10 @@ class _Connection(asyncio.Protocol):
         self._transport.write(exchange.request)
 
     def close(self) -> None:
+        """At once. A request that is still open gets no answer, and nobody is called."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.forget()
         if self._transport is not None:
             self._transport.abort()
 

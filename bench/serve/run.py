@@ -31,6 +31,8 @@ from common.errors import TandemError
 from common.processes.open_files import allow_many_files
 
 LIST_S = 60.0
+INTERRUPTED = 130
+"""The exit status that shells give to what Ctrl-C ended."""
 
 
 class ServerRefuses(TandemError):
@@ -49,7 +51,7 @@ class Measured:
 
 
 def run(bench: ServeBench, command: str, api_key: str) -> int:
-    """Measure, print the report and write the files. Returns the exit status: 1 when no request was answered.
+    """Measure, print the report and write the files. Returns the exit status: 1 when no request was answered, 130 after Ctrl-C.
 
     Raises ConfigError."""
     try:
@@ -57,6 +59,9 @@ def run(bench: ServeBench, command: str, api_key: str) -> int:
     except ServerRefuses as error:
         say(str(error))
         return 1
+    except KeyboardInterrupt:
+        say("interrupted: there are no figures of a part of the load")
+        return INTERRUPTED
     answers, figures = measured.answers, measured.figures
     print(report.text(bench, figures, answers))
     details = details_of(answers, measured.began_s) if bench.results.save_detailed == "on" else {}
@@ -181,7 +186,7 @@ def _served_model(bench: ServeBench, api_key: str) -> str:
         with opener.open(request, timeout=LIST_S) as answer:
             return str(json.load(answer)["data"][0]["id"])
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-        raise ServerRefuses(f"{request.full_url} names no model: {error}; give --model") from error
+        raise ServerRefuses(f"{request.full_url} names no model ({error}): is the server there?") from error
 
 
 class LoopClock:
