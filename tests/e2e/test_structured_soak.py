@@ -52,7 +52,11 @@ def kill_one_now_and_then(
 
 def problem(schema: Schema, text: str) -> str | None:
     try:
-        return None if jsonschema_rs.is_valid(schema, json.loads(text)) else f"{text!r} does not validate to {schema}"
+        return (
+            None
+            if jsonschema_rs.is_valid(schema, json.loads(text), validate_formats=True)
+            else f"{text!r} does not validate to {schema}"
+        )
     except ValueError as error:
         return f"{text!r} to {schema} is no JSON: {error}"
 
