@@ -120,6 +120,9 @@ class Retelling:
             attempt = served[1]
             if attempt.key in self._line:
                 continue  # its tokens are about to be asked for again
+            if standing.waits:
+                self.tell_again([attempt])  # nothing of it is lost but its ExpectAnswer, which is sent again
+                continue
             attempt.note_answer(member, standing.next_token, message.round)
             if attempt.lost_messages:
                 lost.append(served)

@@ -65,6 +65,8 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     """Number of the token that it emits next; None: the instance does not serve the key, or does so no longer."""
     decode: Life | None = None
     """From a prefill instance: as in Placed, in case that was lost. None: no reservation was granted, or it is forgotten."""
+    waits: bool = False
+    """Set by the detokenizer: tokens wait there for their ExpectAnswer."""
 
 
 class Probed(Message, frozen=True):
@@ -74,7 +76,7 @@ class Probed(Message, frozen=True):
     id: InstanceId
     incarnation: Incarnation
     standings: tuple[Standing, ...]
-    """One for each key of the Probe, but for those whose tokens wait at the detokenizer for their ExpectAnswer."""
+    """One for each key of the Probe."""
     round: int = 0
     """As in the Probe."""
 

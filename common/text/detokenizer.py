@@ -33,6 +33,7 @@ from common.messages import (
     Finished,
     ForgetAnswer,
     Probed,
+    Standing,
     TextDelta,
     TokenBatch,
     TokenDelta,
@@ -173,10 +174,11 @@ class Detokenizer:
                 assert_never(message)
 
     def take_probed(self) -> list[Probed]:
-        """Answers to probes, to be passed on behind the text of what came before them. They say nothing of requests whose tokens
-        wait here: those are not lost."""
+        """Answers to probes, to be passed on behind the text of what came before them."""
         taken, self._probed = self._probed, []
-        return [replace(each, standings=tuple(one for one in each.standings if one.key not in self._early)) for each in taken]
+        if not self._early:
+            return taken
+        return [replace(each, standings=tuple(self._with_waiting(one) for one in each.standings)) for each in taken]
 
     def tick(self, now: float) -> list[TextDelta]:
         """Act on the deadlines that have passed.
@@ -197,6 +199,9 @@ class Detokenizer:
         return texts
 
     # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _with_waiting(self, standing: Standing) -> Standing:
+        return replace(standing, waits=True) if standing.key in self._early else standing
 
     def _receive_tokens(self, deltas: Iterable[TokenDelta], now: float) -> list[TextDelta]:
         taken: dict[Key, list[TokenDelta]] = {}

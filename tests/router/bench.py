@@ -138,9 +138,12 @@ class Bench:
         attempt: int = 0,
         *,
         probe_round: int | None = None,
+        waits: bool = False,
     ) -> list[Send]:
-        """The instance's answer to a probe about an attempt has come; of the latest round, if none is named."""
-        standings, probe_round = (Standing(key(name, attempt), next_token),), probe_round or self.probe_round
+        """The instance's answer to a probe about an attempt has come; of the latest round, if none is named. waits: tokens of
+        it wait at the detokenizer."""
+        standings = (Standing(key(name, attempt), next_token, waits=waits),)
+        probe_round = probe_round or self.probe_round
         answer = Probed(id=of.id, incarnation=of.incarnation, standings=standings, round=probe_round)
         return self.place(self.core.receive(answer, now), now)
 

@@ -133,6 +133,16 @@ def test_an_answer_of_a_round_before_the_tokens_were_asked_for_again_decides_not
     assert generates(bench.probed(D0, 5, 4.2)) != []
 
 
+def test_an_answer_that_was_never_opened_is_opened_until_its_text_comes_and_is_not_resumed(bench: ProbeBench) -> None:
+    bench.text(0, "ab", now=0.0)
+    for now in (2.0, 4.0, 6.0):
+        bench.ask(now)
+        assert bench.probed(D0, 5, now, waits=True) == []
+        assert retold(bench.tick(now)) == {"d0": ((key(), 2),)}
+    bench.text(2, "cde", now=6.1)
+    assert bench.round(8.1, (D0, 5)) == [] and bench.observer.resumes == []
+
+
 def test_answers_that_are_later_than_the_next_round_decide_too(bench: ProbeBench) -> None:
     bench.round(2.0, (P0, None), (D0, None))
     bench.ask(4.0)

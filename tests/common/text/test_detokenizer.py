@@ -334,14 +334,16 @@ def test_the_number_of_remembered_keys_is_bounded() -> None:
     assert detokenizer.dropped == {"after the end": 2}
 
 
-def test_an_answer_to_a_probe_is_passed_on_but_says_nothing_of_tokens_that_wait(detokenizer: Detokenizer) -> None:
+def test_an_answer_to_a_probe_is_passed_on_and_says_whose_tokens_wait(detokenizer: Detokenizer) -> None:
     known, early = key("known"), key("early")
     detokenizer.receive(ExpectAnswer(key=known), 0.0)
     detokenizer.receive(tokens(TokenDelta(early, 0, (1,))), 0.0)
     standings = (Standing(known, 1), Standing(early, 1), Standing(key("unknown"), None))
     probed = Probed(id=InstanceId("d0"), incarnation=Incarnation("1"), standings=standings, round=4)
     assert detokenizer.receive(probed, 0.0) == []
-    assert detokenizer.take_probed() == [replace(probed, standings=(standings[0], standings[2]))]
+    assert detokenizer.take_probed() == [
+        replace(probed, standings=(standings[0], replace(standings[1], waits=True), standings[2]))
+    ]
     assert detokenizer.take_probed() == []
 
 
