@@ -9,8 +9,9 @@ follows it.
 Which candidate becomes its decode instance is the first member's to say (Placed). Until then only the first is needed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 from common.ids import Incarnation, InstanceId, Key
 from common.instance.ports import Send
@@ -26,6 +27,19 @@ class ResumeReason(StrEnum):
     FAILED_ATTEMPT = "failed_attempt"
     PREEMPTED = "preempted"
     LOST_MESSAGES = "lost_messages"
+
+
+ROUNDS = 8
+"""As many rounds of probes may be under way. A member that is slower by more is not judged."""
+
+
+class Loss(Enum):
+    """What the answers to a round of probes say of messages about an attempt. SEEMS: some were lost, and nothing was asked for
+    again yet. PROVEN: all that are needed say so although the tokens were asked for again before they were asked."""
+
+    NONE = auto()
+    SEEMS = auto()
+    PROVEN = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +82,8 @@ class Attempt:
         self._growth_tokens = growth_tokens
         self._bearer.growth_tokens += growth_tokens
         self._asked_where = False
-        self._round = 0
-        """The latest round of probes that a member has answered."""
-        self._known_next: dict[Member, int | None] = {}
-        """What members answered in that round."""
+        self._answers: dict[int, dict[Member, int | None]] = {}
+        """What members answered since the last token, by the round of probes: one may be slower than another by some rounds."""
         self.was_told_again = False
         """Its tokens were asked for again, none has come since, and no later round has shown that nothing is missing."""
         self._was_opened_again = False
@@ -124,7 +136,7 @@ class Attempt:
         decode.growth_tokens += self._growth_tokens
         self._bearer = decode
         self.was_told_again = False
-        self._known_next.clear()
+        self._answers.clear()
 
     def advance(self, tokens: int) -> None:
         """Take in that it brought this many tokens."""
@@ -146,7 +158,7 @@ class Attempt:
         """Count its silence from now: a token came, or none could come until now."""
         self.silent_since_s = now
         self.was_told_again = False
-        self._known_next.clear()
+        self._answers.clear()
 
     def start_again(self, now: float, told_round: int) -> None:
         """Count its silence from now: its tokens are asked for again. What members answer in rounds up to this one decides
@@ -190,42 +202,30 @@ class Attempt:
         """The needed member that this is, if it is one."""
         return next((member for member in self.needed if member.life == (name, incarnation)), None)
 
-    def note_answer(self, member: Member, next_token: int | None, round_: int) -> None:
+    def note_answer(self, member: Member, next_token: int | None, round_: int) -> Loss:
         """Take in a member's answer to a probe: the number of the token that it emits next, or None when it knows nothing. What
-        it had sent before has come, or was lost."""
-        if round_ < self._round:
-            return
-        if round_ > self._round:
-            self._round = round_
-            self._known_next.clear()
-        self._known_next[member] = next_token
-        if self._is_decisive and not self._is_suspect():
-            self.was_told_again = False
+        it had sent before has come, or was lost. Returns what the answers of this round say."""
+        known = self._answers.setdefault(round_, {})
+        known[member] = next_token
+        if len(self._answers) > ROUNDS:
+            del self._answers[min(self._answers)]
+        is_suspect = self._is_suspect(known)
+        if not self.was_told_again:
+            return Loss.SEEMS if is_suspect else Loss.NONE
+        if round_ <= self._told_round or len(known) < len(self.needed):
+            return Loss.NONE
+        self.was_told_again = is_suspect
+        return Loss.PROVEN if is_suspect else Loss.NONE
 
-    @property
-    def seems_lost(self) -> bool:
-        """Members say that messages were lost, and nothing was asked for again yet."""
-        return not self.was_told_again and self._is_suspect()
-
-    @property
-    def lost_messages(self) -> bool:
-        """All say so although the tokens were asked for again before they were asked."""
-        return self._is_decisive and self._is_suspect()
-
-    @property
-    def _is_decisive(self) -> bool:
-        """Whether all that are needed have answered since the tokens were asked for again."""
-        return self.was_told_again and self._round > self._told_round and len(self._known_next) >= len(self.needed)
-
-    def _is_suspect(self) -> bool:
-        """Whether this round says that messages were lost: a member has sent tokens that did not come, or no member is about to
+    def _is_suspect(self, known: Mapping[Member, int | None]) -> bool:
+        """Whether a round says that messages were lost: a member has sent tokens that did not come, or no member is about to
         send the next token. A decode instance that still waits for the handoff does not count when its prefill instance knows
         nothing."""
-        if any(next_token is not None and next_token > self.next_token for next_token in self._known_next.values()):
+        if any(next_token is not None and next_token > self.next_token for next_token in known.values()):
             return True
-        if len(self._known_next) < len(self.needed):
+        if len(known) < len(self.needed):
             return False
         return all(
             next_token is None or (member is self.decode and next_token == self._first_token)
-            for member, next_token in self._known_next.items()
+            for member, next_token in known.items()
         )

@@ -23,7 +23,7 @@ from common.deadlines import DeadlineWheel, earliest
 from common.ids import InstanceId, Key, pack_ids
 from common.instance.ports import Send
 from common.messages import ExpectAnswer, Probe, Probed, Repeat
-from router.attempts import Attempt
+from router.attempts import Attempt, Loss
 from router.members import Member
 from router.requests import TOKEN_BYTES, Record
 
@@ -123,11 +123,13 @@ class Retelling:
             if standing.waits:
                 self.tell_again([attempt])  # nothing of it is lost but its ExpectAnswer, which is sent again
                 continue
-            attempt.note_answer(member, standing.next_token, message.round)
-            if attempt.lost_messages:
-                lost.append(served)
-            elif attempt.seems_lost:
-                self.tell_again([attempt])
+            match attempt.note_answer(member, standing.next_token, message.round):
+                case Loss.PROVEN:
+                    lost.append(served)
+                case Loss.SEEMS:
+                    self.tell_again([attempt])
+                case Loss.NONE:
+                    pass
         return lost
 
     def tick(self, now: float, heard_s: Mapping[InstanceId, float]) -> list[Send]:

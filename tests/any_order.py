@@ -70,7 +70,7 @@ class AnyOrderMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_probe(self, data: st.DataObject) -> None:
-        self.hear(ROUTER, Probe(keys=(key(data.draw(st.sampled_from(self.recent()))),)))
+        self.hear(ROUTER, Probe(round=1, keys=(key(data.draw(st.sampled_from(self.recent()))),)))
 
     @rule(is_gone=SELDOM)
     def the_router_goes(self, is_gone: bool) -> None:

@@ -82,7 +82,7 @@ def test_a_request_that_has_ended_is_not_known_any_more_although_its_pages_are_n
     """Its failure may have been lost: a router that asks must learn that nobody serves it."""
     made = make()
     made.receive(ROUTER, Cancel(key=key("a")), 20.1)
-    (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 20.2))
+    (answer,) = messages(made.receive(ROUTER, Probe(round=1, keys=(key("a"),)), 20.2))
     role = prefill if make is with_open_push else decode
     assert isinstance(answer, Probed) and (answer.id, answer.incarnation) == (role.ME, role.LIFE)
     assert [(standing.key, standing.next_token) for standing in answer.standings] == [(key("a"), None)]

@@ -53,8 +53,8 @@ class Probe(Message, frozen=True):
 
     keys: tuple[Key, ...]
     """The requests."""
-    round: int = 0
-    """Counts the times that this router asked, from 1 on; the answers repeat it. 0: a router of wire version 7 asks."""
+    round: int
+    """Counts the times that this router asked, from 1 on; the answers repeat it."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +77,7 @@ class Probed(Message, frozen=True):
     incarnation: Incarnation
     standings: tuple[Standing, ...]
     """One for each key of the Probe."""
-    round: int = 0
+    round: int
     """As in the Probe."""
 
 

@@ -62,10 +62,10 @@ SAMPLES: tuple[AnyMessage, ...] = (
         first=2,
         terms=TERMS,
     ),
-    messages.Probe(keys=(KEY, Key(RequestId("other"), 0, ROUTER))),
+    messages.Probe(round=1, keys=(KEY, Key(RequestId("other"), 0, ROUTER))),
     messages.Repeat(tokens=((KEY, 3), (Key(RequestId("other"), 0, ROUTER), 0))),
     messages.Placed(id=PREFILL, incarnation=LIFE, key=KEY, decode=Life(InstanceId("decode-1"), LIFE)),
-    messages.Probed(id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
+    messages.Probed(round=1, id=PREFILL, incarnation=LIFE, standings=(messages.Standing(KEY, 7), messages.Standing(KEY, None))),
     messages.Cancel(key=KEY),
     messages.Reserve(key=KEY, incarnation=LIFE, prompt=pack_ids([1]), sampling=SAMPLING, sent_s=12.5, first=1, terms=TERMS),
     messages.Grant(

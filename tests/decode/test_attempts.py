@@ -98,9 +98,9 @@ def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
     made.receive(ROUTER, generate("over", 4), 0.0)
     made.receive(ROUTER, Cancel(key=key("over")), 0.0)
     asked = {"decodes": 2, "reserved": 0, "waits": 3, "over": None, "unknown": None}
-    (answer,) = messages(made.receive(ROUTER, Probe(keys=tuple(key(name) for name in asked)), 1.0))
+    (answer,) = messages(made.receive(ROUTER, Probe(round=1, keys=tuple(key(name) for name in asked)), 1.0))
     standings = tuple(Standing(key(name), next_token) for name, next_token in asked.items())
-    assert answer == Probed(id=ME, incarnation=LIFE, standings=standings)
+    assert answer == Probed(round=1, id=ME, incarnation=LIFE, standings=standings)
 
 
 def repeated(made: DecodeScheduler, name: str, first: int = 0) -> list[TokenDelta]:

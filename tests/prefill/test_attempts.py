@@ -97,16 +97,16 @@ def test_a_first_token_and_a_failure_after_it_are_told_again() -> None:
 def test_a_probe_is_answered_with_what_each_request_emits_next() -> None:
     made, _ = pushing("emitted", chunk_tokens=4)
     made.receive(ROUTER, generate("waiting", 6, first=2), 0.0)
-    (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("emitted"), key("waiting"), key("unknown"))), 1.0))
+    (answer,) = messages(made.receive(ROUTER, Probe(round=1, keys=(key("emitted"), key("waiting"), key("unknown"))), 1.0))
     standings = (Standing(key("emitted"), 1, GRANTED_BY), Standing(key("waiting"), 2), Standing(key("unknown"), None))
-    assert answer == Probed(id=ME, incarnation=LIFE, standings=standings)
+    assert answer == Probed(round=1, id=ME, incarnation=LIFE, standings=standings)
 
 
 def test_who_decodes_a_request_is_remembered_after_its_handoff_in_case_placed_was_lost() -> None:
     made, push = pushing()
     finish_pushes(made, push)
-    (answer,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 30.0))
-    assert answer == Probed(id=ME, incarnation=LIFE, standings=(Standing(key("a"), None, GRANTED_BY),))
+    (answer,) = messages(made.receive(ROUTER, Probe(round=1, keys=(key("a"),)), 30.0))
+    assert answer == Probed(round=1, id=ME, incarnation=LIFE, standings=(Standing(key("a"), None, GRANTED_BY),))
 
 
 def test_the_requests_of_a_router_that_is_gone_end_without_a_word_to_the_client() -> None:

@@ -236,7 +236,7 @@ def test_a_request_waits_until_its_grammar_is_ready_and_others_pass_it() -> None
     assert made.decide(0.0).plan is None
     made.receive(ROUTER, generate("b", 3), 0.0)
     assert spans(made.decide(0.0).plan) == [(0, 3, True)]
-    (probed,) = messages(made.receive(ROUTER, Probe(keys=(key("a"),)), 0.1))
+    (probed,) = messages(made.receive(ROUTER, Probe(round=1, keys=(key("a"),)), 0.1))
     assert isinstance(probed, Probed) and probed.standings[0].next_token == 0, "it is known while it waits"
     assert made.handle(Prepared(key("a")), 0.2) == []
     assert spans(made.decide(0.2).plan) == [(0, 4, True)]

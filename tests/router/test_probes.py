@@ -152,6 +152,14 @@ def test_answers_that_are_later_than_the_next_round_decide_too(bench: ProbeBench
     assert generates(bench.probed(D0, None, 6.2, probe_round=late)) != []
 
 
+def test_a_member_that_is_always_slower_than_the_next_round_is_judged_with_the_others(bench: ProbeBench) -> None:
+    bench.round(2.0, (P0, None), (D0, None))
+    for now in (4.0, 6.0):
+        bench.ask(now)
+        assert bench.probed(P0, None, now) == []
+    assert generates(bench.probed(D0, None, 6.1, probe_round=bench.probe_round - 1)) != []
+
+
 def test_answers_of_two_rounds_are_not_put_together(bench: ProbeBench) -> None:
     bench.round(2.0, (P0, None), (D0, None))
     bench.ask(4.0)
@@ -200,10 +208,10 @@ def test_a_lost_first_token_comes_to_light_while_the_decode_instance_knows_nothi
 @pytest.mark.parametrize(
     "standing",
     [
-        Probed(id=D0.id, incarnation=Incarnation("2"), standings=(Standing(key(), None),)),
-        Probed(id=D1.id, incarnation=D1.incarnation, standings=(Standing(key(), None),)),
-        Probed(id=D0.id, incarnation=D0.incarnation, standings=(Standing(key(attempt=1), None),)),
-        Probed(id=D0.id, incarnation=D0.incarnation, standings=(Standing(key("other"), None),)),
+        Probed(round=1, id=D0.id, incarnation=Incarnation("2"), standings=(Standing(key(), None),)),
+        Probed(round=1, id=D1.id, incarnation=D1.incarnation, standings=(Standing(key(), None),)),
+        Probed(round=1, id=D0.id, incarnation=D0.incarnation, standings=(Standing(key(attempt=1), None),)),
+        Probed(round=1, id=D0.id, incarnation=D0.incarnation, standings=(Standing(key("other"), None),)),
     ],
     ids=["another incarnation", "another instance", "another attempt", "another request"],
 )
