@@ -18,7 +18,7 @@ from common.engine.grammar_vocabulary import GrammarVocabulary, marked
 from common.engine.grammars import check_text
 from common.engine.json_schemas import name_patterns
 from common.engine.structural_tags import MAX_WHITESPACE
-from common.engine.text_patterns import NamedPatterns
+from common.engine.text_patterns import NamedPatterns, without_leading_carets
 from common.errors import BadRequest
 from common.sampling_params import Grammar
 
@@ -126,7 +126,7 @@ def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar"
             mended = _mended(str(rules), patterns)
             return compiler.compile_grammar(rules if mended is None else Rules.from_ebnf(mended))
         case "regex":
-            return compiler.compile_regex(grammar.text)
+            return compiler.compile_regex(without_leading_carets(grammar.text))
         case "ebnf":
             return compiler.compile_grammar(grammar.text)
         case "structural_tag":
@@ -137,7 +137,8 @@ def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar"
 
 def _with_mended_schemas(tag: Any) -> Any:
     """The structural tag with the limit on white space in each of its JSON schemas that has none, with exact formats in them, and
-    with the rules of a schema in place of the schema where they had to be mended."""
+    with the rules of a schema in place of the schema where they had to be mended. Regular expressions have no sets that begin
+    with an escaped caret."""
     from xgrammar import Grammar as Rules
 
     match tag:
@@ -149,6 +150,8 @@ def _with_mended_schemas(tag: Any) -> Any:
                 schema["max_whitespace_cnt"] = MAX_WHITESPACE
             mended = _mended(str(Rules.from_structural_tag(json.dumps({"type": "structural_tag", "format": schema}))), patterns)
             return schema if mended is None else {"type": "grammar", "grammar": mended}
+        case {"type": "regex", "pattern": str(pattern)}:
+            return {**tag, "pattern": without_leading_carets(pattern)}
         case dict():
             return {key: _with_mended_schemas(each) for key, each in tag.items()}
         case _:

@@ -8,7 +8,7 @@ characters become lists of ranges, without the characters that JSON escapes. The
 import re
 from collections.abc import Callable, Iterable
 
-_LAST = 0x10FFFF
+_LAST, _CARET = 0x10FFFF, 0x5E
 _ESCAPED_IN_JSON = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]
 _DIGIT = [(0x30, 0x39)]
 _WORD = [*_DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
@@ -43,6 +43,17 @@ class NamedPatterns:
         written = _RULE.sub(rf"(({_NAME}\1_root))", rules)
         assert not re.search(rf"{_NAME}\d+\b(?!_)", written), "a name of a pattern is left"
         return "\n".join([written, *made])
+
+
+def without_leading_carets(pattern: str) -> str:
+    """The regular expression without sets that begin with an escaped caret: xgrammar 0.2 takes them for negations."""
+    parts = _PART.findall(pattern)
+    return "".join(_listed(_others(_others(_ranges(each[1:-1])))) if _has_leading_caret(each) else each for each in parts)
+
+
+def _has_leading_caret(part: str) -> bool:
+    first = _IN_SET.match(part[1:-1]) if part.startswith("[") else None
+    return first is not None and first[0] != "^" and _named(first[0])[0][0] == _CARET
 
 
 def _prefixed(rules: str, prefix: str) -> str:
@@ -103,5 +114,14 @@ def _others(ranges: Iterable[tuple[int, int]]) -> Ranges:
 def _set(ranges: Ranges) -> str:
     """Without what JSON escapes."""
     kept = _others([*_others(ranges), *_ESCAPED_IN_JSON])
-    inner = "".join(f"\\u{{{low:x}}}" + (f"-\\u{{{high:x}}}" if high > low else "") for low, high in kept)
-    return f"[{inner}]" if kept else f"[^\\u{{0}}-\\u{{{_LAST:x}}}]"
+    return _listed(kept) if kept else f"[^\\u{{0}}-\\u{{{_LAST:x}}}]"
+
+
+def _listed(ranges: Ranges) -> str:
+    """A set that does not begin with a caret, however it is written: xgrammar 0.2 would take that for a negation."""
+    if ranges == [(_CARET, _CARET)]:
+        return r"\^"
+    caret = r"\^" if any(low == _CARET for low, _ in ranges) else ""
+    without = [(low + (low == _CARET), high) for low, high in ranges if (low, high) != (_CARET, _CARET)]
+    inner = "".join(f"\\u{{{low:x}}}" + (f"-\\u{{{high:x}}}" if high > low else "") for low, high in without)
+    return f"[{inner}{caret}]"

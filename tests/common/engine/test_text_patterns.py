@@ -4,6 +4,7 @@ import json
 import re
 from itertools import product
 from random import Random
+from typing import Literal
 
 import jsonschema_rs
 import pytest
@@ -21,7 +22,11 @@ CHARACTERS = [chr(code) for code in [*range(0x100), 0x20AC, 0x3000, 0xFEFF, 0x1F
 def allowed(schema: object, texts: list[str], kind: str = "json_schema") -> list[bool]:
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
     text = json.dumps(schema if kind == "json_schema" else tag)
-    compiled = COMPILER.compile_unchecked(Grammar("json_schema" if kind == "json_schema" else "structural_tag", text))
+    return matched(Grammar("json_schema" if kind == "json_schema" else "structural_tag", text), texts)
+
+
+def matched(grammar: Grammar, texts: list[str]) -> list[bool]:
+    compiled = COMPILER.compile_unchecked(grammar)
     matchers = [(text, GrammarMatcher(compiled, terminate_without_stop_token=True)) for text in texts]
     return [matcher.accept_string(text) and matcher.is_completed() for text, matcher in matchers]
 
@@ -44,12 +49,38 @@ def test_a_pattern_allows_the_texts_that_the_expression_matches() -> None:
 
 
 @pytest.mark.parametrize(
-    "one", [r"\w", r"\W", r"\D", r"\s", r"\S", "[^a]", ".", r"[\w-]", r"[^\s\d]", r"[\x41-\u0043]", "[ -~]", r"[\-\]]"]
+    "one",
+    [
+        r"\w",
+        r"\W",
+        r"\D",
+        r"\s",
+        r"\S",
+        "[^a]",
+        ".",
+        r"[\w-]",
+        r"[^\s\d]",
+        r"[\x41-\u0043]",
+        "[ -~]",
+        r"[\-\]]",
+        "[a^]",
+        r"[\^]",
+        "[^^]",
+        "[\\^-a]",
+    ],
 )
 def test_a_set_of_a_pattern_holds_what_a_validator_takes_for_it_but_for_what_json_escapes(one: str) -> None:
     schema = {"type": "string", "pattern": f"^{one}$"}
     expected = [ord(each) > 0x1F and each not in '"\\' and jsonschema_rs.is_valid(schema, each) for each in CHARACTERS]
     assert allowed(schema, [f'"{each}"' for each in CHARACTERS]) == expected
+
+
+@pytest.mark.parametrize("one", [r"[\^a]", r"[\^\^]{1}", r"[\^-a]|b", r"[\x5ea]", "[a^]", r"[^\^a]"])
+@pytest.mark.parametrize("kind", ["regex", "structural_tag"])
+def test_a_set_with_a_caret_holds_what_python_takes_for_it(one: str, kind: Literal["regex", "structural_tag"]) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": one}}
+    grammar = Grammar(kind, one if kind == "regex" else json.dumps(tag))
+    assert matched(grammar, CHARACTERS) == [bool(re.fullmatch(one, each)) for each in CHARACTERS]
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
