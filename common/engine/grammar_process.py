@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -217,6 +218,9 @@ class _Served:
                 kind, data = self._compile(grammar)
                 _write(memory, kind + data)
                 status = 0
+            except Exception:
+                traceback.print_exc()
+                raise
             finally:
                 os._exit(status)
         _, status, used = os.wait4(fork, 0)
@@ -229,6 +233,8 @@ class _Served:
             return _REFUSED, f"{grammar.kind}: it takes too long to compile: send a simpler one".encode()
         if os.WTERMSIG(status) in _CRASHES:
             return _REFUSED, f"{grammar.kind}: xgrammar cannot compile it: send a simpler one".encode()
+        if os.WIFEXITED(status):  # an error of ours, which would come again wherever the grammar is sent
+            return _REFUSED, f"{grammar.kind}: the compiler fails with it: write it differently".encode()
         return _ENDED, b""
 
     def _compile(self, grammar: Grammar) -> tuple[bytes, bytes]:

@@ -4,6 +4,7 @@ Owns the allow-list. xgrammar ignores what it does not know, or only warns, so i
 refused instead, with the place in it and the keyword. Pure; knows nothing of xgrammar itself. The tests compare with a validator.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def check_schema(schema: Any, name: str) -> None:
 
 def name_patterns(schema: Any, name: str) -> NamedPatterns:
     """Put names in place of the schema's patterns, and of formats where xgrammar's own are too wide. Raises as `check_schema`."""
-    check, patterns = _Check(schema, name), NamedPatterns()
+    check, patterns = _Check(schema, name), NamedPatterns(json.dumps(schema))
     check.all()
     for each in check.patterned:
         if each.get("format") in PATTERNS:

@@ -7,6 +7,7 @@ characters become lists of ranges, without the characters that JSON escapes. The
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import count
 
 _LAST, _CARET = 0x10FFFF, 0x5E
 _ESCAPED_IN_JSON = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]
@@ -19,29 +20,28 @@ _CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "0": 0}
 _ESCAPE = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\."
 _PART = re.compile(rf"{_ESCAPE}|\[(?:{_ESCAPE}|[^\]\\])*\]|\(\?:|.", re.DOTALL)
 _IN_SET = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
-_NAME = "tandem_pattern_"
-_RULE = re.compile(rf'Regex\("{_NAME}(\d+)", json_string=true\)')
 _IN_RULES = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\broot(?:_\d+)*\b', re.DOTALL)
 
 Ranges = list[tuple[int, int]]
 
 
 class NamedPatterns:
-    """The patterns of one schema."""
+    """The patterns of one schema. text: of the schema. No name is a part of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         self._patterns: list[str] = []
+        self._name = next(name for at in count() if (name := f"tandem{at}_pattern_") not in text)
 
     def name(self, pattern: str) -> str:
         """What to write into the schema in its place."""
         self._patterns.append(pattern)
-        return f"{_NAME}{len(self._patterns) - 1}"
+        return f"{self._name}{len(self._patterns) - 1}"
 
     def written_out(self, rules: str, rules_of: Callable[[str], str]) -> str:
         """The rules of the schema, with those of its patterns. rules_of: the rules of a regular expression, from `root` on."""
-        made = [_prefixed(rules_of(_plain(pattern)), f"{_NAME}{at}_") for at, pattern in enumerate(self._patterns)]
-        written = _RULE.sub(rf"(({_NAME}\1_root))", rules)
-        assert not re.search(rf"{_NAME}\d+\b(?!_)", written), "a name of a pattern is left"
+        made = [_prefixed(rules_of(_plain(pattern)), f"{self._name}{at}_") for at, pattern in enumerate(self._patterns)]
+        written = re.sub(rf'Regex\("{self._name}(\d+)", json_string=true\)', rf"(({self._name}\1_root))", rules)
+        assert not re.search(rf"{self._name}\d+\b(?!_)", written), "a name of a pattern is left"
         return "\n".join([written, *made])
 
 

@@ -14,7 +14,8 @@ from xgrammar import CompiledGrammar, TokenizerInfo
 from xgrammar.testing import _is_grammar_accept_string
 
 from common.engine.grammar_compiler import Compiler, vocabulary_of
-from common.engine.grammar_process import CompilerProcess, Limits
+from common.engine.grammar_process import _REFUSED, CompilerProcess, Limits, _Served
+from common.engine.grammar_vocabulary import GrammarVocabulary
 from common.engine.grammars import ANY_TEXT, KEPT_GRAMMARS, AnythingGoes, CompiledSoon, Grammars, Preparation
 from common.engine.structural_tags import MAX_WHITESPACE
 from common.errors import BadRequest, TandemError, Unavailable
@@ -172,6 +173,12 @@ def test_a_compiler_that_something_from_outside_ends_or_freezes_condemns_no_gram
     monkeypatch.setattr(process, "_limits", Limits(wall_s=0.1))
     with pytest.raises(Unavailable, match="does not answer"):
         process.compile(ANY_TEXT)
+
+
+def test_an_error_of_the_compiler_condemns_the_grammar_as_it_would_come_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compiler, "compile_unchecked", lambda *_: 1 / 0)
+    kind, reason = _Served(GrammarVocabulary(VOCABULARY), Limits()).answer(ANY_TEXT)
+    assert kind == _REFUSED and b"the compiler fails" in reason
 
 
 def test_a_closed_compiler_starts_no_process() -> None:

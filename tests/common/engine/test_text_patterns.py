@@ -88,3 +88,10 @@ def test_patterns_hold_wherever_they_stand(kind: str) -> None:
     named = {"type": "object", "patternProperties": {"^a(ba+)?$": {"type": ["string", "null"], "pattern": "x|(yx*)?"}}}
     texts = ['{"a":"x"}', '{"aba":null}', '{"aa":null}', '{"a":"yx"}', '{"a":"xx"}']
     assert allowed({"type": "array", "items": named}, [f"[{text}]" for text in texts], kind) == [True, True, False, True, False]
+
+
+def test_a_text_of_the_schema_is_no_name_of_a_pattern() -> None:
+    named = {"type": "string", "pattern": "^ab?$"}
+    schema = {"anyOf": [{"enum": [f"tandem{at}_pattern_0" for at in range(3)]}, {"const": "tandem_pattern_0"}, named]}
+    texts = ['"tandem0_pattern_0"', '"tandem_pattern_0"', '"ab"', '"b"']
+    assert allowed(schema, texts) == [True, True, True, False]
