@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
+from common.engine.counted_strings import with_counted_strings
 from common.engine.grammar_vocabulary import GrammarVocabulary, marked
 from common.engine.grammars import check_text
 from common.engine.json_schemas import name_patterns
@@ -158,20 +159,25 @@ def _with_mended_schemas(tag: Any) -> Any:
             return tag
 
 
-_BARE_CHARACTERS = re.compile(r'^(\w+_characters ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+_OTHER_NAMES = re.compile(r"^(?!basic_)\w+ ::= .*\bbasic_escape basic_string_sub\b.*$", re.MULTILINE)
+_ESCAPE_IN_NAME = r"""
+tandem_escape_in_name ::= (([\"\\bfnrt]) | ("u00" [01] [0-9A-Fa-f]))
+"""
 
 
 def _mended(rules: str, patterns: NamedPatterns) -> str | None:
-    """The rules of a JSON schema with those of its patterns, and without control characters in strings of a given length; None:
-    they are right as they are.
+    """The rules of a JSON schema with those of its patterns, its strings of a given length, and its other names; None: they are
+    right as they are.
 
-    xgrammar 0.2 lets such a string hold any character but quotation marks, backslashes and ends of lines. JSON wants all control
-    characters escaped (https://github.com/mlc-ai/xgrammar/issues/800).
+    xgrammar 0.2 tells an object's other names from the named ones letter by letter, and knows a letter's escape for no letter. So
+    while a name is like a named one, only characters that no named one has are escaped.
     """
     from xgrammar import Grammar as Rules
 
-    mended = _BARE_CHARACTERS.sub(lambda match: match[1] + r"(([^\0-\x1f\"\\]))", rules)
-    mended = patterns.written_out(mended, lambda pattern: str(Rules.from_regex(pattern)))
+    mended = _OTHER_NAMES.sub(lambda found: found[0].replace("basic_escape", "tandem_escape_in_name"), rules)
+    if mended != rules:
+        mended += _ESCAPE_IN_NAME
+    mended = patterns.written_out(with_counted_strings(mended), lambda pattern: str(Rules.from_regex(pattern)))
     return mended if mended != rules else None
 
 

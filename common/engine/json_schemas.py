@@ -38,6 +38,8 @@ _KEYWORDS: Mapping[str, set[str]] = {
 }
 _REFERENCE = re.compile("#(?:/[^/~%]+)*")
 """xgrammar reads the names as they are, and JSON schema with the escapes of pointers and of URIs."""
+_PLAIN_NAME = re.compile(r'[^\x00-\x1f"\\\x7f-\U0010ffff]*')
+"""xgrammar tells such names alone from the others of an object."""
 _MAX_MULTIPLE = 1024
 _MAX_SHOWN, _MAX_WHERE = 64, 512
 """So many characters of a client's text, and of a place, are in an error."""
@@ -226,6 +228,14 @@ class _Check:
                 raise self.refusal(where, f"required names {key[:_MAX_SHOWN]!r}, which properties lacks")
         if patterns and (len(patterns) > 1 or properties or others is not False):
             raise self.refusal(where, "patternProperties is supported with one pattern, and without other properties")
+        odd = next((key for key in properties if not _PLAIN_NAME.fullmatch(key)), None)
+        if odd is not None and others is not False:
+            problem = (
+                "beside additionalProperties, names of properties have ASCII letters, digits and signs without quotation marks"
+            )
+            raise self.refusal(
+                where, f"the name {odd[:_MAX_SHOWN]!r}: {problem} and backslashes: set additionalProperties to false"
+            )
         for pattern, each in patterns.items():
             self._pattern(pattern, f"{where}.patternProperties")
             self.schema(each, f"{where}.patternProperties.{pattern}")

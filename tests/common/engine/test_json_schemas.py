@@ -37,6 +37,7 @@ IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"type": "string", "pattern": "a+", "maxLength": 2}, "pattern", "aaa"),
     ({"type": "string", "format": "date", "maxLength": 2}, "format", "2020-01-01"),
     ({"type": "object", "required": ["b"]}, "required", {}),
+    ({"properties": {"é": INTEGER}, "additionalProperties": STRING}, "the name", {"é": "x"}),
     ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}}, "dependentRequired", {"a": 1}),
     ({"anyOf": [{"type": "integer", "minimum": 5}], "type": "integer"}, "type beside anyOf", None),
     ({"allOf": [INTEGER, {"type": "integer", "minimum": 5}]}, "allOf", 1),
