@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from common.engine.grammar_limits import check_size
 from common.engine.string_formats import FORMATS, PATTERNS
-from common.engine.text_patterns import NamedPatterns
+from common.engine.text_patterns import NamedPatterns, anywhere
 from common.errors import BadRequest
 
 _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
@@ -84,11 +84,11 @@ def name_patterns(schema: Any, name: str) -> NamedPatterns:
     check.all()
     for each in check.patterned:
         if each.get("format") in PATTERNS:
-            each["pattern"] = PATTERNS[each.pop("format")]
-        if "pattern" in each:
-            each["pattern"] = patterns.name(each["pattern"])
+            each["pattern"] = patterns.name(PATTERNS[each.pop("format")])
+        elif "pattern" in each:
+            each["pattern"] = patterns.name(anywhere(each["pattern"]))
         if each.get("patternProperties"):
-            each["patternProperties"] = {patterns.name(key): value for key, value in each["patternProperties"].items()}
+            each["patternProperties"] = {patterns.name(anywhere(key)): value for key, value in each["patternProperties"].items()}
     return patterns
 
 

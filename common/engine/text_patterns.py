@@ -6,6 +6,7 @@ characters become lists of ranges, without the characters that JSON escapes. The
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import count
 
@@ -20,6 +21,7 @@ _CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "0": 0}
 _ESCAPE = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\."
 _PART = re.compile(rf"{_ESCAPE}|\[(?:{_ESCAPE}|[^\]\\])*\]|\(\?:|.", re.DOTALL)
 _IN_SET = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
+_ANYTHING = r'[^"\\]*'
 _IN_RULES = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\broot(?:_\d+)*\b', re.DOTALL)
 
 Ranges = list[tuple[int, int]]
@@ -43,6 +45,28 @@ class NamedPatterns:
         written = re.sub(rf'Regex\("{self._name}(\d+)", json_string=true\)', rf"(({self._name}\1_root))", rules)
         assert not re.search(rf"{self._name}\d+\b(?!_)", written), "a name of a pattern is left"
         return "\n".join([written, *made])
+
+
+def anywhere(pattern: str) -> str:
+    """The regular expression of a whole JSON text in which it is found, as `re.search` finds it: any text is added on each
+    side that has no anchor, in each of its alternatives. That text holds no character that JSON escapes: xgrammar 0.2 follows one
+    set of characters some 20 times as fast as a choice between sets and escapes."""
+    found, depth, alternatives = defaultdict[tuple[str, str], list[str]](list), 0, [list[str]()]
+    for part in _PART.findall(pattern):
+        depth += part.startswith("(") - (part == ")")
+        if depth < 0:
+            break
+        if part == "|" and depth == 0:
+            alternatives.append([])
+        else:
+            alternatives[-1].append(part)
+    if depth != 0:
+        return pattern  # for xgrammar to refuse
+    for parts in alternatives:
+        begins, ends = parts[:1] == ["^"], parts[-1:] == ["$"]
+        inner = "".join(parts[begins : len(parts) - ends])
+        found["" if begins else _ANYTHING, "" if ends else _ANYTHING].append(inner)
+    return "|".join(f"{before}(?:{'|'.join(inner)}){after}" for (before, after), inner in found.items())
 
 
 def without_leading_carets(pattern: str) -> str:

@@ -43,8 +43,9 @@ def pattern(random: Random, depth: int) -> str:
 
 def test_a_pattern_allows_the_texts_that_the_expression_matches() -> None:
     random = Random(7)
-    for one in ["(ba+)?", "a(bb*)?b", *(pattern(random, 3) for _ in range(40))]:
-        expected = [bool(re.fullmatch(one, text)) for text in TEXTS]
+    whole = ["(ba+)?", "a(bb*)?b", *(pattern(random, 3) for _ in range(40))]
+    for one in [*(f"^({each})$" for each in whole), "ab", "^a", "b$", "^$", "aba|^b|aa$|^ab$", "(a|b)b[|(]?a"]:
+        expected = [bool(re.search(one, text)) for text in TEXTS]
         assert allowed({"type": "string", "pattern": one}, [f'"{text}"' for text in TEXTS]) == expected, one
 
 
@@ -85,9 +86,18 @@ def test_a_set_with_a_caret_holds_what_python_takes_for_it(one: str, kind: Liter
 
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
 def test_patterns_hold_wherever_they_stand(kind: str) -> None:
-    named = {"type": "object", "patternProperties": {"^a(ba+)?$": {"type": ["string", "null"], "pattern": "x|(yx*)?"}}}
+    named = {"type": "object", "patternProperties": {"^a(ba+)?$": {"type": ["string", "null"], "pattern": "^x$|^(yx*)?$"}}}
     texts = ['{"a":"x"}', '{"aba":null}', '{"aa":null}', '{"a":"yx"}', '{"a":"xx"}']
     assert allowed({"type": "array", "items": named}, [f"[{text}]" for text in texts], kind) == [True, True, False, True, False]
+
+
+@pytest.mark.parametrize("one", ["^https?://", r"\.pdf$", r"\d", "@", "^(cat|dog)", "^x$|e"])
+def test_a_pattern_without_an_anchor_is_found_anywhere_as_a_validator_finds_it(one: str) -> None:
+    schema = {"type": "string", "pattern": one}
+    texts = ["https://example.com", "see https://a", "a.pdf", ".pdf.", "room 12", "a@b", "dogs", "x", "xx", "é d", ""]
+    assert allowed(schema, [json.dumps(each, ensure_ascii=False) for each in texts]) == [
+        jsonschema_rs.is_valid(schema, each) for each in texts
+    ]
 
 
 def test_a_text_of_the_schema_is_no_name_of_a_pattern() -> None:
