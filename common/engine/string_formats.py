@@ -24,9 +24,20 @@ _IPV6 = "|".join(
         f"::([fF]{{4}}:)?{_IPV4}",
     ]
 )
-_LABEL = r"[A-Za-z0-9]{1,16}(-[A-Za-z0-9]{1,10}){0,2}"
-"""Of a host's name: at most 38 characters, so that names of six are no longer than 253."""
+_SIGN, _INNER = "[A-Za-z0-9]", r"[A-Za-z0-9\-]"
+
+
+def _label(most: int) -> str:
+    """Of a host's name: at most so many characters. The third and fourth are not both hyphens: behind "xn--" stands a code whose
+    right values no expression tells."""
+    long = rf"{_INNER}({_SIGN}{_INNER}|-{_SIGN}){_INNER}{{0,{most - 5}}}{_SIGN}"
+    return f"{_SIGN}({_INNER}?{_SIGN}|{_INNER}{{2}}{_SIGN}|{long})?"
+
+
+_LABELS = _label(63), rf"(\.{_label(37)})"
+"""The first, and another: names of six are no longer than 253."""
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"
+_LOCAL = rf"({_ATOM}{{1,30}}(\.{_ATOM}{{1,16}}){{0,2}}|{_ATOM}{{1,16}}(\.{_ATOM}{{1,7}}){{3,6}})"
 _POINTER = r"(/([^/~\"\\\x00-\x1f]|~[01])*)*"
 
 PATTERNS: Mapping[str, str] = {
@@ -35,8 +46,8 @@ PATTERNS: Mapping[str, str] = {
     "date-time": f"{_DATE}T{_TIME}",
     "ipv4": _IPV4,
     "ipv6": _IPV6,
-    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,5}}",
-    "email": rf"{_ATOM}{{1,30}}(\.{_ATOM}{{1,16}}){{0,2}}@{_LABEL}(\.{_LABEL}){{1,3}}",
+    "hostname": "".join(_LABELS) + "{0,5}",
+    "email": f"{_LOCAL}@{_LABELS[0]}{_LABELS[1]}{{1,4}}",
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(0|[1-9][0-9]{{0,8}})(#|{_POINTER})",
 }

@@ -31,17 +31,16 @@ class NamedPatterns:
     """The patterns of one schema. text: of the schema. No name is a part of it."""
 
     def __init__(self, text: str) -> None:
-        self._patterns: list[str] = []
+        self._patterns: dict[str, int] = {}
         self._name = next(name for at in count() if (name := f"tandem{at}_pattern_") not in text)
 
     def name(self, pattern: str) -> str:
-        """What to write into the schema in its place."""
-        self._patterns.append(pattern)
-        return f"{self._name}{len(self._patterns) - 1}"
+        """What to write into the schema in its place. Equal patterns have one name: they are compiled once."""
+        return f"{self._name}{self._patterns.setdefault(pattern, len(self._patterns))}"
 
     def written_out(self, rules: str, rules_of: Callable[[str], str]) -> str:
         """The rules of the schema, with those of its patterns. rules_of: the rules of a regular expression, from `root` on."""
-        made = [_prefixed(rules_of(_plain(pattern)), f"{self._name}{at}_") for at, pattern in enumerate(self._patterns)]
+        made = [_prefixed(rules_of(_plain(pattern)), f"{self._name}{at}_") for pattern, at in self._patterns.items()]
         written = re.sub(rf'Regex\("{self._name}(\d+)", json_string=true\)', rf"(({self._name}\1_root))", rules)
         assert not re.search(rf"{self._name}\d+\b(?!_)", written), "a name of a pattern is left"
         return "\n".join([written, *made])

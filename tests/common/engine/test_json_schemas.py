@@ -108,6 +108,21 @@ def test_whatever_a_format_allows_a_validator_accepts(name: str) -> None:
     assert ended >= 10
 
 
+@pytest.mark.parametrize("name", ["hostname", "email"])
+def test_a_host_or_an_address_in_daily_use_is_allowed_as_far_as_a_validator_accepts_it(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    hosts = ["lh3.googleusercontent.com", "ec2-12-34-56-78.us-west-2.compute.amazonaws.com", "deploy-1--shop.netlify.app"]
+    hosts += ["x", "ab", "a-b", "abcd", "a--b", "ab-c-", "ab--c.de", "-a.de", "a..b", f"{'a' * 63}.de", f"{'a' * 64}.de"]
+    locals_ = ["anna.b.c.smith", "firstname.middle-name.verylonglastname", ".a", "a..b"]
+    at = "a@" if name == "email" else ""
+    texts = [at + (host if "." in host else f"{host}.de") for host in hosts] + [f"{each}@b.de" for each in locals_]
+    compiled = Compiler(VOCABULARY).compile_unchecked(Grammar("json_schema", json.dumps(schema)))
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    for text in texts:
+        matcher = GrammarMatcher(compiled, terminate_without_stop_token=True)
+        assert (matcher.accept_string(json.dumps(text)) and matcher.is_completed()) == validator.is_valid(text), text
+
+
 def test_a_refusal_says_where() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [INTEGER, {"not": {}}]}}}}
     with pytest.raises(BadRequest, match=r"at \$\.properties\.a\.items\.anyOf\[1\]: not is not supported"):
