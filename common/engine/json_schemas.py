@@ -7,15 +7,18 @@ refused instead, with the place in it and the keyword. Pure; knows nothing of xg
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from common.engine.grammar_limits import check_size
+from common.engine.library_strings import KEYWORDS as STRING_KEYWORDS
+from common.engine.library_strings import plain_keywords
+from common.engine.schema_facts import Facts, as_object, facts_of, is_within, kinds_of, types_of
 from common.engine.string_formats import FORMATS, PATTERNS
 from common.engine.text_patterns import NamedPatterns, anywhere
 from common.errors import BadRequest
 
 _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
+_SAY_NOTHING |= {"example", "contentEncoding", "contentMediaType", "contentSchema"}
 _SAY_NOTHING |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _NUMBER = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -82,6 +85,11 @@ def name_patterns(schema: Any, name: str) -> NamedPatterns:
     """Put names in place of the schema's patterns, and of formats where xgrammar's own are too wide. Raises as `check_schema`."""
     check, patterns = _Check(schema, name), NamedPatterns(json.dumps(schema))
     check.all()
+    for each, keywords in check.edits:
+        for key, value in keywords.items():
+            each[key] = value
+            if value is None:
+                del each[key]
     for each in check.patterned:
         if each.get("format") in PATTERNS:
             each["pattern"] = patterns.name(PATTERNS[each.pop("format")])
@@ -100,17 +108,6 @@ def check_regex(pattern: str, name: str) -> None:
         raise BadRequest(f"{name}: {problem}", field=name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What a schema says, read once. values: those that can match, if they are listed; of lists and objects, their type alone.
-    reach: the types of the values that can match; empty: any. required: of an object, else empty."""
-
-    values: frozenset[Any] | None
-    reach: frozenset[str]
-    required: frozenset[str]
-    properties: Mapping[str, Any]
-
-
 class _Check:
     """root: where references lead."""
 
@@ -122,9 +119,13 @@ class _Check:
         """What each reference leads to."""
         self.patterned: list[dict[str, Any]] = []
         """Schemas with patterns or formats."""
+        self.edits: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Schemas, and keywords to write into them; None is to leave one out. The answers that match stay valid."""
+        self._defined: dict[int, str] = {}
+        """Where the schemas in $defs are, by their ids. Those that no reference leads to are not checked."""
         self._checked: set[int] = set()
         """Ids of schemas."""
-        self._facts: dict[int, _Facts] = {}
+        self._facts: dict[int, Facts] = {}
         self._exclude: dict[tuple[int, int], bool] = {}
         """By the ids of two schemas. A pair that is being compared does not exclude each other: a proof cannot rest on itself."""
 
@@ -135,6 +136,8 @@ class _Check:
     def all(self) -> None:
         """The whole schema. References may lead to its schemas alone, which are checked, and not into a default or an example."""
         self.schema(self._root, "$")
+        while waiting := [each for each in self._led.values() if id(each) in self._defined.keys() - self._checked]:
+            self.schema(waiting[0], self._defined[id(waiting[0])])
         for ref, schema in self._led.items():
             if id(schema) not in self._checked:
                 raise self.refusal(f"$ref {ref[:_MAX_SHOWN]!r}", "it leads to no schema: put that into $defs")
@@ -155,12 +158,15 @@ class _Check:
             if not holds(schema[key]):
                 raise self.refusal(where, f"{key} must be {form}")
         for defs in ("$defs", "definitions"):
-            for key, each in _object(schema.get(defs)).items():
-                self.schema(each, f"{where}.{defs}.{key}")
+            for key, each in as_object(schema.get(defs)).items():
+                self._defined[id(each)] = f"{where}.{defs}.{key}"
         said = {key for key in schema if key not in _SAY_NOTHING and not key.startswith("x-")}
+        idle = {key for key in said if _restricts_nothing(key, schema)}
+        said -= idle
+        self.edits.append((schema, dict.fromkeys(idle)))
         for whole in ("$ref", "enum", "const", *_CHOICES):
             if whole in said:
-                allowed = {whole, "type"} if whole in ("enum", "const") else {whole}
+                allowed = {whole, "type"} if whole in ("enum", "const") or self._is_typed(schema, whole) else {whole}
                 if said - allowed:
                     other = sorted(said - allowed)[0]
                     raise self.refusal(where, f"{other} beside {whole} is not supported: write them into one schema")
@@ -177,10 +183,15 @@ class _Check:
                 raise self.refusal(where, f"$ref {value[:_MAX_SHOWN]!r} {problem}")
         elif keyword in ("enum", "const"):
             values = value if keyword == "enum" else [value]
-            types = _types(schema)
-            if types and any(not _kinds(each) & types for each in values):
-                raise self.refusal(where, f"a value of {keyword} is not of the given type")
+            types = types_of(schema)
+            fitting = [each for each in values if not types or kinds_of(each) & types]
+            if not fitting:
+                raise self.refusal(where, f"no value of {keyword} is of the given type")
+            if keyword == "enum":
+                self.edits.append((schema, {"enum": fitting}))
         else:
+            if "type" in schema:  # xgrammar would look at it alone
+                self.edits.append((schema, {"type": None}))
             if keyword == "allOf" and len(value) > 1:
                 raise self.refusal(where, "allOf of several schemas is not supported: write them into one")
             for index, each in enumerate(value):
@@ -190,8 +201,17 @@ class _Check:
             ):
                 raise self.refusal(where, "oneOf of schemas that may both hold is not supported: use anyOf")
 
+    def _is_typed(self, schema: dict[str, Any], keyword: str) -> bool:
+        """Whether the type beside a choice says what each of its schemas says already."""
+        types = types_of(schema)
+        types |= {"integer"} if "number" in types else set()
+        if keyword not in _CHOICES or not types:
+            return False
+        followed = [self._followed(each) for each in schema[keyword]]
+        return all(isinstance(each, dict) and is_within(each, types) for each in followed)
+
     def _typed(self, schema: dict[str, Any], said: set[str], where: str) -> None:
-        types = _types(schema)
+        types = types_of(schema)
         known = {keyword for kind in types for keyword in _KEYWORDS.get(kind, ())}
         for key in sorted(said - {"type"} - known):
             if not any(key in keywords for keywords in _KEYWORDS.values()):
@@ -206,7 +226,7 @@ class _Check:
         if "array" in types:
             self._array(schema, where)
         if "string" in types:
-            self._string(schema, said, where)
+            self._string(schema, where)
         multiple = schema.get("multipleOf")
         if multiple is not None:
             if "number" in types or type(multiple) is not int or not 1 <= multiple <= _MAX_MULTIPLE:
@@ -216,7 +236,7 @@ class _Check:
                 raise self.refusal(where, "multipleOf beside a minimum or maximum is not supported")
 
     def _object(self, schema: dict[str, Any], where: str) -> None:
-        properties, patterns = _object(schema.get("properties")), _object(schema.get("patternProperties"))
+        properties, patterns = as_object(schema.get("properties")), as_object(schema.get("patternProperties"))
         for key, each in properties.items():
             self.schema(each, f"{where}.properties.{key}")
         others = schema.get("additionalProperties", False)
@@ -255,15 +275,17 @@ class _Check:
         if schema.get("unevaluatedItems", False) is not False:
             raise self.refusal(where, "unevaluatedItems is supported as false")
 
-    def _string(self, schema: dict[str, Any], said: set[str], where: str) -> None:
-        if len(said & {"pattern", "format"}) + bool(said & {"minLength", "maxLength"}) > 1:
+    def _string(self, schema: dict[str, Any], where: str) -> None:
+        plain = plain_keywords(schema)
+        self.edits.append((schema, dict.fromkeys(STRING_KEYWORDS & schema.keys()) | plain))
+        if len(plain.keys() & {"pattern", "format"}) + bool(plain.keys() & {"minLength", "maxLength"}) > 1:
             raise self.refusal(where, "of pattern, format and lengths, one is supported at a time")
-        form = schema.get("format")
+        form = plain.get("format")
         if form is not None and form not in FORMATS:
             raise self.refusal(
                 where, f"format {form[:_MAX_SHOWN]!r} is not supported: leave it out, or use one of {', '.join(sorted(FORMATS))}"
             )
-        if "pattern" in said:
+        if "pattern" in plain and plain["pattern"] == schema.get("pattern"):
             self._pattern(schema["pattern"], where)
 
     def _pattern(self, pattern: str, where: str) -> None:
@@ -305,7 +327,7 @@ class _Check:
             self._exclude[pair] = self._compared(self._facts_of(one), self._facts_of(other), depth)
         return self._exclude[pair]
 
-    def _compared(self, one: _Facts, other: _Facts, depth: int) -> bool:
+    def _compared(self, one: Facts, other: Facts, depth: int) -> bool:
         if one.values is not None and other.values is not None:
             self._step(min(len(one.values), len(other.values)) // 32)
             return one.values.isdisjoint(other.values)
@@ -315,10 +337,10 @@ class _Check:
         shared = sorted(one.required & other.required)
         return any(self._excludes(one.properties.get(key), other.properties.get(key), depth + 1) for key in shared)
 
-    def _facts_of(self, schema: dict[str, Any]) -> _Facts:
+    def _facts_of(self, schema: dict[str, Any]) -> Facts:
         """Of a schema that may not be checked yet, as a reference can lead anywhere."""
         if id(schema) not in self._facts:
-            self._facts[id(schema)] = _facts(schema)
+            self._facts[id(schema)] = facts_of(schema)
         return self._facts[id(schema)]
 
     def _step(self, steps: int) -> None:
@@ -328,48 +350,26 @@ class _Check:
             raise BadRequest(f"{self._name}: {problem}", field=self._name)
 
 
-def _facts(schema: dict[str, Any]) -> _Facts:
-    types = _types(schema)
-    is_object = types == {"object"}
-    required = frozenset(each for each in _list(schema.get("required")) if isinstance(each, str)) if is_object else frozenset()
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(listed, list):
-        reach = types | {"integer"} if "number" in types else types
-        return _Facts(None, frozenset(reach), required, _object(schema.get("properties")))
-    values = frozenset((type(each),) if isinstance(each, list | dict) else each for each in listed)
-    reach = {kind for value in listed for kind in _kinds(value)}
-    return _Facts(values, frozenset(reach), frozenset(), {})
+def _restricts_nothing(key: str, schema: dict[str, Any]) -> bool:
+    value = schema[key]
+    match key:
+        case "uniqueItems":
+            return value is False
+        case "propertyNames":
+            plain = (
+                isinstance(value, dict) and value.get("type", "string") == "string" and not value.keys() - _SAY_NOTHING - {"type"}
+            )
+            return value is True or plain
+        case "format":
+            return bool(types_of(schema)) and "string" not in types_of(schema)
+        case _:
+            return False
 
 
 def _has_reference(value: Any) -> bool:
     if isinstance(value, dict):
         return "$ref" in value or any(map(_has_reference, value.values()))
     return isinstance(value, list) and any(map(_has_reference, value))
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _types(schema: dict[str, Any]) -> set[str]:
-    """The types that the schema names. One with properties or items means an object or an array."""
-    named = schema.get("type")
-    if named is None:
-        return {"object"} if "properties" in schema else {"array"} if {"items", "prefixItems"} & schema.keys() else set()
-    return {str(each) for each in named} if isinstance(named, list) else {str(named)}
-
-
-def _kinds(value: Any) -> set[str]:
-    """The types that a value has."""
-    if value is None or isinstance(value, bool):
-        return {"null" if value is None else "boolean"}
-    if isinstance(value, int | float):
-        return {"integer", "number"} if isinstance(value, int) or value.is_integer() else {"number"}
-    return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
 _REGEX_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(\?[:<P]?[=!<]?|.", re.DOTALL)
