@@ -4,11 +4,13 @@ Owns the page pool, the rows, the running batch with its forecast, and the reser
 have let go of it. Does not decide who is admitted, planned or preempted.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import RowStart
-from common.ids import Life
+from common.ids import Key, Life
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, Send
 from common.instance.prompts import PromptProgress
@@ -67,6 +69,9 @@ class DecodeRequests:
         self.growth = Growth(self.batch, self._page_size, limits.answer_tokens)
         self.target = HandoffTarget(me.incarnation)
         self.by_row: dict[int, DecodeRequest] = {}
+        self.leaving: dict[Key, DecodeRequest] = {}
+        """Those whose row is free again, while a writer may still write their pages. A row is scarcer than pages: many writers
+        that do not let go must not keep everybody out."""
         self.computing: dict[int, PromptProgress] = {}
         self.starts: list[RowStart] = []
 
@@ -82,6 +87,10 @@ class DecodeRequests:
         assert request.row is not None
         self.hold(request, sampled)
         self.starts.append(request.row_start(request.row, length, last_token))
+
+    def holders(self) -> Iterable[DecodeRequest]:
+        """All that hold pages, also those that have ended."""
+        return chain(self.by_row.values(), self.leaving.values())
 
     def decode(self, request: DecodeRequest, first_token: int) -> None:
         """Its KV is here: it decodes from the next plan on, or when its grammar is ready."""
@@ -123,16 +132,19 @@ class DecodeRequests:
         return actions
 
     def release(self, request: DecodeRequest, now: float) -> None:
-        """Bring home what nothing in flight can touch: no step names the row, and no writer may write the pages."""
-        if request.key in self.target.open or request.settles:
-            return
+        """Bring home what nothing in flight can touch of a request that has ended. Its row: no step names it. Its pages: no step
+        uses them either, and no writer may write them."""
         if request.row is not None:
             if self.rows.in_flight[request.row]:
                 return
             del self.by_row[request.row]
             self.rows.give_back(request.row)
             self.starts = [start for start in self.starts if start.row != request.row]
-        self.table.remove(request, now)
+            request.row = None
+            self.leaving[request.key] = request
+        if request.key not in self.target.open and not request.settles:
+            self.leaving.pop(request.key, None)
+            self.table.remove(request, now)
 
 
 def decline(writer: Life, asked: Generate | Reserve, failed: Failed) -> Send:

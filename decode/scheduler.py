@@ -255,7 +255,7 @@ class DecodeScheduler:
     def report(self) -> Report:
         waiting, by_row, counts = self._table.waiting, self._requests.by_row, self._reservations
         running = [request for request in by_row.values() if request.phase is not Phase.ENDED]
-        stuck = (request.lease for request in by_row.values() if self._target.is_stuck(request.key, self._now))
+        stuck = (request.lease for request in self._requests.holders() if self._target.is_stuck(request.key, self._now))
         load = Load(
             waiting_requests=len(waiting),
             running_requests=len(running),
@@ -296,7 +296,7 @@ class DecodeScheduler:
         head = self._table.waiting.first(lambda request: not request.waits_for_grammar)
         if head is None or now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head):
             return []
-        if not all(self._target.is_stuck(request.key, now) for request in self._requests.by_row.values()):
+        if not all(self._target.is_stuck(request.key, now) for request in self._requests.holders()):
             return []
         return self._requests.end(head, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
 
@@ -311,7 +311,7 @@ class DecodeScheduler:
         actions: list[Action] = []
         lacking = self._extend(sorted((by_row[row] for row in short.tolist()), key=lambda r: r.rank), grown)
         if lacking:
-            coming = sum(len(r.lease) for r in by_row.values() if r.lease is not None and self._comes_home(r, now))
+            coming = sum(len(r.lease) for r in self._requests.holders() if r.lease is not None and self._comes_home(r, now))
             holders = [r for r in by_row.values() if r.phase is not Phase.ENDED]
             for victim in choose_victims(holders, lacking, coming):
                 self._preemptions += 1

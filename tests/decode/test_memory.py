@@ -323,6 +323,17 @@ def test_a_request_whose_writer_is_stuck_ends_here_even_if_its_cancel_was_lost()
     assert is_home(made)
 
 
+def test_a_row_is_free_again_although_the_pages_of_its_request_are_stuck() -> None:
+    made, grant = with_reservation("stuck", tokens=8, now=100.0, total_pages=6, max_rows=1)
+    made.receive(ROUTER, Cancel(key=key("stuck")), 100.0)
+    made.receive(WRITER, renew(100.5, ("stuck", grant.generation)), 100.5)
+    made.receive(WRITER, reserve("next", 4, sent_s=100.5), 100.5)
+    assert granted(made.decide(100.5).actions) == ["next"]
+    settle(made, made.receive(WRITER, Withdraw(key=key("next")), 101.0))
+    settle(made, made.receive(WRITER, Withdraw(key=key("stuck")), 101.0))
+    assert is_home(made)
+
+
 def test_a_request_that_fits_beside_stuck_pages_is_served() -> None:
     made = stuck()
     made.receive(WRITER, reserve("small", 4, sent_s=105.0), 105.1)
