@@ -14,7 +14,7 @@ import msgspec
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, RequestId, Role
-from common.messages import AnyMessage, ExpectAnswer, Generate, Register, Reserve
+from common.messages import AnyMessage, ExpectAnswer, Generate, Handoff, Register, Reserve
 from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
@@ -35,6 +35,8 @@ from tests.life.weather import Cut, Storm
 
 PAGE_TOKENS = 4
 LOOK_S = 0.25
+LATE_S = 0.02
+"""What takes longer may be overtaken, where letters are."""
 """How often it is looked who could serve."""
 ASK_AGAIN_S = 1.0
 PATIENCE_S = 40.0
@@ -229,6 +231,8 @@ class Trial(Fleet):
         if isinstance(message, Reserve):
             self._serving[message.key.request_id] = (letter.sender, letter.to)
             self.blows[message.key.request_id] += not self._is_up(letter.to, message.key.router)
+        if isinstance(message, Handoff) and self.schedule.chances.overtaking and delays and max(delays) > LATE_S:
+            self.blows[message.key.request_id] += 1  # a Renew may overtake it, and then it is taken for lost
         if not delays:
             self.blows.update({key.request_id for key in keys_of(message)})
         for deed in self._armed.pop(letter.kind, ()):
