@@ -35,9 +35,9 @@ from tests.life.weather import Cut, Storm
 
 PAGE_TOKENS = 4
 LOOK_S = 0.25
-LATE_S = 0.02
-"""What takes longer may be overtaken, where letters are."""
 """How often it is looked who could serve."""
+LATE_S = 0.02
+"""A letter that takes longer may be overtaken, where letters are."""
 ASK_AGAIN_S = 1.0
 PATIENCE_S = 40.0
 """How long a client asks again that is told to come back later."""
