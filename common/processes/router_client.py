@@ -102,13 +102,13 @@ class RouterClient:
 
     def get(self, path: str) -> Any:
         """The JSON of a page. Raises RequestFailed."""
-        with self._connected(self._call()) as connection:
-            return _decoded(self._asked(connection, "GET", path, None).read())
+        with self._connected(self._call()) as connection, self._asked(connection, "GET", path, None) as response:
+            return _decoded(response.read())
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to a JSON body. Raises RequestFailed."""
-        with self._connected(self._call()) as connection:
-            return _decoded(self._asked(connection, "POST", path, body).read())
+        with self._connected(self._call()) as connection, self._asked(connection, "POST", path, body) as response:
+            return _decoded(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Events:
         """The data of each event, decoded, up to [DONE]. An error that comes as an event is raised as RequestFailed, too."""
@@ -116,8 +116,7 @@ class RouterClient:
         return Events(call, self._events(call, path, body))
 
     def _events(self, call: _Call, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
-        with self._connected(call) as connection:
-            response = self._asked(connection, "POST", path, body)
+        with self._connected(call) as connection, self._asked(connection, "POST", path, body) as response:
             while True:
                 line = response.readline()
                 if not line:
@@ -157,10 +156,12 @@ class RouterClient:
     def _asked(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
     ) -> http.client.HTTPResponse:
+        """Close the answer: its connection may have forgotten it, and then the socket stays open as long as the answer is."""
         connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
         response = connection.getresponse()
         if response.status >= 400:
-            raise RequestFailed(_message(_decoded(response.read())), response.status)
+            with response:
+                raise RequestFailed(_message(_decoded(response.read())), response.status)
         return response
 
     def _unreachable(self, error: Exception) -> RequestFailed:
