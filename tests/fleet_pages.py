@@ -81,8 +81,8 @@ class FleetPages:
     def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
         with connected(self.url) as connection:
             connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
-            response = connection.getresponse()
-            return Reply(response.status, response.read().decode(errors="replace"))
+            with connection.getresponse() as response:
+                return Reply(response.status, response.read().decode(errors="replace"))
 
 
 def not_home(cluster: Json, names: Collection[str] = ()) -> list[str]:
