@@ -37,7 +37,8 @@ def option(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
 
 
-def _require(holds: bool, flag: str, rule: str, value: object) -> None:
+def require(holds: bool, flag: str, rule: str, value: object) -> None:
+    """Raises ConfigError, which names the flag and the rule, unless the rule holds."""
     if not holds:
         raise ConfigError(f"--{flag} must be {rule}; it is {value!r}")
 
@@ -55,7 +56,7 @@ def _require_choices(config: Any) -> None:
     for known in fields(config):
         if get_origin(types[known.name]) is Literal:
             choices, value = get_args(types[known.name]), getattr(config, known.name)
-            _require(value in choices, known.name.replace("_", "-"), " or ".join(choices), value)
+            require(value in choices, known.name.replace("_", "-"), " or ".join(choices), value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class ModelConfig:
     served_name: str = option("", "the model's name in the API; default: the checkpoint's name")
 
     def __post_init__(self) -> None:
-        _require(self.model != "", "model", "a folder, a Hugging Face name or demo", self.model)
+        require(self.model != "", "model", "a folder, a Hugging Face name or demo", self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,19 +124,19 @@ class EngineConfig:
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
 
     def __post_init__(self) -> None:
-        _require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
-        _require(0 <= self.max_running <= 4096, "max-running", "between 1 and 4096, or 0", self.max_running)
-        _require(self.chunk_tokens >= 0, "chunk-tokens", "at least 1, or 0", self.chunk_tokens)
-        _require(self.layer_groups >= 0, "layer-groups", "0 or more", self.layer_groups)
-        _require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
-        _require(0 <= self.threads <= 4096, "threads", "between 0 and 4096", self.threads)
-        _require(1 <= self.sharers <= 64, "sharers", "between 1 and 64", self.sharers)
+        require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
+        require(0 <= self.max_running <= 4096, "max-running", "between 1 and 4096, or 0", self.max_running)
+        require(self.chunk_tokens >= 0, "chunk-tokens", "at least 1, or 0", self.chunk_tokens)
+        require(self.layer_groups >= 0, "layer-groups", "0 or more", self.layer_groups)
+        require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
+        require(0 <= self.threads <= 4096, "threads", "between 0 and 4096", self.threads)
+        require(1 <= self.sharers <= 64, "sharers", "between 1 and 64", self.sharers)
         parse_memory(self.kv_memory, "kv-memory", total_bytes=2**40)
-        _require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
+        require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
         _require_choices(self)
         if self.executor == "timed":
             parse_step_cost(self.step_cost)
-            _require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
+            require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
             of_models = ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups")
             refuse_without_effect(self, of_models, "with --executor timed, which loads no model")
         else:
@@ -173,16 +174,16 @@ class InstanceConfig:
         return tuple(address.strip() for address in self.router.split(","))
 
     def __post_init__(self) -> None:
-        _require(self.tp == 1, "tp", "1 (tensor parallelism is not built yet)", self.tp)
-        _require(self.rank in ("0", "0-0"), "rank", "0 (tensor parallelism is not built yet)", self.rank)
+        require(self.tp == 1, "tp", "1 (tensor parallelism is not built yet)", self.tp)
+        require(self.rank in ("0", "0-0"), "rank", "0 (tensor parallelism is not built yet)", self.rank)
         for address in self.routers:
             check_address(address)
-        _require(len(set(self.routers)) == len(self.routers), "router", "addresses that differ", self.router)
-        _require(0 <= self.inbox_port < 65536, "inbox-port", "between 0 and 65535", self.inbox_port)
-        _require(self.max_waiting >= 1, "max-waiting", "at least 1", self.max_waiting)
-        _require(0 < self.max_request_timeout_s < math.inf, "max-request-timeout-s", "above 0", self.max_request_timeout_s)
-        _require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
-        _require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
+        require(len(set(self.routers)) == len(self.routers), "router", "addresses that differ", self.router)
+        require(0 <= self.inbox_port < 65536, "inbox-port", "between 0 and 65535", self.inbox_port)
+        require(self.max_waiting >= 1, "max-waiting", "at least 1", self.max_waiting)
+        require(0 < self.max_request_timeout_s < math.inf, "max-request-timeout-s", "above 0", self.max_request_timeout_s)
+        require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
+        require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
         _require_choices(self)
 
 
@@ -240,26 +241,26 @@ class RouterConfig:
     dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
 
     def __post_init__(self) -> None:
-        _require(self.dispatch in ("auto", "colocated"), "dispatch", "auto or colocated", self.dispatch)
-        _require(0 <= self.port < 65536, "port", "between 0 and 65535", self.port)
-        _require(0 <= self.control_port < 65536, "control-port", "between 0 and 65535", self.control_port)
-        _require(0 <= self.own_port < 65536, "own-port", "between 0 and 65535", self.own_port)
-        _require(self.share_port == "on" or self.own_port == 0, "own-port", "0 without --share-port", self.own_port)
-        _require(self.max_requests >= 1, "max-requests", "at least 1", self.max_requests)
-        _require(self.default_max_tokens >= 0, "default-max-tokens", "0 or more", self.default_max_tokens)
-        _require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)
-        _require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
+        require(self.dispatch in ("auto", "colocated"), "dispatch", "auto or colocated", self.dispatch)
+        require(0 <= self.port < 65536, "port", "between 0 and 65535", self.port)
+        require(0 <= self.control_port < 65536, "control-port", "between 0 and 65535", self.control_port)
+        require(0 <= self.own_port < 65536, "own-port", "between 0 and 65535", self.own_port)
+        require(self.share_port == "on" or self.own_port == 0, "own-port", "0 without --share-port", self.own_port)
+        require(self.max_requests >= 1, "max-requests", "at least 1", self.max_requests)
+        require(self.default_max_tokens >= 0, "default-max-tokens", "0 or more", self.default_max_tokens)
+        require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)
+        require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
         limit_s = self.max_request_timeout_s
-        _require(0 < limit_s < math.inf, "max-request-timeout-s", "above 0", limit_s)
+        require(0 < limit_s < math.inf, "max-request-timeout-s", "above 0", limit_s)
         rule = f"above 0 and at most --max-request-timeout-s ({limit_s:g})"
-        _require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
-        _require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
-        _require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
-        _require(1 <= self.detokenizers <= 64, "detokenizers", "between 1 and 64", self.detokenizers)
-        _require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
-        _require(self.peers_per_instance >= 0, "peers-per-instance", "0 or more", self.peers_per_instance)
-        _require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
-        _require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
+        require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
+        require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
+        require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
+        require(1 <= self.detokenizers <= 64, "detokenizers", "between 1 and 64", self.detokenizers)
+        require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
+        require(self.peers_per_instance >= 0, "peers-per-instance", "0 or more", self.peers_per_instance)
+        require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
+        require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
         _require_choices(self)
 
 
@@ -296,9 +297,9 @@ class AccessConfig:
 
     def __post_init__(self) -> None:
         made = "given with --api-keys: make one with `launch key FILE`"
-        _require(not self.api_keys or self.control_key != "", "control-key", made, self.control_key)
-        _require(not self.tls_cert or self.tls_key != "", "tls-key", "given with --tls-cert", self.tls_key)
-        _require(not self.tls_key or self.tls_cert != "", "tls-cert", "given with --tls-key", self.tls_cert)
+        require(not self.api_keys or self.control_key != "", "control-key", made, self.control_key)
+        require(not self.tls_cert or self.tls_key != "", "tls-key", "given with --tls-cert", self.tls_key)
+        require(not self.tls_key or self.tls_cert != "", "tls-cert", "given with --tls-key", self.tls_cert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +346,7 @@ def parse_step_cost(text: str) -> tuple[float, float, float]:
     except ValueError:
         step_s = chunk_token_s = decode_row_s = -1.0
     costs = (step_s, chunk_token_s, decode_row_s)
-    _require(all(0 <= cost < math.inf for cost in costs), "step-cost", f"three numbers of seconds such as {STEP_COST}", text)
+    require(all(0 <= cost < math.inf for cost in costs), "step-cost", f"three numbers of seconds such as {STEP_COST}", text)
     return costs
 
 

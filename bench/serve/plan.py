@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from common.config import Switch, option, refuse_without_effect
+from common.config import Switch, option, refuse_without_effect, require
 from common.errors import ConfigError
 
 Backend = Literal["openai", "openai-chat"]
@@ -33,11 +33,6 @@ OF_CONVERSATION_FILES = ("dataset_path", "custom_output_len")
 """The flags that mean something for each data set; a conversation that is read from a file has those of the last line."""
 
 
-def _require(holds: bool, flag: str, rule: str, value: object) -> None:
-    if not holds:
-        raise ConfigError(f"--{flag} must be {rule}; it is {value!r}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """The server."""
@@ -57,13 +52,13 @@ class Target:
         if self.base_url:
             refuse_without_effect(self, ("host", "port"), "with --base-url")
         parts = urlsplit(self.url)
-        _require(parts.scheme in ("http", "https") and bool(parts.hostname), "base-url", "http://host:port", self.url)
-        _require(self.endpoint == "" or self.endpoint.startswith("/"), "endpoint", "a path that begins with /", self.endpoint)
-        _require(0 < self.port < 65536, "port", "from 1 to 65535", self.port)
-        _require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
+        require(parts.scheme in ("http", "https") and bool(parts.hostname), "base-url", "http://host:port", self.url)
+        require(self.endpoint == "" or self.endpoint.startswith("/"), "endpoint", "a path that begins with /", self.endpoint)
+        require(0 < self.port < 65536, "port", "from 1 to 65535", self.port)
+        require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
         for name, value in self.headers.items():
             fits = name.isascii() and name.isprintable() and " " not in name and name != "" and value.isprintable()
-            _require(fits, "header", "KEY=VALUE of printable characters", f"{name}={value}")
+            require(fits, "header", "KEY=VALUE of printable characters", f"{name}={value}")
         if self.insecure == "on" and parts.scheme != "https":
             raise ConfigError("--insecure has no effect on http: leave it out")
 
@@ -125,15 +120,15 @@ class Workload:
             others.add("dataset_path")
         refuse_without_effect(self, sorted(others), where)
         if self.dataset_name in ("custom", "trace"):
-            _require(self.dataset_path != "", "dataset-path", f"a file {where}", self.dataset_path)
+            require(self.dataset_path != "", "dataset-path", f"a file {where}", self.dataset_path)
         least = {"num_prompts": 0, "random_prefix_len": 0, "prefix_repetition_prefix_len": 0, "trace_duration_s": 0, "seed": 0}
         counts = ("random_input_len", "random_output_len", "custom_output_len", "conversation_turns", "trace_block_tokens")
         least |= dict.fromkeys((*counts, *_PREFIXES[1:]), 1)
         for name, bound in least.items():
-            _require(vars(self)[name] >= bound, name.replace("_", "-"), f"at least {bound}", vars(self)[name])
+            require(vars(self)[name] >= bound, name.replace("_", "-"), f"at least {bound}", vars(self)[name])
         for name in ("trace_speed", "trace_length_scale"):
-            _require(vars(self)[name] > 0, name.replace("_", "-"), "above 0", vars(self)[name])
-        _require(0 <= self.random_range_ratio < 1, "random-range-ratio", "from 0 to below 1", self.random_range_ratio)
+            require(vars(self)[name] > 0, name.replace("_", "-"), "above 0", vars(self)[name])
+        require(0 <= self.random_range_ratio < 1, "random-range-ratio", "from 0 to below 1", self.random_range_ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +153,11 @@ class Load:
     extra_body: str = option("", "a JSON object whose fields are added to each request, over those that are there")
 
     def __post_init__(self) -> None:
-        _require(self.request_rate > 0, "request-rate", "above 0", self.request_rate)
-        _require(self.burstiness > 0, "burstiness", "above 0", self.burstiness)
-        _require(self.max_concurrency >= 0, "max-concurrency", "0 or more", self.max_concurrency)
-        _require(self.num_warmups >= 1, "num-warmups", "at least 1", self.num_warmups)
-        _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
+        require(self.request_rate > 0, "request-rate", "above 0", self.request_rate)
+        require(self.burstiness > 0, "burstiness", "above 0", self.burstiness)
+        require(self.max_concurrency >= 0, "max-concurrency", "0 or more", self.max_concurrency)
+        require(self.num_warmups >= 1, "num-warmups", "at least 1", self.num_warmups)
+        require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
         if self.ramp_up_strategy == "none":
             refuse_without_effect(self, ("ramp_up_start_rps", "ramp_up_end_rps"), "without --ramp-up-strategy")
             if math.isinf(self.request_rate):
@@ -170,7 +165,7 @@ class Load:
         else:
             refuse_without_effect(self, ("request_rate",), "with --ramp-up-strategy")
             for name in ("ramp_up_start_rps", "ramp_up_end_rps"):
-                _require(0 < vars(self)[name] < math.inf, name.replace("_", "-"), "above 0 with a ramp", vars(self)[name])
+                require(0 < vars(self)[name] < math.inf, name.replace("_", "-"), "above 0 with a ramp", vars(self)[name])
         _ = self.extra
 
     @property
@@ -184,7 +179,7 @@ class Load:
             read = json.loads(self.extra_body or "{}")
         except ValueError:
             read = None
-        _require(isinstance(read, dict), "extra-body", "a JSON object", self.extra_body)
+        require(isinstance(read, dict), "extra-body", "a JSON object", self.extra_body)
         return dict(read)
 
 
@@ -206,8 +201,8 @@ class Results:
 
     def __post_init__(self) -> None:
         for name in self.metrics:
-            _require(name in METRICS, "percentile-metrics", f"some of {','.join(METRICS)}", self.percentile_metrics)
-        _require(
+            require(name in METRICS, "percentile-metrics", f"some of {','.join(METRICS)}", self.percentile_metrics)
+        require(
             all(0 <= each <= 100 for each in self.percentiles), "metric-percentiles", "from 0 to 100", self.metric_percentiles
         )
         _ = self.limits_ms
@@ -237,7 +232,7 @@ class Results:
                 limits[name] = float(text)
             except ValueError:
                 limits[name] = -1.0
-            _require(name in METRICS and limits[name] >= 0, "goodput", "METRIC:MILLISECONDS, such as ttft:500", item)
+            require(name in METRICS and limits[name] >= 0, "goodput", "METRIC:MILLISECONDS, such as ttft:500", item)
         return limits
 
 
