@@ -6,7 +6,7 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from common.config import EngineConfig, TransportName, option
+from common.config import EngineConfig, TransportName, option, parse_numbers
 from common.errors import ConfigError
 
 FleetKind = Literal["layer-wise", "page-wise", "colocated"]
@@ -53,10 +53,7 @@ class OverlapBench:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Of the prompts, in chunks, the shortest first."""
-        try:
-            return tuple(sorted({int(part) for part in self.chunks.split(",")}))
-        except ValueError:
-            raise ConfigError(f"--chunks must be numbers with commas between them, is {self.chunks!r}") from None
+        return tuple(sorted(set(parse_numbers(self.chunks, "chunks", int))))
 
 
 def prompt_tokens(chunks: int, engine: EngineConfig) -> int:

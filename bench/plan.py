@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from common.config import Switch, TransportName, option, parse_bytes
+from common.config import Switch, TransportName, option, parse_bytes, parse_numbers
 from common.errors import ConfigError
 
 Arrangement = Literal["contiguous", "scattered"]
@@ -115,10 +115,7 @@ class TransferBench:
 
     @property
     def page_counts(self) -> tuple[int, ...]:
-        try:
-            return tuple(sorted({int(part) for part in self.pages.split(",")}))
-        except ValueError:
-            raise ConfigError(f"--pages must be numbers with commas between them, is {self.pages!r}") from None
+        return tuple(sorted(set(parse_numbers(self.pages, "pages", int))))
 
     @property
     def unit_bytes(self) -> int:

@@ -5,9 +5,9 @@ Owns names, defaults, help and limits. Reads no files, flags or environment.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from common.addresses import check_address
 from common.errors import ConfigError
@@ -30,6 +30,8 @@ DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 STEP_COST = "0.005,0.00001,0.00002"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+N = TypeVar("N", int, float)
 
 
 def option(default: Any, help_text: str) -> Any:
@@ -314,6 +316,14 @@ class LogConfig:
 
 _SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ...]:
+    """The numbers of "1,32,1024", as they stand there. kind: int or float. Raises ConfigError, which names the flag."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--{flag} must be numbers with commas between them; it is {text!r}") from None
 
 
 def parse_bytes(text: str, flag: str = "") -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from bench.serve.plan import Load, Results, ServeBench, Target, Workload
-from common.config import option
+from common.config import option, parse_numbers
 from common.errors import ConfigError
 
 DECIDED_BY_COMPARE = (
@@ -77,10 +77,7 @@ class CompareBench:
     @property
     def ladder(self) -> tuple[float, ...]:
         """Each rate once, rising."""
-        try:
-            return tuple(sorted({float(part) for part in self.rates.split(",")}))
-        except ValueError:
-            raise ConfigError(f"--rates must be numbers with commas between them, is {self.rates!r}") from None
+        return tuple(sorted(set(parse_numbers(self.rates, "rates", float))))
 
     def turns(self) -> Iterator[Turn]:
         """A B C, A B C: what changes slowly about the machine meets every layout."""

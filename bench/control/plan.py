@@ -6,7 +6,7 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import option
+from common.config import option, parse_numbers
 from common.errors import ConfigError
 
 
@@ -28,10 +28,7 @@ class ControlBench:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        try:
-            return tuple(int(part) for part in self.instances.split(","))
-        except ValueError:
-            raise ConfigError(f"--instances must be numbers with commas between them, is {self.instances!r}") from None
+        return parse_numbers(self.instances, "instances", int)
 
 
 QUICK: dict[str, Any] = {"instances": "6", "seconds": 1.0}

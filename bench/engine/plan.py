@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
-from common.config import DEMO_MODEL, Dtype, EngineConfig, option
+from common.config import DEMO_MODEL, Dtype, EngineConfig, option, parse_numbers
 from common.errors import ConfigError
 from common.processes.lines import JsonLine
 
@@ -105,20 +105,24 @@ class EngineBench:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        return _numbers(self.batches, "batches")
+        """In the order given, each once."""
+        return tuple(dict.fromkeys(parse_numbers(self.batches, "batches", int)))
 
     @property
     def context_lengths(self) -> tuple[int, ...]:
-        return _numbers(self.contexts, "contexts")
+        """In the order given, each once."""
+        return tuple(dict.fromkeys(parse_numbers(self.contexts, "contexts", int)))
 
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
         """No longer than the prompt, each once."""
-        return tuple(sorted({min(self.prompt_tokens, chunk) for chunk in _numbers(self.prompt_chunks, "prompt-chunks")}))
+        return tuple(
+            sorted({min(self.prompt_tokens, chunk) for chunk in parse_numbers(self.prompt_chunks, "prompt-chunks", int)})
+        )
 
     @property
     def sequence_range(self) -> tuple[int, ...]:
-        return _numbers(self.sequence_tokens, "sequence-tokens")
+        return parse_numbers(self.sequence_tokens, "sequence-tokens", int)
 
 
 QUICK: dict[str, Any] = {
@@ -358,11 +362,3 @@ def _offline(bench: EngineBench, engine: EngineConfig, is_quick: bool, on_cuda: 
 
 def _parts(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def _numbers(text: str, flag: str) -> tuple[int, ...]:
-    """In the order given, each once."""
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise ConfigError(f"--{flag} must be numbers with commas between them, is {text!r}") from None

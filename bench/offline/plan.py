@@ -6,7 +6,7 @@ Owns names, defaults and limits. Imports nothing heavy, runs nothing.
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import option
+from common.config import option, parse_numbers
 from common.errors import ConfigError
 
 
@@ -43,10 +43,10 @@ QUICK_ENGINE: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "kv_memory
 
 
 def _range(text: str, flag: str) -> tuple[int, int]:
-    try:
-        fewest, most = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--{flag} must be two numbers with a comma between them, is {text!r}") from None
+    numbers = parse_numbers(text, flag, int)
+    if len(numbers) != 2:
+        raise ConfigError(f"--{flag} must be two numbers with a comma between them, is {text!r}")
+    fewest, most = numbers
     if not 1 <= fewest <= most:
         raise ConfigError(f"--{flag} must be at least 1, and the first number not above the second, is {text!r}")
     return fewest, most

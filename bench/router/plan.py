@@ -6,7 +6,7 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import option
+from common.config import option, parse_numbers
 from common.errors import ConfigError
 
 
@@ -36,10 +36,7 @@ class RouterBench:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        try:
-            return tuple(int(part) for part in self.streams.split(","))
-        except ValueError:
-            raise ConfigError(f"--streams must be numbers with commas between them, is {self.streams!r}") from None
+        return parse_numbers(self.streams, "streams", int)
 
 
 QUICK: dict[str, Any] = {"streams": "8", "rate": 2000.0, "seconds": 0.5, "requests": 40, "open": 0}

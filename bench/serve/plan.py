@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from common.config import Switch, option, refuse_without_effect, require
+from common.config import Switch, option, parse_numbers, refuse_without_effect, require
 from common.errors import ConfigError
 
 Backend = Literal["openai", "openai-chat"]
@@ -215,12 +215,7 @@ class Results:
 
     @property
     def percentiles(self) -> tuple[float, ...]:
-        try:
-            return tuple(float(part) for part in self.metric_percentiles.split(","))
-        except ValueError:
-            raise ConfigError(
-                f"--metric-percentiles must be numbers with commas between them; it is {self.metric_percentiles!r}"
-            ) from None
+        return parse_numbers(self.metric_percentiles, "metric-percentiles", float)
 
     @property
     def limits_ms(self) -> dict[str, float]:
