@@ -28,9 +28,10 @@ class TokenText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
+        self._special = frozenset(id for id, token in added.items() if token.special)
         kinds = _decoder_kinds(json.loads(tokenizer.to_str())["decoder"])
-        self._special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._byte_of = _byte_by_character() if "ByteLevel" in kinds else None
         self._falls_back = "ByteFallback" in kinds
         self._known: dict[int, _Token] = {}
