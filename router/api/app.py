@@ -198,8 +198,8 @@ class Api:
         answer = Answer(self._gateway, accepted)
         request.scope[AT_END].callback(answer.close)
         answer.dispatch(received_s)
-        aborted = self._open.aborted(request.scope[COMING], requests)
-        self._gateway.deliver(self._gateway.core.requests.cancel(aborted, self._gateway.clock()))
+        if aborted := self._open.aborted(request.scope[COMING], requests):
+            self._gateway.deliver(self._gateway.core.requests.cancel(aborted, self._gateway.clock()))
         shape = shape_of(
             id=accepted.id,
             created=int(time.time()),
