@@ -86,6 +86,10 @@ class GenerateShape(AnswerShape[GenerateRequest]):
     """/generate"""
 
     _so_far: dict[int, _Written] = field(default_factory=dict, init=False)
+    _choice_ids: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._choice_ids = self.asked.choice_ids(self.id, len(self.accepted.specs))
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
         return event(_encode(self._generated(delta.index, delta, in_stream=True)))
@@ -107,7 +111,7 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         self._add(written, news)
         left_out, tops = msgspec.UNSET, self.asked.logprobs
         info = MetaInfo(
-            id=self.asked.choice_ids(self.id, len(self.accepted.specs))[index],
+            id=self._choice_ids[index],
             finish_reason=self._finish(news.ending, written.tokens) if isinstance(news.ending, Finished) else None,
             prompt_tokens=len(prompt) // TOKEN_BYTES,
             completion_tokens=written.tokens,
