@@ -19,6 +19,9 @@ from common.messages import Cancel, Failed, ForgetAnswer
 from router.members import Member
 from router.policy import Placement
 
+ROUNDS = 8
+"""As many rounds of probes may be under way. A member that is slower by more is not judged."""
+
 
 class ResumeReason(StrEnum):
     """Why a request is resumed."""
@@ -27,10 +30,6 @@ class ResumeReason(StrEnum):
     FAILED_ATTEMPT = "failed_attempt"
     PREEMPTED = "preempted"
     LOST_MESSAGES = "lost_messages"
-
-
-ROUNDS = 8
-"""As many rounds of probes may be under way. A member that is slower by more is not judged."""
 
 
 class Loss(Enum):
