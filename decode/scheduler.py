@@ -199,7 +199,7 @@ class DecodeScheduler:
         reporting = {*logprobs, *(chunk.row for chunk in plan.chunks if chunk.last)} if logprobs or plan.chunks else ()
         for at, row in enumerate(sampled.tolist() if reporting else ()):
             if row in reporting:
-                deltas[at] = answered[at].with_logprobs(deltas[at], logprobs.get(row, ()))
+                deltas[at] = answered[at].told_with(deltas[at], logprobs.get(row, ()))
         for at in np.flatnonzero(stopped | at_limit).tolist():
             ending = Finished(reason="stop", matched=int(tokens[at])) if stopped[at] else Finished(reason="length")
             deltas[at] = msgspec.structs.replace(deltas[at], ending=ending)

@@ -333,6 +333,8 @@ class PrefillScheduler:
             terms=Terms(priority=rank.priority, age_s=now - rank.arrived_s, timeout_s=request.deadline_s - now),
             waits=request.waits,
             waited_s=now - request.asked_s,
+            salt=asked.salt,
+            cached_tokens=request.cached_tokens,
         )
 
     def _refused(self, request: PrefillRequest, failure: Failed, now: float) -> list[Action]:
@@ -358,7 +360,7 @@ class PrefillScheduler:
             ending = Finished(reason="stop", matched=token)
         elif sampling.max_new_tokens == 1:
             ending = Finished(reason="length")
-        deltas.append(request.with_logprobs(TokenDelta(request.key, request.next_token, (token,), ending), logprobs))
+        deltas.append(request.told_with(TokenDelta(request.key, request.next_token, (token,), ending), logprobs))
         request.note(token)
         request.told = ending
         request.phase, request.sampled_s = Phase.HANDING_OFF, now

@@ -24,7 +24,7 @@ alternatives may be unread, which a client gets at once when its router was stop
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
     """News of one choice: text (maybe empty), the tokens behind it, and the ending if this is the last. logprobs,
-    prompt_logprobs: see `TextDelta`."""
+    prompt_logprobs, cached_tokens: see `TextDelta`."""
 
     index: int
     text: str
@@ -32,6 +32,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     ending: Ending | None = None
     logprobs: TokenLogprobs = ()
     prompt_logprobs: TokenLogprobs = ()
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +78,7 @@ def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
             of[-1].ending,
             tuple(chain.from_iterable(piece.logprobs for piece in of)),
             tuple(chain.from_iterable(piece.prompt_logprobs for piece in of)),
+            sum(piece.cached_tokens for piece in of),
         )
         for index, of in pieces.items()
     ]

@@ -157,6 +157,7 @@ class RequestBook:
             decodes=tuple(member.info.id for member in attempt.candidates),
             first=first,
             terms=Terms(priority=spec.priority, age_s=now - record.received_s, timeout_s=left_s),
+            salt=spec.salt,
         )
         return [expect_answer(record, attempt, now), Send(attempt.first.info.id, generate)]
 
@@ -185,7 +186,7 @@ class RequestBook:
         outbox = record.outbox
         if delta.token_ids or delta.text:
             record.texts.append(delta.text)
-            outbox.put(ChoiceDelta(record.spec.index, delta.text, delta.token_ids, None, delta.logprobs, delta.prompt_logprobs))
+            outbox.put(_news(record, delta, None))
         if outbox.unread_chars > outbox.limit_chars:
             slow = Failed(message="the client reads too slowly: its request was cancelled", kind="slow_client", status=408)
             return self._break_off(record, slow, now)
@@ -370,14 +371,16 @@ class RequestBook:
         if record.attempt is not None:
             self._retelling.drop(record.attempt)
             record.attempt.release()
-        index = record.spec.index
-        if last is None:
-            record.outbox.put(ChoiceDelta(index, "", (), ending))
-        else:
-            record.outbox.put(ChoiceDelta(index, last.text, last.token_ids, ending, last.logprobs, last.prompt_logprobs))
+        record.outbox.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
         self._observer.ended(ending, now - record.received_s, record.attempts)
         if record.spec.owner:
             self._observer.spent(record.spec.owner, len(record.spec.prompt) // TOKEN_BYTES, len(record.token_ids))
+
+
+def _news(record: Record, delta: TextDelta, ending: Ending | None) -> ChoiceDelta:
+    """What the client gets of this text."""
+    of_tokens = delta.logprobs, delta.prompt_logprobs, delta.cached_tokens
+    return ChoiceDelta(record.spec.index, delta.text, delta.token_ids, ending, *of_tokens)
 
 
 def _setback(attempt: Attempt, ending: Ending) -> Setback | None:

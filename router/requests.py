@@ -19,7 +19,7 @@ TOKEN_BYTES = 4
 class RequestSpec:
     """One choice of a client's request. index: its number in the answer. prompt: packed token ids. priority: lower is earlier.
     timeout_s: counted from its arrival; None: the router's own limit. skip_special_tokens, include_stop, shown: see
-    `ExpectAnswer`. owner: name of the client's API key; "": it has none."""
+    `ExpectAnswer`. owner: name of the client's API key; "": it has none. salt: see `Generate`."""
 
     request_id: RequestId
     index: int
@@ -32,6 +32,7 @@ class RequestSpec:
     include_stop: bool = False
     owner: str = ""
     shown: tuple[int, ...] = ()
+    salt: str = ""
 
 
 class Phase(StrEnum):

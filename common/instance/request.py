@@ -52,7 +52,7 @@ class Request:
     token_ids: the tokens up to there that are known here. told: the ending that was emitted. prepares: its grammar is
     being made ready, so no row may start with it yet. pipeline: who gets them. logprobs,
     prompt_logprobs: those of the known tokens, one by one, and those of the prompt, chunk by chunk; packed, and only if the
-    client asks for them.
+    client asks for them. cached_tokens: tokens of its prompt that the instance which computes it found in its prefix cache.
     """
 
     asked: Generate | Reserve
@@ -74,6 +74,7 @@ class Request:
     logprobs: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[bytes] = field(default_factory=list)
     prepares: bool = False
+    cached_tokens: int = 0
 
     def note(self, token_id: int) -> None:
         """The token goes to the client, or has gone there by another instance."""
@@ -106,15 +107,16 @@ class Request:
         if self.next_token == 0:
             self.prompt_logprobs.append(pack_logprobs(prompt_logprobs))
 
-    def with_logprobs(self, delta: TokenDelta, logprobs: TokenLogprobs) -> TokenDelta:
-        """The delta of a token that was sampled here, with what the client asks for beside it, which is remembered. logprobs:
-        that of the token; empty if it is not asked for."""
+    def told_with(self, delta: TokenDelta, logprobs: TokenLogprobs) -> TokenDelta:
+        """The delta of a token that was sampled here, with what is told beside it, which is remembered. logprobs: that of the
+        token; empty if it is not asked for."""
         if logprobs:
             self.logprobs.append(pack_logprobs(logprobs))
         prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if delta.first == 0 else ()
-        if not logprobs and not prompt_logprobs:
+        cached_tokens = self.cached_tokens if delta.first == 0 else 0
+        if not logprobs and not prompt_logprobs and not cached_tokens:
             return delta
-        return replace(delta, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return replace(delta, logprobs=logprobs, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens)
 
     def embedded(self, embedding: bytes) -> TokenDelta:
         """The whole answer of a request for an embedding: an ending. embedding: see `Finished`."""
@@ -125,4 +127,4 @@ class Request:
     def emitted(self) -> Emitted:
         """What can be sent again."""
         first = self.next_token - len(self.token_ids)
-        return Emitted(first, self.token_ids, self.told, self.logprobs, self.prompt_logprobs)
+        return Emitted(first, self.token_ids, self.told, self.logprobs, self.prompt_logprobs, self.cached_tokens)

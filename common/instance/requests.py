@@ -129,6 +129,8 @@ class RequestTable(Generic[R]):
         assert pipeline is not None, "checked"
         request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first, pipeline)
         request.prepares = asked.sampling.grammar is not None
+        if isinstance(asked, Reserve):
+            request.cached_tokens = asked.cached_tokens
         self._open[key] = request
         self._deadlines.set(key, deadline_s)
         self.waiting.join(key, rank, request)

@@ -24,6 +24,7 @@ PIECE_TOKENS = 8_192
 class Emitted:
     """What was emitted of one request. first: number of the first token. ending: the one that was emitted, if there was one.
     logprobs: if asked for, of each token, packed. prompt_logprobs: if asked for, packed in pieces; they go with token 0.
+    cached_tokens: see `TokenDelta`.
 
     While the request is open its tokens are a list, because that is the fastest to append to.
     """
@@ -33,6 +34,7 @@ class Emitted:
     ending: Ending | None
     logprobs: Sequence[bytes] = ()
     prompt_logprobs: Sequence[bytes] = ()
+    cached_tokens: int = 0
 
     @classmethod
     def nothing(cls, first: int, ending: Ending) -> Self:
@@ -46,9 +48,11 @@ class Emitted:
         while at < end or self.ending is not None:
             upto = min(at + PIECE_TOKENS, end)
             first, ending = self.first + at, self.ending if upto == end else None
-            prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if first == 0 and end else ()
+            has_first = first == 0 and end > 0
+            prompt_logprobs = unpack_logprobs(self.prompt_logprobs) if has_first else ()
             logprobs = unpack_logprobs(self.logprobs[at:upto])
-            yield TokenDelta(key, first, tuple(self.token_ids[at:upto]), ending, logprobs, prompt_logprobs)
+            cached_tokens = self.cached_tokens if has_first else 0
+            yield TokenDelta(key, first, tuple(self.token_ids[at:upto]), ending, logprobs, prompt_logprobs, cached_tokens)
             at = upto
             if at == end:
                 return

@@ -4,7 +4,7 @@ import msgspec
 
 from common.ids import Incarnation
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 """Raised when a message changes meaning. Neighbouring versions work together: new fields have defaults. Raised by two when that
 cannot be."""
 

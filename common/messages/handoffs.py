@@ -13,7 +13,7 @@ from common.ids import Generation, Incarnation, Key
 from common.messages.base import UNNAMED, Message
 from common.messages.endings import Failed
 from common.messages.logprobs import TokenLogprob
-from common.messages.requests import Terms
+from common.messages.requests import Salt, Terms
 from common.sampling_params import SamplingParams
 
 
@@ -37,6 +37,10 @@ class Reserve(Message, frozen=True):
     """It may wait a while for memory. If not, or when that is over, it is declined and forgotten: it may come again."""
     waited_s: float = 0.0
     """So long has the writer asked for it, here and elsewhere."""
+    salt: Salt = ""
+    """As in Generate."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the writer need not compute: what is told with the answer's first token, whoever tells it."""
 
 
 class Grant(Message, frozen=True):

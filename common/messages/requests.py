@@ -3,11 +3,18 @@
 Owns what an instance is told and asked about a request. Does not know KV or text.
 """
 
+from typing import Annotated, TypeAlias
+
 import msgspec
 
 from common.ids import Incarnation, InstanceId, Key, Life
 from common.messages.base import Message
 from common.sampling_params import SamplingParams
+
+SALT_CHARS = 128
+
+Salt: TypeAlias = Annotated[str, msgspec.Meta(max_length=SALT_CHARS)]
+"""Requests with different salts share no cached KV."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +43,8 @@ class Generate(Message, frozen=True):
     """Number of the first token to emit; above 0 when an answer is resumed."""
     terms: Terms = Terms()
     """When to serve it."""
+    salt: Salt = ""
+    """Its KV is found in prefix caches only by requests with the same salt, and it finds only theirs."""
 
 
 class Placed(Message, frozen=True):

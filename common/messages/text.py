@@ -25,6 +25,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One for each token, if the request asks for them."""
     prompt_logprobs: TokenLogprobs = ()
     """Of the prompt's tokens from the second one on, if the request asks for them: they come with the answer's first token."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed, because their KV was there already; said with the answer's first token."""
 
 
 class TokenBatch(Message, frozen=True):
@@ -83,6 +85,8 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: TokenLogprobs = ()
     """As in TokenDelta."""
     prompt_logprobs: TokenLogprobs = ()
+    """As in TokenDelta."""
+    cached_tokens: int = 0
     """As in TokenDelta."""
 
 

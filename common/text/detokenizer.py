@@ -103,7 +103,7 @@ class _Answer:
             text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
         delta = TextDelta(key, first, tuple(token_ids), text, ending)
-        return [self._with_logprobs(delta) if token_ids and (order.has_logprobs or first == 0) else delta]
+        return [self._told_with(delta) if token_ids and (order.has_logprobs or first == 0) else delta]
 
     def _render(self, first: int, token_ids: list[int]) -> tuple[int, str]:
         """Returns how many tokens were used, up to the one that completes a stop string, and their text. first: the number of the
@@ -122,13 +122,14 @@ class _Answer:
             return None
         return ending.matched
 
-    def _with_logprobs(self, delta: TextDelta) -> TextDelta:
-        """The delta with the log probabilities of its tokens; those of the prompt go with token 0."""
-        logprobs = self.order.take_logprobs() if self.order.has_logprobs else []
-        prompt_logprobs = self.order.prompt_logprobs if delta.first == 0 else ()
-        if not logprobs and not prompt_logprobs:
+    def _told_with(self, delta: TextDelta) -> TextDelta:
+        """The delta with the log probabilities of its tokens; what is told of the prompt goes with token 0."""
+        order = self.order
+        logprobs = tuple(order.take_logprobs()[: len(delta.token_ids)]) if order.has_logprobs else ()
+        prompt_logprobs, cached_tokens = (order.prompt_logprobs, order.cached_tokens) if delta.first == 0 else ((), 0)
+        if not logprobs and not prompt_logprobs and not cached_tokens:
             return delta
-        return replace(delta, logprobs=tuple(logprobs[: len(delta.token_ids)]), prompt_logprobs=prompt_logprobs)
+        return replace(delta, logprobs=logprobs, prompt_logprobs=prompt_logprobs, cached_tokens=cached_tokens)
 
 
 class Detokenizer:
@@ -259,6 +260,8 @@ class Detokenizer:
                 continue
             if delta.prompt_logprobs and delta.first == 0:
                 order.prompt_logprobs = delta.prompt_logprobs
+            if delta.cached_tokens and delta.first == 0:
+                order.cached_tokens = delta.cached_tokens
             again = order.put(delta.first, delta.token_ids, delta.ending, delta.logprobs)
             if again:
                 self.dropped["tokens that came again"] += again

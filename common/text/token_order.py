@@ -34,6 +34,8 @@ class TokenOrder:
         self._ready_logprobs: list[TokenLogprob] = []
         self._prompt_logprobs = b""
         """Packed."""
+        self.cached_tokens = 0
+        """They are told with token 0, as the prompt's log probabilities."""
 
     def put(self, first: int, token_ids: Sequence[int], ending: Ending | None, logprobs: Sequence[TokenLogprob] = ()) -> int:
         """Take in tokens; `first` is the number of the first of them. The first ending that comes counts. logprobs: one for each
@@ -87,6 +89,7 @@ class TokenOrder:
         if self._ending is not None:
             other.put(self._ends_at, (), self._ending)
         other._prompt_logprobs = self._prompt_logprobs
+        other.cached_tokens = self.cached_tokens
 
     @property
     def ending(self) -> Ending | None:

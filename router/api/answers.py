@@ -9,9 +9,10 @@ Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.ht
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from common.messages import Ending, Failed, Finished, TokenLogprob
 from router.api.fields import ReadRequest
@@ -54,10 +55,15 @@ def finish_of(ending: Ending | None) -> OpenAIFinish | None:
     return "abort" if ending.reason == "cancelled" else ending.reason
 
 
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: Annotated[int, Meta(description="Tokens of the prompts whose KV was there already.")]
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 @dataclass(slots=True)
@@ -68,6 +74,7 @@ class WholeChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
     ending: Finished = Finished(reason="stop")
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -75,6 +82,7 @@ class WholeChoice:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.cached_tokens += delta.cached_tokens
         if isinstance(delta.ending, Finished):
             self.ending = delta.ending
 
@@ -100,6 +108,8 @@ class AnswerShape(ABC, Generic[R]):
 
     tokens: int = field(default=0, init=False)
     """Tokens of all choices so far."""
+    cached_tokens: int = field(default=0, init=False)
+    """Of the prompts, so far: each is counted once, as its first choice tells it."""
 
     @abstractmethod
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
@@ -127,7 +137,13 @@ class AnswerShape(ABC, Generic[R]):
     def usage(self) -> Usage:
         """As far as the answer has come."""
         prompt_tokens = self.accepted.prompt_tokens
-        return Usage(prompt_tokens, self.tokens, prompt_tokens + self.tokens)
+        return Usage(prompt_tokens, self.tokens, prompt_tokens + self.tokens, PromptDetails(self.cached_tokens))
+
+    def count(self, index: int, news: ChoiceDelta | WholeChoice) -> None:
+        """Take the tokens of this news of a choice into the usage."""
+        self.tokens += len(news.token_ids)
+        if index % self.asked.fields.n == 0:
+            self.cached_tokens += news.cached_tokens
 
     def logprob_writer(self, top: int | None) -> LogprobWriter:
         return LogprobWriter(self.token_texts, top or 0, as_ids=self.asked.fields.return_tokens_as_token_ids)
@@ -164,7 +180,7 @@ class OpenAIShape(AnswerShape[R]):
         self._is_plain = not asks_for_more and not (options is not None and options.continuous_usage_stats)
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
-        self.tokens += len(delta.token_ids)
+        self.count(delta.index, delta)
         if self._is_plain and delta.text and delta.ending is None and not opens and self._is_content(delta.index):
             frame = self._frames.get(delta.index)
             if frame is None:
@@ -179,7 +195,8 @@ class OpenAIShape(AnswerShape[R]):
         return event(_encode(OpenAIBody(self.id, self.chunk_object, self.created, self.model, (), self.usage()))) + DONE
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
-        self.tokens += sum(len(choice.token_ids) for choice in choices)
+        for index, choice in enumerate(choices):
+            self.count(index, choice)
         parts = [encoded(self._whole_choice(index, choice)) for index, choice in enumerate(choices)]
         prompt = self._prompt_logprobs(choices)
         return _encode(OpenAIBody(self.id, self.whole_object, self.created, self.model, parts, self.usage(), prompt))

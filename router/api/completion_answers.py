@@ -46,7 +46,10 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         if self.asked.hides_answer:
             ending = Finished(reason="length")
-            choices = [WholeChoice(prompt_logprobs=choice.prompt_logprobs, ending=ending) for choice in choices]
+            choices = [
+                WholeChoice(prompt_logprobs=choice.prompt_logprobs, cached_tokens=choice.cached_tokens, ending=ending)
+                for choice in choices
+            ]
         return super(CompletionShape, self).whole(choices)
 
     def _chunk_choices(self, delta: ChoiceDelta, *, opens: bool) -> Iterable[msgspec.Struct]:

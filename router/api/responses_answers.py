@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, assert_never
 import msgspec
 
 from common.messages import Failed, Finished
-from router.api.answers import AnswerShape, WholeChoice
+from router.api.answers import AnswerShape, PromptDetails, WholeChoice
 from router.api.output.parser import AnswerParser
 from router.api.output.parts import Arguments, CallBegins, Content, Part, Reasoning
 from router.api.responses import NamedFunction, ReasoningConfig, ResponseRequest, ResponseTool, TextConfig
@@ -66,10 +66,6 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: str
 
 
-class InputDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
-
-
 class OutputDetails(msgspec.Struct, frozen=True):
     """Thoughts are not counted apart."""
 
@@ -80,7 +76,7 @@ class ResponseUsage(msgspec.Struct, frozen=True):
     input_tokens: int
     output_tokens: int
     total_tokens: int
-    input_tokens_details: InputDetails = InputDetails()
+    input_tokens_details: PromptDetails
     output_tokens_details: OutputDetails = OutputDetails()
 
 
@@ -167,7 +163,7 @@ class ResponseShape(AnswerShape[ResponseRequest]):
         self._parser = None if new_parser is None else new_parser()
 
     def events(self, delta: ChoiceDelta, *, opens: bool) -> bytes:
-        self.tokens += len(delta.token_ids)
+        self.count(delta.index, delta)
         return b"".join(self._event(kind, fields) for kind, fields in self._news(delta, opens=opens))
 
     def last_events(self) -> bytes:
@@ -176,7 +172,7 @@ class ResponseShape(AnswerShape[ResponseRequest]):
 
     def whole(self, choices: Sequence[WholeChoice]) -> bytes:
         (choice,) = choices
-        self.tokens = len(choice.token_ids)
+        self.count(0, choice)
         for _ in self._news(ChoiceDelta(0, choice.text, (), choice.ending), opens=False):
             pass  # the events of a stream; the items are what is wanted
         return _encode(self._body(self._status))
@@ -264,9 +260,13 @@ class ResponseShape(AnswerShape[ResponseRequest]):
         """How the answer ends; its last item ends so too."""
         return "completed" if self._ending.reason == "stop" else "incomplete"
 
+    def _usage(self) -> ResponseUsage:
+        usage = self.usage()
+        return ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens, usage.prompt_tokens_details)
+
     def _body(self, status: Status) -> ResponseBody:
         """The response object. status: of the answer; its items are in it when it has ended."""
-        asked, usage = self.asked.body, self.usage()
+        asked = self.asked.body
         ended, last = status != "in_progress", len(self._items) - 1
         was_cut = status == "incomplete" and self._ending.reason == "length"
         outputs = [item.output(status if number == last else "completed") for number, item in enumerate(self._items)]
@@ -276,7 +276,7 @@ class ResponseShape(AnswerShape[ResponseRequest]):
             status=status,
             model=self.model,
             output=outputs if ended else (),
-            usage=ResponseUsage(usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) if ended else None,
+            usage=self._usage() if ended else None,
             incomplete_details=IncompleteDetails("max_output_tokens") if was_cut else None,
             instructions=asked.instructions,
             max_output_tokens=asked.max_output_tokens,

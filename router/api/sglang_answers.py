@@ -35,6 +35,7 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV was there already.")]
     input_token_logprobs: list[Logprob] | msgspec.UnsetType = msgspec.UNSET
     output_token_logprobs: list[Logprob] | msgspec.UnsetType = msgspec.UNSET
     input_top_logprobs: list[list[Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
@@ -73,6 +74,7 @@ class _Written:
     """What is written of one choice, in JSON: each event repeats all of it. text: without its quotation marks."""
 
     tokens: int = 0
+    cached_tokens: int = 0
     text: bytearray = field(default_factory=bytearray)
     ids: _Growing = field(default_factory=_Growing)
     logprobs: _Growing = field(default_factory=_Growing)
@@ -115,6 +117,7 @@ class GenerateShape(AnswerShape[GenerateRequest]):
             finish_reason=self._finish(news.ending, written.tokens) if isinstance(news.ending, Finished) else None,
             prompt_tokens=len(prompt) // TOKEN_BYTES,
             completion_tokens=written.tokens,
+            cached_tokens=written.cached_tokens,
             input_token_logprobs=left_out if tops is None else written.prompt_logprobs.json,
             output_token_logprobs=left_out if tops is None else written.logprobs.json,
             input_top_logprobs=written.prompt_tops.json if tops else left_out,
@@ -133,6 +136,7 @@ class GenerateShape(AnswerShape[GenerateRequest]):
             written.prompt_tops.extend([None])
 
     def _add(self, written: _Written, news: ChoiceDelta | WholeChoice) -> None:
+        written.cached_tokens += news.cached_tokens
         if news.prompt_logprobs and self.asked.logprob_start >= 0:
             of_prompt = news.prompt_logprobs[self.asked.logprob_start :]
             written.prompt_logprobs.extend([self._own(token) for token in of_prompt])

@@ -54,7 +54,7 @@ class Checks:
         usage = {
             "prompt_tokens": prompt, "completion_tokens": answer.tokens, "total_tokens": prompt + answer.tokens,
         }  # fmt: skip
-        if answer.usage != usage:
+        if answer.usage is None or answer.usage | usage != answer.usage:
             yield f"{name}: usage is {answer.usage} instead of {usage}"
         for index, choice in enumerate(answer.choices):
             yield from (f"{name} choice {index}: {fault}" for fault in self._of_choice(answer.request, choice))

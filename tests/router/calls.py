@@ -19,6 +19,12 @@ def completion(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 5} | fields
 
 
+def usage(prompt: int, answer: int, cached: int = 0) -> dict[str, Any]:
+    """The usage of an answer of the OpenAI API."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
 async def until(holds: Callable[[], object]) -> None:
     """Let the loop turn until the condition holds."""
     async with asyncio.timeout(60):

@@ -245,6 +245,8 @@ class EchoFleet(FakeMail[RouterInbox]):
         self._turning = False
         self.tells: tuple[LinkInfo, ...] = ()
         """What the prefill instance answers when it is asked for its links; nothing: it does not answer."""
+        self.cached_tokens = 0
+        """Of each prompt."""
 
     def join(self) -> None:
         for one in (self.prefill, self.decode):
@@ -323,7 +325,8 @@ class EchoFleet(FakeMail[RouterInbox]):
             top, prompt_top = message.sampling.logprobs, message.sampling.prompt_logprobs
             logprobs = () if top is None else (likely(token, top),)
             of_prompt = () if prompt_top is None or number > 0 else tuple(likely(one, prompt_top) for one in prompt[1:])
-            deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending, logprobs, of_prompt))
+            cached = 0 if number else self.cached_tokens
+            deltas.append(TextDelta(key, number, (token,), "" if stop else chr(token), ending, logprobs, of_prompt, cached))
             if ending is not None:
                 break
         return deltas

@@ -12,7 +12,7 @@ from common.ids import unpack_ids
 from common.messages import Failed
 from common.sampling_params import SamplingParams
 from router.api import app
-from tests.router.calls import assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until
+from tests.router.calls import assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until, usage
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ async def test_a_chat_completion_has_text_reason_usage_and_id(site: Site) -> Non
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": "hello", "refusal": None}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
-    assert body["usage"] == {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16}
+    assert body["usage"] == usage(11, 5)
 
 
 async def test_a_chat_stream_opens_with_the_role_and_closes_with_the_reason(site: Site) -> None:
@@ -51,7 +51,23 @@ async def test_usage_comes_in_a_last_chunk_without_choices_when_asked(site: Site
     response = await post(site, "/v1/chat/completions", chat(stream=True, stream_options={"include_usage": True}))
     *chunks, last = events(response)
     assert all(chunk["usage"] is None for chunk in chunks)
-    assert (last["choices"], last["usage"]) == ([], {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10})
+    assert (last["choices"], last["usage"]) == ([], usage(5, 5))
+
+
+async def test_the_usage_says_how_much_of_each_prompt_was_cached_however_many_choices_it_has() -> None:
+    fleet = EchoFleet()
+    fleet.cached_tokens = 2
+    chat_body, prompts = chat("hello", n=3, max_tokens=4), completion(["abc", "defg"], n=2, max_tokens=4)
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    async with Site(fleet) as site:
+        for path, body, expected in (("chat/completions", chat_body, usage(5, 12, 2)), ("completions", prompts, usage(7, 16, 4))):
+            assert (await post(site, f"/v1/{path}", body)).json()["usage"] == expected
+            assert events(await post(site, f"/v1/{path}", body | streamed))[-1]["usage"] == expected
+        ids = {"input_ids": [[104, 105, 106], [107, 108]], "sampling_params": {"max_new_tokens": 2}}
+        for part in (await post(site, "/generate", ids)).json() + events(await post(site, "/generate", ids | {"stream": True})):
+            assert part["meta_info"]["cached_tokens"] == 2
+        response = (await post(site, "/v1/responses", {"model": MODEL, "input": "hello"})).json()
+        assert response["usage"]["input_tokens_details"] == {"cached_tokens": 2}
 
 
 async def test_a_text_completion_whole_and_streamed(site: Site) -> None:
@@ -76,7 +92,7 @@ async def test_several_prompts_may_be_token_ids(site: Site) -> None:
 async def test_several_prompts_and_several_choices_are_numbered_prompt_by_prompt(site: Site) -> None:
     body = (await post(site, "/v1/completions", completion(["aa", "bbb"], n=2, max_tokens=1, seed=7))).json()
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert body["usage"] == usage(5, 4)
     assert [message.sampling.seed for message in sent_to_fleet(site)] == [7, 8, 7, 8]
     assert len({message.key for message in sent_to_fleet(site)}) == 4
 
@@ -337,7 +353,7 @@ async def test_a_failed_attempt_that_can_be_resumed_is_not_seen_by_the_client(fa
         counted = (await get(site, "/metrics")).text
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello"
     assert [id for chunk in chunks for id in chunk["choices"][0].get("token_ids", ())] == [ord(char) for char in "hello"]
-    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+    assert last["usage"] == usage(5, 5)
     assert metric(counted, 'tandem_resumes_total{reason="failed_attempt"}') == 2
     assert metric(counted, "tandem_attempts_sum") == 3
     assert metric(counted, "tandem_resume_gap_seconds_count") == 1

@@ -9,7 +9,7 @@ from common.text.token_text import TokenText
 from router.api import intake, logprobs, sglang_answers
 from router.api.logprobs import TextPlace
 from tests.common.text.tiny import tiny_tokenizer
-from tests.router.calls import assert_error, chat, completion, events, post
+from tests.router.calls import assert_error, chat, completion, events, post, usage
 from tests.router.fakes import Site
 from tests.router.test_sglang import prompt
 
@@ -101,7 +101,7 @@ async def test_echo_without_an_answer_gives_the_prompt_only(site: Site) -> None:
     whole = (await post(site, "/v1/completions", asked)).json()
     assert [(choice["text"], choice["finish_reason"]) for choice in whole["choices"]] == [("hi", "length"), ("jk", "length")]
     assert [choice["logprobs"]["token_logprobs"] for choice in whole["choices"]] == [[None, -0.25]] * 2
-    assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4}
+    assert whole["usage"] == usage(4, 0)
     *chunks, last = events(
         await post(
             site,

@@ -31,6 +31,7 @@ async def test_one_prompt_gets_one_answer_and_a_batch_gets_a_list(site: Site) ->
             "finish_reason": {"type": "length", "length": 3},
             "prompt_tokens": 5,
             "completion_tokens": 3,
+            "cached_tokens": 0,
         },
     }
     batch = (await post(site, "/generate", prompt(["ab", "cd"], rid=["x", "y"]))).json()

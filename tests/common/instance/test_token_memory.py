@@ -19,8 +19,13 @@ LENGTH = Finished("length")
         (Emitted(2, [7, 8, 9], None), 0, TokenDelta(key(), 2, (7, 8, 9))),
         (Emitted(2, [], Failed("gone")), 3, TokenDelta(key(), 2, (), Failed("gone"))),
         (Emitted(2, [], None), 2, None),
+        (Emitted(0, [7, 8], None, cached_tokens=16), 0, TokenDelta(key(), 0, (7, 8), cached_tokens=16)),
+        (Emitted(0, [7, 8], None, cached_tokens=16), 1, TokenDelta(key(), 1, (8,))),
     ],
-    ids=["all", "the rest", "nothing", "only the ending", "not what others emitted", "an ending at its place", "none yet"],
+    ids=[
+        *("all", "the rest", "nothing", "only the ending", "not what others emitted", "an ending at its place", "none yet"),
+        *("token 0 with the tokens that were cached", "not so a later one"),
+    ],
 )
 def test_tokens_are_told_from_a_number_on_with_the_ending(emitted: Emitted, number: int, told: TokenDelta | None) -> None:
     assert list(emitted.since(key(), number)) == ([] if told is None else [told])

@@ -1,4 +1,5 @@
-"""Log probabilities in the detokenizer: each token's travels with it, and those of the prompt come once, with token 0."""
+"""What goes beside tokens through the detokenizer: each token's log probability travels with it, and what is told of the prompt
+comes once, with token 0."""
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from tests.common.text.tiny import tiny_tokenizer
 
 IDS: list[int] = tiny_tokenizer().encode("one 日本 🙂🙂 STOP two 🤖").ids
 PROMPT = (TokenLogprob(7, -0.25, 2), TokenLogprob(8, -0.5, 1))
+CACHED_TOKENS = 32
 LENGTH = Finished("length")
 EXPECTED = ExpectAnswer(key=key(), logprobs=True)
 
@@ -34,12 +36,13 @@ ALL = of(IDS)
 
 def told(first: int, end: int, ending: Finished | Failed | None = None) -> TokenBatch:
     """As an instance tells these tokens."""
-    prompt = PROMPT if first == 0 else ()
-    return TokenBatch(deltas=(TokenDelta(key(), first, tuple(IDS[first:end]), ending, ALL[first:end], prompt),))
+    of_prompt = (PROMPT, CACHED_TOKENS) if first == 0 else ((), 0)
+    return TokenBatch(deltas=(TokenDelta(key(), first, tuple(IDS[first:end]), ending, ALL[first:end], *of_prompt),))
 
 
 def reported(deltas: list[TextDelta]) -> tuple[TokenLogprobs, list[TokenLogprobs]]:
     assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
+    assert all(delta.cached_tokens == (CACHED_TOKENS if delta.prompt_logprobs else 0) for delta in deltas)
     return tuple(one for delta in deltas for one in delta.logprobs), [delta.prompt_logprobs for delta in deltas]
 
 
