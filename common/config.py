@@ -168,6 +168,9 @@ class InstanceConfig:
     drain_timeout_s: float = option(
         30.0, "seconds after which a draining instance lets other instances resume what still runs, and exits"
     )
+    prefix_cache: Switch = option(
+        "on", "on: keep the KV of prompts and answers while memory is left, for later requests that begin alike; off: never"
+    )
     verify_pages: Switch = option("off", "on: compare a checksum of each KV page at both ends of a transfer")
 
     @property

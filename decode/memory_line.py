@@ -86,14 +86,14 @@ def admit(
     admitted: list[DecodeRequest] = []
     if not len(waiting) or rows.free_count == 0:
         return admitted
-    forecast = growth.forecast(pool.free_pages)
+    forecast = growth.forecast(pool.available_pages)
     looks = LOOKED_AT
     for request in waiting:
-        if rows.free_count == 0 or pool.free_pages <= forecast.running or looks == 0 or rounds.is_away_before(request):
+        if rows.free_count == 0 or pool.available_pages <= forecast.running or looks == 0 or rounds.is_away_before(request):
             break
         if request.waits_for_grammar:
             continue
-        fits = request.pages + forecast.running <= pool.free_pages
+        fits = request.pages + forecast.running <= pool.available_pages
         if fits and forecast.admits(request.pages, len(request.prompt), request.asked.sampling.max_new_tokens):
             waiting.leave(request.key)
             request.lease, request.row = pool.lease(request.pages), rows.take()

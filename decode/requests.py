@@ -63,7 +63,7 @@ class DecodeRequests:
     def __init__(self, me: InstanceInfo, engine: EngineDescription, limits: InstanceLimits) -> None:
         self._page_size = engine.layout.page_size
         self.table = RequestTable(DecodeRequest, me, engine, limits)
-        self.pool = PagePool(engine.total_pages)
+        self.pool = PagePool(engine.total_pages, limits.prefix_cache)
         self.rows = Rows(engine.max_rows)
         self.batch = Batch(engine.max_rows, engine.eos_token_ids)
         self.growth = Growth(self.batch, self._page_size, limits.answer_tokens)

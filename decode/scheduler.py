@@ -261,7 +261,7 @@ class DecodeScheduler:
             running_requests=len(running),
             waiting_tokens=sum(len(request.prompt) for request in waiting),
             running_tokens=sum(len(r.prompt) + int(self._batch.sampled[r.row]) for r in running if r.row is not None),
-            pages_free=self.pool.free_pages,
+            pages_free=self.pool.available_pages,
             pages_total=self.pool.total_pages,
             reservations=len(self._target.open),
             pages_quarantined=sum(len(lease) for lease in stuck if lease is not None),

@@ -146,6 +146,7 @@ def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfi
         max_waiting=instance.max_waiting,
         request_timeout_s=instance.max_request_timeout_s,
         drain_timeout_s=instance.drain_timeout_s,
+        prefix_cache=instance.prefix_cache == "on",
     )
     digest = executor.digest_pages if instance.verify_pages == "on" else None
     scheduler = PrefillScheduler if info.role == "prefill" else DecodeScheduler

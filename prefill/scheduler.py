@@ -88,7 +88,7 @@ class PrefillScheduler:
         self._me = me
         self._engine = engine
         self._limits = limits
-        self.pool = PagePool(engine.total_pages)
+        self.pool = PagePool(engine.total_pages, limits.prefix_cache)
         self._rows = Rows(engine.max_rows)
         self._source = HandoffSource(me.incarnation, engine.layout, digest)
         self._requests = RequestTable(PrefillRequest, me, engine, limits)
@@ -228,7 +228,7 @@ class PrefillScheduler:
             running_requests=len(self._requests) - len(waiting),
             waiting_tokens=sum(len(request.prompt) for request in waiting),
             running_tokens=sum(computing),
-            pages_free=self.pool.free_pages,
+            pages_free=self.pool.available_pages,
             pages_total=self.pool.total_pages,
             pushes_in_flight=self._source.pushes_in_flight,
             pages_quarantined=self._pages_quarantined + sum(stuck),

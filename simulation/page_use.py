@@ -22,6 +22,6 @@ class PageUse:
     def look(self, now: float) -> None:
         """The pages in use now have been in use since the last look."""
         passed_s = now - self._looked_s
-        self.page_s += passed_s * (self._pool.total_pages - self._pool.free_pages)
+        self.page_s += passed_s * (self._pool.leased_pages)
         self.seconds += passed_s
         self._looked_s = now

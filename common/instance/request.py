@@ -26,6 +26,7 @@ from common.messages import (
     unpack_logprobs,
 )
 from common.pages.pool import PageLease
+from common.pages.radix_cache import PageKeys
 
 
 class Phase(Enum):
@@ -50,9 +51,9 @@ class Request:
     alone. decode: the life of the decode instance that has granted the reservation, on its prefill instance. pages: to be leased
     on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
     token_ids: the tokens up to there that are known here. told: the ending that was emitted. prepares: its grammar is
-    being made ready, so no row may start with it yet. pipeline: who gets them. logprobs,
-    prompt_logprobs: those of the known tokens, one by one, and those of the prompt, chunk by chunk; packed, and only if the
-    client asks for them. cached_tokens: tokens of its prompt that the instance which computes it found in its prefix cache.
+    being made ready, so no row may start with it yet. pipeline: who gets them. keys: of the prompt's pages in the prefix cache.
+    logprobs, prompt_logprobs: those of the known tokens, one by one, and those of the prompt, chunk by chunk; packed, and only if
+    the client asks for them. cached_tokens: tokens of its prompt that the instance which computes it found in its prefix cache.
     """
 
     asked: Generate | Reserve
@@ -65,6 +66,7 @@ class Request:
     deadline_s: float
     next_token: int
     pipeline: InstanceId
+    keys: PageKeys
     phase: Phase = Phase.WAITING
     lease: PageLease | None = None
     progress: PromptProgress | None = None

@@ -35,6 +35,7 @@ from common.messages import (
     Standing,
     Terms,
 )
+from common.pages.radix_cache import PageKeys
 
 MEMORY_S = 60.0
 """How long a request that is over is remembered. A message about it may be under way that long, and its tokens may be asked for
@@ -127,7 +128,8 @@ class RequestTable(Generic[R]):
         deadline_s = now + (limit_s if asked.terms.timeout_s is None else min(asked.terms.timeout_s, limit_s))
         pipeline = self._pipeline_of(key)
         assert pipeline is not None, "checked"
-        request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first, pipeline)
+        keys = PageKeys(self._engine.layout.page_size, asked.salt, asked.prompt)
+        request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first, pipeline, keys)
         request.prepares = asked.sampling.grammar is not None
         if isinstance(asked, Reserve):
             request.cached_tokens = asked.cached_tokens

@@ -1,20 +1,34 @@
-"""The page pool: which pages are free, and the leases that hold the others.
+"""The page pool: which pages are free, which are cached, and the leases that hold the others.
 
-Owns page ids. Knows no tensors, tokens, requests or time. Pages leave only inside a lease and come home only by it,
-so at any time  free + sum(len(lease) for open leases) == total.
+Owns page ids. Knows no tensors, requests or time. Pages leave only inside a lease and come home only by it. A lease holds
+pages of its own, and may share cached ones (`radix_cache.py`) with other leases. Each page counts once, so at any time
+
+    free + cached + leased == total
+
+where cached are those in the cache that no lease holds. A lease's first pages are the cached ones:
+
+    |<-- hit, or published -->|<-------- own -------->|
+    p0         p1             p2         p3           p4       page ids in token order
 """
 
+from collections.abc import Iterable
+
 import numpy as np
+from numpy.typing import NDArray
 
 from common.ids import Int32Array
+from common.pages.radix_cache import CachedPage, Hit, PageKey, PageKeys, RadixCache
 
 
 class PageLease:
     """The right to some pages, and the only way to give them back."""
 
-    def __init__(self, pool: "PagePool", pages: Int32Array) -> None:
+    def __init__(self, pool: "PagePool", pages: Int32Array, hit: Hit) -> None:
         self._pool = pool
         self._pages = pages
+        self._cached = list(hit.pages)
+        self._given_back = 0
+        self._epoch = pool.cache.epoch
         self._open = True
 
     @property
@@ -24,14 +38,20 @@ class PageLease:
             raise RuntimeError("the lease is closed: its pages may belong to another request")
         return self._pages
 
+    @property
+    def held(self) -> Int32Array:
+        """All that cannot be given to others, in any order: `pages`, and the cached ones that were given back or have replaced
+        some of them. [pages] int32. Raises RuntimeError once the lease is closed."""
+        return np.concatenate([self.pages[self._own()], np.array([cached.page for cached in self._cached], dtype=np.int32)])
+
     def __len__(self) -> int:
         return len(self._pages)
 
     def extend(self, page_count: int) -> Int32Array | None:
         """Take `page_count` more pages from the pool and append them. Raises ValueError when `page_count` is negative.
 
-        Returns their ids, [page_count] int32; None, and changes nothing, when fewer are free. Raises RuntimeError once the lease
-        is closed.
+        Returns their ids, [page_count] int32; None, and changes nothing, when fewer are available. Raises RuntimeError once the
+        lease is closed.
         """
         if not self._open:
             raise RuntimeError("a closed lease takes no pages: nothing would give them back")
@@ -40,56 +60,153 @@ class PageLease:
             self._pages = np.concatenate([self._pages, more])
         return more
 
+    def publish(self, keys: PageKeys, upto_pages: int) -> None:
+        """The KV of the first `upto_pages` pages is final: whoever asks for these tokens may share them from now on. keys: of the
+        tokens in the lease's pages. Raises RuntimeError once the lease is closed.
+
+        A page that somebody else has published meanwhile stays the lease's own, beside the published one. A lease from before a
+        flush publishes nothing more.
+        """
+        if not self._open:
+            raise RuntimeError("a closed lease has no pages")
+        if self._epoch != self._pool.cache.epoch:
+            return
+        begin, skipped = len(self._cached), self._given_back
+        assert begin >= skipped or begin >= upto_pages, "a page that was given back may hold anything"
+        before = self._cached[-1] if begin else None
+        pages = self._pages[begin - skipped : max(begin, upto_pages) - skipped].tolist()
+        for key, page in zip(keys.pages[begin:upto_pages], pages, strict=True):
+            before = self._pool._publish(key, before, page)
+            if before is None:
+                return
+            self._cached.append(before)
+
     def give_back(self, page_count: int) -> None:
-        """Give back the first `page_count` pages and keep the others. Raises ValueError when `page_count` is negative or too
-        large, and RuntimeError once the lease is closed."""
+        """Give back the first `page_count` pages and keep the others. Those that are cached are held until the lease is closed.
+        Raises ValueError when `page_count` is negative or too large, and RuntimeError once the lease is closed."""
         if not self._open:
             raise RuntimeError("a closed lease has no pages")
         if not 0 <= page_count <= len(self._pages):
             raise ValueError(f"{page_count} of {len(self._pages)} pages")
-        self._pool._take_back(self._pages[:page_count])
+        own = self._own()[:page_count]
+        self._pool._take_back(self._pages[:page_count][own])
         self._pages = self._pages[page_count:]
+        self._given_back += page_count
 
     def close(self) -> None:
         """Give the pages back. A second close is a bug in the caller and raises RuntimeError."""
         if not self._open:
             raise RuntimeError("a lease is closed once")
         self._open = False
-        self._pool._take_back(self._pages)
+        self._pool._take_back(self._pages[self._own()])
+        self._pool._release(self._cached)
+
+    def _own(self) -> NDArray[np.bool_]:
+        """Which of `pages` no other lease can hold. [pages]."""
+        own = np.ones(len(self._pages), dtype=np.bool_)
+        cached = np.array([cached.page for cached in self._cached[self._given_back :]], dtype=np.int32)
+        own[: len(cached)] = self._pages[: len(cached)] != cached
+        return own
 
 
 class PagePool:
-    """`total_pages` pages, handed out in leases. The pages returned last are used first, because they are warm in the cache.
-    most_used: the most pages that were out at once."""
+    """`total_pages` pages, handed out in leases. The pages returned last are used first, because they are warm in the
+    processor's cache. caches: whether published pages can be hit. most_used: the most pages that were leased at once."""
 
-    def __init__(self, total_pages: int) -> None:
+    def __init__(self, total_pages: int, caches: bool = True) -> None:
         self.total_pages = total_pages
+        self.cache = RadixCache(caches)
         self._free = np.arange(total_pages - 1, -1, -1, dtype=np.int32)
         self._free_count = total_pages
+        self.leased_pages = 0
         self.most_used = 0
 
     @property
     def free_pages(self) -> int:
         return self._free_count
 
-    def lease(self, page_count: int) -> PageLease | None:
-        """A lease of `page_count` pages, or None when fewer are free. Raises ValueError when `page_count` is negative."""
-        pages = self._take(page_count)
-        return None if pages is None else PageLease(self, pages)
+    @property
+    def cached_pages(self) -> int:
+        """Those that can be hit, or given to others."""
+        return len(self.cache.unheld)
+
+    @property
+    def available_pages(self) -> int:
+        """What can be leased."""
+        return self._free_count + len(self.cache.unheld)
+
+    def takes(self, page_count: int, hit: Hit) -> int:
+        """How many of the available pages such a lease takes: fewer than `page_count` where others hold pages of the hit."""
+        return page_count - len(hit) + hit.unheld
+
+    def lease(self, page_count: int, hit: Hit | None = None) -> PageLease | None:
+        """A lease of `page_count` pages, or None when fewer are available. Its first ones are those of the hit, which
+        `cache.match` has just returned. Raises ValueError when `page_count` is negative or less than the hit, or the hit is of
+        earlier."""
+        hit = hit or Hit()
+        if page_count < len(hit):
+            raise ValueError(f"a lease of {page_count} pages")
+        if self.takes(page_count, hit) > self.available_pages:
+            return None
+        self._leased(self.cache.hold(hit.pages))
+        own = self._take(page_count - len(hit))
+        assert own is not None, "there was room"
+        hits = np.array([cached.page for cached in hit.pages], dtype=np.int32)
+        return PageLease(self, np.concatenate([hits, own]), hit)
+
+    def flush(self) -> int:
+        """Nothing that was published so far can be hit any more. Returns how many pages were cached."""
+        pages = self.cache.flush()
+        self._put(np.array(pages, dtype=np.int32))
+        self._leased(0)
+        return len(pages)
+
+    # --- for leases --------------------------------------------------------------------------------------------------------
 
     def _take(self, page_count: int) -> Int32Array | None:
+        """Free pages first, then the least recently used of the cached ones."""
         if page_count < 0:
             raise ValueError(f"a lease of {page_count} pages")
-        if page_count > self._free_count:
+        if page_count > self.available_pages:
             return None
+        if page_count > self._free_count:
+            self._put(np.array(self.cache.evict(page_count - self._free_count), dtype=np.int32))
         rest = self._free_count - page_count
         pages = self._free[rest : self._free_count][::-1].copy()
         self._free_count = rest
-        self.most_used = max(self.most_used, self.total_pages - rest)
+        self._leased(page_count)
         return pages
 
     def _take_back(self, pages: Int32Array) -> None:
+        self._put(pages)
+        self._leased(-len(pages))
+
+    def _publish(self, key: PageKey, before: CachedPage | None, page: int) -> CachedPage | None:
+        """The page of this key, which the lease holds from now on: `page`, or one that was published before. None: there can be
+        none."""
+        cached = self.cache.insert(key, before, page)
+        if cached is not None and cached.page != page:
+            self._leased(self.cache.hold([cached]))
+        return cached
+
+    def _release(self, cached: list[CachedPage]) -> None:
+        unheld, flushed = self.cache.release(cached)
+        self._put(np.array(flushed, dtype=np.int32))
+        self._leased(-unheld)
+
+    def _put(self, pages: Int32Array) -> None:
+        """These are free."""
         end = self._free_count + len(pages)
         assert end <= self.total_pages, "more pages came home than left"
         self._free[self._free_count : end] = pages[::-1]
         self._free_count = end
+
+    def _leased(self, more: int) -> None:
+        self.leased_pages += more
+        self.most_used = max(self.most_used, self.leased_pages)
+        assert self.available_pages + self.leased_pages == self.total_pages, "free + cached + leased == total"
+
+
+def count_pages(leases: Iterable[PageLease]) -> int:
+    """How many pages these hold together."""
+    return len({page for lease in leases for page in lease.held.tolist()})

@@ -6,6 +6,7 @@ Owns the verdicts. Changes nothing.
 from collections.abc import Iterator
 
 from common.messages import Failed, Finished
+from common.pages.pool import PageLease, count_pages
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from simulation.client import Answer
@@ -66,17 +67,13 @@ def stuck_pages(trial: Trial, instance: Instance) -> int:
     """Pages of the leases that a write held which failed without proof, and that have not come home since: as long as writer
     and reader live they cannot, unless the reader has not heard the writer for longer than a write can take."""
     agent, ledger = instance.info.pool.agent, trial.ledger_of(instance)
-    leases: set[int] = set()
-    pages = 0
+    leases: list[PageLease] = []
     for flight in trial.fabric.unproven:
         is_ours = flight.write.writer == agent
         page, tenancy = (flight.source_page if is_ours else flight.target_page), flight.tenancies[0 if is_ours else 1]
         if agent in (flight.write.writer, flight.write.reader) and ledger.tenancy(page) == tenancy:
-            lease = ledger.lease_of(page)
-            if id(lease) not in leases:
-                leases.add(id(lease))
-                pages += len(lease)
-    return pages
+            leases += ledger.leases_of(page)
+    return count_pages(leases)
 
 
 def misanswered(trial: Trial) -> Iterator[str]:

@@ -7,6 +7,7 @@ requests.
 from common.engine.toy import ToyExecutor
 from common.ids import Int32Array
 from common.pages.pool import PageLease, PagePool
+from common.pages.radix_cache import Hit
 
 POISON = 0xA5
 
@@ -19,21 +20,21 @@ class Ledger:
         self._memory = engine.pages
         self._tenancies = [0] * pool.total_pages
         self._leases: list[PageLease] = []
-        self._lease, self._take_back = pool.lease, pool._take_back
+        self._lease, self._put = pool.lease, pool._put
         self._memory[:] = POISON
-        pool.lease, pool._take_back = self._goes_out, self._comes_home  # type: ignore[method-assign]
+        pool.lease, pool._put = self._goes_out, self._comes_home  # type: ignore[method-assign]
 
     @property
     def leased_pages(self) -> int:
-        return self._pool.total_pages - self._pool.free_pages
+        return self._pool.leased_pages
 
     def tenancy(self, page: int) -> int:
         """The number of the page's present tenancy; -1 when it is free."""
         return -1 if page in self._free() else self._tenancies[page]
 
-    def lease_of(self, page: int) -> PageLease:
-        """The lease that holds the page, which is not free."""
-        return next(lease for lease in self._leases if page in lease.pages)
+    def leases_of(self, page: int) -> list[PageLease]:
+        """The leases that hold the page."""
+        return [lease for lease in self._leases if lease._open and page in lease.held]
 
     def spoiled(self) -> list[int]:
         """Free pages that somebody has written to."""
@@ -44,8 +45,8 @@ class Ledger:
     def _free(self) -> Int32Array:
         return self._pool._free[: self._pool.free_pages]
 
-    def _goes_out(self, page_count: int) -> PageLease | None:
-        lease = self._lease(page_count)
+    def _goes_out(self, page_count: int, hit: Hit | None = None) -> PageLease | None:
+        lease = self._lease(page_count, hit)
         if lease is not None:
             self._leases.append(lease)
         return lease
@@ -55,4 +56,4 @@ class Ledger:
             self._tenancies[page] += 1
         self._memory[pages] = POISON
         self._leases = [lease for lease in self._leases if lease._open]
-        self._take_back(pages)
+        self._put(pages)

@@ -146,7 +146,7 @@ def test_the_pages_in_use_are_those_of_every_moment() -> None:
         turn()
         for name, instance in simulation.fleet.instances.items():
             page_s[name] += used[name] * (clock.now - before_s)  # type: ignore[assignment]
-            used[name] = instance.pool.total_pages - instance.pool.free_pages
+            used[name] = instance.pool.leased_pages
             most[name] = max(most[name], used[name])
 
     clock.turn = watched_turn  # type: ignore[method-assign]

@@ -1,0 +1,184 @@
+"""The prefix cache: which pages hold the KV of which tokens, so that a prompt which begins alike need not be computed again.
+
+Owns the index of whole pages whose KV is final, who holds each, and the order in which those that nobody holds are given up.
+Knows page ids and tokens. Does not know tensors, requests, leases or time: `pool.py` moves pages between it, leases and free
+memory.
+
+    keys:      page 0            page 1            page 2          a page's digest is that of its tokens and of the digest before
+               salt ─► d0 ─────► d1 ─────────────► d2              it, so it stands for all tokens up to the page's end
+    index:     d0 ─► (page 7)◄──(page 3)◄──────────(page 9)        each cached page knows the one before it
+
+Who holds a cached page holds all pages before it. So those that nobody holds stand in one order: a lease that closes puts its
+pages behind all others, the deepest first. A page always stands before the one that it follows, and the first in the order is the
+least recently used one that no other cached page follows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import NamedTuple
+
+DIGEST_BYTES = 16
+TOKEN_BYTES = 4
+
+
+class PageKey(NamedTuple):
+    """What a whole page is known by. tokens: those of the page, packed (`pack_ids`)."""
+
+    digest: bytes
+    tokens: bytes
+
+
+class PageKeys:
+    """The keys of a request's whole pages, in order. Each page is sliced and hashed once, when `pages` is first asked for it.
+
+    page_tokens: of a page. salt: requests with different salts share no page. packed: token ids (`pack_ids`).
+    """
+
+    def __init__(self, page_tokens: int, salt: str = "", packed: bytes = b"") -> None:
+        self._page_bytes = page_tokens * TOKEN_BYTES
+        self._last = blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
+        self._pages: list[PageKey] = []
+        self._rest = packed
+
+    @property
+    def pages(self) -> Sequence[PageKey]:
+        """Of the whole pages."""
+        rest, size = self._rest, self._page_bytes
+        if len(rest) >= size:
+            last, end = self._last, len(rest) - len(rest) % size
+            for begin in range(0, end, size):
+                tokens = rest[begin : begin + size]
+                last = blake2b(last + tokens, digest_size=DIGEST_BYTES).digest()
+                self._pages.append(PageKey(last, tokens))
+            self._last, self._rest = last, rest[end:]
+        return self._pages
+
+    def extend(self, packed: bytes) -> None:
+        """More tokens follow, such as those of the answer."""
+        self._rest += packed
+
+
+@dataclass(slots=True, eq=False)
+class CachedPage:
+    """A page whose KV is final; nobody writes it any more. before: the one that it follows. leases: how many hold it. is_indexed:
+    it can be hit; False once the cache was flushed."""
+
+    key: PageKey
+    before: "CachedPage | None"
+    page: int
+    leases: int = 1
+    is_indexed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The cached pages that a prompt begins with. To be leased before anything else happens to the pool."""
+
+    pages: tuple[CachedPage, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @property
+    def unheld(self) -> int:
+        """How many of them nobody holds: they are the last ones."""
+        count = 0
+        for cached in reversed(self.pages):
+            if cached.leases:
+                break
+            count += 1
+        return count
+
+
+class RadixCache:
+    """enabled: False: nothing is ever hit. unheld: the pages that no lease holds, by their digests, in the order in
+    which they are given up. epoch: how often it was flushed. evicted: pages given up for other requests so far."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._index: dict[bytes, CachedPage] = {}
+        self.unheld: OrderedDict[bytes, CachedPage] = OrderedDict()
+        self.epoch = self.evicted = 0
+
+    def match(self, keys: PageKeys, most_pages: int) -> Hit:
+        """The cached pages that these begin with, at most `most_pages`. Changes nothing."""
+        if not self._enabled:
+            return Hit()
+        found: list[CachedPage] = []
+        before: CachedPage | None = None
+        for key in islice(keys.pages, most_pages):
+            cached = self._index.get(key.digest)
+            if cached is None or not _is(cached, key, before):
+                break
+            found.append(cached)
+            before = cached
+        return Hit(tuple(found))
+
+    # --- for the pool ------------------------------------------------------------------------------------------------------
+
+    def hold(self, pages: Sequence[CachedPage]) -> int:
+        """One more lease holds these. Returns how many of them nobody held before. Raises ValueError when one is cached no
+        longer."""
+        if pages and not pages[-1].is_indexed:
+            raise ValueError("a hit is leased before anything else happens to the pool")
+        fresh = 0
+        for cached in pages:
+            if not cached.leases:
+                del self.unheld[cached.key.digest]
+                fresh += 1
+            cached.leases += 1
+        return fresh
+
+    def release(self, pages: Sequence[CachedPage]) -> tuple[int, list[int]]:
+        """A lease holds these no longer, from its first page on. Returns how many of them nobody holds now, and the ids of those
+        among them that were flushed: they are free."""
+        unheld, flushed = 0, list[int]()
+        for cached in reversed(pages):
+            cached.leases -= 1
+            if cached.leases:
+                continue
+            unheld += 1
+            if cached.is_indexed:
+                self.unheld[cached.key.digest] = cached
+            else:
+                flushed.append(cached.page)
+        return unheld, flushed
+
+    def insert(self, key: PageKey, before: CachedPage | None, page: int) -> CachedPage | None:
+        """Find the page of this key, or let `page` be it, held by one lease. None: it cannot be cached."""
+        if not self._enabled:
+            return None
+        cached = self._index.get(key.digest)
+        if cached is None:
+            cached = self._index[key.digest] = CachedPage(key, before, page)
+            return cached
+        return cached if _is(cached, key, before) else None
+
+    def evict(self, page_count: int) -> list[int]:
+        """Give up the pages that nobody holds and that were used least recently, at most so many. Returns their ids."""
+        pages: list[int] = []
+        while self.unheld and len(pages) < page_count:
+            digest, cached = self.unheld.popitem(last=False)
+            del self._index[digest]
+            cached.is_indexed = False
+            pages.append(cached.page)
+        self.evicted += len(pages)
+        return pages
+
+    def flush(self) -> list[int]:
+        """Nothing can be hit any more. Returns the ids of the pages that nobody held."""
+        pages = [cached.page for cached in self.unheld.values()]
+        for cached in self._index.values():
+            cached.is_indexed = False
+        self._index.clear()
+        self.unheld.clear()
+        self.epoch += 1
+        return pages
+
+
+def _is(cached: CachedPage, key: PageKey, before: CachedPage | None) -> bool:
+    """Digests that collide give a miss, never the KV of other tokens."""
+    return cached.before is before and cached.key.tokens == key.tokens
