@@ -48,6 +48,7 @@ from common.messages import (
     Drain,
     Failed,
     Finished,
+    FlushCache,
     Generate,
     Handoff,
     InstanceInfo,
@@ -67,7 +68,7 @@ from decode.reservations import Reservations
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 
-DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Drain
+DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Drain | FlushCache
 
 
 class DecodeScheduler:
@@ -118,6 +119,9 @@ class DecodeScheduler:
                 return [*self._table.answer(message)]
             case Repeat():
                 return [*self._table.repeat(message)]
+            case FlushCache():
+                self.pool.flush()
+                return []
             case Drain():
                 ended = self._table.drain(now)
                 return [action for request, failed in ended for action in self._requests.end(request, failed, now)]

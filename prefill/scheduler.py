@@ -55,6 +55,7 @@ from common.messages import (
     Ending,
     Failed,
     Finished,
+    FlushCache,
     Generate,
     Grant,
     InstanceInfo,
@@ -78,7 +79,7 @@ from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, Source
 from prefill.link_book import LinkBook
 from prefill.request import PrefillRequest
 
-PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | TellLinks | Drain
+PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | TellLinks | Drain | FlushCache
 
 
 class PrefillScheduler:
@@ -114,6 +115,8 @@ class PrefillScheduler:
                 actions = self._source.receive(sender, message, now)
             case TellLinks():
                 actions = [Send(sender, self._links.all_links(self._source.traffic.to))]
+            case FlushCache():
+                self.pool.flush()
             case Drain():
                 for request, failed in self._requests.drain(now):
                     actions += self._end(request, failed, now)

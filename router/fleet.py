@@ -28,6 +28,7 @@ from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Send
 from common.messages import (
     Drain,
+    FlushCache,
     Goodbye,
     Heartbeat,
     InstanceInfo,
@@ -287,6 +288,10 @@ class Fleet:
         member.drain()
         self.candidates.judge(member)
         return [Send(instance, Drain(incarnation=member.info.incarnation))]
+
+    def flush_caches(self) -> list[Send]:
+        """Tell every member to forget its prefix cache."""
+        return [Send(member.info.id, FlushCache()) for member in self.members()]
 
     def _find(self, instance: InstanceId) -> Member:
         """Raises UnknownInstance."""

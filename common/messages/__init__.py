@@ -13,6 +13,7 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
 
     instance ─Register─► router ─Welcome | Refused─► instance       at each router; a Welcome answers Heartbeats too
              ◄────────────Peers, TellLinks, Drain, Probe, Repeat    Peers: what has changed, or the whole set
+             ◄────────────FlushCache
              ─Heartbeat, LinkReport, Goodbye─►                      LinkReport: prefill instances, when a link changes
              ─Probed─► detok ─Probed─► router                       the answer to a Probe, behind the tokens
 
@@ -27,6 +28,7 @@ from common.messages.base import WIRE_VERSION, Message
 from common.messages.endings import Ending, Failed, Finished, FinishReason
 from common.messages.fleet import (
     Drain,
+    FlushCache,
     Goodbye,
     InstanceInfo,
     ModelIdentity,
@@ -53,7 +55,7 @@ from common.messages.text import (
 )
 
 RouterInbox: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed | Probed | TextBatch | DetokenizerHeartbeat
-FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | Generate | Cancel | Probe | Repeat
+FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | FlushCache | Generate | Cancel | Probe | Repeat
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
 DetokenizerInbox: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer | Probed

@@ -169,6 +169,10 @@ class Peers(Message, frozen=True):
     """The whole set is too large for one message and goes on in the next: act when it is complete."""
 
 
+class FlushCache(Message, frozen=True):
+    """router → instance: no request that comes from now on hits what is in the prefix cache now."""
+
+
 class TellLinks(Message, frozen=True):
     """router → prefill instance: send a LinkReport of all links, with their traffic."""
 

@@ -28,7 +28,7 @@ from router.api.chat import ChatFields, read_chat
 from router.api.chat_answers import ChatChoice, ChatShape
 from router.api.completion_answers import CompletionShape, TextChoice
 from router.api.completions import CompletionFields, read_completion
-from router.api.description import CALL_REFUSALS, COMPLETION_REFUSALS, Described, DescribedApp
+from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp, call_route, check_route, completion_route
 from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
 from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
@@ -40,7 +40,7 @@ from router.api.request_ids import HEADER, OWNER, REQUEST_ID, AnswerId, answer_i
 from router.api.responses import ResponseFields, read_response
 from router.api.responses_answers import ResponseBody, ResponseShape
 from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
-from router.api.sglang import Aborted, AbortFields, GenerateFields, read_abort, read_generate
+from router.api.sglang import Aborted, AbortFields, Flushed, GenerateFields, read_abort, read_generate
 from router.api.sglang_answers import Generated, GenerateShape
 from router.api.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields, read_detokenize, read_tokenize
 from router.cluster import cluster_page
@@ -249,6 +249,12 @@ class Api:
         self._gateway.deliver(self._gateway.core.fleet.drain(InstanceId(instance)))
         return _json({"id": instance, "state": "draining"}, 202)
 
+    async def flush_cache(self) -> Response:
+        """Have every instance forget its prefix cache: what requests shared so far is computed again. Running requests go on."""
+        sends = self._gateway.core.fleet.flush_caches()
+        self._gateway.deliver(sends)
+        return _json(Flushed(len(sends)))
+
     async def _read(self, request: Request, reader: Callable[[bytes, int], T]) -> T:
         """What the body asks for. Raises BadRequest, Overloaded."""
         owner: str = request.scope[OWNER]
@@ -334,19 +340,24 @@ class Doorkeeper:
 def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAPI:
     """The ASGI application."""
     routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]], Described], ...] = (
-        ("POST", "/v1/chat/completions", api.chat_completions, _completion("Chat", ChatFields, OpenAIBody[ChatChoice])),
-        ("POST", "/v1/completions", api.completions, _completion("Text completion", CompletionFields, OpenAIBody[TextChoice])),
-        ("POST", "/v1/responses", api.responses, _completion("Response", ResponseFields, ResponseBody)),
+        ("POST", "/v1/chat/completions", api.chat_completions, completion_route("Chat", ChatFields, OpenAIBody[ChatChoice])),
+        (
+            "POST",
+            "/v1/completions",
+            api.completions,
+            completion_route("Text completion", CompletionFields, OpenAIBody[TextChoice]),
+        ),
+        ("POST", "/v1/responses", api.responses, completion_route("Response", ResponseFields, ResponseBody)),
         (
             "POST",
             "/v1/embeddings",
             api.embeddings,
-            _call("OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody, COMPLETION_REFUSALS),
+            call_route("OpenAI", "Embeddings", EmbeddingFields, EmbeddingBody, COMPLETION_REFUSALS),
         ),
-        ("POST", "/generate", api.generate, _completion("Generate", GenerateFields, Generated | list[Generated], "SGLang")),
-        ("POST", "/abort_request", api.abort_request, _call("SGLang", "Abort", AbortFields, Aborted)),
-        ("POST", "/tokenize", api.tokenize, _call("vLLM", "Tokenize", TokenizeFields, Tokenized)),
-        ("POST", "/detokenize", api.detokenize, _call("vLLM", "Detokenize", DetokenizeFields, Detokenized)),
+        ("POST", "/generate", api.generate, completion_route("Generate", GenerateFields, Generated | list[Generated], "SGLang")),
+        ("POST", "/abort_request", api.abort_request, call_route("SGLang", "Abort", AbortFields, Aborted)),
+        ("POST", "/tokenize", api.tokenize, call_route("vLLM", "Tokenize", TokenizeFields, Tokenized)),
+        ("POST", "/detokenize", api.detokenize, call_route("vLLM", "Detokenize", DetokenizeFields, Detokenized)),
         (
             "GET",
             "/v1/models",
@@ -359,8 +370,8 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAP
             api.model,
             Described(tag="OpenAI", summary="One model", answer="The model.", answer_type=ModelCard, refusals=(404,)),
         ),
-        ("GET", "/health", api.health, _check("Health", "The router and its detokenizer are alive.")),
-        ("GET", "/ready", api.ready, _check("Readiness", "A request could be served now.")),
+        ("GET", "/health", api.health, check_route("Health", "The router and its detokenizer are alive.")),
+        ("GET", "/ready", api.ready, check_route("Readiness", "A request could be served now.")),
         (
             "GET",
             "/metrics",
@@ -374,6 +385,12 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAP
             api.drain,
             Described(tag="Operations", summary="Drain an instance", answer="It drains.", status=202, refusals=(404,)),
         ),
+        (
+            "POST",
+            "/flush_cache",
+            api.flush_cache,
+            Described(tag="SGLang", summary="Flush the prefix caches", answer="Who was told.", answer_type=Flushed),
+        ),
     )
     app = DescribedApp(described for _, _, _, described in routes)
     for method, path, endpoint, described in routes:
@@ -384,35 +401,6 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAP
     app.add_exception_handler(Exception, _on_bug)
     app.add_middleware(Doorkeeper, door=api.door, metrics=metrics, guard=Guard(access))
     return app
-
-
-def _completion(summary: str, body: type[msgspec.Struct], answer_type: Any, tag: str = "OpenAI") -> Described:
-    return Described(
-        tag=tag,
-        summary=summary,
-        body=body,
-        answer_type=answer_type,
-        answer="The answer. With `stream`, server-sent events, the last of which is `[DONE]` or a typed one; a failure after the "
-        "stream has begun is an event too. Comment lines (`: keep-alive`) break long silences, also before the first event.",
-        media_types=("application/json", "text/event-stream"),
-        refusals=COMPLETION_REFUSALS,
-    )
-
-
-def _call(
-    tag: str,
-    summary: str,
-    body: type[msgspec.Struct],
-    answer_type: type[msgspec.Struct],
-    refusals: tuple[int, ...] = CALL_REFUSALS,
-) -> Described:
-    answer = "What was asked for."
-    return Described(tag=tag, summary=summary, body=body, answer=answer, answer_type=answer_type, refusals=refusals)
-
-
-def _check(summary: str, answer: str) -> Described:
-    troubles = ((503, "Not so; `reasons` says why."),)
-    return Described(tag="Operations", summary=summary, answer=answer, troubles=troubles)
 
 
 async def _on_tandem_error(request: Request, error: Exception) -> Response:

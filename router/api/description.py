@@ -90,6 +90,35 @@ class Described:
         return {name: schema for one in types for name, schema in _described(one)[1].items()}
 
 
+def completion_route(summary: str, body: type[msgspec.Struct], answer_type: Any, tag: str = "OpenAI") -> Described:
+    return Described(
+        tag=tag,
+        summary=summary,
+        body=body,
+        answer_type=answer_type,
+        answer="The answer. With `stream`, server-sent events, the last of which is `[DONE]` or a typed one; a failure after the "
+        "stream has begun is an event too. Comment lines (`: keep-alive`) break long silences, also before the first event.",
+        media_types=("application/json", "text/event-stream"),
+        refusals=COMPLETION_REFUSALS,
+    )
+
+
+def call_route(
+    tag: str,
+    summary: str,
+    body: type[msgspec.Struct],
+    answer_type: type[msgspec.Struct],
+    refusals: tuple[int, ...] = CALL_REFUSALS,
+) -> Described:
+    answer = "What was asked for."
+    return Described(tag=tag, summary=summary, body=body, answer=answer, answer_type=answer_type, refusals=refusals)
+
+
+def check_route(summary: str, answer: str) -> Described:
+    troubles = ((503, "Not so; `reasons` says why."),)
+    return Described(tag="Operations", summary=summary, answer=answer, troubles=troubles)
+
+
 class DescribedApp(FastAPI):
     """A FastAPI application whose description has the router's own schemas. routes: what is described."""
 

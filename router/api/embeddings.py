@@ -17,7 +17,7 @@ from common.messages import Ending, Failed, Finished
 from common.text.embedding import Embedding
 from router.api.answers import AnswerShape, WholeChoice, encoded
 from router.api.completions import CompletionRequest, prompts_in, require_few_ids
-from router.api.fields import Label, Priority, SamplingFields, Timeout, convert, object_in
+from router.api.fields import CacheSalt, Label, Priority, SamplingFields, Timeout, convert, object_in
 from router.api.neutral import drop_neutral
 from router.api.tokens import Model
 from router.outbox import ChoiceDelta
@@ -43,6 +43,7 @@ class EmbeddingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
     timeout: Timeout = None
     priority: Priority = 0
+    cache_salt: CacheSalt = None
     user: Label = ""
 
 
@@ -90,7 +91,13 @@ def read_embeddings(model: str, served: Embedding | None, body: bytes, context_t
     if fields.dimensions not in (None, served.size):
         own = "" if served.size is None else f" or send {served.size}"
         raise BadRequest(f"dimensions: embeddings are not shortened: leave it out{own}", field="dimensions")
-    common = SamplingFields(model=fields.model or model, timeout=fields.timeout, priority=fields.priority, temperature=0.0)
+    common = SamplingFields(
+        model=fields.model or model,
+        timeout=fields.timeout,
+        priority=fields.priority,
+        cache_salt=fields.cache_salt,
+        temperature=0.0,
+    )
     return EmbeddingRequest(
         fields=common,
         stop=(),

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from common.messages.requests import SALT_CHARS
 from common.sampling_params import Grammar, Pooling
 from router.api.bodies import decoded
 from router.api.errors import shown
@@ -86,6 +87,10 @@ Timeout: TypeAlias = Annotated[
     Annotated[float, Meta(gt=0)] | None,
     Meta(description="Cancel the request after this many seconds; without it: after `--request-timeout-s`."),
 ]
+CacheSalt: TypeAlias = Annotated[
+    Annotated[str, Meta(min_length=1, max_length=SALT_CHARS)] | None,
+    Meta(description="Cached KV is shared only with requests of the same salt, so others cannot tell from times what was asked."),
+]
 Label: TypeAlias = Annotated[str, Meta(description="A label; it changes nothing.")]
 
 
@@ -135,6 +140,7 @@ class SamplingFields(StructuredFields, msgspec.Struct, frozen=True, kw_only=True
     ] = False
     timeout: Timeout = None
     priority: Priority = 0
+    cache_salt: CacheSalt = None
     user: Label = ""
     metadata: Annotated[dict[str, str], Meta(description="Labels; they change nothing.")] = {}
     safety_identifier: Label = ""

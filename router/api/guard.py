@@ -14,6 +14,7 @@ from router.api.errors import Unauthorized
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
 CONTROL_PREFIX = "/cluster"
+CONTROL_PATHS = frozenset({CONTROL_PREFIX, "/flush_cache"})
 
 
 class NeededKey(Enum):
@@ -31,7 +32,7 @@ def key_needed(path: str) -> NeededKey:
     """path: of the URL, or of a route."""
     if path in OPEN_PATHS:
         return NeededKey.NONE
-    return NeededKey.CONTROL if path == CONTROL_PREFIX or path.startswith(f"{CONTROL_PREFIX}/") else NeededKey.API
+    return NeededKey.CONTROL if path in CONTROL_PATHS or path.startswith(f"{CONTROL_PREFIX}/") else NeededKey.API
 
 
 class Guard:

@@ -324,6 +324,7 @@ class Intake:
                         fields.skip_special_tokens,
                         fields.include_stop_str_in_output,
                         answer.owner,
+                        salt=fields.cache_salt or "",
                     )
                 )
         echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))

@@ -17,6 +17,7 @@ from common.sampling_params import Grammar
 from router.api.chat import ChatRequest, Effort
 from router.api.chat_messages import arguments_of
 from router.api.fields import (
+    CacheSalt,
     Label,
     MinP,
     Priority,
@@ -138,6 +139,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     store: Annotated[bool, Meta(description="Nothing is stored; the answer says so.")] = False
     timeout: Timeout = None
     priority: Priority = 0
+    cache_salt: CacheSalt = None
     user: Label = ""
     metadata: Annotated[dict[str, str], Meta(description="Labels, which the answer repeats.")] = {}
     safety_identifier: Label = ""
@@ -176,6 +178,7 @@ def read_response(body: bytes, context_tokens: int | None = None) -> ResponseReq
         seed=read.seed,
         timeout=read.timeout,
         priority=read.priority,
+        cache_salt=read.cache_salt,
     )
     return ResponseRequest(
         fields=fields,

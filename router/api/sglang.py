@@ -1,4 +1,4 @@
-"""SGLang's own endpoints: the bodies of POST /generate and POST /abort_request.
+"""SGLang's own endpoints: the bodies of POST /generate and POST /abort_request, and the answer of POST /flush_cache.
 
 Owns their fields, and how they become a request in the normal form. Fields: python/sglang/srt/managers/io_struct.py
 (GenerateReqInput, AbortReq) and docs/basic_usage/sampling_params.md at https://github.com/sgl-project/sglang.
@@ -16,6 +16,7 @@ from common.sampling_params import Grammar
 from router.api.completions import CompletionRequest, Prompt, prompts_in, require_few_ids
 from router.api.fields import (
     ALL_TOKENS,
+    CacheSalt,
     Choices,
     FrequencyPenalty,
     IgnoreEos,
@@ -65,7 +66,6 @@ NEUTRAL_GENERATE_VALUES: Mapping[str, tuple[object, ...]] = {
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
-    "extra_key": (),
     "no_logs": (False,),
     "background": (False,),
 }
@@ -134,6 +134,8 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     return_text_in_logprobs: Annotated[bool, Meta(description="Send the texts of tokens with their log probabilities.")] = False
     stream: Stream = False
     priority: Priority = 0
+    cache_salt: CacheSalt = None
+    extra_key: Annotated[CacheSalt, Meta(description="SGLang's name of cache_salt.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,12 @@ class Aborted(msgspec.Struct, frozen=True):
     aborted: Annotated[int, Meta(description="How many answers were ended.")]
 
 
+class Flushed(msgspec.Struct, frozen=True):
+    """The answer of POST /flush_cache."""
+
+    instances: Annotated[int, Meta(description="How many instances were told to flush their prefix cache.")]
+
+
 def read_generate(model: str, body: bytes, context_tokens: int | None = None) -> GenerateRequest:
     """The body of POST /generate. model: what is served; SGLang's clients do not name it. Raises BadRequest, for far more token
     ids than the context holds before they are read."""
@@ -187,6 +195,8 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
     raw = drop_neutral(object_in(body, context_tokens), NEUTRAL_GENERATE_VALUES, GenerateFields.__struct_encode_fields__)
     raw["sampling_params"] = _parameters_in(raw.get("sampling_params", {}))
     fields = convert(raw, GenerateFields)
+    if None not in (fields.cache_salt, fields.extra_key) and fields.cache_salt != fields.extra_key:
+        raise BadRequest("cache_salt and extra_key differ: send one of them", field="extra_key")
     prompts, prompt_field = _prompts(fields)
     sampling = fields.sampling_params
     limit = GENERATE_MAX_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
@@ -268,6 +278,7 @@ def _sampling_fields(model: str, fields: GenerateFields) -> SamplingFields:
         model=model,
         stream=fields.stream,
         priority=fields.priority,
+        cache_salt=fields.cache_salt or fields.extra_key,
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,
         include_stop_str_in_output=sampling.no_stop_trim,

@@ -54,6 +54,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.TellLinks(),
     messages.Goodbye(id=PREFILL, incarnation=LIFE),
     messages.Drain(),
+    messages.FlushCache(),
     messages.Generate(
         key=KEY,
         prompt=pack_ids([1, 2, 3]),

@@ -11,11 +11,13 @@ from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemErro
 from common.ids import unpack_ids
 from common.messages import Failed
 from common.sampling_params import SamplingParams
+from common.text.embedding import Embedding
 from router.api import app
 from tests.router.calls import assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until, usage
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
+EMBEDDING = Embedding("last", normalize=False, size=2)
 
 
 # --- answers -----------------------------------------------------------------------------------------------------------
@@ -140,6 +142,30 @@ async def test_sampling_parameters_reach_the_fleet(site: Site) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/completions", completion())])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat()),
+        ("/v1/completions", completion()),
+        ("/v1/responses", {"model": MODEL, "input": "hello"}),
+        ("/generate", {"text": "hello"}),
+        ("/v1/embeddings", {"input": "hello"}),
+    ],
+    ids=["chat", "completion", "response", "generate", "embeddings"],
+)
+async def test_the_cache_salt_reaches_the_fleet_with_every_attempt(path: str, body: dict[str, Any]) -> None:
+    fleet = EchoFleet(fail_at=1, failed=Failed.of(Unavailable("the push failed")), failing=1)
+    async with Site(fleet, RouterConfig(heartbeat_s=0.01, dead_after_s=1000.0), embedding=EMBEDDING) as site:
+        for salt in ({"cache_salt": "tenant"}, {"cache_salt": None}, {}):
+            assert (await post(site, path, body | salt)).status_code == 200
+        refused = [await post(site, path, body | {"cache_salt": salt}) for salt in ("", "x" * 129, 7)]
+        for response in refused:
+            assert "cache_salt" in assert_error(response, 400, "invalid_request_error", "cache_salt")
+        salts = [(message.key.attempt, message.salt) for message in sent_to_fleet(site)]
+        assert sorted(set(salts)) == sorted({(attempt, salt) for attempt, _ in salts for salt in ("", "tenant")})
+        assert max(attempt for attempt, _ in salts) == (0 if path == "/v1/embeddings" else 1)
+
+
 async def test_timeout_and_priority_reach_the_fleet(site: Site, path: str, body: dict[str, Any]) -> None:
     await post(site, path, body | {"timeout": 30, "priority": -7})
     await post(site, path, body | {"timeout": None})

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.ids import DETOKENIZER, InstanceId
-from common.messages import Counters, DetokenizerHeartbeat, Drain, LinkInfo, LinkTraffic, Load, Register
+from common.messages import Counters, DetokenizerHeartbeat, Drain, FlushCache, LinkInfo, LinkTraffic, Load, Register
 from router import gateway
 from router.member_metrics import member_metrics
 from router.members import Member
@@ -49,6 +49,13 @@ async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_whe
     assert [one["state"] for one in page["instances"]] == ["live", "draining"]
     assert ready.status_code == 503 and "d0 is draining" in ready.json()["reasons"][0]
     assert "d0 is draining" in assert_error(refused, 503, "unavailable_error", None)
+
+
+async def test_every_instance_is_told_to_flush_its_cache(site: Site) -> None:
+    async with site.client() as client:
+        response = await client.post("/flush_cache")
+    told = {to for to, message in site.fleet.sent if isinstance(message, FlushCache)}
+    assert (response.status_code, response.json(), told) == (200, {"instances": 2}, {"p0", "d0"})
 
 
 async def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:

@@ -40,6 +40,13 @@ async def test_one_prompt_gets_one_answer_and_a_batch_gets_a_list(site: Site) ->
     assert [part["text"] for part in (await post(site, "/generate", ids)).json()] == ["aa", "aa", "bc", "bc"]
 
 
+async def test_the_cache_salt_has_sglangs_name_too(site: Site) -> None:
+    assert (await post(site, "/generate", prompt(extra_key="tenant"))).status_code == 200
+    assert [message.salt for message in sent_to_fleet(site)] == ["tenant"]
+    differ = await post(site, "/generate", prompt(extra_key="tenant", cache_salt="other"))
+    assert_error(differ, 400, "invalid_request_error", "extra_key")
+
+
 async def test_each_rid_of_a_batch_stands_for_all_choices_of_its_prompt() -> None:
     async with Site(EchoFleet(stall_at=2)) as site:
         body = prompt(["abc", "def"], rid=["one", "two"]) | {"sampling_params": {"max_new_tokens": 5, "n": 2}}
