@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -337,9 +337,12 @@ class Doorkeeper:
         return self._app
 
 
-def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAPI:
-    """The ASGI application."""
-    routes: tuple[tuple[str, str, Callable[..., Awaitable[Response]], Described], ...] = (
+_Route: TypeAlias = tuple[str, str, Callable[..., Awaitable[Response]], Described]
+
+
+def _routes(api: Api) -> tuple[_Route, ...]:
+    """Method, path, handler, and what the description says about it."""
+    return (
         ("POST", "/v1/chat/completions", api.chat_completions, completion_route("Chat", ChatFields, OpenAIBody[ChatChoice])),
         (
             "POST",
@@ -392,6 +395,11 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAP
             Described(tag="SGLang", summary="Flush the prefix caches", answer="Who was told.", answer_type=Flushed),
         ),
     )
+
+
+def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAPI:
+    """The ASGI application."""
+    routes = _routes(api)
     app = DescribedApp(described for _, _, _, described in routes)
     for method, path, endpoint, described in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None, **described.route_arguments())

@@ -141,7 +141,6 @@ async def test_sampling_parameters_reach_the_fleet(site: Site) -> None:
     assert unpack_ids(message.prompt).tolist() == [ord(char) for char in "hello"]
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/completions", completion())])
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -166,6 +165,7 @@ async def test_the_cache_salt_reaches_the_fleet_with_every_attempt(path: str, bo
         assert max(attempt for attempt, _ in salts) == (0 if path == "/v1/embeddings" else 1)
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/completions", completion())])
 async def test_timeout_and_priority_reach_the_fleet(site: Site, path: str, body: dict[str, Any]) -> None:
     await post(site, path, body | {"timeout": 30, "priority": -7})
     await post(site, path, body | {"timeout": None})
