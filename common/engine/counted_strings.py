@@ -13,7 +13,9 @@ _MOST = 16_384
 """Longer texts than this, beyond the least length, are left out."""
 _AT_ONCE = 8
 """So many characters that must come are in one rule with those that may: a rule's end is slow to follow."""
-_CHARACTERS = re.compile(r'^(\w+_characters) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)\n', re.MULTILINE)
+_ANY_CHARACTER = r"[^\"\\\r\n]"
+"""xgrammar's own, which stands alone where the most is one."""
+_CHARACTERS = re.compile(rf"^(\w+_characters) ::= \(\({re.escape(_ANY_CHARACTER)}\)\)\n", re.MULTILINE)
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|(\w+)(?:\{(\d+), (-?\d+)\})?')
 """A literal, or the name of a rule and how often it comes."""
 _PREFIX = "tandem_text_"
@@ -31,11 +33,14 @@ def with_counted_strings(rules: str) -> str:
     """The rules of a schema, with ours for its strings that have a length."""
     counted = set(_CHARACTERS.findall(rules))
     made = _Rules()
-    written = _WORD.sub(
-        lambda word: made.between(int(word[2]), int(word[3])) if word[2] and word[1] in counted else word[0],
-        _CHARACTERS.sub("", rules),
-    )
-    return f"{written}\n{made}{_ESCAPES}" if counted else rules
+
+    def ours(word: re.Match[str]) -> str:
+        if word[0] == _ANY_CHARACTER:
+            return made.between(1, 1)
+        return made.between(int(word[2]), int(word[3])) if word[2] and word[1] in counted else word[0]
+
+    written = _WORD.sub(ours, _CHARACTERS.sub("", rules))
+    return rules if written == rules else f"{written}\n{made}{_ESCAPES}"
 
 
 class _Rules:

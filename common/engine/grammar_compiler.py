@@ -19,12 +19,13 @@ from common.engine.grammar_vocabulary import GrammarVocabulary, marked
 from common.engine.grammars import check_text
 from common.engine.json_schemas import name_patterns
 from common.engine.structural_tags import MAX_WHITESPACE
-from common.engine.text_patterns import NamedPatterns, without_leading_carets
+from common.engine.text_patterns import NamedPatterns, as_it_reads
 from common.errors import BadRequest
 from common.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
+    from xgrammar import Grammar as Rules
 
 THREADS = 2
 WALKS, WALK_TOKENS = 6, 48
@@ -124,10 +125,10 @@ def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar"
             schema = json.loads(grammar.text)
             patterns = name_patterns(schema, grammar.kind)
             rules = Rules.from_json_schema(json.dumps(schema), max_whitespace_cnt=MAX_WHITESPACE)
-            mended = _mended(str(rules), patterns)
+            mended = _mended(_written(rules), patterns)
             return compiler.compile_grammar(rules if mended is None else Rules.from_ebnf(mended))
         case "regex":
-            return compiler.compile_regex(without_leading_carets(grammar.text))
+            return compiler.compile_regex(as_it_reads(grammar.text))
         case "ebnf":
             return compiler.compile_grammar(grammar.text)
         case "structural_tag":
@@ -138,8 +139,8 @@ def _compile(compiler: "GrammarCompiler", grammar: Grammar) -> "CompiledGrammar"
 
 def _with_mended_schemas(tag: Any) -> Any:
     """The structural tag with the limit on white space in each of its JSON schemas that has none, with exact formats in them, and
-    with the rules of a schema in place of the schema where they had to be mended. Regular expressions have no sets that begin
-    with an escaped caret."""
+    with the rules of a schema in place of the schema where they had to be mended. Regular expressions hold nothing that
+    xgrammar misreads."""
     from xgrammar import Grammar as Rules
 
     match tag:
@@ -149,14 +150,23 @@ def _with_mended_schemas(tag: Any) -> Any:
             schema, patterns = dict(tag), name_patterns(asked, "structural_tag")
             if schema.get("max_whitespace_cnt") is None:
                 schema["max_whitespace_cnt"] = MAX_WHITESPACE
-            mended = _mended(str(Rules.from_structural_tag(json.dumps({"type": "structural_tag", "format": schema}))), patterns)
+            rules = Rules.from_structural_tag(json.dumps({"type": "structural_tag", "format": schema}))
+            mended = _mended(_written(rules), patterns)
             return schema if mended is None else {"type": "grammar", "grammar": mended}
         case {"type": "regex", "pattern": str(pattern)}:
-            return {**tag, "pattern": without_leading_carets(pattern)}
+            return {**tag, "pattern": as_it_reads(pattern)}
         case dict():
             return {key: _with_mended_schemas(each) for key, each in tag.items()}
         case _:
             return tag
+
+
+_CODE = re.compile(r"\\(?:x([0-9a-f]{2})|.)", re.DOTALL)
+
+
+def _written(rules: "Rules") -> str:
+    """Their text, to be read again. xgrammar writes "éa" as "\\xe9a", and would read one character of three digits."""
+    return _CODE.sub(lambda code: rf"\u00{code[1]}" if code[1] else code[0], str(rules))
 
 
 _OTHER_NAMES = re.compile(r"^(?!basic_)\w+ ::= .*\bbasic_escape basic_string_sub\b.*$", re.MULTILINE)
@@ -177,7 +187,7 @@ def _mended(rules: str, patterns: NamedPatterns) -> str | None:
     mended = _OTHER_NAMES.sub(lambda found: found[0].replace("basic_escape", "tandem_escape_in_name"), rules)
     if mended != rules:
         mended += _ESCAPE_IN_NAME
-    mended = patterns.written_out(with_counted_strings(mended), lambda pattern: str(Rules.from_regex(pattern)))
+    mended = patterns.written_out(with_counted_strings(mended), lambda pattern: _written(Rules.from_regex(pattern)))
     return mended if mended != rules else None
 
 

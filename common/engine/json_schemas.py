@@ -373,6 +373,7 @@ def _has_reference(value: Any) -> bool:
 
 
 _REGEX_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\(\?[:<P]?[=!<]?|.", re.DOTALL)
+_CLOSED_SET = re.compile(r"\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 _ESCAPES = re.compile(r"\\(.)", re.DOTALL)
 _KNOWN_ESCAPES = frozenset("dDwWsSnrtfv0xuc")
 """xgrammar reads others as the letters themselves."""
@@ -386,6 +387,8 @@ def _regex_problem(pattern: str) -> str | None:
     for at, part in enumerate(parts):
         if part.startswith("(?") and part not in _GROUPS:
             return f"{part!r} is not supported: no lookahead, lookbehind or flags"
+        if part[0] == "[" and not _CLOSED_SET.fullmatch(part):
+            return "a set of characters without an end is not supported: close it with ]"
         for escape in _ESCAPES.findall(part if part[0] in "[\\" else ""):
             if escape.isalnum() and escape not in _KNOWN_ESCAPES:
                 return f"'\\{escape}' is not supported"

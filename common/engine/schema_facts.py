@@ -25,7 +25,8 @@ def facts_of(schema: dict[str, Any]) -> Facts:
     required = frozenset(each for each in as_list(schema.get("required")) if isinstance(each, str)) if is_object else frozenset()
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(listed, list):
-        reach = types | {"integer"} if "number" in types else types
+        reach = types if "type" in schema else set()  # what says of objects or arrays alone lets all others pass
+        reach = reach | {"integer"} if "number" in reach else reach
         return Facts(None, frozenset(reach), required, as_object(schema.get("properties")))
     values = frozenset((type(each),) if isinstance(each, list | dict) else each for each in listed)
     reach = {kind for value in listed for kind in kinds_of(value)}

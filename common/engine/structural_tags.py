@@ -67,8 +67,8 @@ def _check(form: Any, name: str, where: str, default: str | None = None) -> None
     match kind:
         case "json_schema":
             spaces = form.get("max_whitespace_cnt")
-            if spaces is not None and not (type(spaces) is int and 0 <= spaces <= MAX_WHITESPACE):
-                raise refusal(f"max_whitespace_cnt must be 0 to {MAX_WHITESPACE}")
+            if spaces is not None and not (type(spaces) is int and 1 <= spaces <= MAX_WHITESPACE):
+                raise refusal(f"max_whitespace_cnt must be 1 to {MAX_WHITESPACE}")
             check_schema(form.get("json_schema"), name)
         case "regex" if isinstance(form.get("pattern"), str):
             check_regex(form["pattern"], name)

@@ -16,12 +16,14 @@ _DIGIT = [(0x30, 0x39)]
 _WORD = [*_DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
 _SPACE = [(0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
 _SPACE += [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)]
+_POINT = [(0, 9), (11, 12), (14, 0x2027), (0x202A, _LAST)]
 _NAMED = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
 _CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "f": 0x0C, "v": 0x0B, "0": 0}
 _ESCAPE = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\."
 _PART = re.compile(rf"{_ESCAPE}|\[(?:{_ESCAPE}|[^\]\\])*\]|\(\?:|.", re.DOTALL)
 _IN_SET = re.compile(rf"{_ESCAPE}|.", re.DOTALL)
 _ANYTHING = r'[^"\\]*'
+_CODE = re.compile(r"\\u\{|\\[ux][0-9A-Fa-f]")
 _IN_RULES = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\broot(?:_\d+)*\b', re.DOTALL)
 
 Ranges = list[tuple[int, int]]
@@ -68,14 +70,22 @@ def anywhere(pattern: str) -> str:
     return "|".join(f"{before}(?:{'|'.join(inner)}){after}" for (before, after), inner in found.items())
 
 
-def without_leading_carets(pattern: str) -> str:
-    """The regular expression without sets that begin with an escaped caret: xgrammar 0.2 takes them for negations."""
-    parts = _PART.findall(pattern)
-    return "".join(_listed(_others(_others(_ranges(each[1:-1])))) if _has_leading_caret(each) else each for each in parts)
+def as_it_reads(pattern: str) -> str:
+    """The regular expression without what xgrammar 0.2 misreads: a set that begins with an escaped caret is a negation to it, a
+    point any character at all, and in `\x61b` and `[\u0061b]` it takes the b for a digit of the code."""
+    return "".join(map(_read_right, _PART.findall(pattern)))
+
+
+def _read_right(part: str) -> str:
+    if part == ".":
+        return _listed(_POINT)
+    if part.startswith("[") and (_CODE.search(part) or _has_leading_caret(part)):
+        return _listed(_of_set(part))
+    return f"\\u00{part[2:]}" if part.startswith("\\x") and len(part) == 4 else part
 
 
 def _has_leading_caret(part: str) -> bool:
-    first = _IN_SET.match(part[1:-1]) if part.startswith("[") else None
+    first = _IN_SET.match(part[1:-1])
     return first is not None and first[0] != "^" and _named(first[0])[0][0] == _CARET
 
 
@@ -90,12 +100,17 @@ def _plain(pattern: str) -> str:
 
 def _written(part: str) -> str:
     if part == ".":
-        return _set([(0, 9), (11, 12), (14, 0x2027), (0x202A, _LAST)])
+        return _set(_POINT)
     if part.startswith("["):
-        inner = part[1:-1]
-        ranges = _ranges(inner.removeprefix("^"))
-        return _set(_others(ranges) if inner.startswith("^") else ranges)
-    return _set(_named(part)) if part.startswith("\\") and part[1:].lower() in _NAMED else part
+        return _set(_of_set(part))
+    return _set(_named(part)) if part.startswith("\\") and part[1:].lower() in _NAMED else _read_right(part)
+
+
+def _of_set(part: str) -> Ranges:
+    """In order. part: with its brackets."""
+    inner = part[1:-1]
+    others = _others(_ranges(inner.removeprefix("^")))
+    return others if inner.startswith("^") else _others(others)
 
 
 def _ranges(inner: str) -> Ranges:
@@ -136,15 +151,18 @@ def _others(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 def _set(ranges: Ranges) -> str:
     """Without what JSON escapes."""
-    kept = _others([*_others(ranges), *_ESCAPED_IN_JSON])
-    return _listed(kept) if kept else f"[^\\u{{0}}-\\u{{{_LAST:x}}}]"
+    return _listed(_others([*_others(ranges), *_ESCAPED_IN_JSON]))
 
 
 def _listed(ranges: Ranges) -> str:
-    """A set that does not begin with a caret, however it is written: xgrammar 0.2 would take that for a negation."""
+    """A set that xgrammar 0.2 reads right. It does not begin with a caret. What is printed stands first: the others become codes
+    there, and what is printed would be read as their digits."""
+    if not ranges:
+        return f"[^\\u{{0}}-\\u{{{_LAST:x}}}]"
     if ranges == [(_CARET, _CARET)]:
         return r"\^"
     caret = r"\^" if any(low == _CARET for low, _ in ranges) else ""
     without = [(low + (low == _CARET), high) for low, high in ranges if (low, high) != (_CARET, _CARET)]
+    without.sort(key=lambda one: not 0x20 <= one[1] <= 0x7E)
     inner = "".join(f"\\u{{{low:x}}}" + (f"-\\u{{{high:x}}}" if high > low else "") for low, high in without)
     return f"[{inner}{caret}]"

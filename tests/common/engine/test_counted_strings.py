@@ -13,7 +13,7 @@ from common.model_path import resolve_model_path
 from common.sampling_params import Grammar
 
 COMPILER = Compiler(vocabulary_of(resolve_model_path("demo"), 2683, (2,)))
-BARE = ["", "a", "\u00e9", "\U0001f600", "\n", '"']
+BARE = ["", "a", "\u00e9", "\U0001f600", "\n", "\x01", '"']
 ESCAPED = [r"\"", r"\\", r"\/", r"\n", r"\u0041", r"\u000a", r"\ud83d\ude00", r"\uD83D", r"\ude00", r"\ud83da"]
 
 
@@ -33,7 +33,17 @@ def _judged(schema: dict[str, Any], texts: list[str]) -> tuple[list[bool], list[
     return allowed, valid
 
 
-@pytest.mark.parametrize("limits", [{"minLength": 1}, {"maxLength": 2}, {"minLength": 2, "maxLength": 3}, {"maxLength": 0}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"minLength": 1},
+        {"maxLength": 2},
+        {"minLength": 2, "maxLength": 3},
+        {"maxLength": 0},
+        {"maxLength": 1},
+        {"minLength": 1, "maxLength": 1},
+    ],
+)
 def test_a_string_with_a_length_holds_any_character(limits: dict[str, int]) -> None:
     texts = [f'"{"".join(parts)}"' for parts in product(BARE + ESCAPED, repeat=2)] + ['"abc"', '"abcd"', r'"a\n\n\""']
     allowed, valid = _judged({"type": "string", **limits}, texts)

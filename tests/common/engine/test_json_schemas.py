@@ -46,6 +46,8 @@ IGNORED: list[tuple[dict[str, Any], str, object]] = [
     ({"minimum": 5}, "minimum is for type", 4),
     ({"maxItems": 1}, "maxItems is for type", [1, 2]),
     ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf", 1),
+    ({"oneOf": [STRING, {"properties": {"a": INTEGER}}]}, "oneOf", "a"),
+    ({"oneOf": [{"items": INTEGER}, {"required": ["a"], "properties": {"a": INTEGER}}]}, "oneOf", {"a": 1}),
     ({"type": "string", "pattern": "(?=a)b"}, "lookahead", "b"),
     ({"$ref": "#/x-a", "x-a": {"type": "array", "items": INTEGER, "uniqueItems": True}}, "leads to no schema", [1, 1]),
     ({"$ref": "#/default/b", "default": {"b": {"$ref": "#/x-c"}}, "x-c": {"not": INTEGER}}, "leads to no schema", 1),
@@ -129,7 +131,7 @@ def test_a_refusal_says_where() -> None:
         check_schema(schema, "response_format")
 
 
-@pytest.mark.parametrize("regex", ["(?!a)b", "a^b", "(a$)b", "(?i)a", r"\Aa\Z", r"a\z", r"[\h]", r"\Qa\E", r"\R"])
+@pytest.mark.parametrize("regex", ["(?!a)b", "a^b", "(a$)b", "(?i)a", r"\Aa\Z", r"a\z", r"[\h]", r"\Qa\E", r"\R", "[a"])
 def test_a_regular_expression_of_which_a_part_would_be_ignored_is_refused(regex: str) -> None:
     with pytest.raises(BadRequest, match=r"not supported|supported at the ends"):
         check_regex(regex, "regex")

@@ -76,12 +76,30 @@ def test_a_set_of_a_pattern_holds_what_a_validator_takes_for_it_but_for_what_jso
     assert allowed(schema, [f'"{each}"' for each in CHARACTERS]) == expected
 
 
-@pytest.mark.parametrize("one", [r"[\^a]", r"[\^\^]{1}", r"[\^-a]|b", r"[\x5ea]", "[a^]", r"[^\^a]"])
+CARETS = [r"[\^a]", r"[\^\^]{1}", r"[\^-a]|b", r"[\x5ea]", "[a^]", r"[^\^a]"]
+CODES = [r"\x61b", r"[\x61b]", r"[\u00e9-\xff1a]", r"[^\x7fA]", r"[\x00-\x1fA]|\xe9a"]
+
+
+@pytest.mark.parametrize("one", CARETS + CODES)
 @pytest.mark.parametrize("kind", ["regex", "structural_tag"])
-def test_a_set_with_a_caret_holds_what_python_takes_for_it(one: str, kind: Literal["regex", "structural_tag"]) -> None:
+def test_a_caret_and_a_code_are_what_python_takes_them_for(one: str, kind: Literal["regex", "structural_tag"]) -> None:
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": one}}
     grammar = Grammar(kind, one if kind == "regex" else json.dumps(tag))
-    assert matched(grammar, CHARACTERS) == [bool(re.fullmatch(one, each)) for each in CHARACTERS]
+    texts = [*CHARACTERS, "ab", "\u061b", "\u00e9a", "\u0e9a"]
+    assert matched(grammar, texts) == [bool(re.fullmatch(one, each)) for each in texts]
+
+
+def test_a_point_is_no_end_of_a_line() -> None:
+    assert matched(Grammar("regex", "a.b"), ["a b", "a\u00e9b", "a\nb", "a\rb"]) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+def test_a_letter_of_latin_1_before_a_hexadecimal_digit_stays_as_it_is_where_rules_are_mended(kind: str) -> None:
+    names = ["Gr\u00f6\u00dfe", "caf\u00e9", "R\u00e9daction", "\u00ff\u00e01"]
+    values = {"anyOf": [{"enum": names}, {"type": "string", "pattern": "^\u00e9a[\u00ff0]\\x61b$"}]}
+    schema = {"type": "object", "properties": dict.fromkeys(names, values), "additionalProperties": False}
+    texts = [json.dumps({name: value}, ensure_ascii=False) for name in names for value in [*names, "\u00e9a0ab"]]
+    assert all(allowed(schema, texts, kind)) and allowed(schema, ['{"caf\u00e9":"\u0e9a0ab"}'], kind) == [False]
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
