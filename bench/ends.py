@@ -17,7 +17,7 @@ from bench.pools import DevicePool, HostPool, Pool
 from common.addresses import LOOPBACK
 from common.config import TransportName
 from common.errors import TransferError
-from common.ids import Incarnation, InstanceId, Int32Array, Int64Array, Ticket
+from common.ids import ROUTER, Incarnation, InstanceId, Int32Array, Int64Array, Key, RequestId, Ticket
 from common.instance.ports import Allow, Expect, LinkChanged, PushDone, PushFailed
 from common.instance.ports import Connect as ConnectPeers
 from common.instance.ports import Push as PushPages
@@ -34,6 +34,7 @@ PUSH_S = 60.0
 WRITE_LEASE_S = 86_400.0
 TARGET = InstanceId("target")
 LIFE = Incarnation("1")
+NO_REQUEST = Key(RequestId("bench"), 0, ROUTER)
 PushOnce: TypeAlias = Callable[[], None]
 
 
@@ -199,7 +200,7 @@ class ThreadEnd(End):
     def _push(self, source_pages: Int32Array, target_pages: Int32Array) -> None:
         self._tickets += 1
         ticket = Ticket(self._tickets)
-        self._thread.submit(PushPages(ticket, TARGET, LIFE, source_pages, target_pages))
+        self._thread.submit(PushPages(ticket, TARGET, LIFE, source_pages, target_pages, NO_REQUEST))
         self._wait(lambda event: isinstance(event, PushDone) and event.ticket == ticket)
 
     def _wait(self, is_awaited: Callable[[object], bool]) -> None:

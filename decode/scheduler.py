@@ -23,7 +23,7 @@ from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.errors import NoRoom, Preempted, Unavailable
-from common.ids import InstanceId, Life
+from common.ids import InstanceId, Key, Life
 from common.instance.emit import emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import (
@@ -282,6 +282,9 @@ class DecodeScheduler:
             messages_stale=shared.messages_stale + self._target.stale,
         )
         return Report(load, counters, self._table.drained)
+
+    def key_in(self, row: int) -> Key:
+        return self._requests.by_row[row].key
 
     # --- memory ----------------------------------------------------------------------------------------------------------
 

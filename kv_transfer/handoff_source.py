@@ -350,7 +350,7 @@ class HandoffSource:
         outgoing.in_flight[ticket] = outgoing.posted
         self._by_ticket[ticket] = outgoing
         peer = outgoing.peer
-        return Push(ticket, peer.id, peer.incarnation, outgoing.source_pages[span], target_pages[span], layers)
+        return Push(ticket, peer.id, peer.incarnation, outgoing.source_pages[span], target_pages[span], outgoing.key, layers)
 
     def _drain(self, outgoing: Outgoing, failure: Failed | None) -> list[Action]:
         if outgoing.stage != "draining":

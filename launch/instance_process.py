@@ -84,6 +84,7 @@ def serve(
             executor,
             transfers,
             mailbox,
+            unix_s=time.time() - now,
         )
         process.progress(f"joining the fleet at {instance.router}")
         try:

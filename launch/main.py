@@ -20,6 +20,7 @@ from bench.engine import plan as engine_plan
 from bench.offline import plan as offline_plan
 from bench.router import plan as router_plan
 from bench.serve import plan as serve_plan
+from bench.trace import plan as trace_plan
 from common.access import read_access, require_guarded
 from common.addresses import LOOPBACK, bind_address, check_address
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
@@ -171,6 +172,12 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(compare, compare_plan.CompareBench, *SERVE_PLANS, without=compare_plan.DECIDED_BY_COMPARE)
     compare.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
+    trace = _add(
+        benches, "trace", "record what every process of a fleet does, and write a timeline that Perfetto shows", _bench_trace
+    )
+    add_flags(trace, trace_plan.TraceBench)
+    add_flags(trace, serve_plan.Workload, serve_plan.Load, without=trace_plan.DECIDED_BY_TRACE)
+    trace.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
     parsers = (
         (transfer, TRANSFER_SWITCHES),
         (overlap, BENCH_SWITCHES),
@@ -344,6 +351,20 @@ def _bench_compare(flags: argparse.Namespace) -> int:
     configs = bench, shown, workload, load, common.results
     command = _bench_command(flags, ("--markdown",), *configs, without=compare_plan.DECIDED_BY_COMPARE)
     return run(bench, common, command, flags.markdown, chat.read_api_key(target.api_key_file))
+
+
+def _bench_trace(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    bench = read_config(trace_plan.TraceBench, flags)
+    workload, load = read_config(serve_plan.Workload, flags), read_config(serve_plan.Load, flags)
+    trace_plan.check_load(bench, workload, load)
+    if not bench.url:
+        build_parser().parse_args(["local", *bench.fleet_flags])  # a wrong flag ends the command here
+        trace_plan.load_bench(bench, workload, load, "http://here")  # so do flags that do not go together
+    from bench.trace.run import run
+
+    command = _bench_command(flags, ("--markdown",), bench, workload, load, without=trace_plan.DECIDED_BY_TRACE)
+    return run(bench, workload, load, command, flags.markdown, chat.read_api_key(bench.control_key) if bench.control_key else "")
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass, without: Sequence[str] = ()) -> str:

@@ -25,7 +25,7 @@ from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, TandemError, Unavailable
-from common.ids import ROUTER, InstanceId, Life
+from common.ids import ROUTER, InstanceId, Key, Life
 from common.instance.emit import emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import (
@@ -249,6 +249,9 @@ class PrefillScheduler:
             messages_stale=shared.messages_stale + self._source.stale,
         )
         return Report(load, counters, self._requests.drained, self._links.version)
+
+    def key_in(self, row: int) -> Key:
+        return self._computing[row].key
 
     # --- peers and links -------------------------------------------------------------------------------------------------
 

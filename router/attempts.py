@@ -71,7 +71,7 @@ class Attempt:
         self.decode: Member | None = None
         """The candidate that has granted a reservation, once that is known."""
         self.next_token = first_token
-        self.silent_since_s = now
+        self.started_s = self.silent_since_s = now
         self._first_token = first_token
         self._bearer = placement.decode or self.first
         """To whom its later tokens are assigned: the best candidate, until it is known who decodes."""

@@ -10,13 +10,26 @@ from typing import assert_never
 
 from common.config import RouterConfig
 from common.deadlines import earliest
-from common.ids import InstanceId, text_name
+from common.ids import InstanceId, Life, text_name
 from common.instance.ports import Send
-from common.messages import DetokenizerHeartbeat, Goodbye, Heartbeat, LinkReport, Placed, Probed, Register, RouterInbox, TextBatch
+from common.messages import (
+    DetokenizerHeartbeat,
+    Goodbye,
+    Heartbeat,
+    LinkReport,
+    Placed,
+    Probed,
+    Register,
+    RouterInbox,
+    Spans,
+    TextBatch,
+)
+from common.tracing import Recorder
 from router.detokenizer_watch import DetokenizerWatch
 from router.fleet import Change, Fleet
 from router.policy import unready
 from router.request_book import Observer, RequestBook
+from router.traces import Traces
 
 LATE_S = 0.1
 """A tick that comes this long after its deadline shows that the loop was busy or the process stopped."""
@@ -26,7 +39,7 @@ class RouterCore:
     """Everything that the router decides.
 
     router: the name of this life of it. detokenizers: their addresses. vocab_size: of its tokenizer, which instances must have
-    too; None: any.
+    too; None: any. unix_s: what to add to the times of the caller's clock to have UNIX time.
     """
 
     def __init__(
@@ -36,11 +49,14 @@ class RouterCore:
         config: RouterConfig,
         observer: Observer,
         vocab_size: int | None = None,
+        unix_s: float = 0.0,
     ) -> None:
         self._config = config
         self.detokenizer_names = tuple(text_name(router, shard) for shard in range(len(detokenizers)))
         self.fleet = Fleet(router, detokenizers, config.heartbeat_s, config.dead_after_s, vocab_size, config.peers_per_instance)
-        self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names)
+        recorder = Recorder(unix_s)
+        self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names, recorder)
+        self.traces = Traces(router, self.detokenizer_names, self.fleet, recorder, unix_s)
         self.detokenizers = [DetokenizerWatch(config.dead_after_s) for _ in detokenizers]
         """By number, as their names."""
         self.draining = False
@@ -53,7 +69,8 @@ class RouterCore:
             case Heartbeat():
                 return self._apply(self.fleet.heartbeat(message, now), now)
             case Register():
-                return self._apply(self.fleet.register(message, now), now)
+                life = Life(message.instance.id, message.instance.incarnation)
+                return self._apply(self.fleet.register(message, now), now) + self.traces.joined(life, now)
             case LinkReport():
                 return self._apply(self.fleet.links_reported(message), now)
             case Goodbye():
@@ -62,6 +79,9 @@ class RouterCore:
                 return self.requests.placed(message, now)
             case Probed():
                 return self.requests.probed(message, now)
+            case Spans():
+                self.traces.receive(message)
+                return []
             case DetokenizerHeartbeat():
                 return self._detokenizer_heard(message, now)
             case _:
@@ -71,7 +91,7 @@ class RouterCore:
         """A new detokenizer has replaced the former one, at this address: tell the members, and open what was open there."""
         self.detokenizers[shard] = DetokenizerWatch(self._config.dead_after_s)
         self.requests.detokenizer_moved(self.detokenizer_names[shard])
-        return self.fleet.detokenizer_moved(shard, address)
+        return self.fleet.detokenizer_moved(shard, address) + self.traces.detokenizer_moved(shard, now)
 
     def _detokenizer_heard(self, beat: DetokenizerHeartbeat, now: float) -> list[Send]:
         if not 0 <= beat.shard < len(self.detokenizers):
@@ -87,6 +107,7 @@ class RouterCore:
         that is always late must notice the dead too.
         """
         sends: list[Send] = []
+        self.traces.tick(now)
         if caught_up:
             if _is_late(self.fleet.next_deadline(), now):
                 self.fleet.excuse(now)
@@ -106,12 +127,14 @@ class RouterCore:
 
     def flush(self, now: float) -> list[Send]:
         """What was gathered to be sent together. Call it at the end of each turn."""
+        self.traces.tick(now)
         return self.fleet.flush(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called; None when nothing is due."""
         silent_s = (watch.silent_at_s for watch in self.detokenizers)
-        return earliest(*silent_s, self.fleet.next_deadline(), self.fleet.next_flush(), self.requests.next_deadline())
+        due_s = (each.next_deadline() for each in (self.fleet, self.requests, self.traces))
+        return earliest(*silent_s, *due_s, self.fleet.next_flush())
 
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""

@@ -77,7 +77,7 @@ async def serve(
         contextlib.closing(Mailbox[RouterInbox](router, RouterInbox, control, trust=trust)) as mailbox,
     ):
         metrics = RouterMetrics()
-        core = RouterCore(router, detokenizers, config, metrics, tokenizer.vocab_size)
+        core = RouterCore(router, detokenizers, config, metrics, tokenizer.vocab_size, time.time() - time.monotonic())
         for detokenizer, address in zip(core.detokenizer_names, detokenizers, strict=True):
             mailbox.route(detokenizer, address)
         with (

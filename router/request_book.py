@@ -25,6 +25,7 @@ from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError
 from common.ids import InstanceId, Key, Life, RequestId, pack_ids, shard_of
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
+from common.tracing import Recorder
 from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
@@ -33,6 +34,7 @@ from router.places import Places
 from router.policy import choose, expected_answer
 from router.requests import TOKEN_BYTES, Record, RequestSpec
 from router.retelling import Retelling, expect_answer
+from router.traces import record_attempt, record_request
 
 FRUITLESS_ATTEMPTS = 4
 """A request ends after this many attempts in a row that brought no token."""
@@ -71,12 +73,19 @@ class RequestBook:
     """Every open request of this router. router: its name. detokenizers: the names of its detokenizers, by number."""
 
     def __init__(
-        self, router: InstanceId, fleet: Fleet, observer: Observer, config: RouterConfig, detokenizers: Sequence[InstanceId]
+        self,
+        router: InstanceId,
+        fleet: Fleet,
+        observer: Observer,
+        config: RouterConfig,
+        detokenizers: Sequence[InstanceId],
+        recorder: Recorder,
     ) -> None:
         self._router = router
         self._detokenizers = detokenizers
         self._fleet = fleet
         self._observer = observer
+        self._recorder = recorder
         self._config = config
         self._records: dict[RequestId, Record] = {}
         self._parked: dict[RequestId, Failed] = {}
@@ -265,6 +274,8 @@ class RequestBook:
 
     def _resume(self, record: Record, attempt: Attempt, setback: Setback, now: float) -> list[Send]:
         """Withdraw what is left of the attempt, and start the next one if the request may have another."""
+        if self._recorder.on:
+            record_attempt(self._recorder, attempt, setback.reason, now)
         sends = attempt.withdraw()
         self._retelling.drop(attempt)
         record.set_back(attempt, setback, now)
@@ -363,6 +374,8 @@ class RequestBook:
     def _end(self, record: Record, ending: Ending, now: float, last: TextDelta | None = None) -> None:
         """The one way out of the book. last: what comes with the ending."""
         request_id = record.spec.request_id
+        if self._recorder.on:
+            record_request(self._recorder, record, ending, now)
         del self._records[request_id]
         self.places.leave(record.spec.owner)
         self._parked.pop(request_id, None)

@@ -59,7 +59,7 @@ def keys_of(message: AnyMessage) -> set[Key]:
             return {message.key}
         case m.Register() | m.Heartbeat() | m.Goodbye() | m.DetokenizerHeartbeat() | m.Welcome() | m.Refused() | m.Peers():
             return set()
-        case m.Drain() | m.FlushCache() | m.TellLinks() | m.LinkReport():
+        case m.Drain() | m.FlushCache() | m.TellLinks() | m.LinkReport() | m.Trace() | m.Spans():
             return set()
         case _:
             assert_never(message)

@@ -10,12 +10,14 @@ from functools import cache
 from tokenizers import Tokenizer, models
 
 from common.config import RouterConfig
+from common.deadlines import earliest
 from common.engine.toy import TOY_VOCAB
 from common.ids import ROUTER, InstanceId, RequestId, text_name
 from common.instance.ports import Send
-from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextDelta
+from common.messages import DetokenizerHeartbeat, DetokenizerInbox, RouterInbox, TextDelta, Trace
 from common.text.batches import cut
 from common.text.detokenizer import Detokenizer
+from common.tracing import Tracer
 from router.core import RouterCore
 from router.requests import RequestSpec
 from simulation.client import Client, Observer
@@ -164,6 +166,7 @@ class DetokenizerProcess:
         self._clock = clock
         self._loop = Loop(clock, self)
         self.core = Detokenizer(words_tokenizer())
+        self._tracer = Tracer(self.name)
         mailbox = network.open(address, self.name, self._loop.wake, "detokenizer")
         self._meter = network.meter("detokenizer")
         routes = {router.name: router.address}
@@ -175,8 +178,11 @@ class DetokenizerProcess:
         now = self._clock.now
         self._meter.begin()
         texts: list[TextDelta] = []
-        for _, message in self._mail.receive():
-            texts += self.core.receive(message, now)
+        for sender, message in self._mail.receive():
+            if isinstance(message, Trace):
+                self._tracer.ask(sender, message, now)
+            else:
+                texts += self.core.receive(message, now)
             self._meter.lap(type(message).__name__)
         texts += self.core.tick(now)
         for batch in cut(texts):
@@ -184,6 +190,11 @@ class DetokenizerProcess:
         self._meter.lap("TextBatch")
         for probed in self.core.take_probed():
             self._mail.send(self._router, probed)
+        if texts and self._tracer.recorder.on:
+            self._tracer.recorder.add("turns", "turn", now, now, deltas=len(texts))
+        if self._tracer.runs:
+            for router, spans in self._tracer.due(now):
+                self._mail.send(router, spans)
         if now >= self._beats_s:
             self._beats_s = now + HEARTBEAT_S
             dropped = sum(self.core.dropped.values())
@@ -196,7 +207,7 @@ class DetokenizerProcess:
             self._mail.send(self._router, beat)
 
     def next_deadline(self) -> float:
-        deadline = self.core.next_deadline()
+        deadline = earliest(self.core.next_deadline(), self._tracer.next_deadline())
         return min(self._beats_s, NEVER if deadline is None else deadline, self._mail.next_deadline())
 
     def kill(self) -> None:

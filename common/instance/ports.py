@@ -33,7 +33,8 @@ class Connect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
-    """Write our pages into a peer's: source_pages[i] → target_pages[i]. [pages] int32 each. layers: write only these; None: all.
+    """Write our pages into a peer's: source_pages[i] → target_pages[i]. [pages] int32 each. key: of the request, for traces.
+    layers: write only these; None: all.
 
     The incarnation makes a push that was meant for a dead process fail instead of landing in its successor.
     """
@@ -43,6 +44,7 @@ class Push:
     incarnation: Incarnation
     source_pages: Int32Array
     target_pages: Int32Array
+    key: Key
     layers: range | None = None
 
 
@@ -268,3 +270,6 @@ class Scheduler(Protocol[M_contra]):
     def next_deadline(self) -> float | None: ...
 
     def report(self) -> Report: ...
+
+    def key_in(self, row: int) -> Key:
+        """The request in a row of a step that is in flight."""

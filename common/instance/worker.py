@@ -33,7 +33,8 @@ from common.instance.ports import (
     Send,
     Transfers,
 )
-from common.messages import Drain, Failed, Peers, Refused, Welcome
+from common.instance.tracer import InstanceTracer
+from common.messages import Drain, Failed, Peers, Refused, Trace, Welcome
 from common.messages.base import fits
 
 STEPS_IN_FLIGHT = 2
@@ -56,7 +57,10 @@ class _InFlight:
 
 
 class InstanceWorker(Generic[M]):
-    """One instance. M is the union of messages that its scheduler takes; the worker takes Welcome, Refused and Peers itself."""
+    """One instance. M is the union of messages that its scheduler takes; the worker takes Welcome, Refused, Peers and Trace.
+
+    unix_s: what to add to the times of the caller's clock to have UNIX time.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,8 @@ class InstanceWorker(Generic[M]):
         scheduler: Scheduler[M | Drain],
         executor: Executor,
         transfers: Transfers,
-        mail: Mail[M | Welcome | Refused | Peers | Drain],
+        mail: Mail[M | Welcome | Refused | Peers | Drain | Trace],
+        unix_s: float = 0.0,
     ) -> None:
         self._memberships = memberships
         self._scheduler = scheduler
@@ -77,11 +82,14 @@ class InstanceWorker(Generic[M]):
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._draining = False
         self._stale = 0
+        self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
+        self._recorder = self._tracer.recorder
         for membership in memberships:
             mail.route(membership.name, membership.address, watch=True)
 
     def turn(self, now: float) -> None:
         """Take in everything that happened, act on it, and keep the executor busy."""
+        self._tracer.now = now
         self._heed(self._memberships.gone(self._mail.refused(), now), now)
         for sender, message in self._mail.receive():
             match message:
@@ -94,9 +102,16 @@ class InstanceWorker(Generic[M]):
                         self._stale += 1
                 case Peers():
                     self._told(sender, message, now)
+                case Trace():
+                    if self._memberships.of(sender) is not None:
+                        self._tracer.ask(sender, message, now)
                 case _:
+                    if self._recorder.on:
+                        self._tracer.receive(message)
                     self._act(self._scheduler.receive(sender, message, now))
         for event in self._transfers.poll():
+            if self._recorder.on:
+                self._tracer.transfer_ended(event)
             self._act(self._scheduler.handle(event, now))
         self._take_prepared(now)
         self._take_steps(now)
@@ -107,6 +122,9 @@ class InstanceWorker(Generic[M]):
         self._launch(now)
         if now >= self._memberships.next_deadline:
             self._report(now)
+        if self._tracer.runs:
+            for router, spans in self._tracer.due(now):
+                self._mail.send(router, spans)
 
     def drain(self, now: float) -> None:
         """Leave in order: accept nothing new, finish or hand off what runs. Idempotent."""
@@ -124,7 +142,7 @@ class InstanceWorker(Generic[M]):
         step_ends = self._in_flight[0].handle.ends_s if self._in_flight else None
         peers = earliest(self._former.next_deadline(), self._peers.next_deadline())
         prepared = [each.ends_s for each in self._preparing.values()]
-        known = earliest(self._scheduler.next_deadline(), peers, step_ends, *prepared)
+        known = earliest(self._scheduler.next_deadline(), peers, step_ends, self._tracer.next_deadline(), *prepared)
         return self._memberships.next_deadline if known is None else min(known, self._memberships.next_deadline)
 
     @property
@@ -159,6 +177,8 @@ class InstanceWorker(Generic[M]):
                     self._act(self._scheduler.handle(LayersDone(step.plan, layers), now))
                 return
             self._in_flight.popleft()
+            if self._recorder.on:
+                self._tracer.step_done(step.plan, step.launched_s)
             self._act(self._scheduler.step_done(result, now))
 
     def _launch(self, now: float) -> None:
@@ -171,6 +191,8 @@ class InstanceWorker(Generic[M]):
             self._in_flight.append(_InFlight(decision.plan, handle, now, decision.follows_layers))
 
     def _act(self, actions: Sequence[Action]) -> None:
+        if self._recorder.on:
+            self._tracer.act(actions)
         for action in actions:
             if isinstance(action, Send) and action.to == ROUTER:
                 for membership in self._memberships:
@@ -211,6 +233,7 @@ class InstanceWorker(Generic[M]):
                         self._mail.route(name, address)
                     self._act(self._scheduler.handle(RouterJoined(router, len(detokenizers)), now))
                 case Lost():
+                    self._tracer.forget(router)
                     self._peers.retire(router, now)
                     self._act(self._scheduler.handle(RouterLost(router), now))
                     for name in (router, *detokenizers):

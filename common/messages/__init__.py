@@ -17,6 +17,8 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
              ─Heartbeat, LinkReport, Goodbye─►                      LinkReport: prefill instances, when a link changes
              ─Probed─► detok ─Probed─► router                       the answer to a Probe, behind the tokens
 
+    router ─Trace─► instance, detok ─Spans─► router                 only while somebody traces the fleet
+
 Each field is documented below its line, save those that mean the same everywhere: `key` is the request and attempt that a message
 is about; `id` and `incarnation` are the life of the instance that sends it. Token and page ids that are `bytes` are packed
 little-endian int32 (`common.ids.pack_ids`).
@@ -53,10 +55,13 @@ from common.messages.text import (
     TokenBatch,
     TokenDelta,
 )
+from common.messages.traces import Span, SpanArgs, Spans, Trace, pack_spans, unpack_spans
 
-RouterInbox: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed | Probed | TextBatch | DetokenizerHeartbeat
-FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | FlushCache | Generate | Cancel | Probe | Repeat
+FromInstance: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed
+RouterInbox: TypeAlias = FromInstance | Probed | TextBatch | DetokenizerHeartbeat | Spans
+FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | FlushCache | Generate | Cancel | Probe | Repeat | Trace
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
-DetokenizerInbox: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer | Probed
+AnswerMessage: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer | Probed
+DetokenizerInbox: TypeAlias = AnswerMessage | Trace
 AnyMessage: TypeAlias = RouterInbox | PrefillInbox | DecodeInbox | DetokenizerInbox

@@ -26,7 +26,7 @@ from common.deadlines import DeadlineWheel
 from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError
 from common.ids import Key, unpack_ids
 from common.messages import (
-    DetokenizerInbox,
+    AnswerMessage,
     Ending,
     ExpectAnswer,
     Failed,
@@ -158,7 +158,7 @@ class Detokenizer:
     def next_deadline(self) -> float | None:
         return self._deadlines.next_deadline()
 
-    def receive(self, message: DetokenizerInbox, now: float) -> list[TextDelta]:
+    def receive(self, message: AnswerMessage, now: float) -> list[TextDelta]:
         """Take in a message. Returns at most one delta per key."""
         match message:
             case TokenBatch():

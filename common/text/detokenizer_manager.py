@@ -6,12 +6,15 @@ Owns the mailbox, the turns and the heartbeat. Decides nothing: `common.text.det
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
+from common.deadlines import earliest
 from common.ids import ROUTER, InstanceId, text_name
-from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextDelta
+from common.messages import DetokenizerHeartbeat, DetokenizerInbox, TextDelta, Trace
 from common.text.batches import cut
 from common.text.detokenizer import Detokenizer
 from common.text.tokenizer_manager import TokenizerManager
+from common.tracing import Tracer
 from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
 
@@ -35,6 +38,7 @@ class DetokenizerManager:
         self._detokenizer = Detokenizer(TokenizerManager(model).backend)
         self._router, self._shard = router, shard
         self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(text_name(router, shard), DetokenizerInbox, bind, trust=trust)
+        self._tracer = Tracer(text_name(router, shard), unix_s=time.time() - time.monotonic())
         self._stopping = threading.Event()
         self._router_address: str | None = None
         self._next_beat_s = time.monotonic()
@@ -66,22 +70,37 @@ class DetokenizerManager:
 
     def _turn(self) -> None:
         """Wait for mail, a deadline or the next heartbeat, and send all text that this brought."""
-        deadline = self._detokenizer.next_deadline()
+        deadline = earliest(self._detokenizer.next_deadline(), self._tracer.next_deadline())
         wake_s = self._next_beat_s if deadline is None else min(deadline, self._next_beat_s)
         self._mailbox.wait(wake_s - time.monotonic())
         self._mailbox.route(self._router, self._router_address)
         texts: list[TextDelta] = []
-        ends_s = time.monotonic() + TURN_S
-        while (now := time.monotonic()) < ends_s and (mail := self._mailbox.receive(1)):
-            texts += self._detokenizer.receive(mail[0][1], now)
+        began_s = time.monotonic()
+        while (now := time.monotonic()) < began_s + TURN_S and (mail := self._mailbox.receive(1)):
+            sender, message = mail[0]
+            if not isinstance(message, Trace):
+                texts += self._detokenizer.receive(message, now)
+            elif sender == self._router:
+                self._tracer.ask(sender, message, now)
         texts += self._detokenizer.tick(now)
         for batch in cut(texts):
             self._mailbox.send(self._router, batch)
         for probed in self._detokenizer.take_probed():
             self._mailbox.send(self._router, probed)
+        if self._tracer.runs:
+            self._trace(texts, began_s)
         if now >= self._next_beat_s:
             self._next_beat_s = now + HEARTBEAT_S
             self._beat()
+
+    def _trace(self, texts: Sequence[TextDelta], began_s: float) -> None:
+        """Record the turn, if it brought text, and send what is due."""
+        now = time.monotonic()
+        if texts and self._tracer.recorder.on:
+            tokens = sum(len(delta.token_ids) for delta in texts)
+            self._tracer.recorder.add("turns", "turn", began_s, now, deltas=len(texts), tokens=tokens)
+        for router, spans in self._tracer.due(now):
+            self._mailbox.send(router, spans)
 
     def _beat(self) -> None:
         """Send the heartbeat, if the router is known."""

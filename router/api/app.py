@@ -43,6 +43,7 @@ from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeRespons
 from router.api.sglang import Aborted, AbortFields, Flushed, GenerateFields, read_abort, read_generate
 from router.api.sglang_answers import Generated, GenerateShape
 from router.api.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields, read_detokenize, read_tokenize
+from router.api.traces import FORGET, READ, START, TraceApi
 from router.cluster import cluster_page
 from router.drain import Door
 from router.gateway import Gateway
@@ -82,6 +83,7 @@ class Api:
         embedding: Embedding | None = None,
     ) -> None:
         self.door = Door(gateway.core)
+        self.traces = TraceApi(gateway)
         self._gateway = gateway
         self._intake = intake
         self._metrics = metrics
@@ -394,6 +396,9 @@ def _routes(api: Api) -> tuple[_Route, ...]:
             api.flush_cache,
             Described(tag="SGLang", summary="Flush the prefix caches", answer="Who was told.", answer_type=Flushed),
         ),
+        ("POST", "/cluster/trace", api.traces.start, START),
+        ("GET", "/cluster/trace", api.traces.read, READ),
+        ("DELETE", "/cluster/trace", api.traces.forget, FORGET),
     )
 
 

@@ -28,8 +28,9 @@ TAGS = (
 )
 _REFUSALS = {
     400: "A field is wrong: `param` names it, `message` says how to fix it.",
-    404: "The model or instance is unknown.",
+    404: "It is unknown: a model, an instance, or what was asked for.",
     408: "The body did not arrive in time.",
+    409: "It runs already.",
     413: "The body is longer than `--max-body`.",
     429: "Too many requests are open: try again after `Retry-After` seconds.",
     503: "No instance can serve the request now, or the router drains: try again after `Retry-After` seconds.",

@@ -168,7 +168,7 @@ class ThreadEnd:
         """lease_s: how long it may write to the peer."""
         source, target = (np.array(pages, dtype=np.int32) for pages in (source_pages, target_pages))
         self._thread.submit(Allow(InstanceId(peer), Incarnation(incarnation), time.monotonic() + lease_s))
-        self._thread.submit(Push(Ticket(ticket), InstanceId(peer), Incarnation(incarnation), source, target))
+        self._thread.submit(Push(Ticket(ticket), InstanceId(peer), Incarnation(incarnation), source, target, ANY_KEY))
 
     def _ranges(self, pages: list[int]) -> list[tuple[int, int]]:
         return [(page * self._page_bytes, (page + 1) * self._page_bytes) for page in pages]

@@ -46,7 +46,7 @@ class Home:
 
     def push(self, ticket: int) -> None:
         zero, one = np.array([0], dtype=np.int32), np.array([1], dtype=np.int32)
-        self.thread.submit(Push(Ticket(ticket), PEER, Incarnation("1"), zero, one))
+        self.thread.submit(Push(Ticket(ticket), PEER, Incarnation("1"), zero, one, key()))
 
     def next_event(self) -> TransferEvent:
         """Wait to be woken until there is an event."""

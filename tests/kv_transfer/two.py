@@ -15,7 +15,7 @@ from common.messages import InstanceInfo, LinkInfo, LinkState
 from common.pages.layout import KVLayout
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.transfer_loop import TransferLoop
-from tests.builders import LAYOUT, instance
+from tests.builders import LAYOUT, instance, key
 from tests.kv_transfer.local_agent import region_of
 from tests.kv_transfer.pools import Bytes
 
@@ -97,7 +97,7 @@ class Two:
         self, ticket: int, source_pages: Sequence[int] = (0,), target_pages: Sequence[int] = (0,), incarnation: Incarnation = LIFE
     ) -> None:
         source, target = (np.array(side, dtype=np.int32) for side in (source_pages, target_pages))
-        self.source.loop.submit(Push(Ticket(ticket), PEER, incarnation, source, target))
+        self.source.loop.submit(Push(Ticket(ticket), PEER, incarnation, source, target, key()))
 
     # --- what the source reports then ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 from common.engine.executor import EngineDescription
 from common.engine.grammars import AnythingGoes
 from common.engine.plan import Plan, StepResult
-from common.ids import ROUTER, InstanceId, Int32Array
+from common.ids import ROUTER, InstanceId, Int32Array, Key
 from common.instance.memberships import Memberships
 from common.instance.ports import (
     Action,
@@ -26,13 +26,13 @@ from common.instance.ports import (
     TransferEvent,
 )
 from common.instance.worker import InstanceWorker
-from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Welcome
+from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Trace, Welcome
 from common.sampling_params import Grammar
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
 from tests.common.mailboxes import FakeMail
 
-Inbox = PrefillMessage | Welcome | Refused | Peers | Drain
+Inbox = PrefillMessage | Welcome | Refused | Peers | Drain | Trace
 ADDRESS = "tcp://127.0.0.1:7"
 WELCOME = Welcome(router=ROUTER, address=ADDRESS, detokenizers=("tcp://127.0.0.1:9",), heartbeat_s=1.0, dead_after_s=3.0)
 
@@ -144,6 +144,9 @@ class FakeScheduler:
 
     def next_deadline(self) -> float | None:
         return self.deadline_s
+
+    def key_in(self, row: int) -> Key:
+        raise AssertionError("its plans are empty")
 
     def report(self) -> Report:
         return Report(Load(pages_free=5), Counters(steps=6), self.drained)

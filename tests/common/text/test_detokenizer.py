@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from common.ids import Incarnation, InstanceId, Key, pack_ids
 from common.messages import (
-    DetokenizerInbox,
+    AnswerMessage,
     Ending,
     ExpectAnswer,
     Failed,
@@ -44,7 +44,7 @@ def answer(text: str, ending: Ending = LENGTH, of: Key | None = None) -> TokenDe
     return TokenDelta(of or key(), 0, ids_of(text), ending)
 
 
-def received(detokenizer: Detokenizer, messages: Iterable[DetokenizerInbox], now: float = 0.0) -> list[TextDelta]:
+def received(detokenizer: Detokenizer, messages: Iterable[AnswerMessage], now: float = 0.0) -> list[TextDelta]:
     texts: list[TextDelta] = []
     for message in messages:
         brought = detokenizer.receive(message, now)
@@ -183,7 +183,7 @@ def test_stop_strings_within_the_first_tokens_end_nothing_also_when_the_answer_i
 
 
 @st.composite
-def deliveries(draw: st.DrawFn) -> list[DetokenizerInbox]:
+def deliveries(draw: st.DrawFn) -> list[AnswerMessage]:
     """Two answers, cut anywhere, repeated, in any order, in batches of any size, with their Opens anywhere among them."""
     deltas: list[TokenDelta] = []
     for name in ("a", "b"):
@@ -194,7 +194,7 @@ def deliveries(draw: st.DrawFn) -> list[DetokenizerInbox]:
         ]
     deltas += draw(st.lists(st.sampled_from(deltas), max_size=4))
     deltas = list(draw(st.permutations(deltas)))
-    messages: list[DetokenizerInbox] = [ExpectAnswer(key=key("a")), ExpectAnswer(key=key("b"), stop=("STOP",))]
+    messages: list[AnswerMessage] = [ExpectAnswer(key=key("a")), ExpectAnswer(key=key("b"), stop=("STOP",))]
     while deltas:
         count = draw(st.integers(1, len(deltas)))
         messages.append(tokens(*deltas[:count]))
@@ -203,7 +203,7 @@ def deliveries(draw: st.DrawFn) -> list[DetokenizerInbox]:
 
 
 @given(deliveries())
-def test_any_order_and_any_repetition_gives_the_same_text_once_and_one_ending(messages: list[DetokenizerInbox]) -> None:
+def test_any_order_and_any_repetition_gives_the_same_text_once_and_one_ending(messages: list[AnswerMessage]) -> None:
     detokenizer = Detokenizer(tiny_tokenizer())
     by_key: dict[Key, list[TextDelta]] = defaultdict(list)
     for delta in received(detokenizer, messages):

@@ -6,7 +6,7 @@ import pytest
 
 from common.ids import pack_ids
 from common.messages import (
-    DetokenizerInbox,
+    AnswerMessage,
     ExpectAnswer,
     Failed,
     Finished,
@@ -52,7 +52,7 @@ def detokenizer() -> Detokenizer:
 
 
 def test_tokens_that_come_early_twice_and_out_of_order_have_each_their_own_logprob(detokenizer: Detokenizer) -> None:
-    messages: list[DetokenizerInbox] = [
+    messages: list[AnswerMessage] = [
         told(4, 9),
         EXPECTED,
         told(9, 12),
@@ -79,10 +79,10 @@ def test_a_stop_string_cuts_the_logprobs_where_it_cuts_the_tokens(detokenizer: D
 def test_what_was_lost_comes_again_with_its_logprobs(detokenizer: Detokenizer, cut: int, is_known: bool) -> None:
     text = tiny_tokenizer().decode(IDS[:cut]).rstrip("\ufffd")
     again = msgspec.structs.replace(EXPECTED, first=cut, context=pack_ids(IDS[:cut]), text=text, again=True)
-    former: list[DetokenizerInbox] = [EXPECTED, told(0, 5), told(5, 7), told(8, 10)]
+    former: list[AnswerMessage] = [EXPECTED, told(0, 5), told(5, 7), told(8, 10)]
     for message in former if is_known else ():
         detokenizer.receive(message, 0.0)
-    messages: list[DetokenizerInbox] = [again, told(0, 8), told(7, len(IDS), LENGTH)]
+    messages: list[AnswerMessage] = [again, told(0, 8), told(7, len(IDS), LENGTH)]
     deltas = [delta for message in messages for delta in detokenizer.receive(message, 0.0)]
     prompts = [PROMPT if cut == 0 else (), *[()] * (len(deltas) - 1)]
     assert deltas[0].first == cut and reported(deltas) == (ALL[cut:], prompts)

@@ -1,0 +1,250 @@
+"""Traces of the fleet: one at a time, started by whoever runs the fleet, and kept until the next one.
+
+Owns who was told to record, what came of it, and the spans of the router itself. Keeps spans packed, as they came: nobody reads
+them on the loop. Opens no socket, reads no clock.
+
+    start ─Trace─► every member, every detokenizer, whoever joins ─Spans─► kept ─► its time is over, and all have said so,
+                                                                                   or have had GRACE_S to say it: over
+"""
+
+from typing import Literal
+
+import msgspec
+
+from common.errors import BadRequest
+from common.ids import Incarnation, InstanceId, Life
+from common.instance.ports import Send
+from common.messages import Ending, Failed, InstanceInfo, Spans, Trace, pack_spans
+from common.messages.base import UNNAMED
+from common.tracing import LONGEST_S, MESSAGE_SPANS, Recorder
+from router.attempts import Attempt
+from router.fleet import Fleet
+from router.requests import TOKEN_BYTES, Record
+
+MOST_BYTES = 256 * 2**20
+"""Of packed spans that are kept."""
+GRACE_S = 2.0
+
+TracedRole = Literal["router", "detokenizer", "prefill", "decode"]
+
+
+class TraceRuns(BadRequest):
+    """A trace runs already."""
+
+    status = 409
+
+
+class NoTrace(BadRequest):
+    """There is no trace to read."""
+
+    status = 404
+
+
+class TracedProcess(msgspec.Struct, kw_only=True):
+    """A process of the fleet, and what it has recorded. dropped: spans for which it had no room. over: it has sent everything."""
+
+    id: InstanceId
+    incarnation: Incarnation = UNNAMED
+    role: TracedRole
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    spans: int = 0
+    dropped: int = 0
+    over: bool = False
+
+
+class TraceStatus(msgspec.Struct, kw_only=True):
+    """How a trace stands. began_s: UNIX time. processes: spans name one by its place here. spans_refused: those for which this
+    router had no room."""
+
+    number: int
+    state: Literal["running", "over"]
+    began_s: float
+    seconds: float
+    processes: list[TracedProcess]
+    bytes: int
+    spans_refused: int
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """Packed spans. process: the place of theirs in `TraceStatus.processes`."""
+
+    process: int
+    packed: bytes
+
+
+class _Trace:
+    """One trace. Times are of the router's clock."""
+
+    def __init__(self, number: int, seconds: float, now: float) -> None:
+        self.number, self.began_s, self.ends_s = number, now, now + seconds
+        self.processes: list[TracedProcess] = []
+        self.places: dict[Life, int] = {}
+        self.frames: list[Frame] = []
+        self.bytes = self.spans_refused = 0
+
+    def add(self, process: TracedProcess) -> None:
+        self.places[Life(process.id, process.incarnation)] = len(self.processes)
+        self.processes.append(process)
+
+    def keep(self, place: int, count: int, packed: bytes) -> None:
+        self.processes[place].spans += count
+        if self.bytes + len(packed) > MOST_BYTES:
+            self.spans_refused += count
+            return
+        self.bytes += len(packed)
+        self.frames.append(Frame(place, packed))
+
+    def is_over(self, now: float) -> bool:
+        return now >= self.ends_s + GRACE_S or (now >= self.ends_s and all(process.over for process in self.processes))
+
+
+class Traces:
+    """The trace that runs, or the last one. recorder: the router's own. unix_s: see `Recorder`."""
+
+    def __init__(
+        self, router: InstanceId, detokenizers: tuple[InstanceId, ...], fleet: Fleet, recorder: Recorder, unix_s: float
+    ) -> None:
+        self._router, self._detokenizers = router, detokenizers
+        self._fleet = fleet
+        self._recorder = recorder
+        self._unix_s = unix_s
+        self._number = 0
+        self._trace: _Trace | None = None
+
+    # --- what people ask for -----------------------------------------------------------------------------------------------
+
+    def start(self, seconds: float, now: float) -> list[Send]:
+        """Forget the last trace, and begin one. Raises BadRequest, TraceRuns."""
+        if not 0.0 < seconds <= LONGEST_S:
+            raise BadRequest(f"seconds must be above 0 and at most {LONGEST_S:g}", field="seconds")
+        if self._trace is not None and not self._trace.is_over(now):
+            raise TraceRuns("a trace runs already: wait for its end, or end it with DELETE /cluster/trace")
+        self._number += 1
+        trace = self._trace = _Trace(self._number, seconds, now)
+        trace.add(TracedProcess(id=self._router, role="router"))
+        self._recorder.begin()
+        sends = [send for shard in range(len(self._detokenizers)) for send in self.detokenizer_moved(shard, now)]
+        return sends + [send for member in self._fleet.members() for send in self.joined(member.life, now)]
+
+    def end(self, now: float) -> list[Send]:
+        """Forget the trace, and end it if it runs. Raises NoTrace."""
+        trace, self._trace = self._known(), None
+        self._recorder.end()
+        self._recorder.take(len(self._recorder))
+        if now >= trace.ends_s:
+            return []
+        told = [*self._detokenizers, *(life.id for life in trace.places if self._fleet.find(life) is not None)]
+        return [Send(name, Trace(seconds=0.0, number=trace.number)) for name in told]
+
+    def status(self, now: float) -> TraceStatus:
+        """Raises NoTrace."""
+        trace = self._known()
+        return TraceStatus(
+            number=trace.number,
+            state="over" if trace.is_over(now) else "running",
+            began_s=trace.began_s + self._unix_s,
+            seconds=trace.ends_s - trace.began_s,
+            processes=trace.processes,
+            bytes=trace.bytes,
+            spans_refused=trace.spans_refused,
+        )
+
+    def frames(self) -> list[Frame]:
+        """What there is. Raises NoTrace."""
+        return list(self._known().frames)
+
+    # --- what happens meanwhile --------------------------------------------------------------------------------------------
+
+    def joined(self, life: Life, now: float) -> list[Send]:
+        """This life is a member now, or was one before."""
+        member = self._fleet.find(life)
+        trace = self._running(now)
+        if member is None or trace is None or life in trace.places:
+            return []
+        trace.add(_process_of(member.info))
+        return [self._ask(life.id, trace, now)]
+
+    def detokenizer_moved(self, shard: int, now: float) -> list[Send]:
+        """Another one may have taken the place of a detokenizer."""
+        name, trace = self._detokenizers[shard], self._running(now)
+        if trace is None:
+            return []
+        if Life(name, UNNAMED) not in trace.places:
+            trace.add(TracedProcess(id=name, role="detokenizer"))
+        return [self._ask(name, trace, now)]
+
+    def receive(self, message: Spans) -> None:
+        """Spans of another trace, and of strangers, are dropped."""
+        trace = self._trace
+        place = None if trace is None else trace.places.get(Life(message.id, message.incarnation))
+        if trace is None or place is None or message.number != trace.number:
+            return
+        process = trace.processes[place]
+        process.dropped, process.over = max(process.dropped, message.dropped), process.over or message.last
+        if message.count > 0:
+            trace.keep(place, message.count, message.packed)
+
+    def tick(self, now: float) -> None:
+        """Take in what the router itself has recorded, and end that when the time is over."""
+        trace = self._trace
+        if trace is None or not self._recorder.on:
+            return
+        is_over = now >= trace.ends_s
+        while len(self._recorder) >= (1 if is_over else MESSAGE_SPANS):
+            spans = self._recorder.take(MESSAGE_SPANS)
+            trace.keep(0, len(spans), pack_spans(spans))
+        trace.processes[0].dropped = self._recorder.dropped
+        if is_over:
+            self._recorder.end()
+            trace.processes[0].over = True
+
+    def next_deadline(self) -> float | None:
+        return self._trace.ends_s if self._trace is not None and self._recorder.on else None
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _known(self) -> _Trace:
+        if self._trace is None:
+            raise NoTrace("there is no trace: begin one with POST /cluster/trace?seconds=60")
+        return self._trace
+
+    def _running(self, now: float) -> _Trace | None:
+        return self._trace if self._trace is not None and now < self._trace.ends_s else None
+
+    def _ask(self, name: InstanceId, trace: _Trace, now: float) -> Send:
+        return Send(name, Trace(seconds=trace.ends_s - now, number=trace.number))
+
+
+def record_attempt(recorder: Recorder, attempt: Attempt, why: str, now: float) -> None:
+    """An attempt is over. why: its ending, or the reason of the resume that follows."""
+    recorder.add(
+        "attempts",
+        "attempt",
+        attempt.started_s,
+        now,
+        attempt.key.request_id,
+        attempt=attempt.key.attempt,
+        first=attempt.first.info.id,
+        decode="" if attempt.decode is None else attempt.decode.info.id,
+        tokens=attempt.tokens,
+        ended=why,
+    )
+
+
+def record_request(recorder: Recorder, record: Record, ending: Ending, now: float) -> None:
+    """A request has ended, and with it its present attempt."""
+    why = ending.kind if isinstance(ending, Failed) else ending.reason
+    if record.attempt is not None:
+        record_attempt(recorder, record.attempt, why, now)
+    sizes = {"prompt_tokens": len(record.spec.prompt) // TOKEN_BYTES, "tokens": len(record.token_ids)}
+    request_id = record.spec.request_id
+    recorder.add("requests", "request", record.received_s, now, request_id, attempts=record.attempts, ended=why, **sizes)
+
+
+def _process_of(info: InstanceInfo) -> TracedProcess:
+    rank = info.ranks[0]
+    return TracedProcess(
+        id=info.id, incarnation=info.incarnation, role=info.role, host=rank.host, pid=rank.pid, device=rank.device
+    )
