@@ -110,6 +110,11 @@ class RouterProcess:
         """As POST /cluster/{instance}/drain does."""
         self._deliver(self.core.fleet.drain(instance))
 
+    def trace(self, seconds: float) -> None:
+        """As POST /cluster/trace does. Raises what the core raises."""
+        self._deliver(self.core.traces.start(seconds, self._clock.now))
+        self._loop.wake(self.next_deadline())
+
     # --- what befalls it ---------------------------------------------------------------------------------------------------
 
     def stop_until(self, until_s: float) -> None:

@@ -30,6 +30,7 @@ SAMPLING = SamplingParams(max_new_tokens=5, temperature=0.5, stop_token_ids=(1, 
 TERMS = messages.Terms(priority=-2, age_s=1.5, timeout_s=30.0)
 PLAIN = instance(PREFILL, "prefill", LIFE)
 INFO = replace(PLAIN, pool=replace(PLAIN.pool, address=2**64 - 1, wire=b"\x00\xff"))
+SPAN = messages.Span("pushes", "push", 1.7e9 + 1e-6, 1.7e9 + 0.25, "request", {"bytes": 2**40, "peer": "decode-1", "share": 0.5})
 SAMPLES: tuple[AnyMessage, ...] = (
     messages.Register(instance=INFO),
     messages.Welcome(router=ROUTER, detokenizers=("tcp://h:2",), address="tcp://h:1", heartbeat_s=0.5, dead_after_s=2.0),
@@ -129,6 +130,8 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ),
     messages.ForgetAnswer(key=KEY),
     messages.TextBatch(deltas=(messages.TextDelta(KEY, 0, (1,), "text", messages.Finished("stop", matched="t")),)),
+    messages.Trace(seconds=60.0, number=2),
+    messages.Spans(id=PREFILL, number=2, count=1, packed=messages.pack_spans([SPAN]), incarnation=LIFE, dropped=3, last=True),
     messages.DetokenizerHeartbeat(open_answers=1, early_answers=2, dropped=3),
 )
 
@@ -148,6 +151,10 @@ def test_all_logprobs_that_one_message_may_carry_fit_into_a_tenth_of_a_frame(alt
     piece = messages.TokenDelta(KEY, 0, (1,) * PIECE_TOKENS, None, (likely(alternatives),) * PIECE_TOKENS)
     for delta, most_mib in ((prompt, 6), (piece, 3)):
         assert len(msgspec.msgpack.encode(messages.TokenBatch(deltas=(delta,)))) < most_mib * 2**20 < MAX_FRAME_BYTES / 10
+
+
+def test_spans_come_out_as_they_were_packed() -> None:
+    assert messages.unpack_spans(messages.pack_spans([SPAN, SPAN])) == (SPAN, SPAN)
 
 
 def test_there_is_a_sample_of_every_message() -> None:

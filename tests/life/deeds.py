@@ -92,4 +92,12 @@ class Part:
     router: int = 0
 
 
-Deed: TypeAlias = Kill | Hang | Supplant | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Somebody traces the fleet at this router for so many seconds. This befalls no request."""
+
+    seconds: float
+    router: int = 0
+
+
+Deed: TypeAlias = Kill | Hang | Supplant | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer | Watch

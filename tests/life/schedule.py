@@ -13,7 +13,7 @@ from common.sampling_params import ANSWER_TOKENS
 from router.partners import AT_LEAST
 from simulation.instance import Size
 from simulation.network import KNOCKS_S
-from tests.life.deeds import Deed, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant
+from tests.life.deeds import Deed, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
 from tests.life.weather import Chances
 
 WINDOW_S = 12.0
@@ -117,7 +117,8 @@ def draw_schedule(seed: int) -> Schedule:
     asks = _with_embeddings(_with_extras(schedule.asks, Random(f"extras {seed}")), Random(f"embeddings {seed}"))
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
     slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
-    faults = (*schedule.faults, *text_faults, *slowness, *returns)
+    watches = _watches(schedule, Random(f"watches {seed}"))
+    faults = (*schedule.faults, *text_faults, *slowness, *returns, *watches)
     strangers = Random(f"strangers {seed}").choice((0, 0, 1, 3))
     return _with_grammars(replace(schedule, asks=asks, faults=faults, strangers=strangers), Random(f"grammars {seed}"))
 
@@ -350,6 +351,20 @@ def _slowness(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
         return ()
     router, turn_s = random.randrange(schedule.routers), random.choice((0.3, 0.6, 1.5, 2.0))
     return (Fault(at_s=0.0, trigger=None, deed=Slow(seconds=2 * WINDOW_S, turn_s=turn_s, router=router)),)
+
+
+def _watches(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
+    """In a third of the schedules the fleet is traced, by some routers once or twice."""
+    if random.random() < 0.67:
+        return ()
+    return tuple(
+        Fault(
+            at_s=random.uniform(0.0, WINDOW_S),
+            trigger=None,
+            deed=Watch(seconds=random.uniform(0.01, WINDOW_S), router=random.randrange(schedule.routers)),
+        )
+        for _ in range(random.choice((1, 1, 2, 4)))
+    )
 
 
 def _returns(schedule: Schedule, random: Random) -> tuple[Fault, ...]:

@@ -19,13 +19,14 @@ from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
+from router.traces import TraceRuns
 from simulation.client import Client
 from simulation.clock import Clock
 from simulation.fleet import Fleet, World
 from simulation.instance import Instance
 from simulation.network import Letter, keys_of
 from simulation.processes import RouterProcess
-from tests.life.deeds import Deed, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant
+from tests.life.deeds import Deed, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
 from tests.life.expected import Expected, expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.ledger import Ledger
@@ -270,6 +271,8 @@ class Trial(Fleet):
                     self.clock.at(now + deed.back_s, lambda: self.start_router(deed.router))
             case KillDetokenizer():
                 self._kill_detokenizer(deed)
+            case Watch():
+                self._watch(deed)
             case Leave():
                 self._strike(deed.name)
                 self._drain(deed)
@@ -287,6 +290,14 @@ class Trial(Fleet):
         if self.instances.get(former.name.id) is former:
             self._start_again(former, inherits=False)
             self._strike(former.name.id)
+
+    def _watch(self, deed: Watch) -> None:
+        router = self.routers[deed.router]
+        try:
+            if router.alive:
+                router.trace(deed.seconds)
+        except TraceRuns as error:
+            self._note(str(error))
 
     def _strike(self, *names: str) -> None:
         """Something befalls an instance, or everything between two."""
