@@ -77,8 +77,9 @@ class Frame(msgspec.Struct, frozen=True):
 class _Trace:
     """One trace. Times are of the router's clock."""
 
-    def __init__(self, number: int, seconds: float, now: float) -> None:
+    def __init__(self, number: int, seconds: float, now: float, most_bytes: int) -> None:
         self.number, self.began_s, self.ends_s = number, now, now + seconds
+        self._most_bytes = most_bytes
         self.processes: list[TracedProcess] = []
         self.places: dict[Life, int] = {}
         self.frames: list[Frame] = []
@@ -90,7 +91,7 @@ class _Trace:
 
     def keep(self, place: int, count: int, packed: bytes) -> None:
         self.processes[place].spans += count
-        if self.bytes + len(packed) > MOST_BYTES:
+        if self.bytes + len(packed) > self._most_bytes:
             self.spans_refused += count
             return
         self.bytes += len(packed)
@@ -104,12 +105,18 @@ class Traces:
     """The trace that runs, or the last one. recorder: the router's own. unix_s: see `Recorder`."""
 
     def __init__(
-        self, router: InstanceId, detokenizers: tuple[InstanceId, ...], fleet: Fleet, recorder: Recorder, unix_s: float
+        self,
+        router: InstanceId,
+        detokenizers: tuple[InstanceId, ...],
+        fleet: Fleet,
+        recorder: Recorder,
+        unix_s: float = 0.0,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         self._router, self._detokenizers = router, detokenizers
         self._fleet = fleet
         self._recorder = recorder
-        self._unix_s = unix_s
+        self._unix_s, self._most_bytes = unix_s, most_bytes
         self._number = 0
         self._trace: _Trace | None = None
 
@@ -122,7 +129,7 @@ class Traces:
         if self._trace is not None and not self._trace.is_over(now):
             raise TraceRuns("a trace runs already: wait for its end, or end it with DELETE /cluster/trace")
         self._number += 1
-        trace = self._trace = _Trace(self._number, seconds, now)
+        trace = self._trace = _Trace(self._number, seconds, now, self._most_bytes)
         trace.add(TracedProcess(id=self._router, role="router"))
         self._recorder.begin()
         sends = [send for shard in range(len(self._detokenizers)) for send in self.detokenizer_moved(shard, now)]

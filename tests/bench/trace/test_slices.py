@@ -1,0 +1,116 @@
+"""Slices and flows, for any spans: what a viewer needs of them, checked event by event."""
+
+import gzip
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.trace.chrome import events, write
+from bench.trace.record import Line, Process, Status
+from bench.trace.run import table
+from bench.trace.slices import lanes, slices_of, ways
+
+BEGAN_S = 1.7e9
+PROCESSES = [Process(id="prefill-0", role="prefill", pid=7, host="h"), Process(id="router", role="router")]
+TIMES = st.integers(-50, 200)
+
+
+@st.composite
+def a_line(draw: st.DrawFn) -> Line:
+    begin_s = BEGAN_S + draw(TIMES) / 1e5
+    return Line(
+        process=draw(st.integers(0, 1)),
+        track=draw(st.sampled_from(["requests", "chunks", "pushes", "another"])),
+        name="n",
+        begin_s=begin_s,
+        end_s=begin_s + draw(st.integers(0, 40)) / 1e5,
+        request=draw(st.sampled_from(["", "a", "b"])),
+        args=draw(st.sampled_from([{}, {"bytes": 5, "peer": "decode-1"}])),
+    )
+
+
+LINES = st.lists(a_line(), max_size=25)
+
+
+@given(st.lists(st.tuples(TIMES, st.integers(1, 60)).map(lambda pair: (pair[0], sum(pair))), max_size=30))
+def test_intervals_of_a_lane_do_not_overlap_and_there_are_as_many_lanes_as_overlap_somewhere(
+    intervals: list[tuple[int, int]],
+) -> None:
+    chosen = lanes(intervals)
+    for lane in set(chosen):
+        taken = sorted(interval for interval, its in zip(intervals, chosen, strict=True) if its == lane)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(taken))
+    deepest = max((sum(begin <= at < end for begin, end in intervals) for at, _ in intervals), default=0)
+    assert len(set(chosen)) == deepest
+
+
+@given(LINES)
+def test_every_span_is_a_slice_with_its_time_to_a_microsecond(lines: list[Line]) -> None:
+    slices = slices_of(lines, BEGAN_S)
+    assert len(slices) == len(lines)
+    expected = sorted((line.process, line.track, round((line.begin_s - BEGAN_S) * 1e6), line.request) for line in lines)
+    found = sorted((each.process, each.track, each.begin_us, each.request) for each in slices)
+    for (*is_, begin, of), (*was, due, its) in zip(found, expected, strict=True):
+        assert (is_, of) == (was, its) and abs(begin - due) <= 1
+
+
+@given(LINES)
+def test_a_flow_goes_through_every_slice_of_its_request_in_the_order_of_their_begins_and_ends_with_the_request(
+    lines: list[Line],
+) -> None:
+    slices = slices_of(lines, BEGAN_S)
+    for stops in ways(slices):
+        times = [stop.at_us for stop in stops]
+        assert times == sorted(times)
+        of = [each for each in slices if each.request == stops[0].slice.request]
+        assert {id(stop.slice) for stop in stops} == {id(each) for each in of}
+        ends = [each.end_us for each in of if each.track == "requests"]
+        if ends:
+            assert times[-1] >= max(ends) - 1
+
+
+@given(LINES)
+def test_slices_of_a_thread_do_not_overlap_and_every_event_of_a_flow_lies_within_one(lines: list[Line]) -> None:
+    made: list[dict[str, Any]] = list(events(PROCESSES, slices_of(lines, BEGAN_S)))
+    threads: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for event in made:
+        if event["ph"] == "X":
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for taken in threads.values():
+        taken.sort()
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(taken))
+    flows: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in made:
+        if event["ph"] in "stf":
+            assert any(begin <= event["ts"] < end for begin, end in threads[event["pid"], event["tid"]])
+            flows[event["id"]].append(event)
+    for flow in flows.values():
+        assert "".join(event["ph"] for event in flow) == "s" + "t" * (len(flow) - 2) + "f"
+
+
+def test_the_file_is_json_and_names_every_process_and_thread(tmp_path: Path) -> None:
+    lines = [
+        Line(process=0, track="steps", name="prefill step", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5),
+        Line(process=0, track="chunks", name="chunk", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5, request="a", args={"tokens": 8}),
+        Line(process=0, track="chunks", name="chunk", begin_s=BEGAN_S, end_s=BEGAN_S + 0.5, request="b", args={"tokens": 4}),
+        Line(
+            process=0, track="pushes", name="push", begin_s=BEGAN_S, end_s=BEGAN_S + 0.1, request="a", args={"bytes": 2_000_000}
+        ),
+    ]
+    status = Status(state="over", began_s=BEGAN_S, seconds=2.0, processes=PROCESSES)
+    slices = slices_of(lines, BEGAN_S)
+    path = tmp_path / "trace.json.gz"
+    assert write(str(path), status, slices) == path.stat().st_size
+    found = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {(event["name"], event["args"]["name"]) for event in found if event["name"] in ("process_name", "thread_name")}
+    assert names == {
+        *(("process_name", process.id) for process in PROCESSES),
+        *(("thread_name", name) for name in ("steps", "chunks", "chunks 2", "pushes")),
+    }
+    router, prefill = table(status, slices)[1:]
+    assert router[0] == "router" and prefill[:7] == ("prefill-0", "25.0%", "1", "2", "12", "1", "2.00")
