@@ -15,7 +15,7 @@ from common.engine.plan import Plan
 from common.ids import ROUTER, InstanceId
 from common.instance.ports import Action, Scheduler
 from common.messages import Cancel, Generate, Probe, Reserve
-from tests.builders import EOS, key, result
+from tests.builders import EOS, LAYOUT, key, result
 from tests.schedulers import abandon, deltas
 
 LATE_S = 30.0
@@ -36,6 +36,8 @@ class AnyOrderMachine(RuleBasedStateMachine):
         self.in_flight: list[Plan] = []
         self.pages: dict[int, list[int]] = {}
         """Of each row: what its RowStart and growth have named."""
+        self.finished: dict[int, int] = {}
+        """Of each row: how many of its first pages hold final KV, which others may read too."""
         self.endings: Counter[str] = Counter()
 
     # --- what a role adds ------------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class AnyOrderMachine(RuleBasedStateMachine):
             return False
         for start in plan.starts:
             self.pages[start.row] = start.pages.tolist()
+            self.finished[start.row] = start.length // LAYOUT.page_size
         for row, page in zip(plan.grown_rows.tolist(), plan.grown_pages.tolist(), strict=True):
             self.pages[row].append(page)
         self.in_flight.append(plan)
@@ -122,6 +125,12 @@ class AnyOrderMachine(RuleBasedStateMachine):
             self.a_page_is_in_one_hand()
 
     def computed_pages(self) -> list[int]:
-        """Those that the steps in flight read and write."""
-        rows = {row for plan in self.in_flight for row in plan.rows.tolist()}
-        return [page for row in rows for page in self.pages[row]]
+        """Those that the steps in flight may write."""
+        return [page for row in self._rows() for page in self.pages[row][self.finished[row] :]]
+
+    def finished_pages(self) -> set[int]:
+        """Those that the steps in flight only read."""
+        return {page for row in self._rows() for page in self.pages[row][: self.finished[row]]}
+
+    def _rows(self) -> set[int]:
+        return {row for plan in self.in_flight for row in plan.rows.tolist()}

@@ -55,7 +55,9 @@ def generate(
     first: int = 0,
     terms: Terms | None = None,
     pooling: Pooling | None = None,
+    salt: str | None = None,
 ) -> Generate:
+    """salt: None: one of its own. All prompts begin alike, and would share cached KV."""
     return Generate(
         key=key(name),
         prompt=prompt_of(tokens),
@@ -63,6 +65,7 @@ def generate(
         decodes=decodes,
         first=first,
         terms=terms or Terms(),
+        salt=name if salt is None else salt,
     )
 
 

@@ -37,7 +37,9 @@ def reserve(
     terms: Terms | None = None,
     incarnation: Incarnation = WRITERS_LIFE,
     waits: bool = True,
+    salt: str | None = None,
 ) -> Reserve:
+    """salt: see `generate`."""
     return Reserve(
         key=key(name),
         incarnation=incarnation,
@@ -47,6 +49,7 @@ def reserve(
         first=first,
         terms=terms or Terms(),
         waits=waits,
+        salt=name if salt is None else salt,
     )
 
 
