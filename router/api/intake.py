@@ -138,7 +138,10 @@ class Intake:
             return accepted
         tail = unpack_ids(prompts[0].packed[-TAIL_TOKENS * TOKEN_BYTES :]).tolist()
         opened = plan.opens_thoughts(self._tokenizer.decode(tail, skip_special_tokens=False))
-        return dataclasses.replace(accepted, specs=plan.completed(accepted.specs, opened), reading=plan.reading(opened))
+        specs = plan.completed(accepted.specs, opened)
+        specs[0].sampling.validate()
+        self._check_stops(specs[0].sampling)
+        return dataclasses.replace(accepted, specs=specs, reading=plan.reading(opened))
 
     async def accept_completion(self, request: CompletionRequest, answer: AnswerId) -> Accepted:
         """Raises BadRequest, UnknownModel, Overloaded."""
@@ -337,9 +340,7 @@ class Intake:
         biases = biases_of(fields)
         self._check_ids(fields.stop_token_ids, "stop_token_ids")
         self._check_ids([token_id for token_id, _ in biases], "logit_bias")
-        if request.grammar is not None:
-            self._check_stops(fields.stop_token_ids)
-        return SamplingParams(
+        sampling = SamplingParams(
             max_new_tokens=1,
             temperature=fields.temperature,
             top_p=fields.top_p,
@@ -358,6 +359,8 @@ class Intake:
             grammar=request.grammar,
             pooling=request.pooling,
         )
+        self._check_stops(sampling)
+        return sampling
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids of each text, as it begins a text and as it follows a space, as in vLLM: tokenizers spell the two in
@@ -373,9 +376,9 @@ class Intake:
                 sequences.append(tuple(behind))
         return tuple(dict.fromkeys(sequences))
 
-    def _check_stops(self, ids: Sequence[int]) -> None:
-        """Raises BadRequest when one of these has text: an answer that a grammar describes would end in its middle."""
-        for token_id in ids:
+    def _check_stops(self, sampling: SamplingParams) -> None:
+        """Raises BadRequest when a stop token has text: an answer that a grammar describes would end in its middle."""
+        for token_id in sampling.stop_token_ids if sampling.grammar is not None else ():
             if text := self._tokenizer.decode([token_id], skip_special_tokens=True):
                 rule = f"{token_id} is the text {text!r}: leave it out: the grammar says where the answer ends"
                 raise BadRequest(f"stop_token_ids: {rule}", field="stop_token_ids")

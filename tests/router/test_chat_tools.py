@@ -166,6 +166,15 @@ async def test_a_call_that_must_come_is_a_grammar_for_the_instances(choice: Any)
     assert '"weather\\", \\"arguments\\": "' in demanded.text and json.dumps(SCHEMA, separators=(",", ":")) in demanded.text
 
 
+@pytest.mark.parametrize(("field", "value"), [("stop_token_ids", [123]), ("min_tokens", 3), ("ignore_eos", True)])
+async def test_what_would_end_a_call_that_must_come_in_its_middle_is_refused(field: str, value: Any) -> None:
+    async with Site(chat_template=TEMPLATE) as site:
+        asked = chat(tools=TOOLS, max_tokens=20, **{field: value})
+        assert (await post(site, "/v1/chat/completions", asked)).status_code == 200
+        refused = await post(site, "/v1/chat/completions", asked | {"tool_choice": "required"})
+    assert "grammar" in assert_error(refused, 400, "invalid_request_error", field)
+
+
 async def test_the_grammar_of_all_choices_is_made_once() -> None:
     async with Site(chat_template=TEMPLATE) as site:
         assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS, tool_choice="required", n=3))).status_code == 200
