@@ -81,7 +81,9 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
         """The next tokens of a choice. prompt: its tokens from the second on, if they come first."""
         if self.asked.logprobs is None:
             return None
-        echoed = None if prompt is None else (int(unpack_ids(self.accepted.specs[index].prompt[:4])[0]), prompt)
+        echoed: tuple[int, Sequence[TokenLogprob], str] | None = None
+        if prompt is not None:
+            echoed = int(unpack_ids(self.accepted.specs[index].prompt[:4])[0]), prompt, self.accepted.echoes[index]
         place = self._places.setdefault(index, TextPlace(self.token_texts))
         skips = self.asked.fields.skip_special_tokens
         return self.logprob_writer(self.asked.logprobs).completion(tokens, place, skips_special=skips, prompt=echoed)

@@ -105,8 +105,12 @@ class TextPlace:
         self._texts = texts
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def pass_by(self, token_id: int, *, skips_special: bool) -> None:
-        if not (skips_special and self._texts.is_special(token_id)):
+    def pass_by(self, token_id: int, *, skips_special: bool, echo: str = "") -> None:
+        """skips_special: special tokens have no text, but those that stand in the echo."""
+        if skips_special and self._texts.is_special(token_id):
+            written = self._texts.text(token_id)
+            self.chars += len(written) if echo.startswith(written, self.chars) else 0
+        else:
             self.chars += len(self._characters.decode(self._texts.bytes(token_id)))
 
 
@@ -137,16 +141,16 @@ class LogprobWriter:
         place: TextPlace,
         *,
         skips_special: bool,
-        prompt: tuple[int, Iterable[TokenLogprob]] | None = None,
+        prompt: tuple[int, Iterable[TokenLogprob], str] | None = None,
     ) -> CompletionLogprobs:
         """place: where their text begins; it moves behind it. skips_special: special tokens have no text there. prompt: its first
-        token and the others, when they come first; special tokens of a prompt have no text in its echo."""
+        token, the others and its echo, when they come first. The echo of a text has the special tokens that are written there."""
         written = CompletionLogprobs([], [], [], [])
         if prompt is not None:
-            first, others = prompt
-            self._add(written, first, None, place, skips_special=True)
+            first, others, echo = prompt
+            self._add(written, first, None, place, skips_special=True, echo=echo)
             for token in others:
-                self._add(written, token.token_id, token, place, skips_special=True)
+                self._add(written, token.token_id, token, place, skips_special=True, echo=echo)
         for token in tokens:
             self._add(written, token.token_id, token, place, skips_special=skips_special)
         return written
@@ -163,7 +167,14 @@ class LogprobWriter:
         return written
 
     def _add(
-        self, to: CompletionLogprobs, token_id: int, token: TokenLogprob | None, place: TextPlace, *, skips_special: bool
+        self,
+        to: CompletionLogprobs,
+        token_id: int,
+        token: TokenLogprob | None,
+        place: TextPlace,
+        *,
+        skips_special: bool,
+        echo: str = "",
     ) -> None:
         """token: None for the first of a prompt, which has no log probability."""
         likeliest: dict[str, float] = {}
@@ -175,7 +186,7 @@ class LogprobWriter:
         to.token_logprobs.append(None if token is None else finite(token.logprob))
         to.top_logprobs.append(None if token is None else likeliest)
         to.text_offset.append(place.chars)
-        place.pass_by(token_id, skips_special=skips_special)
+        place.pass_by(token_id, skips_special=skips_special, echo=echo)
 
     def _text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._texts.text(token_id)

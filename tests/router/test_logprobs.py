@@ -10,7 +10,7 @@ from router.api import intake, logprobs, sglang_answers
 from router.api.logprobs import TextPlace
 from tests.common.text.tiny import tiny_tokenizer
 from tests.router.calls import assert_error, chat, completion, events, post, usage
-from tests.router.fakes import Site
+from tests.router.fakes import SPECIAL, Site
 from tests.router.test_sglang import prompt
 
 pytestmark = pytest.mark.anyio
@@ -164,6 +164,10 @@ async def test_each_token_begins_in_the_text_behind_what_the_text_has_of_those_b
     choice = (await post(site, "/v1/completions", asked)).json()["choices"][0]
     assert choice["text"].startswith("aéb"), "the echo has no text of its special token"
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3, 3, 4, 5]
+    asked = completion(f"a{SPECIAL}b", echo=True, logprobs=0, max_tokens=2)
+    choice = (await post(site, "/v1/completions", asked)).json()["choices"][0]
+    assert choice["text"].startswith(f"a{SPECIAL}b"), "the echo of a text is that text"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
 
 
 def test_a_token_that_ends_within_a_character_moves_no_further_than_the_characters_before_it() -> None:
