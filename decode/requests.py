@@ -53,7 +53,7 @@ class DecodeRequest(Request):
     @property
     def waits_since_s(self) -> float:
         """Since when it waits for memory, on this instance's clock. Its writer may have asked elsewhere meanwhile."""
-        return self.accepted_s - (self.asked.waited_s if isinstance(self.asked, Reserve) else 0.0)
+        return self.times.accepted_s - (self.asked.waited_s if isinstance(self.asked, Reserve) else 0.0)
 
 
 class DecodeRequests:
@@ -114,7 +114,7 @@ class DecodeRequests:
 
         While a writer holds the request, the writer tells the client: only it knows whether the first token went out.
         """
-        before = self.table.end(request)
+        before = self.table.end(request, now)
         if before is None:
             return []
         actions: list[Action] = []

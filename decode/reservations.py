@@ -63,7 +63,7 @@ class Reservations:
         assert request.lease is not None and isinstance(request.asked, Reserve)
         if not self._target.hears(writer):
             return self._requests.end(request, Failed.of(Unavailable(f"{writer.id} fell silent")), now)
-        request.phase = Phase.RESERVED
+        request.phase, request.times.granted_s = Phase.RESERVED, now
         prompt_pages = self._engine.layout.pages_for(len(request.prompt))
         return [self._target.grant(request.key, writer, request.lease, prompt_pages, request.asked.sent_s)]
 
@@ -79,6 +79,9 @@ class Reservations:
             self.pages_corrupt += objection.corrupt_pages
             failed = Failed.of(InstanceFailed(f"invalid handoff from {sender}: {objection.reason}"))
             return self._close(reservation, failed, now)
+        times = request.times
+        times.handed_off_s, times.pages_pushed = now, handoff.pushed_pages
+        times.pages_had = reservation.have_tokens // self._engine.layout.page_size
         request.note_told(handoff.first_token, handoff.first_logprob)
         self.handoffs += 1
         self.pages_received += handoff.pushed_pages

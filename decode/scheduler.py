@@ -57,6 +57,7 @@ from common.messages import (
     Renew,
     Repeat,
     Reserve,
+    Timeline,
     TokenDelta,
     Withdraw,
 )
@@ -165,7 +166,7 @@ class DecodeScheduler:
         for key in self._rounds.over(self._table.waiting, now):
             reservation = self._table.get(key)
             if reservation is not None and reservation.phase is Phase.WAITING:
-                actions.append(self._decline_for_now(reservation))
+                actions.append(self._decline_for_now(reservation, now))
         actions += self._reservations.fence(now)
         return actions + self._reservations.expect(now)
 
@@ -180,6 +181,8 @@ class DecodeScheduler:
             assert request.progress is not None
             request.progress.complete(len(chunk.token_ids))
             self._table.prompt_tokens += len(chunk.token_ids)
+            if chunk.last and request.phase is not Phase.ENDED:
+                request.times.last_chunk_s = now
             if chunk.row in prompts:
                 request.collect(prompts[chunk.row])
         for row in rows[~batch.live[rows]].tolist():
@@ -192,6 +195,8 @@ class DecodeScheduler:
         live = batch.live[sampled]
         sampled, tokens = sampled[live], result.tokens[live]
         stopped, at_limit = batch.record(sampled, tokens)
+        for row in sampled[batch.sampled[sampled] == 2].tolist():
+            requests.by_row[row].times.first_decode_s = now
         self._table.tokens += len(sampled)
         answered = [requests.by_row[row] for row in sampled.tolist()]
         deltas: list[TokenDelta] = []
@@ -220,6 +225,7 @@ class DecodeScheduler:
         for request in admit(self._table.waiting, self._rounds, requests.pool, requests.rows, requests.growth, now):
             assert request.row is not None
             requests.hold(request)
+            request.times.admitted_s = now
             if request.peer is not None:
                 self._rounds.admitted(request.key)
                 actions += self._reservations.grant(request, request.peer, now)
@@ -227,12 +233,13 @@ class DecodeScheduler:
                 request.phase, request.progress = Phase.COMPUTING, PromptProgress(request.row, request.prompt)
                 requests.computing[request.row] = request.progress
                 requests.start(request, sampled=0)
-        actions += self._decline_what_does_not_wait()
+        actions += self._decline_what_does_not_wait(now)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
         decode_rows = self._batch.next_rows()
         chunks = next_chunks(requests.computing.values(), self._chunk_tokens)
         for chunk in chunks:
+            requests.by_row[chunk.row].times.first_chunk(now)
             if chunk.last:
                 del requests.computing[chunk.row]
                 requests.by_row[chunk.row].phase = Phase.DECODING
@@ -252,6 +259,9 @@ class DecodeScheduler:
         requests.starts = []
         requests.rows.launched(plan.rows)
         return Decision(plan, actions)
+
+    def take_timelines(self) -> list[Timeline]:
+        return self._table.take_timelines()
 
     def next_deadline(self) -> float | None:
         return earliest(self._table.next_deadline(), self._target.next_deadline(), self._rounds.next_deadline())
@@ -288,13 +298,13 @@ class DecodeScheduler:
 
     # --- memory ----------------------------------------------------------------------------------------------------------
 
-    def _decline_what_does_not_wait(self) -> list[Action]:
-        return [self._decline_for_now(request) for request in self._table.waiting if not request.waits]
+    def _decline_what_does_not_wait(self, now: float) -> list[Action]:
+        return [self._decline_for_now(request, now) for request in self._table.waiting if not request.waits]
 
-    def _decline_for_now(self, request: DecodeRequest) -> Action:
+    def _decline_for_now(self, request: DecodeRequest, now: float) -> Action:
         """There was no room for this reservation. Its writer asks elsewhere, and then here once more, to wait."""
         assert request.peer is not None
-        self._table.forget(request)
+        self._table.forget(request, now)
         return decline(request.peer, request.asked, Failed.of(NoRoom(f"{self._me.id} has no room now")))
 
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:

@@ -36,7 +36,17 @@ from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renew
 from common.messages.base import fits
 from common.pages.layout import KVLayout
 from kv_transfer.digests import Digest
-from kv_transfer.outgoing import Moved, Outgoing, Session, SourceClosed, SourceGranted, SourceNews, SourceRead, SourceRefused
+from kv_transfer.outgoing import (
+    Moved,
+    Outgoing,
+    Session,
+    SourceClosed,
+    SourceGranted,
+    SourceNews,
+    SourcePosted,
+    SourceRead,
+    SourceRefused,
+)
 from kv_transfer.traffic import Traffic, traffic_of
 from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
 
@@ -142,6 +152,11 @@ class HandoffSource:
                 return self._answered(sender, message)
             case _:
                 assert_never(message)
+
+    def key_of(self, ticket: Ticket) -> Key | None:
+        """Whose push this is, if it is one of ours that has not ended."""
+        outgoing = self._by_ticket.get(ticket)
+        return None if outgoing is None else outgoing.key
 
     def transfer_ended(self, event: PushDone | PushFailed) -> list[Action]:
         """A push of ours is terminal."""
@@ -249,7 +264,7 @@ class HandoffSource:
         outgoing.posted = outgoing.have_pages = have
         if outgoing.stage == "reserving":
             outgoing.stage = "pushing"
-        self._news.append(SourceGranted(outgoing.key))
+        self._news.append(SourceGranted(outgoing.key, have))
         return [*self._extend(outgoing.peer, grant.sent_s + grant.write_lease_s), *self._advance(outgoing)]
 
     def _declined(self, outgoing: Outgoing, decline: Decline) -> list[Action]:
@@ -344,6 +359,9 @@ class HandoffSource:
 
     def _post(self, outgoing: Outgoing, target_pages: Int32Array, end: int, layers: range | None) -> Push:
         """Push pages [posted, end), or only these layers of them."""
+        if not outgoing.has_posted:
+            outgoing.has_posted = True
+            self._news.append(SourcePosted(outgoing.key))
         self._tickets += 1
         ticket = Ticket(self._tickets)
         span = slice(outgoing.posted, end)

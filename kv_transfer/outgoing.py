@@ -31,7 +31,15 @@ class SourceClosed:
 
 @dataclass(frozen=True, slots=True)
 class SourceGranted:
-    """Its peer has granted a reservation: the handoff stays there."""
+    """Its peer has granted a reservation: the handoff stays there. have_pages: how many pages of it need not be pushed."""
+
+    key: Key
+    have_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePosted:
+    """Its first push was posted."""
 
     key: Key
 
@@ -53,7 +61,7 @@ class SourceRead:
     pages: int
 
 
-SourceNews: TypeAlias = SourceGranted | SourceRead | SourceRefused | SourceClosed
+SourceNews: TypeAlias = SourceGranted | SourcePosted | SourceRead | SourceRefused | SourceClosed
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +94,7 @@ class Outgoing:
     quiescent: bool = True
     have_pages: int = 0
     pushed_bytes: int = 0
+    has_posted: bool = False
 
 
 @dataclass(slots=True, eq=False)

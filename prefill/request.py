@@ -1,12 +1,12 @@
 """A request on a prefill instance: what it adds to the shared record. Decides nothing: `scheduler.py` does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import NoRoom, Overloaded
 from common.ids import InstanceId
 from common.instance.request import Request
-from common.messages import Failed
+from common.messages import Ending, Failed, Finished, LinkTraffic
 
 
 @dataclass(slots=True, eq=False)
@@ -14,16 +14,31 @@ class PrefillRequest(Request):
     """Its peer is the decode instance that is asked for a reservation, and then the one that its KV goes to.
 
     candidates: the decode instances that may still be asked, best first. full: those that had no room in this round. waits:
-    whether its peer may let it wait for room. asked_s: when the first of them was asked. source_open: pushes may still read its
-    pages. sampled_s: when the first token was sampled. Both times are on this instance's clock.
+    whether its peer may let it wait for room. source_open: pushes may still read its pages.
     """
 
     candidates: tuple[InstanceId, ...] = ()
     full: tuple[InstanceId, ...] = ()
     waits: bool = False
-    asked_s: float = 0.0
     source_open: bool = False
-    sampled_s: float = 0.0
+
+    def asks_for_s(self, now: float) -> float:
+        """How long it has asked for a reservation, here and there."""
+        return 0.0 if self.times.asked_s is None else now - self.times.asked_s
+
+    def ending_with(self, token: int, eos_token_ids: Sequence[int]) -> Ending | None:
+        """How its answer ends if this is the token after its prompt; None when more follow."""
+        sampling = self.asked.sampling
+        if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
+            return Finished(reason="stop", matched=token)
+        return Finished(reason="length") if sampling.max_new_tokens == 1 else None
+
+    def handed_off(self, now: float) -> LinkTraffic:
+        """Handoff was sent. Returns what that adds to the traffic of the link."""
+        times = self.times
+        assert times.last_chunk_s is not None and times.pages_had is not None
+        times.handed_off_s, times.pages_pushed = now, self.pages - times.pages_had
+        return LinkTraffic(handoffs=1, exposed_seconds=now - times.last_chunk_s)
 
     def choose(self, is_there: Callable[[InstanceId], bool]) -> InstanceId | None:
         """Whom to ask now; None when nobody is left. Each candidate that is there is asked in turn, and has no time to wait for

@@ -54,13 +54,11 @@ from common.messages import (
     Drain,
     Ending,
     Failed,
-    Finished,
     FlushCache,
     Generate,
     Grant,
     InstanceInfo,
     LinkInfo,
-    LinkTraffic,
     Load,
     Placed,
     Probe,
@@ -69,13 +67,14 @@ from common.messages import (
     Reserve,
     TellLinks,
     Terms,
+    Timeline,
     TokenDelta,
     TokenLogprobs,
 )
 from common.pages.pool import PageLease, PagePool
 from kv_transfer.digests import Digest
 from kv_transfer.handoff_source import HandoffSource
-from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, SourceRead, SourceRefused
+from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, SourcePosted, SourceRead, SourceRefused
 from prefill.link_book import LinkBook
 from prefill.request import PrefillRequest
 
@@ -128,6 +127,8 @@ class PrefillScheduler:
         actions: list[Action] = []
         match event:
             case PushDone() | PushFailed():
+                if (key := self._source.key_of(event.ticket)) is not None:
+                    self._requests[key].times.pushed_s = now
                 actions = self._source.transfer_ended(event)
             case LayersDone():
                 # Only a last chunk goes layer by layer: no later chunk of its prompt follows that its push could hide behind.
@@ -180,6 +181,7 @@ class PrefillScheduler:
             if request.phase is Phase.ENDED:
                 self._release(request, now)
             elif chunk.last:
+                request.times.last_chunk_s = now
                 pipelines.append(request.pipeline)
                 if chunk.row in result.embeddings:
                     deltas.append(request.embedded(result.embeddings[chunk.row]))
@@ -214,10 +216,15 @@ class PrefillScheduler:
         chunks = next_chunks(live, self._limits.chunk_tokens)
         if not chunks:
             return Decision(None, actions)
+        for chunk in chunks:
+            self._computing[chunk.row].times.first_chunk(now)
         self._requests.steps += 1
         plan = Plan(self._requests.steps, starts=tuple(starts), chunks=chunks)
         self._rows.launched(plan.rows)
         return Decision(plan, actions, follows_layers=any(chunk.last for chunk in chunks))
+
+    def take_timelines(self) -> list[Timeline]:
+        return self._requests.take_timelines()
 
     def next_deadline(self) -> float | None:
         return earliest(self._requests.next_deadline(), self._source.next_deadline())
@@ -310,12 +317,13 @@ class PrefillScheduler:
             return self._end(request, self._nobody_left(request), now)
         row = self._rows.take()
         request.lease, request.phase = lease, Phase.COMPUTING
+        request.times.admitted_s = now
         request.progress = PromptProgress(row, request.prompt)
         self._computing[row] = request
         starts.append(request.row_start(row))
         if peer is None:
             return []
-        request.source_open, request.asked_s = True, now
+        request.source_open, request.times.asked_s = True, now
         return self._source.open(self._reserve(request, now), peer, lease.pages)
 
     def _choose(self, request: PrefillRequest) -> Life | None:
@@ -338,7 +346,7 @@ class PrefillScheduler:
             first=asked.first,
             terms=Terms(priority=rank.priority, age_s=now - rank.arrived_s, timeout_s=request.deadline_s - now),
             waits=request.waits,
-            waited_s=now - request.asked_s,
+            waited_s=request.asks_for_s(now),
             salt=asked.salt,
             cached_tokens=request.cached_tokens,
         )
@@ -360,16 +368,11 @@ class PrefillScheduler:
     ) -> list[Action]:
         """The prompt is computed: its first token is on its way to the client before anything is handed off. logprobs: that of
         the token, if asked for."""
-        sampling = request.asked.sampling
-        ending: Ending | None = None
-        if token in sampling.stop_token_ids or (token in self._engine.eos_token_ids and not sampling.ignore_eos):
-            ending = Finished(reason="stop", matched=token)
-        elif sampling.max_new_tokens == 1:
-            ending = Finished(reason="length")
+        ending = request.ending_with(token, self._engine.eos_token_ids)
         deltas.append(request.told_with(TokenDelta(request.key, request.next_token, (token,), ending), logprobs))
         request.note(token)
         request.told = ending
-        request.phase, request.sampled_s = Phase.HANDING_OFF, now
+        request.phase = Phase.HANDING_OFF
         self._requests.tokens += 1
         if ending is not None:
             return self._end(request, None, now)
@@ -379,7 +382,7 @@ class PrefillScheduler:
 
     def _end(self, request: PrefillRequest, ending: Ending | None, now: float) -> list[Action]:
         """The one door. `ending` is told to the client, or None when the client knows already."""
-        if self._requests.end(request) is None:
+        if self._requests.end(request, now) is None:
             return []
         actions: list[Action] = [] if ending is None else [self._requests.tell(request, ending)]
         actions += self._source.give_up(request.key)
@@ -410,8 +413,12 @@ class PrefillScheduler:
         match news:
             case SourceGranted():
                 request.decode = request.peer
+                request.times.granted_s, request.times.pages_had = now, news.have_pages
                 placed = Placed(id=self._me.id, incarnation=self._me.incarnation, key=request.key, decode=request.peer)
                 return [Send(request.key.router, placed)]
+            case SourcePosted():
+                request.times.first_push_s = now
+                return []
             case SourceRefused():
                 return self._refused(request, news.failure, now)
             case SourceRead():
@@ -426,8 +433,7 @@ class PrefillScheduler:
         assert request.lease is not None and request.peer is not None
         request.source_open = False
         if closed.failure is None and request.phase is Phase.HANDING_OFF:
-            handoff = LinkTraffic(handoffs=1, exposed_seconds=now - request.sampled_s)
-            self._source.traffic.add(request.peer.id, handoff)
+            self._source.traffic.add(request.peer.id, request.handed_off(now))
         if not closed.quiescent:
             # A push that is not proven to have stopped may still read these pages: this process never uses them again.
             self._pages_quarantined += len(request.lease)

@@ -52,6 +52,7 @@ class RouterCore:
         unix_s: float = 0.0,
     ) -> None:
         self._config = config
+        self.unix_s = unix_s
         self.detokenizer_names = tuple(text_name(router, shard) for shard in range(len(detokenizers)))
         self.fleet = Fleet(router, detokenizers, config.heartbeat_s, config.dead_after_s, vocab_size, config.peers_per_instance)
         recorder = Recorder(unix_s)
@@ -67,7 +68,10 @@ class RouterCore:
             case TextBatch():
                 return [send for delta in message.deltas for send in self.requests.text(delta, now)]
             case Heartbeat():
-                return self._apply(self.fleet.heartbeat(message, now), now)
+                sends = self._apply(self.fleet.heartbeat(message, now), now)
+                if message.timelines:
+                    self._hear(message)
+                return sends
             case Register():
                 life = Life(message.instance.id, message.instance.incarnation)
                 return self._apply(self.fleet.register(message, now), now) + self.traces.joined(life, now)
@@ -86,6 +90,12 @@ class RouterCore:
                 return self._detokenizer_heard(message, now)
             case _:
                 assert_never(message)
+
+    def _hear(self, message: Heartbeat) -> None:
+        """An instance tells of attempts that have left it."""
+        member = self.fleet.find(Life(message.id, message.incarnation))
+        if member is not None:
+            self.requests.timelines.told(member.info, message.timelines)
 
     def detokenizer_moved(self, shard: int, address: str, now: float) -> list[Send]:
         """A new detokenizer has replaced the former one, at this address: tell the members, and open what was open there."""

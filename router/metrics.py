@@ -19,11 +19,22 @@ from router.attempts import ResumeReason
 from router.core import RouterCore
 from router.histogram import Histogram
 from router.requests import Phase
+from router.timelines import Durations
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+PHASE_BUCKETS_S = (0.0005, 0.001, 0.002, *LATENCY_BUCKETS_S)
 ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
+
+
+PHASES = {
+    "request_queue": "Of an attempt, on the instance that computes its prompt: from its arrival until it has its pages.",
+    "request_prefill": "From then until its first token is sampled.",
+    "kv_transfer": "From its grant, or from its first push if that is later, until its handoff is sent.",
+    "kv_transfer_exposed": "From its first token until its handoff is sent: what computing does not hide.",
+    "request_decode": "Of an attempt, on its decode instance: from its handoff, or from its first token there, to its end.",
+}
 
 
 class Dropped(StrEnum):
@@ -48,8 +59,9 @@ class RouterMetrics:
             return Histogram(name, what, buckets=buckets, registry=registry)
 
         self._first_token = histogram("tandem_time_to_first_token_seconds", "From the arrival of a request to its first token.")
-        self._inter_token = histogram("tandem_inter_token_seconds", "Time of one token after the first.", TOKEN_BUCKETS_S)
-        self._request = histogram("tandem_request_seconds", "From the arrival of a request to its ending.")
+        self._inter_token = histogram("tandem_inter_token_latency_seconds", "Time of one token after the first.", TOKEN_BUCKETS_S)
+        self._request = histogram("tandem_e2e_request_latency_seconds", "From the arrival of a request to its ending.")
+        self._phases = {name: histogram(f"tandem_{name}_seconds", what, PHASE_BUCKETS_S) for name, what in PHASES.items()}
         self._endings = Counter("tandem_requests_ended", "Requests by how they ended.", ("ending",), registry=registry)
         self._resumes = Counter("tandem_resumes", "Attempts that were followed by another one.", ("reason",), registry=registry)
         for reason in ResumeReason:
@@ -95,6 +107,17 @@ class RouterMetrics:
         self._endings.labels(ending.kind if isinstance(ending, Failed) else ending.reason).inc()
         self._request.observe(seconds)
         self._attempts.observe(attempts)
+
+    def phases(self, durations: Durations) -> None:
+        for phase, seconds in (
+            ("request_queue", durations.queue_s),
+            ("request_prefill", durations.prefill_s),
+            ("kv_transfer", durations.transfer_s),
+            ("kv_transfer_exposed", durations.exposed_transfer_s),
+            ("request_decode", durations.decode_s),
+        ):
+            if seconds is not None:
+                self._phases[phase].observe(seconds)
 
     def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
         self._of_keys.labels(owner).inc()

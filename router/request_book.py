@@ -34,6 +34,7 @@ from router.places import Places
 from router.policy import choose, expected_answer
 from router.requests import TOKEN_BYTES, Record, RequestSpec
 from router.retelling import Retelling, expect_answer
+from router.timelines import AttemptTimes, PhaseObserver, RequestTimes, Timelines
 from router.traces import record_attempt, record_request
 
 FRUITLESS_ATTEMPTS = 4
@@ -43,7 +44,7 @@ PAUSE_HEARTBEATS = 2
 why."""
 
 
-class Observer(Protocol):
+class Observer(PhaseObserver, Protocol):
     """Who counts and measures."""
 
     def first_token(self, seconds: float) -> None: ...
@@ -92,6 +93,7 @@ class RequestBook:
         """The requests that wait for an instance, and why."""
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
         self._retelling = Retelling(self._find)
+        self.timelines = Timelines(observer)
         self._placements = 0
         self.places = Places(config.max_requests, "requests")
         """Also for what will be requests when it has been tokenized."""
@@ -123,7 +125,9 @@ class RequestBook:
         try:
             for spec in specs:
                 timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
-                record = Record(spec, outbox, received_s, timeout_s)
+                prompt_tokens = len(spec.prompt) // TOKEN_BYTES
+                times = RequestTimes(spec.request_id, spec.index, spec.owner, prompt_tokens, received_s, now)
+                record = Record(spec, outbox, times, timeout_s)
                 started.append((record, self._start_attempt(record, now)))
         except TandemError:
             for _, attempt in started:
@@ -133,6 +137,7 @@ class RequestBook:
         sends: list[Send] = []
         for record, attempt in started:
             self._records[record.spec.request_id] = record
+            self.timelines.begin(record.times)
             self._alarms.set((Alarm.DEADLINE, record.spec.request_id), record.deadline_s)
             sends += self._announce(record, attempt, now)
         return sends
@@ -147,6 +152,7 @@ class RequestBook:
         attempt = Attempt(key, detokenizer, placement, first_token, prompt_tokens, growth_tokens, now)
         record.attempt = attempt
         record.attempts += 1
+        record.times.attempts.append(AttemptTimes(placement.first.info.id, now))
         self._placements += 1
         for member in attempt.carriers:
             member.chosen = self._placements
@@ -165,7 +171,7 @@ class RequestBook:
             sampling=replace(spec.sampling, max_new_tokens=record.remaining_tokens, prompt_logprobs=prompt_logprobs),
             decodes=tuple(member.info.id for member in attempt.candidates),
             first=first,
-            terms=Terms(priority=spec.priority, age_s=now - record.received_s, timeout_s=left_s),
+            terms=Terms(priority=spec.priority, age_s=now - record.times.received_s, timeout_s=left_s),
             salt=spec.salt,
         )
         return [expect_answer(record, attempt, now), Send(attempt.first.info.id, generate)]
@@ -211,13 +217,15 @@ class RequestBook:
         return record, record.attempt
 
     def _count_tokens(self, record: Record, attempt: Attempt, token_ids: Sequence[int], now: float) -> None:
-        if record.token_ids:
-            self._observer.next_tokens(now - record.last_token_s, len(token_ids))
+        times = record.times
+        if times.last_token_s is None:
+            times.first_token_s = now
+            self._observer.first_token(now - times.received_s)
         else:
-            self._observer.first_token(now - record.received_s)
+            self._observer.next_tokens(now - times.last_token_s, len(token_ids))
         if record.gap_since_s is not None:
             self._observer.resume_gap(now - record.gap_since_s)
-        record.gap_since_s, record.last_token_s = None, now
+        record.gap_since_s, times.last_token_s = None, now
         record.token_ids += token_ids
         attempt.advance(len(token_ids))
         attempt.restart_silence(now)
@@ -243,6 +251,7 @@ class RequestBook:
             places = () if member is None else (member,)
             return self._resume(record, attempt, Setback(ResumeReason.LOST_INSTANCE, lost, places), now)
         attempt.place(member)
+        record.times.attempts[-1].place(decode.id, now)
         return []
 
     # --- resuming --------------------------------------------------------------------------------------------------------
@@ -385,7 +394,9 @@ class RequestBook:
             self._retelling.drop(record.attempt)
             record.attempt.release()
         record.outbox.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
-        self._observer.ended(ending, now - record.received_s, record.attempts)
+        record.times.ended(ending, len(record.token_ids), now)
+        self.timelines.end(record.times)
+        self._observer.ended(ending, now - record.times.received_s, record.attempts)
         if record.spec.owner:
             self._observer.spent(record.spec.owner, len(record.spec.prompt) // TOKEN_BYTES, len(record.token_ids))
 

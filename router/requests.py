@@ -11,6 +11,7 @@ from common.ids import Life, RequestId
 from common.sampling_params import SamplingParams
 from router.attempts import Attempt, ResumeReason, Setback
 from router.outbox import Outbox
+from router.timelines import RequestTimes
 
 TOKEN_BYTES = 4
 
@@ -55,7 +56,7 @@ class Record:
 
     spec: RequestSpec
     outbox: Outbox
-    received_s: float
+    times: RequestTimes
     timeout_s: float
     attempt: Attempt | None = None
     attempts: int = 0
@@ -65,12 +66,11 @@ class Record:
     crowded: set[Life] = field(default_factory=set)
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    last_token_s: float = 0.0
     gap_since_s: float | None = None
 
     @property
     def deadline_s(self) -> float:
-        return self.received_s + self.timeout_s
+        return self.times.received_s + self.timeout_s
 
     @property
     def phase(self) -> Phase:
@@ -97,6 +97,7 @@ class Record:
         """The attempt is over, but the request is not. A preemption is no failure: the instance is well, only full for now."""
         attempt.release()
         self.attempt = None
+        self.times.resumed(setback.reason, setback.failed, now)
         places = {member.life for member in setback.at}
         is_preemption = setback.reason is ResumeReason.PREEMPTED
         self.preemptions += is_preemption
@@ -107,4 +108,4 @@ class Record:
         elif not is_preemption:
             self.fruitless += 1
         if self.gap_since_s is None:
-            self.gap_since_s = self.last_token_s if self.token_ids else now
+            self.gap_since_s = now if self.times.last_token_s is None else self.times.last_token_s

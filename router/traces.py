@@ -247,7 +247,7 @@ def record_request(recorder: Recorder, record: Record, ending: Ending, now: floa
         record_attempt(recorder, record.attempt, why, now)
     sizes = {"prompt_tokens": len(record.spec.prompt) // TOKEN_BYTES, "tokens": len(record.token_ids)}
     request_id = record.spec.request_id
-    recorder.add("requests", "request", record.received_s, now, request_id, attempts=record.attempts, ended=why, **sizes)
+    recorder.add("requests", "request", record.times.received_s, now, request_id, attempts=record.attempts, ended=why, **sizes)
 
 
 def _process_of(info: InstanceInfo) -> TracedProcess:

@@ -9,6 +9,7 @@ from common.ids import RequestId
 from common.messages import Ending, TokenLogprob
 from router.attempts import ResumeReason
 from router.outbox import Outbox
+from router.timelines import Durations
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +70,15 @@ class Client:
 
 
 class Observer:
-    """The router's measurements. seconds_between: of tokens of one answer, all answers together. resumes: why there were any."""
+    """The router's measurements. seconds_between: of tokens of one answer, all answers together. resumes: why there were any.
+    durations: what instances told of attempts."""
 
     def __init__(self) -> None:
         self.endings: list[Ending] = []
         self.resumes: list[ResumeReason] = []
         self.seconds_to_first: list[float] = []
         self.seconds_between: list[float] = []
+        self.durations: list[Durations] = []
 
     def first_token(self, seconds: float) -> None:
         self.seconds_to_first.append(seconds)
@@ -91,6 +94,9 @@ class Observer:
 
     def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
         self.endings.append(ending)
+
+    def phases(self, durations: Durations) -> None:
+        self.durations.append(durations)
 
     def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
         """Not looked at: requests have no API keys here."""

@@ -120,7 +120,9 @@ class Instance:
         self._meter = network.meter(name.role)
         self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {})
         memberships = Memberships(self.info, name.routers, STARTUP_TIMEOUT_S, self._clock())
-        self.worker: InstanceWorker[Any] = InstanceWorker(memberships, self.scheduler, self.engine, self.transfers, self._mail)
+        self.worker: InstanceWorker[Any] = InstanceWorker(
+            memberships, self.scheduler, self.engine, self.transfers, self._mail, unix_s=-name.began_s
+        )
         self._loop.wake(clock.now)
         self._transfer_thread.wake(clock.now)
 

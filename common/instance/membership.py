@@ -7,11 +7,12 @@ it there. If that is the same life, it was only held up, and still waits for eve
 answers for ABANDON_AFTER_S, or if the router's process is proven to be gone, nobody waits for the answers any more.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 from common.ids import InstanceId
 from common.instance.ports import Send
-from common.messages import Counters, Goodbye, Heartbeat, InstanceInfo, Load, Register, Welcome
+from common.messages import Counters, Goodbye, Heartbeat, InstanceInfo, Load, Register, Timeline, Welcome
 from common.names import ROUTER_NAME
 
 REGISTER_EVERY_S, SELDOM_EVERY_S = 0.25, 5.0
@@ -24,6 +25,8 @@ OVER_S = 60.0
 later, where an address moves between routers."""
 OVER_REMEMBERED = 4
 """How many such lives a membership remembers."""
+TIMELINES_AT_ONCE, TIMELINES_WAITING = 256, 4_096
+"""How many timelines go with a heartbeat, and how many wait for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class Membership:
         self._pause_s = REGISTER_EVERY_S
         self._has_asked = False
         self._sent_s: float | None = None
+        self._timelines: deque[Timeline] = deque()
+        self.timelines_dropped = 0
+        """The oldest, when too many waited."""
         self._unanswered_s = 0.0
 
     @property
@@ -91,7 +97,15 @@ class Membership:
         """The router is gone, or does not want us: begin anew."""
         self.welcome, self._unanswered_s, self._pause_s = None, 0.0, REGISTER_EVERY_S
         self._has_asked = False
+        self._timelines.clear()
         self.next_deadline = min(self.next_deadline, now + REGISTER_EVERY_S)
+
+    def note(self, timeline: Timeline) -> None:
+        """Tell the router with one of the next heartbeats."""
+        if len(self._timelines) == TIMELINES_WAITING:
+            self._timelines.popleft()
+            self.timelines_dropped += 1
+        self._timelines.append(timeline)
 
     def due(self, now: float, state: State, peers_version: int, *, reachable: bool) -> list[Send]:
         """The messages to send at `next_deadline`, which then moves on. peers_version: of this router's set of peers. reachable:
@@ -117,8 +131,12 @@ class Membership:
             peers_version=peers_version,
             links_version=state.links_version,
             draining=state.draining,
+            timelines=self._take_timelines(),
         )
         return [Send(self.name, beat)]
+
+    def _take_timelines(self) -> tuple[Timeline, ...]:
+        return tuple(self._timelines.popleft() for _ in range(min(len(self._timelines), TIMELINES_AT_ONCE)))
 
     def hurry(self, now: float) -> None:
         """Something changed that the router should know soon: send a heartbeat at the next turn."""

@@ -7,13 +7,13 @@ Owns the vocabulary between scheduler, worker and the rim. Knows no sockets, lib
     Transfers ─Event─►    └──────Plan────► Executor ──StepResult──► Scheduler
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from common.engine.plan import Plan, StepResult
 from common.ids import Incarnation, InstanceId, Int32Array, Key, Ticket
-from common.messages import AnyMessage, Counters, Failed, InstanceInfo, LinkInfo, Load
+from common.messages import AnyMessage, Counters, Failed, InstanceInfo, LinkInfo, Load, Timeline
 from common.sampling_params import Grammar
 
 M = TypeVar("M")
@@ -273,3 +273,6 @@ class Scheduler(Protocol[M_contra]):
 
     def key_in(self, row: int) -> Key:
         """The request in a row of a step that is in flight."""
+
+    def take_timelines(self) -> Sequence[Timeline]:
+        """Of the requests that have left since the last call, with times of this instance's clock."""

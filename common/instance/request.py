@@ -19,6 +19,7 @@ from common.messages import (
     Finished,
     Generate,
     Reserve,
+    Times,
     TokenDelta,
     TokenLogprob,
     TokenLogprobs,
@@ -49,7 +50,7 @@ class Phase(Enum):
 class Request:
     """asked: the message that brought it. peer: the instance that its KV goes to or comes from; None when this instance serves it
     alone. decode: the life of the decode instance that has granted the reservation, on its prefill instance. pages: to be leased
-    on admission. accepted_s, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
+    on admission. times, deadline_s: on this instance's clock. next_token: number of the token that this instance emits next.
     token_ids: the tokens up to there that are known here. told: the ending that was emitted. prepares: its grammar is
     being made ready, so no row may start with it yet. pipeline: who gets them. keys: of the prompt's pages in the prefix cache.
     logprobs, prompt_logprobs: those of the known tokens, one by one, and those of the prompt, chunk by chunk; packed, and only if
@@ -62,7 +63,7 @@ class Request:
     peer: Life | None
     rank: Rank
     pages: int
-    accepted_s: float
+    times: Times
     deadline_s: float
     next_token: int
     pipeline: InstanceId

@@ -34,6 +34,8 @@ from common.messages import (
     Reserve,
     Standing,
     Terms,
+    Timeline,
+    Times,
 )
 from common.pages.radix_cache import PageKeys
 
@@ -75,6 +77,7 @@ class RequestTable(Generic[R]):
         self._decodes: dict[Key, Life] = {}
         """Of requests that are over: who had granted them a reservation. A router that did not hear of it asks."""
         self._drainage = Drainage(me.id, limits.drain_timeout_s)
+        self._left: list[Timeline] = []
         self.waiting: WaitingLine[R] = WaitingLine()
         self.peers: dict[InstanceId, Incarnation] = {}
         self.routers: dict[InstanceId, tuple[InstanceId, ...]] = {}
@@ -129,7 +132,8 @@ class RequestTable(Generic[R]):
         pipeline = self._pipeline_of(key)
         assert pipeline is not None, "checked"
         keys = PageKeys(self._engine.layout.page_size, asked.salt, asked.prompt)
-        request = self._make(asked, key, prompt, peer, rank, pages, now, deadline_s, asked.first, pipeline, keys)
+        times = Times(len(prompt), now)
+        request = self._make(asked, key, prompt, peer, rank, pages, times, deadline_s, asked.first, pipeline, keys)
         request.prepares = asked.sampling.grammar is not None
         if isinstance(asked, Reserve):
             request.cached_tokens = asked.cached_tokens
@@ -198,21 +202,22 @@ class RequestTable(Generic[R]):
             self._over.set(key, now + MEMORY_S)
         return request
 
-    def end(self, request: R) -> Phase | None:
+    def end(self, request: R, now: float) -> Phase | None:
         """The request is served no longer; from now on it waits only for steps and transfers. Returns the phase that it was in;
         None when it had ended before."""
         before = request.phase
         if before is Phase.ENDED:
             return None
         request.phase = Phase.ENDED
+        request.times.ended_s = now
         self.ended += 1
         self.waiting.leave(request.key)
         self._deadlines.clear(request.key)
         return before
 
-    def forget(self, request: R) -> None:
+    def forget(self, request: R, now: float) -> None:
         """Refuse a waiting request as if it had never come: it may come again, and does not count."""
-        self.end(request)
+        self.end(request, now)
         self.accepted -= 1
         self.ended -= 1
         del self._open[request.key]
@@ -223,10 +228,16 @@ class RequestTable(Generic[R]):
         del self._open[request.key]
         self._over.set(request.key, now + MEMORY_S)
         self._memory.keep(request.key, request.emitted)
+        self._left.append(Timeline(request.key, request.times))
         if request.decode is not None:
             self._decodes[request.key] = request.decode
         if request.lease is not None:
             request.lease.close()
+
+    def take_timelines(self) -> list[Timeline]:
+        """Of the requests that were removed since the last call, in order."""
+        left, self._left = self._left, []
+        return left
 
     def tell(self, request: R, ending: Ending) -> Send:
         """The ending goes to the client, after the tokens that went before."""

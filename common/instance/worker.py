@@ -34,7 +34,7 @@ from common.instance.ports import (
     Transfers,
 )
 from common.instance.tracer import InstanceTracer
-from common.messages import Drain, Failed, Peers, Refused, Trace, Welcome
+from common.messages import Drain, Failed, Peers, Refused, Timeline, Trace, Welcome
 from common.messages.base import fits
 
 STEPS_IN_FLIGHT = 2
@@ -76,6 +76,7 @@ class InstanceWorker(Generic[M]):
         self._executor = executor
         self._transfers = transfers
         self._mail = mail
+        self._unix_s = unix_s
         self._in_flight: deque[_InFlight] = deque()
         self._preparing: dict[Key, Preparation] = {}
         self._peers = PeerSets()
@@ -120,6 +121,7 @@ class InstanceWorker(Generic[M]):
             self._mail.route(gone, None)
         self._act(self._scheduler.tick(now))
         self._launch(now)
+        self._note_timelines()
         if now >= self._memberships.next_deadline:
             self._report(now)
         if self._tracer.runs:
@@ -205,6 +207,13 @@ class InstanceWorker(Generic[M]):
             else:
                 self._transfers.submit(action)
 
+    def _note_timelines(self) -> None:
+        """What has become of requests goes to the routers that asked, with their heartbeats."""
+        for timeline in self._scheduler.take_timelines():
+            membership = self._memberships.of(timeline.key.router)
+            if membership is not None:
+                membership.note(Timeline(timeline.key, timeline.times.later(self._unix_s)))
+
     def _report(self, now: float) -> None:
         """Tell the routers how this instance is. One that has not answered for minutes has lost its requests."""
         self._heed(self._memberships.check(now), now)
@@ -214,7 +223,13 @@ class InstanceWorker(Generic[M]):
         load = msgspec.structs.replace(report.load, oldest_step_s=step_s, oldest_transfer_s=transfer_s)
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
         stale = report.counters.messages_stale + self._stale + self._memberships.stale
-        counters = msgspec.structs.replace(report.counters, frames_refused=refused, messages_lost=lost, messages_stale=stale)
+        counters = msgspec.structs.replace(
+            report.counters,
+            frames_refused=refused,
+            messages_lost=lost,
+            messages_stale=stale,
+            timelines_dropped=sum(membership.timelines_dropped for membership in self._memberships),
+        )
         state = State(load, counters, report.links_version, self._draining)
         for membership in self._memberships:
             if now >= membership.next_deadline:

@@ -55,6 +55,7 @@ from common.messages.text import (
     TokenBatch,
     TokenDelta,
 )
+from common.messages.timelines import Timeline, Times
 from common.messages.traces import Span, SpanArgs, Spans, Trace, pack_spans, unpack_spans
 
 FromInstance: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed

@@ -10,6 +10,7 @@ import msgspec
 
 from common.ids import Incarnation, InstanceId
 from common.messages.base import Message
+from common.messages.timelines import Timeline
 
 LinkState: TypeAlias = Literal["connecting", "ready", "lost"]
 
@@ -135,6 +136,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Frames that arrived and were no message."""
     messages_lost: int = 0
     """Messages that could not be sent."""
+    timelines_dropped: int = 0
+    """Timelines of attempts that were dropped untold, because too many waited for a heartbeat."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -152,6 +155,8 @@ class Heartbeat(Message, frozen=True):
     """Of its last LinkReport; 0: none. The router asks with TellLinks when it has missed one."""
     draining: bool = False
     """It takes no more requests."""
+    timelines: tuple[Timeline, ...] = ()
+    """Of attempts that have left it, in the order of their leaving. Each is told once; who misses a heartbeat misses them."""
 
 
 class LinkReport(Message, frozen=True):

@@ -7,7 +7,6 @@ Does not know how a request is served.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,11 +15,10 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.access import OPEN, Access
-from common.errors import BadRequest, TandemError
-from common.ids import InstanceId
+from common.errors import TandemError
+from common.ids import InstanceId, RequestId
 from common.text.embedding import Embedding
 from router.api.answers import AnswerShape, OpenAIBody
 from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, unless_left
@@ -29,19 +27,21 @@ from router.api.chat_answers import ChatChoice, ChatShape
 from router.api.completion_answers import CompletionShape, TextChoice
 from router.api.completions import CompletionFields, read_completion
 from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp, call_route, check_route, completion_route
+from router.api.doorkeeper import AT_END, CLIENT_CLOSED, Doorkeeper
 from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
 from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
-from router.api.guard import Guard
+from router.api.guard import REQUESTS_PREFIX, Guard
 from router.api.intake import Accepted, Intake, unknown_model
 from router.api.models import ModelCard, ModelList
 from router.api.open_answers import OpenAnswers
-from router.api.request_ids import HEADER, OWNER, REQUEST_ID, AnswerId, answer_id, id_in, new_id
+from router.api.request_ids import OWNER, REQUEST_ID, AnswerId, answer_id
 from router.api.responses import ResponseFields, read_response
 from router.api.responses_answers import ResponseBody, ResponseShape
-from router.api.sending import DIRECT_SEND, Answer, StreamResponse, WholeResponse
+from router.api.sending import Answer, StreamResponse, WholeResponse
 from router.api.sglang import Aborted, AbortFields, Flushed, GenerateFields, read_abort, read_generate
 from router.api.sglang_answers import Generated, GenerateShape
+from router.api.timelines import READ_TIMELINE, TimelineApi
 from router.api.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields, read_detokenize, read_tokenize
 from router.api.traces import FORGET, READ, START, TraceApi
 from router.cluster import cluster_page
@@ -55,10 +55,6 @@ BODY_TIMEOUT_S = 60.0
 SPARE_CONNECTIONS = 256
 """How many requests with a body may be open beyond --max-requests: answers that are still being sent, and calls to a tokenizer.
 Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
-CLIENT_CLOSED = 499
-"""The status counted when no client is left to send one to, as in nginx."""
-AT_END = "tandem.at_end"
-"""Where a request's scope holds the ExitStack of what must be closed when it is over."""
 COMING = "tandem.coming"
 """Where a request's scope holds its `Coming`."""
 
@@ -95,6 +91,7 @@ class Api:
         """Of open requests whose body is here."""
         self._started = int(time.time())
         self._open = OpenAnswers()
+        self.timelines = TimelineApi(gateway)
         metrics.registry.register(FleetCollector(gateway.core))
         metrics.registry.register(DetokenizerCollector(gateway.core))
         metrics.registry.register(MailCollector(gateway.mail))
@@ -128,8 +125,7 @@ class Api:
         counts = {name: len(numbers) for name, numbers in named.items()}
         accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), asked.choices, counts)
         requests = {name: [accepted.specs[number].request_id for number in numbers] for name, numbers in named.items()}
-        request.scope[AT_END].callback(self._open.add(requests if asked.is_batch else {}))
-        return self._dispatch(request, GenerateShape, asked, accepted, received_s)
+        return self._dispatch(request, GenerateShape, asked, accepted, received_s, requests if asked.is_batch else {})
 
     async def abort_request(self, request: Request) -> Response:
         """End requests of this router, as SGLang does. What their clients have got so far is their answer, with the finish reason
@@ -190,16 +186,23 @@ class Api:
         return await unless_left(request, work)
 
     def _dispatch(
-        self, request: Request, shape_of: type[AnswerShape[R]], asked: R, accepted: Accepted, received_s: float
+        self,
+        request: Request,
+        shape_of: type[AnswerShape[R]],
+        asked: R,
+        accepted: Accepted,
+        received_s: float,
+        named: Mapping[str, list[RequestId]] | None = None,
     ) -> Response:
-        """Submit every choice to the fleet. Returns the response that sends the answer. Raises Overloaded, Unavailable,
-        BadRequest."""
+        """Submit every choice to the fleet. named: further ids by which the client knows some of them. Returns the response that
+        sends the answer. Raises Overloaded, Unavailable, BadRequest."""
         requests = [spec.request_id for spec in accepted.specs]
-        names = dict.fromkeys((request.scope[REQUEST_ID], accepted.id), requests)
+        names = dict(named or {}) | dict.fromkeys((request.scope[REQUEST_ID], accepted.id), requests)
         request.scope[AT_END].callback(self._open.add(names))
         answer = Answer(self._gateway, accepted)
         request.scope[AT_END].callback(answer.close)
         answer.dispatch(received_s)
+        self._gateway.core.requests.timelines.name(names)
         if aborted := self._open.aborted(request.scope[COMING], requests):
             self._gateway.deliver(self._gateway.core.requests.cancel(aborted, self._gateway.clock()))
         shape = shape_of(
@@ -290,55 +293,6 @@ class Api:
         return b"".join(parts)
 
 
-class Doorkeeper:
-    """ASGI middleware: refuses requests without the key that they need, counts responses by route and status, gives each request
-    and its response an id, and closes what a handler left in the scope's AT_END, however the request ends and whether or not its
-    response was ever sent. While the router drains, each response ends its connection, so that clients connect to another
-    router."""
-
-    def __init__(self, app: ASGIApp, door: Door, metrics: RouterMetrics, guard: Guard) -> None:
-        self._app = app
-        self._door = door
-        self._metrics = metrics
-        self._guard = guard
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = CLIENT_CLOSED
-
-        async def watched_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                ends = ((b"connection", b"close"),) if self._door.closed else ()
-                headers = [*message.get("headers", ()), (HEADER, scope[REQUEST_ID].encode()), *ends]
-                message = {**message, "headers": headers}
-            await send(message)
-
-        try:
-            scope[DIRECT_SEND] = send
-            with ExitStack() as scope[AT_END]:
-                await self._admit(scope)(scope, receive, watched_send)
-        except Exception:
-            status = 500  # a bug: the server answers for it
-            raise
-        finally:
-            route = scope.get("route")
-            self._metrics.responded("other" if route is None else route.path, status)
-
-    def _admit(self, scope: Scope) -> ASGIApp:
-        """Note whose request it is. Returns who answers it."""
-        scope[REQUEST_ID] = new_id()
-        try:
-            scope[REQUEST_ID] = id_in(scope)
-            scope[OWNER] = self._guard.admit(scope)
-        except BadRequest as error:
-            return response_to(error)
-        return self._app
-
-
 _Route: TypeAlias = tuple[str, str, Callable[..., Awaitable[Response]], Described]
 
 
@@ -383,6 +337,7 @@ def _routes(api: Api) -> tuple[_Route, ...]:
             api.metrics,
             Described(tag="Operations", summary="Metrics", answer="Prometheus' text format.", media_types=("text/plain",)),
         ),
+        ("GET", f"{REQUESTS_PREFIX}/{{name:path}}", api.timelines.read, READ_TIMELINE),
         ("GET", "/cluster", api.cluster, Described(tag="Operations", summary="The fleet", answer="The fleet as it is now.")),
         (
             "POST",

@@ -141,8 +141,9 @@ class DescribedApp(FastAPI):
         description["components"]["securitySchemes"] = SECURITY_SCHEMES
         for path, operations in description["paths"].items():
             if (needed := key_needed(path)) is not NeededKey.NONE:
+                schemes = SECURITY_SCHEMES if needed is NeededKey.EITHER else (needed.value,)
                 for operation in operations.values():
-                    operation["security"] = [{needed.value: []}, {}]  # nothing, where the router has no such keys
+                    operation["security"] = [*({scheme: []} for scheme in schemes), {}]  # nothing, where the router has no keys
         return description
 
 

@@ -13,8 +13,10 @@ from router.api.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
-CONTROL_PREFIX = "/cluster"
+CONTROL_PREFIX, REQUESTS_PREFIX = "/cluster", "/requests"
 CONTROL_PATHS = frozenset({CONTROL_PREFIX, "/flush_cache"})
+EVERYBODY = "*"
+"""In place of the name of an API key: whoever has the control key may see the requests of all. No key has this name."""
 
 
 class NeededKey(Enum):
@@ -23,26 +25,35 @@ class NeededKey(Enum):
     NONE = "none"
     API = "ApiKey"
     CONTROL = "ControlKey"
+    EITHER = "either of them"
 
 
-_SPOKEN = {NeededKey.API: "API key", NeededKey.CONTROL: "control key"}
+_SPOKEN = {NeededKey.API: "API key", NeededKey.CONTROL: "control key", NeededKey.EITHER: "API key"}
 
 
 def key_needed(path: str) -> NeededKey:
     """path: of the URL, or of a route."""
     if path in OPEN_PATHS:
         return NeededKey.NONE
-    return NeededKey.CONTROL if path in CONTROL_PATHS or path.startswith(f"{CONTROL_PREFIX}/") else NeededKey.API
+    if path in CONTROL_PATHS or path.startswith(f"{CONTROL_PREFIX}/"):
+        return NeededKey.CONTROL
+    return NeededKey.EITHER if path.startswith(f"{REQUESTS_PREFIX}/") else NeededKey.API
 
 
 class Guard:
     """Lets requests in by their keys."""
 
     def __init__(self, access: Access) -> None:
-        self._rings = {NeededKey.API: access.api_keys, NeededKey.CONTROL: access.control_key}
+        self._control = access.control_key
+        self._rings = {
+            NeededKey.API: access.api_keys,
+            NeededKey.CONTROL: access.control_key,
+            NeededKey.EITHER: access.api_keys,
+        }
 
     def admit(self, scope: Scope) -> str:
-        """Returns the name of the API key; "" where none is needed. Raises Unauthorized."""
+        """Returns the name of the API key; "" where none is needed, and EVERYBODY for the control key where either will do.
+        Raises Unauthorized."""
         needed = key_needed(scope["path"])
         ring = self._rings.get(needed)
         if ring is None:
@@ -53,9 +64,11 @@ class Guard:
                 f"the {_SPOKEN[needed]} is missing: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`"
             )
         name = ring.name_of(key)
+        if name is None and needed is NeededKey.EITHER and self._control is not None and self._control.name_of(key) is not None:
+            return EVERYBODY
         if name is None:
             raise Unauthorized(f"the {_SPOKEN[needed]} is incorrect: {scope['path']} is not for the key that was sent")
-        return name if needed is NeededKey.API else ""
+        return "" if needed is NeededKey.CONTROL else name
 
 
 def _key_in(scope: Scope) -> bytes | None:

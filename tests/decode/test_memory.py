@@ -6,7 +6,7 @@ import pytest
 from common.engine.plan import Plan
 from common.ids import DETOKENIZER, ROUTER
 from common.instance.waiting_line import Rank
-from common.messages import Cancel, Claim, Grant, Renew, Terms, Withdraw
+from common.messages import Cancel, Claim, Grant, Renew, Terms, Times, Withdraw
 from common.pages.pool import PagePool
 from common.pages.radix_cache import PageKeys
 from decode.preemption import choose_victims
@@ -163,7 +163,7 @@ def victims(names: str, lacking: str, coming_pages: int = 0, pages: int = 2) -> 
         rank, prompt = Rank(0, float(number)), np.zeros(4, dtype=np.int32)
         lease = pool.lease(pages)
         requests[name] = DecodeRequest(
-            asked, asked.key, prompt, None, rank, pages, 0.0, 0.0, 0, DETOKENIZER, PageKeys(4), lease=lease
+            asked, asked.key, prompt, None, rank, pages, Times(4, 0.0), 0.0, 0, DETOKENIZER, PageKeys(4), lease=lease
         )
     chosen = choose_victims(requests.values(), [requests[name] for name in lacking], coming_pages)
     return [request.key.request_id for request in chosen]

@@ -35,7 +35,10 @@ def opened(digest: Digest | None = None) -> Source:
 
 def granted(have_tokens: int = 0, digest: Digest | None = None) -> Source:
     source = opened(digest)
-    assert source.receive(D, grant(have_tokens=have_tokens), BEGAN_S + 0.1) == [Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S), GRANTED]
+    assert source.receive(D, grant(have_tokens=have_tokens), BEGAN_S + 0.1) == [
+        Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S),
+        SourceGranted(key(), have_tokens // LAYOUT.page_size),
+    ]
     return source
 
 
@@ -137,7 +140,7 @@ def test_layers_of_a_request_that_was_given_up_are_not_pushed() -> None:
 
 
 def test_a_push_names_the_life_of_the_peer_that_was_asked() -> None:
-    (push,) = granted().computed(key(), 4)
+    push, _ = granted().computed(key(), 4)
     assert isinstance(push, Push) and (push.peer, push.incarnation) == (D, LIFE)
 
 

@@ -4,11 +4,13 @@ Owns the verdicts. Changes nothing.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from common.messages import Failed, Finished
 from common.pages.pool import PageLease, count_pages
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
+from router.timelines import RequestTimes
 from simulation.client import Answer
 from simulation.instance import Instance
 from simulation.processes import RouterProcess
@@ -124,6 +126,45 @@ def _excuse(trial: Trial, asked: Asked, answer: Answer, failed: Failed) -> str |
     if failed.retryable and (asked.unserved or trial.blows[answer.request_id] >= FRUITLESS_ATTEMPTS):
         return None
     return f"failed though an instance could have served it: {failed}"
+
+
+COURSES = (
+    ("accepted_s", "admitted_s", "first_chunk_s", "last_chunk_s", "first_decode_s", "ended_s"),
+    ("admitted_s", "asked_s", "granted_s", "first_push_s", "pushed_s"),
+    ("last_chunk_s", "handed_off_s", "first_decode_s"),
+    ("first_push_s", "handed_off_s"),
+)
+"""What follows what on an instance, as far as it happens. A request may end before its pushes and its handoff."""
+EXACT_S = 1e-6
+"""The sum of two times is rounded."""
+
+
+def mistimed(trial: Trial) -> Iterator[str]:
+    """Timelines in which something comes before what it follows from, and instances that told twice of one attempt."""
+    for router in trial.routers:
+        for asked in trial.asked:
+            for choice in asked.ask.choices:
+                request = router.core.requests.timelines.of(choice.request_id)
+                if request is not None:
+                    yield from disordered(request)
+    for (name, key), times in trial.told.items():
+        if times > 1:
+            yield f"{name} told {times} times of {key}"
+
+
+def disordered(request: RequestTimes) -> Iterator[str]:
+    """What comes too early in this timeline, process by process."""
+    courses: list[list[float | None]] = [[request.received_s, request.tokenized_s]]
+    for attempt in request.attempts:
+        courses[0] += [attempt.dispatched_s, attempt.ended_s]
+        courses.append([attempt.dispatched_s, attempt.placed_s, attempt.ended_s])
+        courses += [[getattr(each.times, name) for name in course] for each in attempt.instances for course in COURSES]
+    courses[0].append(request.ended_s)
+    courses.append([request.tokenized_s, request.first_token_s, request.last_token_s, request.ended_s])
+    for course in courses:
+        happened = [at for at in course if at is not None]
+        if any(later < earlier - EXACT_S for earlier, later in pairwise(happened)):
+            yield f"the timeline of {request.request_id} is out of order: {course}"
 
 
 def disturbed(trial: Trial) -> Iterator[str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
 from simulation.network import MEMBERSHIP, Letter
-from tests.life.checks import disturbed, misanswered, misplaced, needless, unsettled
+from tests.life.checks import disturbed, misanswered, misplaced, mistimed, needless, unsettled
 from tests.life.schedule import draw_schedule
 from tests.life.trial import Trial
 
@@ -55,7 +55,8 @@ def run_schedule(seed: int, trace: bool = False) -> Report:
         _settle(trial)
         trial.ask_once_more()
         _settle(trial)
-        problems = [*unsettled(trial), *misanswered(trial), *misplaced(trial), *disturbed(trial), *needless(trial)]
+        checks = (unsettled, misanswered, misplaced, disturbed, needless, mistimed)
+        problems = [problem for check in checks for problem in check(trial)]
     except _BUGS:
         problems = [traceback.format_exc()]
     return Report(seed, tuple(problems), _counts(trial))
@@ -81,6 +82,8 @@ def _counts(trial: Trial) -> Counter[str]:
         counts["reservations moved"] += total.reservations_moved
         counts["pushes failed"] += total.pushes_failed
     counts["lives"] += len(trial.lives)
+    counts["timelines told"] += trial.told.total()
+    counts["timelines taken"] += len(trial.observer.durations)
     counts["schedules with several routers"] += len(trial.routers) > 1
     counts["routers killed"] += trial.routers_killed
     counts["requests of a dead router"] += trial.orphans

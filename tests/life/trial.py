@@ -13,8 +13,8 @@ import msgspec
 
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
-from common.ids import DETOKENIZER, ROUTER, InstanceId, Key, RequestId, Role
-from common.messages import AnyMessage, ExpectAnswer, Generate, Handoff, Register, Reserve
+from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId, Role
+from common.messages import AnyMessage, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve
 from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
@@ -88,6 +88,8 @@ class Trial(Fleet):
         self.on_event: Callable[[str], None] = lambda _: None
         self.blows: Counter[RequestId] = Counter()
         """How often something befell an attempt of a request: a letter lost, an instance of its, or a write between them."""
+        self.told: Counter[tuple[Incarnation, Key]] = Counter()
+        """How often an instance's heartbeats told of an attempt."""
         self._serving: dict[RequestId, tuple[InstanceId, ...]] = {}
         """Who serves the last attempt of each request."""
         self._routers: dict[RequestId, InstanceId] = {}
@@ -234,6 +236,8 @@ class Trial(Fleet):
             self.blows[message.key.request_id] += not self._is_up(letter.to, message.key.router)
         if isinstance(message, Handoff) and self.schedule.chances.overtaking and delays and max(delays) > LATE_S:
             self.blows[message.key.request_id] += 1  # a Renew may overtake it, and then it is taken for lost
+        if isinstance(message, Heartbeat):
+            self.told.update((message.incarnation, timeline.key) for timeline in message.timelines)
         if not delays:
             self.blows.update({key.request_id for key in keys_of(message)})
         for deed in self._armed.pop(letter.kind, ()):

@@ -58,6 +58,7 @@ from router.core import RouterCore
 from router.fleet import Change, Fleet
 from router.gateway import Gateway
 from router.metrics import RouterMetrics
+from router.timelines import Durations
 from tests.builders import LAYOUT, engine, instance
 from tests.common.mailboxes import FakeMail
 
@@ -78,6 +79,7 @@ class Unobserved:
         self.endings: list[Ending] = []
         self.attempts: list[int] = []
         self.spendings: list[tuple[str, int, int]] = []
+        self.durations: list[Durations] = []
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens.append(seconds)
@@ -94,6 +96,9 @@ class Unobserved:
     def ended(self, ending: Ending, seconds: float, attempts: int) -> None:
         self.endings.append(ending)
         self.attempts.append(attempts)
+
+    def phases(self, durations: Durations) -> None:
+        self.durations.append(durations)
 
     def spent(self, owner: str, prompt_tokens: int, answer_tokens: int) -> None:
         self.spendings.append((owner, prompt_tokens, answer_tokens))

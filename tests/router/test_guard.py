@@ -34,7 +34,7 @@ async def test_every_route_refuses_a_request_without_its_key_and_lets_no_other_k
     async with Site(access=access()) as site, site.client() as client:
         for route in [route for route in site.app.routes if isinstance(route, APIRoute)]:
             right = CONTROL if route.path.startswith(("/cluster", "/flush_cache")) else ALICE
-            wrong = ALICE if right == CONTROL else CONTROL
+            wrong = {CONTROL: ALICE, ALICE: "d" * 20 if route.path.startswith("/requests/") else CONTROL}[right]
             for method in route.methods or ():
                 answers = [await client.request(method, route.path, headers=headers) for headers in ({}, bearer(wrong))]
                 assert all((answer.status_code == 401) is (route.path not in NO_KEY_NEEDED) for answer in answers), route.path
@@ -53,6 +53,18 @@ async def test_a_refusal_looks_as_at_openai_and_shows_no_key() -> None:
         assert 'tandem_key_tokens_total{key="alice",of="answer"} 5.0' in pages[1]
         page = (await client.get("/openapi.json")).json()
         assert page["paths"]["/cluster"]["get"]["security"][0].keys() <= page["components"]["securitySchemes"].keys()
+
+
+async def test_a_key_sees_the_timelines_of_its_own_requests_and_the_control_key_those_of_all() -> None:
+    async with Site(access=access()) as site, site.client() as client:
+        for key in (ALICE, BOB):
+            asked = await client.post("/v1/completions", json=completion(), headers=bearer(key) | {"X-Request-Id": "mine"})
+            assert asked.status_code == 200
+        for key, choices in ((ALICE, 1), (BOB, 1), (CONTROL, 2)):
+            assert len((await client.get("/requests/mine", headers=bearer(key))).json()["choices"]) == choices
+        await client.post("/v1/completions", json=completion(), headers=bearer(ALICE) | {"X-Request-Id": "hers"})
+        assert_error(await client.get("/requests/cmpl-hers", headers=bearer(BOB)), 404, "invalid_request_error", None)
+        assert (await client.get("/requests/cmpl-hers", headers=bearer(ALICE))).status_code == 200
 
 
 async def test_a_key_that_floods_leaves_room_for_another_which_cannot_end_its_requests() -> None:

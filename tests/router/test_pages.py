@@ -163,7 +163,7 @@ async def test_metrics_count_responses_endings_and_what_instances_report(site: S
     assert metric(text, 'tandem_http_responses_total{path="/v1/chat/completions",status="400"}') == 1
     assert metric(text, 'tandem_requests_ended_total{ending="length"}') == 1
     assert metric(text, "tandem_time_to_first_token_seconds_count") == 1
-    assert metric(text, "tandem_inter_token_seconds_count") == 4
+    assert metric(text, "tandem_inter_token_latency_seconds_count") == 4
     assert metric(text, "tandem_requests_open") == 0
     assert metric(text, 'tandem_instance_bytes_pushed_total{instance="p0",role="prefill"}') == 0
     assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 1

@@ -26,7 +26,7 @@ from common.instance.ports import (
     TransferEvent,
 )
 from common.instance.worker import InstanceWorker
-from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Trace, Welcome
+from common.messages import Counters, Drain, Failed, Heartbeat, Load, Peers, Refused, Timeline, Trace, Welcome
 from common.sampling_params import Grammar
 from prefill.scheduler import PrefillMessage, PrefillScheduler
 from tests.builders import engine, instance, limits
@@ -150,6 +150,9 @@ class FakeScheduler:
 
     def report(self) -> Report:
         return Report(Load(pages_free=5), Counters(steps=6), self.drained)
+
+    def take_timelines(self) -> list[Timeline]:
+        return []
 
 
 class Rig:

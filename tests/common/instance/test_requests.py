@@ -41,7 +41,7 @@ def opened(name: str = "r") -> tuple[RequestTable[Request], Request]:
 
 
 def finish(made: RequestTable[Request], request: Request, now: float) -> None:
-    made.end(request)
+    made.end(request, 1.0)
     made.remove(request, now)
 
 
@@ -59,7 +59,7 @@ def test_a_request_is_open_until_it_is_removed() -> None:
 def test_a_request_ends_once_and_leaves_the_line() -> None:
     made, request = opened()
     assert list(made.waiting) == [request]
-    assert [made.end(request), made.end(request), made.ended] == [Phase.WAITING, None, 1]
+    assert [made.end(request, 1.0), made.end(request, 1.0), made.ended] == [Phase.WAITING, None, 1]
     assert len(made.waiting) == 0 and list(made) == [request]
 
 
@@ -111,7 +111,7 @@ def test_a_request_lives_until_its_own_time_is_over_or_the_instances_limit(timeo
 
 def test_a_deadline_is_over_when_the_request_is() -> None:
     made, ended = opened("ended")
-    made.end(ended)
+    made.end(ended, 1.0)
     is_accepted(made, 0.0, "gone")
     finish(made, made[key("gone")], 1.0)
     assert late(made, 1e6) == []

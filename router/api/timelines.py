@@ -1,0 +1,169 @@
+"""The answer of GET /requests/{id}: when each thing happened to a request, and how long each part took.
+
+Owns its shape, and the change from the router's clock to UNIX time.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import msgspec
+from fastapi import Request
+from msgspec import Meta
+from starlette.responses import Response
+
+from common.errors import BadRequest
+from common.ids import Role
+from common.messages import Times
+from router.api.description import Described
+from router.api.errors import shown
+from router.api.guard import EVERYBODY
+from router.api.request_ids import OWNER
+from router.gateway import Gateway
+from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
+
+Moment = Annotated[float, Meta(description="Seconds since 1970, by the clock of the router's host.")]
+Seconds = Annotated[float | None, Meta(description="Null: it did not happen, or the instance has not told yet.")]
+
+
+class UnknownRequest(BadRequest):
+    """The request is not known, or not to this key."""
+
+    status = 404
+
+
+class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    role: Role
+    times: Annotated[Times, Meta(description="By the clock of the instance's host: hosts agree as well as NTP aligns them.")]
+
+
+class AttemptTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    first: Annotated[str, Meta(description="The instance that was asked.")]
+    dispatched_s: Moment
+    decode: Annotated[str | None, Meta(description="The decode instance that granted a reservation.")] = None
+    placed_s: Annotated[float | None, Meta(description="The router heard of that.")] = None
+    ended_s: Annotated[float | None, Meta(description="It was given up, and another attempt followed if one was left.")] = None
+    resume_reason: Annotated[str | None, Meta(description="Why it was given up.")] = None
+    failure: Annotated[str | None, Meta(description="The same, for people.")] = None
+    instances: Annotated[
+        tuple[InstanceTimeline, ...],
+        Meta(description="What instances told of it, prefill first. Each tells within a heartbeat after it has let go of it."),
+    ] = ()
+
+
+class RequestDurations(msgspec.Struct, frozen=True, kw_only=True):
+    """In seconds; those of instances are sums over attempts and exact, because each is of one instance's clock."""
+
+    queue_s: Annotated[Seconds, Meta(description="From arrival to pages, where the prompt is computed.")] = None
+    prefill_s: Annotated[Seconds, Meta(description="From pages to the first token.")] = None
+    transfer_s: Annotated[Seconds, Meta(description="From the grant, or the first push if that is later, to the handoff.")] = None
+    exposed_transfer_s: Annotated[Seconds, Meta(description="From the first token to the handoff.")] = None
+    decode_s: Annotated[Seconds, Meta(description="From the handoff to the end; without one, from the first token.")] = None
+    time_to_first_token_s: Annotated[Seconds, Meta(description="From the arrival at the router to the first token there.")] = None
+    e2e_s: Annotated[Seconds, Meta(description="From the arrival at the router to the ending.")] = None
+
+
+class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    index: Annotated[int, Meta(description="Its number in the answer.")]
+    prompt_tokens: int
+    tokens: Annotated[int, Meta(description="Of the answer so far.")]
+    ending: Annotated[str | None, Meta(description="How it ended, as in `tandem_requests_ended`. Null: it is open.")]
+    received_s: Moment
+    tokenized_s: Moment
+    first_token_s: Moment | None
+    last_token_s: Moment | None
+    ended_s: Moment | None
+    durations: RequestDurations
+    attempts: tuple[AttemptTimeline, ...]
+
+
+class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    choices: Annotated[tuple[ChoiceTimeline, ...], Meta(description="Of every request that was sent with this id.")]
+
+
+READ_TIMELINE = Described(
+    tag="Operations",
+    summary="The timeline of a request",
+    answer="What is known so far.",
+    answer_type=RequestTimeline,
+    refusals=(404,),
+)
+
+
+class TimelineApi:
+    """The handler."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._core = gateway.core
+
+    async def read(self, request: Request, name: str) -> Response:
+        """When each thing happened to a request, and how long each part took: while it is open, and for a while after. name: its
+        X-Request-Id, or the id of its answer. An API key finds its own requests only, the control key those of all."""
+        owner = request.scope[OWNER]
+        known = [each for each in self._core.requests.timelines.find(name) if owner in (each.owner, EVERYBODY)]
+        timeline = request_timeline(name, known, self._core.unix_s)
+        return Response(msgspec.json.encode(timeline), media_type="application/json")
+
+
+def request_timeline(name: str, known: Sequence[RequestTimes], unix_s: float) -> RequestTimeline:
+    """known: the requests of this id that the asking client may see. unix_s: what to add to the router's times. Raises
+    UnknownRequest when there is none."""
+    if not known:
+        reason = f"the router remembers the open requests and the last {REMEMBERED} that ended, by X-Request-Id and by answer id"
+        raise UnknownRequest(f"no request {shown(name)!r} is known: {reason}")
+    return RequestTimeline(id=name, choices=tuple(_choice(each, unix_s) for each in known))
+
+
+def _choice(request: RequestTimes, unix_s: float) -> ChoiceTimeline:
+    return ChoiceTimeline(
+        index=request.index,
+        prompt_tokens=request.prompt_tokens,
+        tokens=request.tokens,
+        ending=request.ending or None,
+        received_s=request.received_s + unix_s,
+        tokenized_s=request.tokenized_s + unix_s,
+        first_token_s=_at(request.first_token_s, unix_s),
+        last_token_s=_at(request.last_token_s, unix_s),
+        ended_s=_at(request.ended_s, unix_s),
+        durations=_durations(request),
+        attempts=tuple(_attempt(each, unix_s) for each in request.attempts),
+    )
+
+
+def _attempt(attempt: AttemptTimes, unix_s: float) -> AttemptTimeline:
+    return AttemptTimeline(
+        first=attempt.first,
+        dispatched_s=attempt.dispatched_s + unix_s,
+        decode=attempt.decode,
+        placed_s=_at(attempt.placed_s, unix_s),
+        ended_s=_at(attempt.ended_s, unix_s),
+        resume_reason=attempt.reason,
+        failure=attempt.failure or None,
+        instances=tuple(
+            InstanceTimeline(id=each.id, role=each.role, times=each.times)
+            for each in sorted(attempt.instances, key=lambda each: each.role, reverse=True)
+        ),
+    )
+
+
+def _durations(request: RequestTimes) -> RequestDurations:
+    parts = [Durations.of(each.role, each.times) for attempt in request.attempts for each in attempt.instances]
+    return RequestDurations(
+        queue_s=_sum(each.queue_s for each in parts),
+        prefill_s=_sum(each.prefill_s for each in parts),
+        transfer_s=_sum(each.transfer_s for each in parts),
+        exposed_transfer_s=_sum(each.exposed_transfer_s for each in parts),
+        decode_s=_sum(each.decode_s for each in parts),
+        time_to_first_token_s=_at(request.first_token_s, -request.received_s),
+        e2e_s=_at(request.ended_s, -request.received_s),
+    )
+
+
+def _sum(seconds: Iterable[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return sum(known) if known else None
+
+
+def _at(time_s: float | None, more_s: float) -> float | None:
+    return None if time_s is None else time_s + more_s

@@ -1,0 +1,191 @@
+"""Timelines: when each thing happened to a request, as far as its router and the instances that served it know.
+
+Owns what is remembered of open requests and of the last REMEMBERED that ended, and the ids by which clients know them. Holds no
+prompt, text or token. Decides nothing. Does not know HTTP.
+
+The router's own times are of its own clock. Those of instances are UNIX times; they come with heartbeats, some time after the
+instance has let go of the request, and a lost heartbeat loses them.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.ids import InstanceId, RequestId, Role
+from common.messages import Ending, Failed, InstanceInfo, Timeline, Times
+from router.attempts import ResumeReason
+
+REMEMBERED = 4_096
+"""Requests that have ended: two to four kB each."""
+MOST_OF_AN_ATTEMPT = 8
+"""Instances of which times are taken for one attempt: it has one that computes and up to four that may decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """How long an attempt took on one instance, in seconds; None: it did not get so far there.
+
+    queue: until it had its pages, where its prompt is computed. prefill: from then until its first token. transfer: from the
+    grant, or from the first push if that is later, to the handoff. exposed_transfer: from the first token to the handoff. decode:
+    from the handoff, or from the first token if the prompt was computed there too, to its end.
+    """
+
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    transfer_s: float | None = None
+    exposed_transfer_s: float | None = None
+    decode_s: float | None = None
+
+    @staticmethod
+    def of(role: Role, times: Times) -> "Durations":
+        computes = role == "prefill" or times.handed_off_s is None
+        writes = role == "prefill" and times.handed_off_s is not None
+        transfer_begins = _later(times.granted_s, times.first_push_s)
+        decode_begins = times.last_chunk_s if times.handed_off_s is None else times.handed_off_s
+        return Durations(
+            _between(times.accepted_s, times.admitted_s) if computes else None,
+            _between(times.admitted_s, times.last_chunk_s) if computes else None,
+            _between(transfer_begins, times.handed_off_s) if writes else None,
+            _between(times.last_chunk_s, times.handed_off_s) if writes else None,
+            _between(decode_begins, times.ended_s) if role == "decode" else None,
+        )
+
+
+def _later(one: float | None, other: float | None) -> float | None:
+    return max((each for each in (one, other) if each is not None), default=None)
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    """None too where the times have no order: they come from another process."""
+    return end - begin if begin is not None and end is not None and end >= begin else None
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceTimes:
+    """What an instance told."""
+
+    id: InstanceId
+    role: Role
+    times: Times
+
+
+@dataclass(slots=True, eq=False)
+class AttemptTimes:
+    """first: who was asked. decode, placed_s: who granted a reservation, and when the router heard of it. ended_s, reason,
+    failure: when and why another attempt followed; None and "" where none did. instances: what they told, as it came."""
+
+    first: InstanceId
+    dispatched_s: float
+    placed_s: float | None = None
+    decode: InstanceId | None = None
+    ended_s: float | None = None
+    reason: ResumeReason | None = None
+    failure: str = ""
+    instances: list[InstanceTimes] = field(default_factory=list)
+
+    def awaits(self, instance: InstanceId) -> bool:
+        """Whether this one may have something to tell."""
+        return len(self.instances) < MOST_OF_AN_ATTEMPT and all(each.id != instance for each in self.instances)
+
+    def place(self, decode: InstanceId, now: float) -> None:
+        self.decode, self.placed_s = decode, now
+
+
+@dataclass(slots=True, eq=False)
+class RequestTimes:
+    """One choice of a client's request. received_s: its HTTP request was here. tokenized_s: it was dispatched. ending: how it
+    ended, as in the metrics; "" while it is open."""
+
+    request_id: RequestId
+    index: int
+    owner: str
+    prompt_tokens: int
+    received_s: float
+    tokenized_s: float
+    attempts: list[AttemptTimes] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    tokens: int = 0
+    ended_s: float | None = None
+    ending: str = ""
+    names: list[str] = field(default_factory=list)
+
+    def resumed(self, reason: ResumeReason, failed: Failed, now: float) -> None:
+        """Its latest attempt is over."""
+        attempt = self.attempts[-1]
+        attempt.ended_s, attempt.reason, attempt.failure = now, reason, failed.message
+
+    def ended(self, ending: Ending, tokens: int, now: float) -> None:
+        """tokens: of its answer."""
+        self.tokens, self.ended_s = tokens, now
+        self.ending = ending.kind if isinstance(ending, Failed) else ending.reason
+
+
+class PhaseObserver(Protocol):
+    """Who measures."""
+
+    def phases(self, durations: Durations) -> None:
+        """An instance has told how long an attempt took there."""
+
+
+class Timelines:
+    """Of one router. stale: what instances told of attempts that are not known, or told twice."""
+
+    def __init__(self, observer: PhaseObserver) -> None:
+        self._observer = observer
+        self._requests: dict[RequestId, RequestTimes] = {}
+        self._ended: deque[RequestId] = deque()
+        self._named: dict[str, list[RequestTimes]] = {}
+        self.stale = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def begin(self, request: RequestTimes) -> None:
+        """The request was dispatched."""
+        self._requests[request.request_id] = request
+
+    def name(self, named: Mapping[str, Iterable[RequestId]]) -> None:
+        """The ids by which the client of these requests knows them."""
+        for name, request_ids in named.items():
+            for request_id in request_ids:
+                request = self._requests.get(request_id)
+                if request is not None:
+                    request.names.append(name)
+                    self._named.setdefault(name, []).append(request)
+
+    def end(self, request: RequestTimes) -> None:
+        """The request has ended: it is remembered until REMEMBERED others have ended."""
+        self._ended.append(request.request_id)
+        if len(self._ended) > REMEMBERED:
+            self._forget(self._requests.pop(self._ended.popleft()))
+
+    def _forget(self, request: RequestTimes) -> None:
+        for name in request.names:
+            rest = self._named[name]
+            rest.remove(request)
+            if not rest:
+                del self._named[name]
+
+    def of(self, request_id: RequestId) -> RequestTimes | None:
+        """What is remembered of this request."""
+        return self._requests.get(request_id)
+
+    def find(self, name: str) -> list[RequestTimes]:
+        """The requests whose client knows them by this id, in the order of their dispatch."""
+        return list(self._named.get(name, ()))
+
+    def told(self, by: InstanceInfo, timelines: Iterable[Timeline]) -> None:
+        """Take in what an instance tells of attempts that have left it."""
+        for timeline in timelines:
+            attempt = self._attempt(timeline)
+            if attempt is None or not attempt.awaits(by.id):
+                self.stale += 1
+                continue
+            attempt.instances.append(InstanceTimes(by.id, by.role, timeline.times))
+            self._observer.phases(Durations.of(by.role, timeline.times))
+
+    def _attempt(self, timeline: Timeline) -> AttemptTimes | None:
+        request, number = self.of(timeline.key.request_id), timeline.key.attempt
+        return request.attempts[number] if request is not None and 0 <= number < len(request.attempts) else None
