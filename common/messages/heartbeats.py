@@ -140,8 +140,8 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Timelines of attempts that were dropped untold, because too many waited for a heartbeat."""
 
 
-class Heartbeat(Message, frozen=True):
-    """instance → router, every `heartbeat_s`."""
+class Heartbeat(Message, frozen=True, omit_defaults=True):
+    """instance → router, every `heartbeat_s`. Fields that have their defaults are not sent."""
 
     id: InstanceId
     incarnation: Incarnation
