@@ -1,17 +1,22 @@
-"""`launch local --executor timed`: everything but the model."""
+"""`launch local --executor timed`: everything but the model. It is traced meanwhile."""
 
 import json
+from contextlib import closing
 
 import httpx
 
+from bench.trace.record import Recording
+from bench.trace.slices import REQUESTS, slices_of, ways
 from tests.fleet_pages import running_fleet
 
 TOKENS = 20
+TRACE_S = 2.0
 
 
 def test_a_fleet_without_a_model_streams_an_answer_whose_prompt_was_pushed_page_by_page() -> None:
     flags = ("--executor", "timed", "--step-cost", "0.002,0,0", "--kv-memory", "16MiB", "--verify-pages")
-    with running_fleet(*flags) as fleet:
+    with running_fleet(*flags) as fleet, closing(Recording(fleet.url)) as recording:
+        recording.begin(TRACE_S)
         body = {"model": "demo", "prompt": "falcon " * 100, "max_tokens": TOKENS, "temperature": 0, "stream": True}
         with httpx.Client(base_url=fleet.url, timeout=60) as client:
             lines = [line.removeprefix("data: ") for line in client.post("/v1/completions", json=body).text.splitlines()]
@@ -21,3 +26,12 @@ def test_a_fleet_without_a_model_streams_an_answer_whose_prompt_was_pushed_page_
         assert events[-1]["finish_reason"] == "length"
         decode = next(i for i in fleet.wait_until_home()["instances"] if i["role"] == "decode")
         assert decode["counters"]["pages_received"] >= 100 // 16 and not decode["counters"]["pages_corrupt"]
+        status, spans = recording.spans()
+        slices = slices_of(spans, status.began_s)
+        assert all(process.over and process.spans and not process.dropped for process in status.processes)
+        (way,) = ways(slices)
+        tracks = [stop.slice.track for stop in way]
+        assert tracks[0] == tracks[-1] == REQUESTS and tracks[-2] == "starts", tracks
+        pushed = [each.args["bytes"] for each in slices if each.track == "pushes"]
+        prefill = next(i for i in fleet.cluster()["instances"] if i["role"] == "prefill")
+        assert sum(map(int, pushed)) == prefill["counters"]["bytes_pushed"] == decode["counters"]["bytes_received"]
