@@ -8,6 +8,7 @@ import pytest
 from common.config import RouterConfig
 from common.ids import InstanceId
 from common.messages import Span, unpack_spans
+from common.tracing import SEND_S
 from router.traces import NoTrace, TraceRuns
 from simulation.fleet import Fleet
 from tests.life.expected import undisturbed
@@ -62,6 +63,8 @@ def test_spans_add_up_to_the_counters_and_do_not_change_an_answer() -> None:
     }
     assert len(on("attempts", spans["router"])) == len(PROMPTS)
     assert spans[fleet.router_process.detokenizers[0].name]
+    messages = Counter(sender for sender, kind, _ in fleet.network.log if kind == "Spans")
+    assert max(messages.values()) <= TRACE_S / SEND_S + 2, "spans go together"
     assert all(begun_s <= span.begin_s <= span.end_s <= home_s for its in spans.values() for span in its)
 
 
@@ -110,3 +113,9 @@ def test_whoever_joins_or_starts_again_is_told_and_each_router_has_its_own_trace
     del log[:]
     fleet.run(fleet.submit("later", PROMPTS["r1"], max_tokens=3))
     assert not [kind for _, kind, _ in log if kind == "Spans"], "nobody records any more"
+    second.trace(600.0)
+    fleet.run_for(1.0)
+    assert all(each.worker._tracer.runs for each in fleet.instances.values())
+    fleet.kill_router(1)
+    fleet.run_for(1.0)
+    assert not any(each.worker._tracer.runs for each in fleet.instances.values()), "nobody records for a router that is gone"
