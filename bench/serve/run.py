@@ -19,7 +19,7 @@ from bench.serve import report
 from bench.serve.answers import Answer
 from bench.serve.arrivals import due_times
 from bench.serve.client import HttpClient, tls_of
-from bench.serve.driver import Driver
+from bench.serve.driver import EARLY_S, Driver
 from bench.serve.figures import details_of, figures_of
 from bench.serve.plan import ServeBench
 from bench.serve.progress import RENEWED_S, Progress
@@ -199,4 +199,5 @@ class LoopClock:
         return time.perf_counter()
 
     def call_at(self, at_s: float, call: Callable[[], object]) -> object:
-        return self._loop.call_later(max(0.0, at_s - time.perf_counter()), call)
+        # The loop's timers are whole milliseconds, and late rather than early: aimed at a little before, they are closer.
+        return self._loop.call_later(max(0.0, at_s - EARLY_S - time.perf_counter()), call)

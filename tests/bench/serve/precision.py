@@ -1,7 +1,7 @@
 """What the client of `launch bench serve` adds to its own figures: a run against the server double, whose delays are known.
 
-Owns the comparison. The double runs in a process of its own and says how late its own timers were: on a busy machine that is most
-of what is reported. Prints a Markdown table; judges nothing.
+Owns the comparison. The double runs in a process of its own and says how late it was itself: what is reported beyond that is the
+client's, or the machine's. Prints a Markdown table; judges nothing.
 
     python -m tests.bench.serve.precision --streams 200 --ttft-s 0.2 --itl-s 0.02 --tokens 100
 """
@@ -25,8 +25,10 @@ PERCENTILES = (50, 90, 99)
 
 
 def run(flags: argparse.Namespace) -> tuple[Measured, dict[str, list[float]]]:
-    """Returns what the client reports, and what the double did: its times to the first token, and its gaps, in seconds."""
-    command = [sys.executable, "-m", "tests.bench.serve.double", f"--ttft-s={flags.ttft_s}", f"--itl-s={flags.itl_s}"]
+    """Returns what the client reports, and how late the double was."""
+    delays = {"ttft_s": flags.ttft_s, "itl_s": flags.itl_s, "stall_s": flags.stall_s, "stall_at_s": flags.seconds / 2}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in delays.items()]
+    command = [sys.executable, "-m", "tests.bench.serve.double", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as double:
         try:
             assert double.stdout is not None
@@ -36,7 +38,7 @@ def run(flags: argparse.Namespace) -> tuple[Measured, dict[str, list[float]]]:
             prompts = {"random_input_len": 16, "random_output_len": flags.tokens, "num_prompts": int(rate * flags.seconds)}
             bench = ServeBench(target=Target(port=port), workload=Workload(**prompts), load=Load(request_rate=rate))
             measured = measure(bench)
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/times") as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/late") as answer:
                 return measured, json.load(answer)
         finally:
             double.kill()
@@ -44,17 +46,16 @@ def run(flags: argparse.Namespace) -> tuple[Measured, dict[str, list[float]]]:
 
 def lines(flags: argparse.Namespace, measured: Measured, did: dict[str, list[float]]) -> list[tuple[str, ...]]:
     whole = [answer for answer in measured.answers if not answer.error]
-    waited = np.array([1000 * (answer.first_s - answer.sent_s) for answer in whole])
-    gaps = 1000 * np.concatenate([np.array(answer.gaps_s) for answer in whole])
     rows = [
-        ("TTFT from when it was due", flags.ttft_s, np.array([1000 * answer.ttft_s for answer in whole])),
-        ("TTFT from the sending", flags.ttft_s, waited),
-        ("TTFT at the double", flags.ttft_s, 1000 * np.array(did["ttfts_s"])),
-        ("ITL", flags.itl_s, gaps),
-        ("ITL at the double", flags.itl_s, 1000 * np.array(did["gaps_s"])),
+        ("TTFT, from when it was due", flags.ttft_s, [answer.ttft_s for answer in whole]),
+        ("sent after it was due", 0, [answer.queue_s for answer in whole]),
+        ("TTFT, from the sending", flags.ttft_s, [answer.first_s - answer.sent_s for answer in whole]),
+        ("the double's delay of a first token", 0, did["first_s"]),
+        ("ITL", flags.itl_s, np.concatenate([answer.gaps_s for answer in whole])),
+        ("the double's delay of another token", 0, did["later_s"]),
     ]
     head = ("ms", "known", "mean", *(f"p{each}" for each in PERCENTILES))
-    return [head, *(_line(name, 1000 * known_s, values) for name, known_s, values in rows)]
+    return [head, *(_line(name, 1000 * known_s, 1000 * np.array(values)) for name, known_s, values in rows)]
 
 
 def _line(name: str, known_ms: float, values: Any) -> tuple[str, ...]:
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--itl-s", type=float, default=0.02)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--stall-s", type=float, default=0.0, help="in the middle, the double does nothing for so long")
     flags = parser.parse_args()
     hardware = this_hardware()
     measured, did = run(flags)

@@ -1,6 +1,5 @@
 """`launch bench serve` from its flags to its files, against a server double with known delays."""
 
-import asyncio
 import csv
 import json
 import threading
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.main import main
-from tests.bench.serve.double import Delays, Done, Double
+from tests.bench.serve.double import Delays, Double
 
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness"),
@@ -26,22 +25,12 @@ DELAYS = Delays(ttft_s=0.05, itl_s=0.02, event_tokens=2)
 @pytest.fixture
 def port() -> Iterator[int]:
     """Of a double in a thread of its own."""
-    loop, ports = asyncio.new_event_loop(), list[int]()
-    ready, over = threading.Event(), asyncio.Event()
-
-    async def serve() -> None:
-        async with await loop.create_server(lambda: Double(DELAYS, Done()), "127.0.0.1", 0) as server:
-            ports.append(server.sockets[0].getsockname()[1])
-            ready.set()
-            await over.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    double, over = Double(DELAYS), threading.Event()
+    thread = threading.Thread(target=double.serve, args=(over,))
     thread.start()
-    ready.wait(60)
-    yield ports[0]
-    loop.call_soon_threadsafe(over.set)
+    yield double.port
+    over.set()
     thread.join()
-    loop.close()
 
 
 def test_a_run_reports_the_servers_delays_and_writes_vllms_keys(
