@@ -170,23 +170,28 @@ def _written(rules: "Rules") -> str:
 
 
 _OTHER_NAMES = re.compile(r"^(?!basic_)\w+ ::= .*\bbasic_escape basic_string_sub\b.*$", re.MULTILINE)
+_USE_OF_NUMBERS = re.compile(r"^(?!basic_)\w+ ::= .*\bbasic_(?:any|array|number|object)\b", re.MULTILINE)
+_EXPONENT = re.compile(r"(\[eE\] \w+ \w+)\{1, -1\}")
 _ESCAPE_IN_NAME = r"""
 tandem_escape_in_name ::= (([\"\\bfnrt]) | ("u00" [01] [0-9A-Fa-f]))
 """
 
 
 def _mended(rules: str, patterns: NamedPatterns) -> str | None:
-    """The rules of a JSON schema with those of its patterns, its strings of a given length, and its other names; None: they are
-    right as they are.
+    """The rules of a JSON schema with those of its patterns, its strings of a given length, its numbers, and its other names;
+    None: they are right as they are.
 
     xgrammar 0.2 tells an object's other names from the named ones letter by letter, and knows a letter's escape for no letter. So
-    while a name is like a named one, only characters that no named one has are escaped.
+    while a name is like a named one, only characters that no named one has are escaped. Its numbers may be larger than any that
+    readers of JSON know: exponents have two digits at most here.
     """
     from xgrammar import Grammar as Rules
 
     mended = _OTHER_NAMES.sub(lambda found: found[0].replace("basic_escape", "tandem_escape_in_name"), rules)
     if mended != rules:
         mended += _ESCAPE_IN_NAME
+    if _USE_OF_NUMBERS.search(rules):
+        mended = _EXPONENT.sub(r"\1{1, 2}", mended)
     mended = patterns.written_out(with_counted_strings(mended), lambda pattern: _written(Rules.from_regex(pattern)))
     return mended if mended != rules else None
 

@@ -103,6 +103,14 @@ def test_a_letter_of_latin_1_before_a_hexadecimal_digit_stays_as_it_is_where_rul
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+@pytest.mark.parametrize("schema", [{}, {"type": "array", "items": {"type": ["number", "null"]}}])
+def test_a_number_is_one_that_readers_of_json_know(schema: object, kind: str) -> None:
+    numbers = ["1", "-0.5", "1.25e-99", "9E+99", "1e100", "1e999"]
+    readable = [True, True, True, True, False, False]
+    assert allowed(schema, [f"[{number}]" for number in numbers], kind) == readable
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
 def test_patterns_hold_wherever_they_stand(kind: str) -> None:
     named = {"type": "object", "patternProperties": {"^a(ba+)?$": {"type": ["string", "null"], "pattern": "^x$|^(yx*)?$"}}}
     texts = ['{"a":"x"}', '{"aba":null}', '{"aa":null}', '{"a":"yx"}', '{"a":"xx"}']
