@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from common.engine.grammar_limits import check_size
 from common.engine.library_strings import KEYWORDS as STRING_KEYWORDS
 from common.engine.library_strings import plain_keywords
-from common.engine.schema_facts import Facts, as_object, facts_of, is_within, kinds_of, types_of
+from common.engine.schema_facts import DECIMALS, Facts, as_object, facts_of, has_number, is_within, kinds_of, types_of
 from common.engine.string_formats import FORMATS, PATTERNS
 from common.engine.text_patterns import NamedPatterns, anywhere
 from common.errors import BadRequest
@@ -234,6 +234,8 @@ class _Check:
                 raise self.refusal(where, problem)
             if said & (_NUMBER - {"multipleOf"}):
                 raise self.refusal(where, "multipleOf beside a minimum or maximum is not supported")
+        if "number" in types and not has_number(schema):
+            raise self.refusal(where, f"no number of at most {DECIMALS} decimals is within these limits: widen them")
 
     def _object(self, schema: dict[str, Any], where: str) -> None:
         properties, patterns = as_object(schema.get("properties")), as_object(schema.get("patternProperties"))

@@ -5,7 +5,11 @@ Pure. Takes schemas that nobody has checked yet; knows nothing of what is suppor
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor, inf
 from typing import Any
+
+DECIMALS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,17 @@ def is_within(schema: dict[str, Any], types: set[str]) -> bool:
     if isinstance(listed, list):
         return all(kinds_of(each) & types for each in listed)
     return bool(types_of(schema)) and types_of(schema) <= types and isinstance(schema.get("type"), str | list)
+
+
+def has_number(schema: dict[str, Any]) -> bool:
+    """Whether a number of so many DECIMALS at most is within the schema's limits, which are numbers."""
+    minimum, above, maximum, below = (
+        None if (limit := schema.get(key)) is None else Fraction(str(limit)) * 10**DECIMALS
+        for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    )
+    least = max(-inf if minimum is None else ceil(minimum), -inf if above is None else floor(above) + 1)
+    most = min(inf if maximum is None else floor(maximum), inf if below is None else ceil(below) - 1)
+    return least <= most
 
 
 def as_object(value: Any) -> dict[str, Any]:

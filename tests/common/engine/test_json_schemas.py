@@ -125,6 +125,26 @@ def test_a_host_or_an_address_in_daily_use_is_allowed_as_far_as_a_validator_acce
         assert (matcher.accept_string(json.dumps(text)) and matcher.is_completed()) == validator.is_valid(text), text
 
 
+@pytest.mark.parametrize(
+    ("limits", "number"),
+    [
+        ({"minimum": 3.14159265, "maximum": 3.14159266}, None),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, None),
+        ({"exclusiveMinimum": 0, "maximum": 1e-6}, "0.000001"),
+        ({"minimum": -1e-7, "maximum": 1e-7}, "0"),
+        ({"minimum": 1e-7}, "0.5"),
+    ],
+)
+def test_limits_between_which_no_number_can_be_written_are_refused(limits: dict[str, float], number: str | None) -> None:
+    grammar = Grammar("json_schema", json.dumps({"type": ["number", "null"], **limits}))
+    if number is None:
+        with pytest.raises(BadRequest, match=r"at \$: no number of at most 6 decimals"):
+            check_text(grammar)
+    else:
+        check_text(grammar)
+        assert GrammarMatcher(Compiler(VOCABULARY).compile_unchecked(grammar)).accept_string(number)
+
+
 def test_a_refusal_says_where() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [INTEGER, {"not": {}}]}}}}
     with pytest.raises(BadRequest, match=r"at \$\.properties\.a\.items\.anyOf\[1\]: not is not supported"):
