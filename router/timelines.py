@@ -7,6 +7,7 @@ The router's own times are of its own clock. Those of instances are UNIX times; 
 instance has let go of the request, and a lost heartbeat loses them.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from router.attempts import ResumeReason
 
 REMEMBERED = 4_096
 """Requests that have ended: two to four kB each."""
+MOST_FOUND = 256
+"""Requests of one id that are shown: clients choose ids, and may give all requests the same."""
 MOST_OF_AN_ATTEMPT = 8
 """Instances of which times are taken for one attempt: it has one that computes and up to four that may decode."""
 
@@ -58,7 +61,8 @@ def _later(one: float | None, other: float | None) -> float | None:
 
 def _between(begin: float | None, end: float | None) -> float | None:
     """None too where the times have no order: they come from another process."""
-    return end - begin if begin is not None and end is not None and end >= begin else None
+    seconds = math.nan if begin is None or end is None else end - begin
+    return seconds if 0.0 <= seconds < math.inf else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +176,9 @@ class Timelines:
         """What is remembered of this request."""
         return self._requests.get(request_id)
 
-    def find(self, name: str) -> list[RequestTimes]:
-        """The requests whose client knows them by this id, in the order of their dispatch."""
-        return list(self._named.get(name, ()))
+    def find(self, name: str, owner: str | None = None) -> list[RequestTimes]:
+        """The latest requests that clients know by this id, in the order of their dispatch. owner: only those of this API key."""
+        return [each for each in self._named.get(name, ()) if owner in (None, each.owner)][-MOST_FOUND:]
 
     def told(self, by: InstanceInfo, timelines: Iterable[Timeline]) -> None:
         """Take in what an instance tells of attempts that have left it."""

@@ -37,7 +37,7 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     times: Annotated[Times, Meta(description="By the clock of the instance's host: hosts agree as well as NTP aligns them.")]
 
 
-class AttemptTimeline(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AttemptTimeline(msgspec.Struct, frozen=True, kw_only=True):
     first: Annotated[str, Meta(description="The instance that was asked.")]
     dispatched_s: Moment
     decode: Annotated[str | None, Meta(description="The decode instance that granted a reservation.")] = None
@@ -79,7 +79,7 @@ class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    choices: Annotated[tuple[ChoiceTimeline, ...], Meta(description="Of every request that was sent with this id.")]
+    choices: Annotated[tuple[ChoiceTimeline, ...], Meta(description="Of the latest requests that were sent with this id.")]
 
 
 READ_TIMELINE = Described(
@@ -101,7 +101,7 @@ class TimelineApi:
         """When each thing happened to a request, and how long each part took: while it is open, and for a while after. name: its
         X-Request-Id, or the id of its answer. An API key finds its own requests only, the control key those of all."""
         owner = request.scope[OWNER]
-        known = [each for each in self._core.requests.timelines.find(name) if owner in (each.owner, EVERYBODY)]
+        known = self._core.requests.timelines.find(name, None if owner == EVERYBODY else owner)
         timeline = request_timeline(name, known, self._core.unix_s)
         return Response(msgspec.json.encode(timeline), media_type="application/json")
 

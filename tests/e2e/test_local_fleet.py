@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -90,6 +91,27 @@ def test_a_stop_string_ends_the_answer_and_is_trimmed(client: OpenAI) -> None:
     )
     assert answer.choices[0].message.content == "3 4 5 "
     assert answer.choices[0].finish_reason == "stop"
+
+
+APART_S = 0.1
+"""Each process reads the host's two clocks once, one after the other: so far may those of two processes be apart."""
+
+
+def test_the_timeline_of_a_chat_goes_through_router_prefill_and_decode_in_order(fleet: RunningFleet) -> None:
+    answer = fleet.complete("Hello", 8, ignore_eos=True)
+    fleet.wait_until_home()  # so both instances have told of it
+    (choice,) = fleet.get(f"/requests/{answer['id']}").json()["choices"]
+    (attempt,) = choice["attempts"]
+    prefill, decode = (told["times"] for told in attempt["instances"])
+    assert [told["role"] for told in attempt["instances"]] == ["prefill", "decode"]
+    assert (choice["tokens"], choice["ending"], prefill["pages_pushed"]) == (8, "length", decode["pages_pushed"])
+    course = [choice["received_s"], choice["tokenized_s"], attempt["dispatched_s"], prefill["accepted_s"], prefill["admitted_s"]]
+    course += [prefill["last_chunk_s"], prefill["handed_off_s"], decode["handed_off_s"], decode["first_decode_s"]]
+    course += [decode["ended_s"], choice["ended_s"]]
+    assert all(later > earlier - APART_S for earlier, later in pairwise(course))
+    durations = choice["durations"]
+    parts = durations["queue_s"] + durations["prefill_s"] + durations["exposed_transfer_s"] + durations["decode_s"]
+    assert 0 < parts < durations["e2e_s"] and durations["transfer_s"] > 0 and durations["time_to_first_token_s"] > 0
 
 
 BAD_BODIES: list[tuple[str, dict[str, object], int, str | None]] = [

@@ -8,12 +8,20 @@ import pytest
 
 from common.errors import PeerRefused
 from common.ids import Incarnation, InstanceId
-from common.instance.membership import ABANDON_AFTER_S, OVER_S, REGISTER_EVERY_S, SELDOM_EVERY_S, State
+from common.instance.membership import (
+    ABANDON_AFTER_S,
+    OVER_S,
+    REGISTER_EVERY_S,
+    SELDOM_EVERY_S,
+    TIMELINES_AT_ONCE,
+    TIMELINES_WAITING,
+    State,
+)
 from common.instance.memberships import Lost, Memberships, Met
 from common.instance.ports import Send
-from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Register, Welcome
+from common.messages import Counters, Goodbye, Heartbeat, Load, Refused, Register, Timeline, Times, Welcome
 from router.fleet import Fleet
-from tests.builders import instance
+from tests.builders import instance, key
 
 INFO = instance("p", "prefill")
 HERE, THERE = "tcp://127.0.0.1:7", "tcp://127.0.0.1:8"
@@ -323,3 +331,28 @@ def test_a_late_word_of_a_router_that_has_a_successor_is_not_believed_for_a_whil
     member.now += OVER_S
     member.receive(WELCOME)
     assert member.all.of(WELCOME.router) is member.membership, "the address was moved back to it"
+
+
+def test_timelines_go_with_heartbeats_a_few_with_each_and_the_oldest_are_dropped_and_counted_when_too_many_wait(
+    member: Member,
+) -> None:
+    timelines = [Timeline(key(f"r{number}"), Times(1, 0.0)) for number in range(TIMELINES_WAITING + 3)]
+    for timeline in timelines:
+        member.membership.note(timeline)
+    told: list[Timeline] = []
+    while True:
+        (send,) = member.membership.due(member.now, State(Load(), Counters(), 0, draining=False), 0, reachable=True)
+        assert isinstance(send.message, Heartbeat)
+        if not send.message.timelines:
+            break
+        assert len(send.message.timelines) <= TIMELINES_AT_ONCE
+        told += send.message.timelines
+    assert (told, member.membership.timelines_dropped) == (timelines[3:], 3)
+
+
+def test_timelines_for_a_router_that_is_gone_are_forgotten(member: Member) -> None:
+    member.membership.note(Timeline(key(), Times(1, 0.0)))
+    member.membership.end(member.now)
+    member.receive(WELCOME)
+    (send,) = member.membership.due(member.now, State(Load(), Counters(), 0, draining=False), 0, reachable=True)
+    assert isinstance(send.message, Heartbeat) and send.message.timelines == ()

@@ -1,0 +1,154 @@
+"""Timelines at a router: what it remembers, what it takes from instances, and how it answers."""
+
+import asyncio
+import math
+
+import msgspec
+import pytest
+
+from common.ids import ROUTER, InstanceId, Key, RequestId, Role
+from common.messages import Finished, Heartbeat, InstanceInfo, Timeline, Times
+from router.api.timelines import RequestTimeline
+from router.timelines import MOST_FOUND, REMEMBERED, AttemptTimes, Durations, RequestTimes, Timelines
+from tests.builders import instance, key
+from tests.router.calls import assert_error, chat, get, metric, post, sent_to_fleet, until
+from tests.router.fakes import EchoFleet, Site, Unobserved, beat
+
+pytestmark = pytest.mark.anyio
+SECRET = "the prompt that nobody sees"
+AT_PREFILL = Times(
+    len(SECRET),
+    100.0,
+    admitted_s=101.0,
+    first_chunk_s=101.5,
+    last_chunk_s=103.0,
+    asked_s=101.0,
+    granted_s=101.25,
+    first_push_s=102.0,
+    pushed_s=103.75,
+    handed_off_s=104.0,
+    ended_s=104.0,
+    pages_had=0,
+    pages_pushed=7,
+)
+AT_DECODE = Times(
+    len(SECRET), 101.0, admitted_s=101.125, granted_s=101.125, handed_off_s=104.5, first_decode_s=105.0, ended_s=110.5
+)
+PHASES = {"queue_s": 1.0, "prefill_s": 2.0, "transfer_s": 2.0, "exposed_transfer_s": 1.0, "decode_s": 6.0}
+"""Differences of the above: from arrival to pages, to the first token; from the first push, and from the first token, to the
+handoff; from its arrival to the end."""
+
+
+def tells(of: InstanceInfo, *timelines: Timeline) -> Heartbeat:
+    return msgspec.structs.replace(beat(of), timelines=timelines)
+
+
+def request(name: str) -> RequestTimes:
+    attempts = [AttemptTimes(InstanceId("p0"), 0.0)]
+    return RequestTimes(RequestId(name), 0, "", 4, 0.0, 0.0, attempts)
+
+
+# --- over HTTP ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_chat_is_found_by_either_id_with_what_instances_told_and_without_its_text(site: Site) -> None:
+    async with site.client() as client:
+        answer = await client.post("/v1/chat/completions", json=chat(SECRET), headers={"X-Request-Id": "a/b?"})
+    (asked,) = sent_to_fleet(site)
+    early = (await get(site, "/requests/a%2Fb%3F")).json()["choices"][0]
+    assert early["attempts"][0]["instances"] == [] and early["durations"]["prefill_s"] is None
+    for of, times in ((site.fleet.decode, AT_DECODE), (site.fleet.prefill, AT_PREFILL)):
+        site.fleet.say(tells(of, Timeline(asked.key, times), Timeline(key("stranger"), times), Timeline(asked.key, times)))
+    await until(lambda: site.core.requests.timelines.stale == 4)
+    page = await get(site, "/requests/a%2Fb%3F")
+    by_answer = (await get(site, f"/requests/{answer.json()['id'].replace('/', '%2F').replace('?', '%3F')}")).json()
+    timeline = msgspec.json.decode(page.content, type=RequestTimeline)
+    (choice,) = timeline.choices
+    (attempt,) = choice.attempts
+    assert (timeline.id, by_answer["choices"]) == ("a/b?", page.json()["choices"])
+    assert (choice.index, choice.prompt_tokens, choice.tokens, choice.ending) == (0, len(SECRET), 5, "length")
+    assert (attempt.first, attempt.decode, attempt.resume_reason) == ("p0", "d0", None)
+    assert [(told.id, told.role, told.times) for told in attempt.instances] == [
+        ("p0", "prefill", AT_PREFILL),
+        ("d0", "decode", AT_DECODE),
+    ]
+    assert choice.first_token_s is not None and choice.ended_s is not None
+    own = {
+        "time_to_first_token_s": pytest.approx(choice.first_token_s - choice.received_s, abs=1e-6),
+        "e2e_s": pytest.approx(choice.ended_s - choice.received_s, abs=1e-6),
+    }
+    assert msgspec.to_builtins(choice.durations) == PHASES | own
+    assert SECRET not in page.text and str(list(map(ord, SECRET)))[1:-1] not in page.text
+    text = (await get(site, "/metrics")).text
+    names = ("request_queue", "request_prefill", "kv_transfer", "kv_transfer_exposed", "request_decode")
+    for name, seconds in zip(names, PHASES.values(), strict=True):
+        assert (metric(text, f"tandem_{name}_seconds_count"), metric(text, f"tandem_{name}_seconds_sum")) == (1, seconds)
+    assert metric(text, "tandem_e2e_request_latency_seconds_count") == 1
+
+
+async def test_a_request_is_found_while_it_is_open_and_one_that_never_came_is_not() -> None:
+    async with Site(EchoFleet(stall_at=2)) as site, site.client() as client:
+        site.core.unix_s = 1e9
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=chat(), headers={"X-Request-Id": "open"}))
+        await until(lambda: any(len(record.token_ids) == 2 for record in site.core.requests.records()))
+        (choice,) = (await get(site, "/requests/open")).json()["choices"]
+        assert (choice["ending"], choice["ended_s"], choice["durations"]["e2e_s"]) == (None, None, None)
+        assert choice["first_token_s"] >= choice["tokenized_s"] >= choice["received_s"] > 1e9, "UNIX time"
+        message = assert_error(await get(site, "/requests/never"), 404, "invalid_request_error", None)
+        assert "'never'" in message and str(REMEMBERED) in message
+        asked.cancel()
+
+
+async def test_a_batch_is_found_by_the_ids_of_its_parts(site: Site) -> None:
+    body = {"text": ["one", "two"], "rid": ["first", "second"], "sampling_params": {"max_new_tokens": 2, "n": 2}}
+    whole = (await post(site, "/generate", body)).headers["x-request-id"]
+    counts = [len((await get(site, f"/requests/{name}")).json()["choices"]) for name in ("first", "second", whole, "first_1")]
+    assert counts == [2, 2, 4, 1]
+
+
+# --- what is remembered ------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_requests_that_ended_are_remembered_and_forgotten_with_their_names() -> None:
+    timelines = Timelines(Unobserved())
+    still_open = request("open")
+    timelines.begin(still_open)
+    timelines.name({"both": [RequestId("open"), RequestId("unknown")]})
+    for number in range(REMEMBERED + 2):
+        made = request(f"r{number}")
+        timelines.begin(made)
+        timelines.name({f"name {number}": [made.request_id], "both": [made.request_id]})
+        made.ended(Finished("stop"), 1, 2.0)
+        timelines.end(made)
+    assert (len(timelines), len(timelines.find("both"))) == (REMEMBERED + 1, MOST_FOUND)
+    assert [timelines.find(f"name {number}") for number in (0, 1)] == [[], []]
+    assert timelines.find("name 2") == [timelines.of(RequestId("r2"))] and still_open not in timelines.find("both")
+    assert timelines.of(still_open.request_id) is still_open, "it has not ended"
+
+
+def test_an_instance_tells_once_of_an_attempt_that_there_is_and_of_no_other() -> None:
+    observer = Unobserved()
+    timelines, decode = Timelines(observer), instance("d0", "decode")
+    made = request("r")
+    timelines.begin(made)
+    attempts = [0, 0, 1, -1]
+    timelines.told(decode, [Timeline(Key(made.request_id, number, ROUTER), AT_DECODE) for number in attempts])
+    for number in range(20):
+        timelines.told(instance(f"d{number}", "decode"), [Timeline(Key(made.request_id, 0, ROUTER), AT_DECODE)])
+    assert len(made.attempts[0].instances) == 8 == len(observer.durations) < timelines.stale
+
+
+@pytest.mark.parametrize(
+    ("role", "times", "expected"),
+    [
+        ("prefill", Times(4, 1.0, ended_s=2.0), Durations()),
+        ("prefill", Times(4, 1.0, admitted_s=2.0, last_chunk_s=4.0, ended_s=4.0), Durations(queue_s=1.0, prefill_s=2.0)),
+        ("decode", Times(4, 1.0, admitted_s=2.0, last_chunk_s=4.0, ended_s=8.0), Durations(1.0, 2.0, decode_s=4.0)),
+        ("decode", Times(4, 1.0, admitted_s=2.0, handed_off_s=4.0, ended_s=8.0), Durations(decode_s=4.0)),
+        ("decode", Times(4, 1.0, admitted_s=2.0, handed_off_s=4.0, ended_s=3.0), Durations()),
+        ("prefill", Times(4, math.nan, admitted_s=2.0, last_chunk_s=math.inf), Durations(prefill_s=None)),
+    ],
+    ids=["refused", "one token", "local prefill", "handed off", "ended before its handoff", "not in order"],
+)
+def test_durations_are_of_what_happened(role: Role, times: Times, expected: Durations) -> None:
+    assert Durations.of(role, times) == expected
