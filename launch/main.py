@@ -173,7 +173,7 @@ def _add_bench(commands: Any) -> None:
     add_flags(compare, compare_plan.CompareBench, *SERVE_PLANS, without=compare_plan.DECIDED_BY_COMPARE)
     compare.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
     trace = _add(
-        benches, "trace", "record what every process of a fleet does, and write a timeline that Perfetto shows", _bench_trace
+        benches, "trace", "record what every process of a fleet does, and write a trace that Perfetto shows", _bench_trace
     )
     add_flags(trace, trace_plan.TraceBench)
     add_flags(trace, serve_plan.Workload, serve_plan.Load, without=trace_plan.DECIDED_BY_TRACE)

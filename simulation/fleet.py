@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from common.config import RouterConfig
 from common.engine.executor import Executor
-from common.engine.timed import Timeline
+from common.engine.timed import Pace
 from common.engine.toy import ToyExecutor
 from common.errors import Unavailable
 from common.ids import InstanceId, RequestId, Role, pack_ids
@@ -140,7 +140,7 @@ class Fleet:
                 router.connection_broken(InstanceId(name))
 
     def make_engine(self, clock: LocalClock) -> Executor:
-        return ToyExecutor(self.size.pages, self.size.rows, Timeline(self.size.cost, clock), prepare_s=self.size.prepare_s)
+        return ToyExecutor(self.size.pages, self.size.rows, Pace(self.size.cost, clock), prepare_s=self.size.prepare_s)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return MemoryTransport(self.memory)

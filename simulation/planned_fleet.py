@@ -11,7 +11,7 @@ import numpy as np
 from common.config import RouterConfig, parse_step_cost
 from common.engine.executor import EngineDescription, Executor
 from common.engine.plan import Plan
-from common.engine.timed import StepCost, TimedExecutor, Timeline
+from common.engine.timed import Pace, StepCost, TimedExecutor
 from common.ids import Role
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout, MemoryRegion
@@ -71,8 +71,8 @@ class Work:
     busy_s: float = 0.0
 
 
-class BusyTimeline(Timeline):
-    """A timeline that counts."""
+class BusyPace(Pace):
+    """A pace that counts."""
 
     def __init__(self, cost: StepCost, clock: Callable[[], float], work: Work) -> None:
         super().__init__(cost, clock)
@@ -123,7 +123,7 @@ class PlannedFleet(Fleet):
         return super().start(name, role, address, began_s)
 
     def make_engine(self, clock: LocalClock) -> Executor:
-        return TimedExecutor(self._description, BusyTimeline(self.size.cost, clock, self.work[self._role]), self._words)
+        return TimedExecutor(self._description, BusyPace(self.size.cost, clock, self.work[self._role]), self._words)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return WireTransport(self.wires, wake)

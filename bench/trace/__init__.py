@@ -1,1 +1,1 @@
-"""`launch bench trace`: what every process of a fleet does, as a timeline that Perfetto shows."""
+"""`launch bench trace`: what every process of a fleet does, as a trace that Perfetto shows."""

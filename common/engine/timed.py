@@ -32,7 +32,7 @@ class StepCost:
         return self.step_s + self.chunk_token_s * plan.chunk_tokens + self.decode_row_s * len(plan.decode_rows)
 
 
-class Timeline:
+class Pace:
     """When steps end: one after the other, as on a device. cost: of each step. clock: returns seconds."""
 
     def __init__(self, cost: StepCost, clock: Callable[[], float]) -> None:
@@ -81,12 +81,12 @@ class TimedExecutor:
     def __init__(
         self,
         description: EngineDescription,
-        timeline: Timeline,
+        pace: Pace,
         words: Sequence[int] | Int32Array = (10,),
         pages: NDArray[np.uint8] | None = None,
     ) -> None:
         self.description = description
-        self._timeline = timeline
+        self._pace = pace
         self._words = np.asarray(words, dtype=np.int32)
         self.pages = np.zeros((description.total_pages, 0), dtype=np.uint8) if pages is None else pages
         self._next = np.zeros(description.max_rows, dtype=np.int64)
@@ -110,7 +110,7 @@ class TimedExecutor:
         reported = self._logprobs(plan, tokens) if self._reports else (NO_LOGPROBS, NO_LOGPROBS)
         embeddings = {chunk.row: _ZERO for chunk in plan.chunks if chunk.last and chunk.row in self._pooled}
         result = StepResult(plan, tokens, *reported, embeddings)
-        return TimedStep(result, self._timeline.add(plan), self._timeline.clock)
+        return TimedStep(result, self._pace.add(plan), self._pace.clock)
 
     def _logprobs(self, plan: Plan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
         asked = self._reports

@@ -18,7 +18,7 @@ from common.engine.kv_budget import auto_host_kv_bytes, given_kv_bytes, host_byt
 from common.engine.models.end_of_sequence import TOKENIZER
 from common.engine.models.served_shape import read_served_shape
 from common.engine.plan import Plan
-from common.engine.timed import StepCost, TimedExecutor, TimedStep, Timeline
+from common.engine.timed import Pace, StepCost, TimedExecutor, TimedStep
 from common.errors import ConfigError, MemoryShort
 from common.messages import ModelIdentity
 from common.model_path import model_name, read_json, resolve_model_path
@@ -71,9 +71,9 @@ class TimedCheckpoint(TimedExecutor):
             eos_token_ids=shape.eos_token_ids,
             device="cpu",
         )
-        timeline = Timeline(StepCost(*parse_step_cost(engine.step_cost)), time.monotonic)
+        pace = Pace(StepCost(*parse_step_cost(engine.step_cost)), time.monotonic)
         words = plain_words(path, shape.vocab_size, shape.eos_token_ids)
-        super().__init__(description, timeline, words, memory.reshape(-1, layout.page_bytes))
+        super().__init__(description, pace, words, memory.reshape(-1, layout.page_bytes))
         self._wake = wake
         self._ends: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wake_at_ends, name="step ends", daemon=True)

@@ -17,7 +17,7 @@ from common.engine.executor import EngineDescription
 from common.engine.grammars import AnythingGoes
 from common.engine.logprobs import Logprobs
 from common.engine.plan import Plan, RowStart, StepResult
-from common.engine.timed import Timeline
+from common.engine.timed import Pace
 from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.pages.digest import digest
@@ -62,12 +62,12 @@ class ToyStep:
 class ToyExecutor:
     """Implements `common.engine.executor.Executor`. Steps complete at launch.
 
-    manual: they complete only by `complete`. timeline: they complete when they are polled after the time that it says.
-    prepare_s: with a timeline, how long a grammar takes to be ready. It knows that of any text.
+    manual: they complete only by `complete`. pace: they complete when they are polled after the time that it says.
+    prepare_s: with a pace, how long a grammar takes to be ready. It knows that of any text.
     """
 
     def __init__(
-        self, total_pages: int, max_rows: int, timeline: Timeline | None = None, manual: bool = False, prepare_s: float = 0.0
+        self, total_pages: int, max_rows: int, pace: Pace | None = None, manual: bool = False, prepare_s: float = 0.0
     ) -> None:
         self._layout = KVLayout(layers=2, kv_heads=2, head_dim=4, page_size=_PAGE_SIZE, dtype="uint8")
         self.pages: NDArray[np.uint8] = np.zeros((total_pages, 2, 2, 2, _PAGE_SIZE, 4), dtype=np.uint8)
@@ -81,7 +81,7 @@ class ToyExecutor:
         self._sampling: dict[int, SamplingParams] = {}
         self._manual = manual
         self._prepare_s = prepare_s
-        self._timeline = timeline
+        self._pace = pace
         self._in_flight: deque[ToyStep] = deque()
         self.description = EngineDescription(
             model=ModelIdentity(
@@ -101,9 +101,9 @@ class ToyExecutor:
         )
 
     def launch(self, plan: Plan) -> ToyStep:
-        step = ToyStep(plan, None if self._timeline is None else self._timeline.add(plan), self._catch_up)
+        step = ToyStep(plan, None if self._pace is None else self._pace.add(plan), self._catch_up)
         self._in_flight.append(step)
-        if self._timeline is None and not self._manual:
+        if self._pace is None and not self._manual:
             self.complete()
         return step
 
@@ -115,9 +115,9 @@ class ToyExecutor:
             step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens), self._embeddings(step.plan, tokens))
 
     def prepare(self, grammar: Grammar) -> AnythingGoes:
-        if self._timeline is None:
+        if self._pace is None:
             return AnythingGoes(grammar, "the toy")
-        clock = self._timeline.clock
+        clock = self._pace.clock
         return AnythingGoes(grammar, "the toy", clock() + self._prepare_s, clock)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
@@ -127,7 +127,7 @@ class ToyExecutor:
         self._in_flight.clear()
 
     def _catch_up(self) -> None:
-        while self._timeline and self._in_flight and self._timeline.clock() >= (self._in_flight[0].ends_s or 0.0):
+        while self._pace and self._in_flight and self._pace.clock() >= (self._in_flight[0].ends_s or 0.0):
             self.complete()
 
     # --- one step ----------------------------------------------------------------------------------------------------------

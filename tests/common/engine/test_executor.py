@@ -13,7 +13,7 @@ from common.config import EngineConfig, ModelConfig
 from common.engine.executor import Executor, ExecutorFailed, StepHandle
 from common.engine.pending import PendingStep
 from common.engine.plan import Chunk, Plan, RowStart, StepResult
-from common.engine.timed import StepCost, Timeline
+from common.engine.timed import Pace, StepCost
 from common.engine.torch_executor import TorchExecutor
 from common.engine.toy import ToyExecutor
 from common.ids import Int32Array
@@ -69,7 +69,7 @@ def toy_with_time() -> Engine:
         clock.now_s += STEP_S
 
     cost = StepCost(step_s=STEP_S, chunk_token_s=0.0, decode_row_s=0.0)
-    return Engine(ToyExecutor(128, 8, Timeline(cost, clock)), wait)
+    return Engine(ToyExecutor(128, 8, Pace(cost, clock)), wait)
 
 
 def torch_on_cpu(model: Path) -> Engine:

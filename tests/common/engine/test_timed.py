@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from common.engine.plan import Chunk, Plan, RowStart
-from common.engine.timed import StepCost, TimedExecutor, Timeline
+from common.engine.timed import Pace, StepCost, TimedExecutor
 from common.ids import Int32Array
 from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ def plan(chunk_tokens: int, decode_rows: int) -> Plan:
 
 def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
     clock = HandClock(100.0)
-    step = TimedExecutor(engine(), Timeline(COST, clock), words=[12]).launch(plan(5, 3))
+    step = TimedExecutor(engine(), Pace(COST, clock), words=[12]).launch(plan(5, 3))
     assert step.ends_s == pytest.approx(101.53)
     clock.now_s = 101.52
     assert step.poll() is None
@@ -34,7 +34,7 @@ def test_a_step_takes_what_its_tokens_and_rows_cost() -> None:
 
 def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() -> None:
     clock = HandClock(100.0)
-    executor = TimedExecutor(engine(), Timeline(COST, clock))
+    executor = TimedExecutor(engine(), Pace(COST, clock))
     first, second = executor.launch(plan(10, 0)), executor.launch(plan(20, 0))
     assert (first.ends_s, second.ends_s) == pytest.approx((102.0, 105.0))
     clock.now_s = 200.0
@@ -42,7 +42,7 @@ def test_a_step_begins_when_the_one_before_has_ended_or_when_it_is_launched() ->
 
 
 def test_it_is_sure_of_its_words_and_of_the_prompts_of_rows_that_ask() -> None:
-    executor = TimedExecutor(engine(), Timeline(COST, HandClock(1e9)), words=[12])
+    executor = TimedExecutor(engine(), Pace(COST, HandClock(1e9)), words=[12])
     pages = np.zeros(1, dtype=np.int32)
     plain = SamplingParams(max_new_tokens=4)
     asks = replace(plain, logprobs=3), replace(plain, prompt_logprobs=0), plain
@@ -57,7 +57,7 @@ def test_it_is_sure_of_its_words_and_of_the_prompts_of_rows_that_ask() -> None:
 
 
 def test_an_embedding_is_one_zero_and_comes_with_its_prompt() -> None:
-    executor = TimedExecutor(engine(), Timeline(COST, HandClock(1e9)))
+    executor = TimedExecutor(engine(), Pace(COST, HandClock(1e9)))
     start = RowStart(0, np.zeros(1, dtype=np.int32), SamplingParams(max_new_tokens=1, pooling="last"))
     chunks = [Chunk(0, at, np.zeros(3, dtype=np.int32), last=at == 3) for at in (0, 3)]
     plans = Plan(1, starts=(start,), chunks=(chunks[0],)), Plan(2, chunks=(chunks[1],))
@@ -68,7 +68,7 @@ def test_an_embedding_is_one_zero_and_comes_with_its_prompt() -> None:
 
 
 def test_growing_rows_costs_nothing_and_all_pages_are_equal() -> None:
-    executor = TimedExecutor(engine(), Timeline(COST, HandClock(100.0)))
+    executor = TimedExecutor(engine(), Pace(COST, HandClock(100.0)))
     rows = np.arange(3, dtype=np.int32)
     assert executor.launch(Plan(1, decode_rows=rows, grown_rows=rows, grown_pages=rows)).ends_s == pytest.approx(101.03)
     assert executor.digest_pages(rows) == bytes(12)
@@ -78,7 +78,7 @@ def test_a_token_depends_on_seed_and_position_so_an_answer_that_is_resumed_in_an
     words = [11, 12, 13, 14, 15]
 
     def answer(prompt: int, tokens: int, row: int, seed: int, decodes_only: bool = False) -> list[int]:
-        executor = TimedExecutor(engine(), Timeline(COST, HandClock(1e9)), words)
+        executor = TimedExecutor(engine(), Pace(COST, HandClock(1e9)), words)
         sampling = SamplingParams(max_new_tokens=tokens, seed=seed)
         alone, found = np.array([row], dtype=np.int32), list[int]()
         held = np.zeros(1, dtype=np.int32)

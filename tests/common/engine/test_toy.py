@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.engine.plan import Chunk, Plan, RowStart
-from common.engine.timed import StepCost, Timeline
+from common.engine.timed import Pace, StepCost
 from common.engine.toy import TOY_VOCAB, ToyExecutor
 from common.sampling_params import SamplingParams
 
@@ -132,7 +132,7 @@ class TestWithTime:
 
     def setup_method(self) -> None:
         self.now_s = 10.0
-        self.executor = ToyExecutor(24, 1, Timeline(StepCost(1.0, 0.0, 0.0), lambda: self.now_s))
+        self.executor = ToyExecutor(24, 1, Pace(StepCost(1.0, 0.0, 0.0), lambda: self.now_s))
 
     def test_a_step_ends_when_its_cost_is_spent_after_the_one_before(self) -> None:
         first, second = self.executor.launch(PREFILL), self.executor.launch(DECODE)
