@@ -389,6 +389,8 @@ def _regex_problem(pattern: str) -> str | None:
     for at, part in enumerate(parts):
         if part.startswith("(?") and part not in _GROUPS:
             return f"{part!r} is not supported: no lookahead, lookbehind or flags"
+        if part in ("[]", "[^]"):
+            return f"{part!r} is not supported: for some the set ends there, for others it holds the bracket: write \\] in it"
         if part[0] == "[" and not _CLOSED_SET.fullmatch(part):
             return "a set of characters without an end is not supported: close it with ]"
         for escape in _ESCAPES.findall(part if part[0] in "[\\" else ""):

@@ -22,7 +22,9 @@ MAX_CHOICES = 1024
 Schema: TypeAlias = Annotated[
     dict[str, Any] | bool | str, Meta(description="A JSON schema, as an object or as its text. The answer validates against it.")
 ]
-Regex: TypeAlias = Annotated[str, Meta(description="A regular expression that the whole answer matches.")]
+Regex: TypeAlias = Annotated[
+    str, Meta(description="A regular expression that the whole answer matches; `.` is no end of a line.")
+]
 Ebnf: TypeAlias = Annotated[str, Meta(description="An EBNF grammar as xgrammar reads it; `root` is what the answer matches.")]
 Choices: TypeAlias = Annotated[
     list[str], Meta(min_length=1, max_length=MAX_CHOICES, description="The answer is one of these texts.")
