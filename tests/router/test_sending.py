@@ -43,8 +43,9 @@ def test_joining_builds_no_text_on_the_way_however_many_pieces_waited(monkeypatc
         ending: Ending | None,
         logprobs: TokenLogprobs,
         prompt_logprobs: TokenLogprobs,
+        cached_tokens: int,
     ) -> ChoiceDelta:
-        built.append(ChoiceDelta(index, text, token_ids, ending, logprobs, prompt_logprobs))
+        built.append(ChoiceDelta(index, text, token_ids, ending, logprobs, prompt_logprobs, cached_tokens))
         return built[-1]
 
     pieces = [ChoiceDelta(number % 2, " word", (number,)) for number in range(1_000)]
