@@ -53,6 +53,7 @@ from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
 
 class HandoffSource:
     """All outgoing handoffs of one prefill instance. stale: messages and events that match no handoff; they were dropped.
+    pages_spared: those that peers had already.
 
     digest: computes the digests that go with a handoff (--verify-pages).
     """
@@ -69,7 +70,7 @@ class HandoffSource:
         self._tickets = 0
         self.traffic = Traffic()
         self._news: list[SourceNews] = []
-        self.stale = 0
+        self.stale = self.pages_spared = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -262,6 +263,7 @@ class HandoffSource:
             return self._drain(outgoing, _invalid(outgoing, reason))
         outgoing.target_pages = unpack_ids(grant.pages)
         outgoing.posted = outgoing.have_pages = have
+        self.pages_spared += have
         if outgoing.stage == "reserving":
             outgoing.stage = "pushing"
         self._news.append(SourceGranted(outgoing.key, have))

@@ -14,13 +14,16 @@ class PrefillRequest(Request):
     """Its peer is the decode instance that is asked for a reservation, and then the one that its KV goes to.
 
     candidates: the decode instances that may still be asked, best first. full: those that had no room in this round. waits:
-    whether its peer may let it wait for room. source_open: pushes may still read its pages.
+    whether its peer may let it wait for room. source_open: pushes may still read its pages. awaits: the digest of the page until
+    which it waits for another request. published: how many pages of its prompt are in the prefix cache.
     """
 
     candidates: tuple[InstanceId, ...] = ()
     full: tuple[InstanceId, ...] = ()
     waits: bool = False
     source_open: bool = False
+    awaits: bytes | None = None
+    published: int = 0
 
     def asks_for_s(self, now: float) -> float:
         """How long it has asked for a reservation, here and there."""

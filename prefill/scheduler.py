@@ -5,8 +5,9 @@ Owns the requests of a prefill instance, its page pool and its rows. Opens no so
 A request's life here, top to bottom:
 
     Generate ─► waiting line
-    decide   ─► admitted: leases pages for the whole prompt, takes a row, sends Reserve to the best decode instance that is there,
-                 and to the next when that one has no room, leaves or cannot be reached. Placed tells the router who has granted
+    decide   ─► admitted: leases pages for the whole prompt, the cached ones among them, takes a row, sends Reserve to the best
+                 decode instance that is there, and to the next when that one has no room, leaves or cannot be reached.
+                 Placed tells the router who has granted
              ─► chunk after chunk, several prompts in one forward
     step_done ─► complete pages are pushed while the next chunk computes
              ─► last chunk: the first token goes to the client at once, the last pages are pushed, Handoff follows the last write
@@ -71,11 +72,12 @@ from common.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from common.pages.pool import PageLease, PagePool
+from common.pages.pool import PagePool
 from kv_transfer.digests import Digest
 from kv_transfer.handoff_source import HandoffSource
 from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, SourcePosted, SourceRead, SourceRefused
 from prefill.link_book import LinkBook
+from prefill.memory import PromptMemory
 from prefill.request import PrefillRequest
 
 PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | TellLinks | Drain | FlushCache
@@ -88,13 +90,17 @@ class PrefillScheduler:
         self._me = me
         self._engine = engine
         self._limits = limits
-        self.pool = PagePool(engine.total_pages, limits.prefix_cache)
+        self._memory = PromptMemory(engine, limits.prefix_cache)
         self._rows = Rows(engine.max_rows)
         self._source = HandoffSource(me.incarnation, engine.layout, digest)
         self._requests = RequestTable(PrefillRequest, me, engine, limits)
         self._links = LinkBook(me.id, me.incarnation)
         self._computing: dict[int, PrefillRequest] = {}
-        self._pages_quarantined = self._moved = 0
+        self._moved = 0
+
+    @property
+    def pool(self) -> PagePool:
+        return self._memory.pool
 
     # --- messages and events ---------------------------------------------------------------------------------------------
 
@@ -175,6 +181,7 @@ class PrefillScheduler:
             request = self._computing[chunk.row]
             assert request.progress is not None
             request.progress.complete(len(chunk.token_ids))
+            self._memory.computed(request)
             self._requests.prompt_tokens += len(chunk.token_ids)
             if chunk.row in prompts:
                 request.collect(prompts[chunk.row])
@@ -201,17 +208,18 @@ class PrefillScheduler:
         waiting = self._requests.waiting
         to_do = sum(len(r.progress.prompt) - r.progress.launched for r in self._computing.values() if r.progress is not None)
         while (
-            to_do < self._limits.chunk_tokens and self._rows.free_count > 0 and (request := waiting.first(_is_ready)) is not None
+            to_do < self._limits.chunk_tokens
+            and self._rows.free_count > 0
+            and (request := waiting.first(self._memory.is_ready)) is not None
         ):
-            if request.pages > self.pool.total_pages - self._pages_quarantined:
+            if not self._memory.can_hold(request):
                 actions += self._end(request, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
                 continue
-            lease = self.pool.lease(request.pages)
-            if lease is None:
+            if not self._memory.lease(request):
                 break
             waiting.leave(request.key)
-            actions += self._admit(request, lease, starts, now)
-            to_do += len(request.prompt)
+            actions += self._admit(request, starts, now)
+            to_do += len(request.prompt) - request.cached_tokens
         live = (r.progress for r in self._computing.values() if r.progress is not None and r.phase is Phase.COMPUTING)
         chunks = next_chunks(live, self._limits.chunk_tokens)
         if not chunks:
@@ -231,7 +239,7 @@ class PrefillScheduler:
 
     def report(self) -> Report:
         waiting, traffic = self._requests.waiting, self._source.traffic
-        stuck = [len(request.lease) for request in self._requests if request.lease and self._is_stuck(request)]
+        stuck = [request.lease for request in self._requests if request.lease and self._is_stuck(request)]
         computing = [len(r.prompt) - r.progress.computed for r in self._computing.values() if r.progress is not None]
         load = Load(
             waiting_requests=len(waiting),
@@ -241,7 +249,8 @@ class PrefillScheduler:
             pages_free=self.pool.available_pages,
             pages_total=self.pool.total_pages,
             pushes_in_flight=self._source.pushes_in_flight,
-            pages_quarantined=self._pages_quarantined + sum(stuck),
+            pages_quarantined=self._memory.quarantined(stuck),
+            pages_cached=self.pool.cached_pages,
         )
         shared = self._requests.counters()
         counters = msgspec.structs.replace(
@@ -253,6 +262,10 @@ class PrefillScheduler:
             pushes_failed=traffic.total.pushes_failed,
             push_seconds=traffic.total.push_seconds,
             exposed_seconds=traffic.total.exposed_seconds,
+            prompt_tokens_asked=self._memory.asked_tokens,
+            prompt_tokens_hit=self._memory.hit_tokens,
+            pages_evicted=self.pool.cache.evicted,
+            pages_spared=self._source.pages_spared,
             messages_stale=shared.messages_stale + self._source.stale,
         )
         return Report(load, counters, self._requests.drained, self._links.version)
@@ -308,23 +321,23 @@ class PrefillScheduler:
             request.candidates = asked.decodes
         return [*self._requests.preparation(asked)] if refused is None else [*self._requests.tell_refused(asked, refused)]
 
-    def _admit(self, request: PrefillRequest, lease: PageLease, starts: list[RowStart], now: float) -> list[Action]:
-        """Give the request its pages and a row, and ask for its reservation: not earlier, so that decode memory stays free, and
+    def _admit(self, request: PrefillRequest, starts: list[RowStart], now: float) -> list[Action]:
+        """The request has its pages: give it a row and ask for its reservation. Not earlier, so that decode memory stays free and
         the request goes where there is room by then."""
         peer = self._choose(request)
         if peer is None and request.candidates:
-            lease.close()
             return self._end(request, self._nobody_left(request), now)
-        row = self._rows.take()
-        request.lease, request.phase = lease, Phase.COMPUTING
+        assert request.lease is not None
+        row, there = self._rows.take(), request.cached_tokens
+        request.phase, request.progress = Phase.COMPUTING, PromptProgress(row, request.prompt, there, there)
         request.times.admitted_s = now
-        request.progress = PromptProgress(row, request.prompt)
         self._computing[row] = request
-        starts.append(request.row_start(row))
+        starts.append(request.row_start(row, length=there))
         if peer is None:
             return []
         request.source_open, request.times.asked_s = True, now
-        return self._source.open(self._reserve(request, now), peer, lease.pages)
+        actions = self._source.open(self._reserve(request, now), peer, request.lease.pages)
+        return actions + self._source.computed(request.key, there)
 
     def _choose(self, request: PrefillRequest) -> Life | None:
         """Whom to ask for its reservation now; None when nobody is left."""
@@ -385,6 +398,7 @@ class PrefillScheduler:
         if self._requests.end(request, now) is None:
             return []
         actions: list[Action] = [] if ending is None else [self._requests.tell(request, ending)]
+        self._memory.ended(request)
         actions += self._source.give_up(request.key)
         self._release(request, now)
         return actions
@@ -435,15 +449,8 @@ class PrefillScheduler:
         if closed.failure is None and request.phase is Phase.HANDING_OFF:
             self._source.traffic.add(request.peer.id, request.handed_off(now))
         if not closed.quiescent:
-            # A push that is not proven to have stopped may still read these pages: this process never uses them again.
-            self._pages_quarantined += len(request.lease)
-            request.lease = None
+            self._memory.quarantine(request)
         if request.phase is Phase.ENDED:
             self._release(request, now)
             return []
         return self._end(request, closed.failure, now)
-
-
-def _is_ready(request: PrefillRequest) -> bool:
-    """One whose grammar is being made ready is passed by the others."""
-    return not request.prepares

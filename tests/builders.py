@@ -37,6 +37,7 @@ def limits(
     request_timeout_s: float = 60.0,
     drain_timeout_s: float = 30.0,
     answer_tokens: int = 0,
+    prefix_cache: bool = True,
 ) -> InstanceLimits:
     return InstanceLimits(
         chunk_tokens=chunk_tokens,
@@ -44,6 +45,7 @@ def limits(
         request_timeout_s=request_timeout_s,
         drain_timeout_s=drain_timeout_s,
         answer_tokens=answer_tokens,
+        prefix_cache=prefix_cache,
     )
 
 

@@ -78,7 +78,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     running_tokens: int = 0
     """Tokens of the running requests: on prefill what is left to compute, on decode what is held."""
     pages_free: int = 0
-    """Pages that nobody holds."""
+    """Pages that nobody holds, the cached ones among them."""
+    pages_cached: int = 0
+    """Those of them that hold KV of earlier requests, as long as no other one needs them."""
     pages_total: int = 0
     """Pages of the pool."""
     reservations: int = 0
@@ -102,6 +104,14 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Requests ended, however."""
     prompt_tokens_computed: int = 0
     """Prompt tokens that went through the model here."""
+    prompt_tokens_asked: int = 0
+    """Prompt tokens of the requests that were admitted to be computed here."""
+    prompt_tokens_hit: int = 0
+    """Those of them that were in the prefix cache."""
+    pages_evicted: int = 0
+    """Cached pages that were given to other requests."""
+    pages_spared: int = 0
+    """Pages that were not pushed, because the peer had them in its prefix cache."""
     tokens_generated: int = 0
     """Tokens sent to the detokenizer."""
     steps: int = 0

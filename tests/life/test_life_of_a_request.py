@@ -24,12 +24,12 @@ def test_one_request_travels_the_ring_once() -> None:
 
     # The prefill scheduler admits it to its first chunk and only now asks for a reservation. It computes on without the answer.
     fleet.turn_until(lambda: ("prefill-0", "Reserve", "decode-0") in fleet.network.log)
-    assert prefill.pool.free_pages == 64 - 5, "pages for the whole prompt"
-    assert decode.pool.free_pages == 64, "nothing is held while the request queues"
+    assert prefill.pool.leased_pages == 5, "pages for the whole prompt"
+    assert decode.pool.leased_pages == 0, "nothing is held while the request queues"
 
     # The decode scheduler leases pages for prompt and answer, 19 + 4 tokens of KV, and tells where to write.
     fleet.turn_until(lambda: ("decode-0", "Grant", "prefill-0") in fleet.network.log)
-    assert decode.pool.free_pages == 64 - 6
+    assert decode.pool.leased_pages == 6
     assert decode.scheduler.report().load.reservations == 1
 
     # Chunk by chunk, complete pages are pushed. The first token goes to the client as soon as it is sampled.
@@ -38,7 +38,7 @@ def test_one_request_travels_the_ring_once() -> None:
 
     # When the last write has completed, the decode instance may go on, and the prefill instance's pages come home.
     fleet.turn_until(lambda: ("prefill-0", "Handoff", "decode-0") in fleet.network.log)
-    assert prefill.pool.free_pages == 64
+    assert prefill.pool.leased_pages == 0 and prefill.pool.cached_pages == 4, "whole pages stay in the prefix cache"
 
     # Every later token comes from the decode instance.
     fleet.run(client)

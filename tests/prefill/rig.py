@@ -21,9 +21,14 @@ LIFE = Incarnation("p1")
 
 
 def scheduler(
-    total_pages: int = 64, max_rows: int = 4, chunk_tokens: int = 8, max_waiting: int = 16, digest: Digest | None = None
+    total_pages: int = 64,
+    max_rows: int = 4,
+    chunk_tokens: int = 8,
+    max_waiting: int = 16,
+    digest: Digest | None = None,
+    prefix_cache: bool = True,
 ) -> PrefillScheduler:
-    bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting)
+    bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting, prefix_cache=prefix_cache)
     made = PrefillScheduler(instance(ME, "prefill", LIFE), engine(total_pages, max_rows), bounds, digest)
     made.handle(RouterJoined(ROUTER, 1), 0.0)
     schedulers.meet(made, [instance("d", "decode")], 0.0)

@@ -136,8 +136,8 @@ def test_a_cancel_under_a_step_keeps_the_pages_until_the_step_returns() -> None:
     assert is_home(made)
 
 
-def test_pages_that_are_written_come_home_while_the_last_push_goes_on() -> None:
-    made = scheduler(chunk_tokens=8)
+def test_pages_that_are_written_and_not_cached_come_home_while_the_last_push_goes_on() -> None:
+    made = scheduler(chunk_tokens=8, prefix_cache=False)
     made.receive(ROUTER, generate("a", 12), 0.0)
     first = made.decide(0.0)
     made.receive(DECODE, grant_for(first.actions), 0.0)
