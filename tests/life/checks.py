@@ -198,3 +198,6 @@ def misplaced(trial: Trial) -> Iterator[str]:
         pages = trial.ledger_of(instance).spoiled()
         if pages:
             yield f"somebody wrote into the free pages {pages} of {instance.name.id}"
+        pages = trial.ledger_of(instance).miscached()
+        if pages:
+            yield f"the cached pages {pages} of {instance.name.id} do not hold the KV of their tokens"

@@ -110,4 +110,5 @@ def spec_of(choice: Choice, expected: Expected, ask: Ask, index: int) -> Request
         ask.priority,
         ask.timeout_s,
         include_stop=choice.include_stop,
+        salt=choice.salt,
     )

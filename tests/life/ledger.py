@@ -4,10 +4,14 @@ Owns a number for each page, its tenancy, which changes when the page comes home
 requests.
 """
 
+import numpy as np
+
+from common.engine.plan import Chunk, Plan, RowStart
 from common.engine.toy import ToyExecutor
-from common.ids import Int32Array
+from common.ids import Int32Array, unpack_ids
 from common.pages.pool import PageLease, PagePool
-from common.pages.radix_cache import Hit
+from common.pages.radix_cache import CachedPage, Hit
+from common.sampling_params import SamplingParams
 
 POISON = 0xA5
 
@@ -41,6 +45,22 @@ class Ledger:
         free = self._free()
         clean = (self._memory.reshape(self._pool.total_pages, -1)[free] == POISON).all(axis=1)
         return [int(page) for page in free[~clean]]
+
+    def miscached(self) -> list[int]:
+        """Pages in the prefix cache that do not hold what an instance without one computes for their tokens."""
+        wrong: list[int] = []
+        for cached in self._pool.cache._index.values():
+            tokens = list[Int32Array]()
+            at: CachedPage | None = cached
+            while at is not None:
+                tokens.insert(0, unpack_ids(at.key.tokens))
+                at = at.before
+            alone = ToyExecutor(len(tokens), 1)
+            start = RowStart(0, np.arange(len(tokens), dtype=np.int32), SamplingParams(max_new_tokens=1))
+            alone.launch(Plan(1, (start,), (Chunk(0, 0, np.concatenate(tokens), last=False),)))
+            if not np.array_equal(alone.pages[-1], self._memory[cached.page]):
+                wrong.append(cached.page)
+        return wrong
 
     def _free(self) -> Int32Array:
         return self._pool._free[: self._pool.free_pages]

@@ -39,7 +39,7 @@ class Choice:
     """One answer that a client wants. stop_after: ends it at its token of that number, if it is so long. stop_by: that token's
     text, or the token. The text of tokens before min_tokens ends nothing. include_stop: what ends it stays in the text.
     logprobs, prompt_logprobs: see `SamplingParams`. is_embedding: the client wants the prompt's embedding, no tokens.
-    has_grammar: its grammar allows any text, but must be made ready."""
+    has_grammar: its grammar allows any text, but must be made ready. salt: see `Generate`."""
 
     request_id: RequestId
     prompt: tuple[int, ...]
@@ -54,6 +54,7 @@ class Choice:
     prompt_logprobs: int | None = None
     is_embedding: bool = False
     has_grammar: bool = False
+    salt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,7 @@ class Schedule:
 def draw_schedule(seed: int) -> Schedule:
     schedule = _with_routers(_draw(seed), Random(f"routers {seed}"))
     asks = _with_embeddings(_with_extras(schedule.asks, Random(f"extras {seed}")), Random(f"embeddings {seed}"))
+    asks = _with_shared_prompts(asks, Random(f"shared {seed}"))
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
     slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
     watches = _watches(schedule, Random(f"watches {seed}"))
@@ -244,6 +246,20 @@ def _with_embeddings(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
         return replace(ask, choices=tuple(replace(choice, is_embedding=is_embedding) for choice in ask.choices))
 
     return tuple(map(extended, asks))
+
+
+def _with_shared_prompts(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
+    """In most schedules, many prompts begin as one before them does, or are the same. A few clients share with no other."""
+    shares = random.choice((0.0, 0.5, 0.9))
+    done: list[Ask] = []
+    for ask in asks:
+        prompt, salt = ask.choices[0].prompt, random.choice(("", "", "", "tenant"))
+        if done and random.random() < shares:
+            before = random.choice(done).choices[0].prompt
+            kept = before[: random.choice((len(before), random.randint(1, len(before))))]
+            prompt = (*kept, *prompt[: random.choice((0, 1, LONGEST_PROMPT))])[:LONGEST_PROMPT]
+        done.append(replace(ask, choices=tuple(replace(choice, prompt=prompt, salt=salt) for choice in ask.choices)))
+    return tuple(done)
 
 
 def _fault(random: Random, names: list[str], victims: list[str], survivor: str | None) -> Fault:

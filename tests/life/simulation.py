@@ -81,6 +81,9 @@ def _counts(trial: Trial) -> Counter[str]:
         counts["handoffs lost"] += total.handoffs_lost
         counts["reservations moved"] += total.reservations_moved
         counts["pushes failed"] += total.pushes_failed
+        counts["prompt tokens hit"] += total.prompt_tokens_hit
+        counts["pages evicted"] += total.pages_evicted
+        counts["pages spared"] += total.pages_spared
     counts["lives"] += len(trial.lives)
     counts["timelines told"] += trial.told.total()
     counts["timelines taken"] += len(trial.observer.durations)

@@ -32,6 +32,8 @@ HAPPENS = (
     "handoffs lost",
     "reservations moved",
     "pushes failed",
+    "prompt tokens hit",
+    "pages evicted",
     "unproven writes",
     "routers killed",
     "requests of a dead router",

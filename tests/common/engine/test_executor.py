@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from common.config import EngineConfig, ModelConfig
 from common.engine.executor import Executor, ExecutorFailed, StepHandle
@@ -135,6 +136,40 @@ def test_an_answer_that_is_resumed_goes_on_as_it_would_have(engine: Engine, samp
     begun = [np.append(prompt, answer[:so_far]).astype(np.int32) for prompt, answer in zip(asked, undisturbed, strict=True)]
     resumed = engine.answers(begun[::-1], sampling, TOKENS - so_far, chunk_tokens=7, growing=True)
     assert resumed[::-1] == [answer[so_far:] for answer in undisturbed]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.4], ids=["plain", "penalised"])
+@EITHER
+def test_a_prompt_goes_on_behind_pages_that_another_row_has_computed(
+    engine: Engine, sampling: SamplingParams, penalty: float
+) -> None:
+    """That row decodes meanwhile, and the other one is where a longer request was before."""
+    sampling = replace(sampling, repetition_penalty=penalty, frequency_penalty=penalty - 1)
+    size = engine.description.layout.page_size
+    asked, tail, longer = prompts(3 * size + 3, size, 5 * size)
+    (undisturbed,) = engine.answers([asked], sampling, tokens=6)
+    begun = np.concatenate([asked[: 2 * size], tail])
+    pages = np.random.default_rng(5).permutation(24).astype(np.int32)
+    own, before = np.concatenate([pages[:2], pages[8:12]]), pages[12:20]
+    first = Plan(
+        1,
+        (
+            RowStart(0, pages[:8], sampling, token_ids=begun),
+            RowStart(1, before, sampling, token_ids=longer),
+        ),
+        (Chunk(0, 0, begun, last=True), Chunk(1, 0, longer, last=True)),
+    )
+    engine.run(first)
+    rows = np.array([0], dtype=np.int32)
+    there, half = 2 * size, 2 * size + 5
+    second = Plan(
+        2, (RowStart(1, own, sampling, length=there, token_ids=asked),), (Chunk(1, there, asked[there:half], last=False),), rows
+    )
+    engine.run(second)
+    answer = [int(engine.run(Plan(3, (), (Chunk(1, half, asked[half:], last=True),), rows)).tokens[0])]
+    both = np.array([0, 1], dtype=np.int32)
+    answer += [int(engine.run(Plan(step, decode_rows=both)).tokens[1]) for step in range(4, 9)]
+    assert answer == undisturbed
 
 
 def test_the_seed_matters_to_sampled_answers_alone(engine: Engine) -> None:

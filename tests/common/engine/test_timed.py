@@ -56,6 +56,17 @@ def test_it_is_sure_of_its_words_and_of_the_prompts_of_rows_that_ask() -> None:
     assert told == [tuple(TokenLogprob(token, 0.0, 1) for token in ids) for ids in ((6, 7), (5, 6, 7))]
 
 
+def test_an_answer_does_not_depend_on_how_much_of_its_prompt_was_cached() -> None:
+    executor = TimedExecutor(engine(), Timeline(COST, HandClock(1e9)), words=range(12, 99))
+    prompt, pages = np.arange(40, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    tokens: set[int] = set()
+    for there in (0, 16, 32):
+        start = RowStart(0, pages, SamplingParams(max_new_tokens=4, seed=5), length=there)
+        plan = Plan(1, (start,), (Chunk(0, there, prompt[there:], last=True),))
+        tokens.update(executor.launch(plan).result.tokens.tolist())
+    assert len(tokens) == 1
+
+
 def test_an_embedding_is_one_zero_and_comes_with_its_prompt() -> None:
     executor = TimedExecutor(engine(), Pace(COST, HandClock(1e9)))
     start = RowStart(0, np.zeros(1, dtype=np.int32), SamplingParams(max_new_tokens=1, pooling="last"))
