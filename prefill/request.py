@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import NoRoom, Overloaded
-from common.ids import InstanceId
+from common.ids import Incarnation, InstanceId
 from common.instance.request import Request
-from common.messages import Ending, Failed, Finished, LinkTraffic
+from common.messages import Ending, Failed, Finished, LinkTraffic, Reserve, Terms
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +25,22 @@ class PrefillRequest(Request):
     awaits: bytes | None = None
     published: int = 0
 
-    def asks_for_s(self, now: float) -> float:
-        """How long it has asked for a reservation, here and there."""
-        return 0.0 if self.times.asked_s is None else now - self.times.asked_s
+    def reserve(self, writer: Incarnation, now: float) -> Reserve:
+        """What asks its peer for a reservation. writer: this instance's life."""
+        asked, rank, asked_s = self.asked, self.rank, self.times.asked_s
+        return Reserve(
+            key=self.key,
+            incarnation=writer,
+            prompt=asked.prompt,
+            sampling=asked.sampling,
+            sent_s=now,
+            first=asked.first,
+            terms=Terms(priority=rank.priority, age_s=now - rank.arrived_s, timeout_s=self.deadline_s - now),
+            waits=self.waits,
+            waited_s=0.0 if asked_s is None else now - asked_s,
+            salt=asked.salt,
+            cached_tokens=self.cached_tokens,
+        )
 
     def ending_with(self, token: int, eos_token_ids: Sequence[int]) -> Ending | None:
         """How its answer ends if this is the token after its prompt; None when more follow."""

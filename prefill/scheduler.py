@@ -65,9 +65,7 @@ from common.messages import (
     Probe,
     Renewed,
     Repeat,
-    Reserve,
     TellLinks,
-    Terms,
     Timeline,
     TokenDelta,
     TokenLogprobs,
@@ -336,7 +334,7 @@ class PrefillScheduler:
         if peer is None:
             return []
         request.source_open, request.times.asked_s = True, now
-        actions = self._source.open(self._reserve(request, now), peer, request.lease.pages)
+        actions = self._source.open(request.reserve(self._me.incarnation, now), peer, request.lease.pages)
         return actions + self._source.computed(request.key, there)
 
     def _choose(self, request: PrefillRequest) -> Life | None:
@@ -348,22 +346,6 @@ class PrefillScheduler:
         request.peer = Life(name, peers[name])
         return request.peer
 
-    def _reserve(self, request: PrefillRequest, now: float) -> Reserve:
-        asked, rank = request.asked, request.rank
-        return Reserve(
-            key=request.key,
-            incarnation=self._me.incarnation,
-            prompt=asked.prompt,
-            sampling=asked.sampling,
-            sent_s=now,
-            first=asked.first,
-            terms=Terms(priority=rank.priority, age_s=now - rank.arrived_s, timeout_s=request.deadline_s - now),
-            waits=request.waits,
-            waited_s=request.asks_for_s(now),
-            salt=asked.salt,
-            cached_tokens=request.cached_tokens,
-        )
-
     def _refused(self, request: PrefillRequest, failure: Failed, now: float) -> list[Action]:
         """Its peer grants no reservation: ask the next candidate, if that may help."""
         if request.phase is Phase.ENDED:
@@ -374,7 +356,7 @@ class PrefillScheduler:
         if peer is None:
             return self._end(request, failure, now)
         self._moved += 1
-        return self._source.move(self._reserve(request, now), peer)
+        return self._source.move(request.reserve(self._me.incarnation, now), peer)
 
     def _first_token(
         self, request: PrefillRequest, token: int, logprobs: TokenLogprobs, deltas: list[TokenDelta], now: float
