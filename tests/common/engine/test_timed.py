@@ -57,7 +57,7 @@ def test_it_is_sure_of_its_words_and_of_the_prompts_of_rows_that_ask() -> None:
 
 
 def test_an_answer_does_not_depend_on_how_much_of_its_prompt_was_cached() -> None:
-    executor = TimedExecutor(engine(), Timeline(COST, HandClock(1e9)), words=range(12, 99))
+    executor = TimedExecutor(engine(), Pace(COST, HandClock(1e9)), words=range(12, 99))
     prompt, pages = np.arange(40, dtype=np.int32), np.zeros(1, dtype=np.int32)
     tokens: set[int] = set()
     for there in (0, 16, 32):
