@@ -74,6 +74,15 @@ def test_each_asker_gets_every_span_of_its_time_once_and_one_last_word_and_then_
     assert len(lasts) == len(set(lasts))
 
 
+def test_spans_that_do_not_fill_a_message_wait_for_more_and_not_for_long() -> None:
+    tracer, counts = Tracer(ME), []
+    tracer.ask(A, Trace(seconds=60.0, number=1), 0.0)
+    for turn in range(1, 101):
+        tracer.recorder.add("steps", "step", 0.0, 1.0)
+        counts += [message.count for _, message in tracer.due(turn / 100 * 4 * SEND_S)]
+    assert counts == [25, 25, 25, 25]
+
+
 def test_what_does_not_fit_is_counted_and_times_are_told_in_unix_time() -> None:
     recorder = Recorder(unix_s=1000.0, limit=2)
     recorder.begin()

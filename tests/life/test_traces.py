@@ -8,7 +8,6 @@ import pytest
 from common.config import RouterConfig
 from common.ids import InstanceId
 from common.messages import Span, unpack_spans
-from common.tracing import SEND_S
 from router.traces import NoTrace, TraceRuns
 from simulation.fleet import Fleet
 from tests.life.expected import undisturbed
@@ -63,8 +62,6 @@ def test_spans_add_up_to_the_counters_and_do_not_change_an_answer() -> None:
     }
     assert len(on("attempts", spans["router"])) == len(PROMPTS)
     assert spans[fleet.router_process.detokenizers[0].name]
-    messages = Counter(sender for sender, kind, _ in fleet.network.log if kind == "Spans")
-    assert max(messages.values()) <= TRACE_S / SEND_S + 2, "spans go together"
     assert all(begun_s <= span.begin_s <= span.end_s <= home_s for its in spans.values() for span in its)
 
 
