@@ -45,7 +45,7 @@ def events(processes: Sequence[Process], slices: Sequence[Slice]) -> Iterator[di
         thread = _thread(track, lane)
         yield _meta(process, thread, "thread_name", name=track if lane == 0 else f"{track} {lane + 1}")
         yield _meta(process, thread, "thread_sort_index", sort_index=thread)
-    for each in slices:
+    for each in sorted(slices, key=lambda each: (each.begin_us, each.end_us)):  # an empty one before what follows it
         args = {**each.args, "request": each.request} if each.request else each.args
         yield {
             "ph": "X", "pid": each.process + 1, "tid": _thread(each.track, each.lane), "cat": each.track, "name": each.name,

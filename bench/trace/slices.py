@@ -20,8 +20,9 @@ REQUESTS = "requests"
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """[begin_us, end_us), never empty; counted from the beginning of the trace, which may be later than its own. process: its
-    place in the trace. lane: of its track."""
+    """[begin_us, end_us), counted from the beginning of the trace, which may be later than its own. It may be empty, as when two
+    steps came back in one turn, but not if it is about a request: a flow binds to it. process: its place in the trace. lane: of
+    its track."""
 
     process: int
     track: str
@@ -87,5 +88,5 @@ def ways(slices: Iterable[Slice]) -> Iterator[list[Stop]]:
 
 
 def _interval(span: Line, began_s: float) -> tuple[int, int]:
-    begin = math.floor((span.begin_s - began_s) * 1e6)
-    return begin, max(begin + 1, math.floor((span.end_s - began_s) * 1e6))
+    begin, least_us = math.floor((span.begin_s - began_s) * 1e6), 1 if span.request else 0
+    return begin, max(begin + least_us, math.floor((span.end_s - began_s) * 1e6))
