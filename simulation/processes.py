@@ -115,6 +115,10 @@ class RouterProcess:
         self._deliver(self.core.traces.start(seconds, self._clock.now))
         self._loop.wake(self.next_deadline())
 
+    def end_trace(self) -> None:
+        """As DELETE /cluster/trace does. Raises what the core raises."""
+        self._deliver(self.core.traces.end(self._clock.now))
+
     # --- what befalls it ---------------------------------------------------------------------------------------------------
 
     def stop_until(self, until_s: float) -> None:
