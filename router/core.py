@@ -78,6 +78,7 @@ class RouterCore:
             case LinkReport():
                 return self._apply(self.fleet.links_reported(message), now)
             case Goodbye():
+                self._hear(message)
                 return self._apply(self.fleet.goodbye(message, now), now)
             case Placed():
                 return self.requests.placed(message, now)
@@ -91,7 +92,7 @@ class RouterCore:
             case _:
                 assert_never(message)
 
-    def _hear(self, message: Heartbeat) -> None:
+    def _hear(self, message: Heartbeat | Goodbye) -> None:
         """An instance tells of attempts that have left it."""
         member = self.fleet.find(Life(message.id, message.incarnation))
         if member is not None:

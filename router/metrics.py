@@ -150,7 +150,12 @@ class FleetCollector(Collector):
         yield _family(
             GaugeMetricFamily, "tandem_key_requests_open", "Open requests by the name of their API key.", ("key",), keys
         )
-        stale = [(("text",), requests.stale), (("probe",), requests.stale_standings), (("membership",), fleet.stale)]
+        stale = [
+            (("text",), requests.stale),
+            (("probe",), requests.stale_standings),
+            (("timeline",), requests.timelines.stale),
+            (("membership",), fleet.stale),
+        ]
         yield _family(CounterMetricFamily, "tandem_router_messages_stale", "Late messages that were dropped.", ("kind",), stale)
         yield CounterMetricFamily("tandem_router_registrations_refused", "Registrations that were refused.", fleet.refusals)
 

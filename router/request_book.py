@@ -34,7 +34,7 @@ from router.places import Places
 from router.policy import choose, expected_answer
 from router.requests import TOKEN_BYTES, Record, RequestSpec
 from router.retelling import Retelling, expect_answer
-from router.timelines import AttemptTimes, PhaseObserver, RequestTimes, Timelines
+from router.timelines import PhaseObserver, RequestTimes, Timelines
 from router.traces import record_attempt, record_request
 
 FRUITLESS_ATTEMPTS = 4
@@ -151,8 +151,8 @@ class RequestBook:
         first_token, growth_tokens = len(record.token_ids), expected_answer(remaining_tokens)
         attempt = Attempt(key, detokenizer, placement, first_token, prompt_tokens, growth_tokens, now)
         record.attempt = attempt
+        record.times.dispatched(record.attempts, placement.first.info.id, now)
         record.attempts += 1
-        record.times.attempts.append(AttemptTimes(placement.first.info.id, now))
         self._placements += 1
         for member in attempt.carriers:
             member.chosen = self._placements

@@ -21,6 +21,8 @@ REMEMBERED = 4_096
 """Requests that have ended: 1.4 kB each, and 1 kB more for each further attempt."""
 MOST_FOUND = 256
 """Requests of one id that are shown: clients choose ids, and may give all requests the same."""
+MOST_ATTEMPTS, FAILURE_CHARS = 16, 200
+"""What is remembered of a request that is resumed again and again, and of why."""
 MOST_OF_AN_ATTEMPT = 8
 """Instances of which times are taken for one attempt: it has one that computes and up to four that may decode."""
 
@@ -76,9 +78,11 @@ class InstanceTimes:
 
 @dataclass(slots=True, eq=False)
 class AttemptTimes:
-    """first: who was asked. decode, placed_s: who granted a reservation, and when the router heard of it. ended_s, reason,
-    failure: when and why another attempt followed; None and "" where none did. instances: what they told, as it came."""
+    """number: as in its key. first: who was asked. decode, placed_s: who granted a reservation, and when the router heard of it.
+    ended_s, reason, failure: when and why another attempt followed; None and "" where none did. instances: what they told, as it
+    came."""
 
+    number: int
     first: InstanceId
     dispatched_s: float
     placed_s: float | None = None
@@ -115,10 +119,20 @@ class RequestTimes:
     ending: str = ""
     names: list[str] = field(default_factory=list)
 
+    def dispatched(self, number: int, first: InstanceId, now: float) -> None:
+        """The attempt of this number begins. Of many attempts the latest are remembered."""
+        self.attempts.append(AttemptTimes(number, first, now))
+        if len(self.attempts) > MOST_ATTEMPTS:
+            del self.attempts[0]
+
+    def attempt(self, number: int) -> AttemptTimes | None:
+        """The attempt of this number, if it is remembered."""
+        return next((each for each in self.attempts if each.number == number), None)
+
     def resumed(self, reason: ResumeReason, failed: Failed, now: float) -> None:
         """Its latest attempt is over."""
         attempt = self.attempts[-1]
-        attempt.ended_s, attempt.reason, attempt.failure = now, reason, failed.message
+        attempt.ended_s, attempt.reason, attempt.failure = now, reason, failed.message[:FAILURE_CHARS]
 
     def ended(self, ending: Ending, tokens: int, now: float) -> None:
         """tokens: of its answer."""
@@ -191,5 +205,5 @@ class Timelines:
             self._observer.phases(Durations.of(by.role, timeline.times))
 
     def _attempt(self, timeline: Timeline) -> AttemptTimes | None:
-        request, number = self.of(timeline.key.request_id), timeline.key.attempt
-        return request.attempts[number] if request is not None and 0 <= number < len(request.attempts) else None
+        request = self.of(timeline.key.request_id)
+        return None if request is None else request.attempt(timeline.key.attempt)

@@ -144,4 +144,5 @@ class Membership:
             self.next_deadline = min(self.next_deadline, now)
 
     def goodbye(self) -> Send:
-        return Send(self.name, Goodbye(id=self._info.id, incarnation=self._info.incarnation))
+        timelines = self._take_timelines()
+        return Send(self.name, Goodbye(id=self._info.id, incarnation=self._info.incarnation, timelines=timelines))

@@ -10,6 +10,7 @@ import msgspec
 
 from common.ids import Incarnation, InstanceId, Role
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
+from common.messages.timelines import Timeline
 from common.pages.layout import KVLayout
 
 _POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
@@ -182,6 +183,8 @@ class Goodbye(Message, frozen=True):
 
     id: InstanceId
     incarnation: Incarnation
+    timelines: tuple[Timeline, ...] = ()
+    """The last: see Heartbeat."""
 
 
 class Drain(Message, frozen=True):

@@ -38,6 +38,7 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptTimeline(msgspec.Struct, frozen=True, kw_only=True):
+    number: Annotated[int, Meta(description="From 0 on. Of many attempts the latest are remembered.")]
     first: Annotated[str, Meta(description="The instance that was asked.")]
     dispatched_s: Moment
     decode: Annotated[str | None, Meta(description="The decode instance that granted a reservation.")] = None
@@ -133,6 +134,7 @@ def _choice(request: RequestTimes, unix_s: float) -> ChoiceTimeline:
 
 def _attempt(attempt: AttemptTimes, unix_s: float) -> AttemptTimeline:
     return AttemptTimeline(
+        number=attempt.number,
         first=attempt.first,
         dispatched_s=attempt.dispatched_s + unix_s,
         decode=attempt.decode,

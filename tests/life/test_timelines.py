@@ -70,6 +70,8 @@ def test_each_thing_happens_in_its_order_and_takes_as_long_as_its_steps() -> Non
         return end - begin
 
     assert took(prefill.first_chunk_s, prefill.last_chunk_s) == pytest.approx(CHUNKS * CHUNK_S, abs=TURN)
+    assert took(prefill.first_chunk_s, prefill.first_push_s) == pytest.approx(CHUNK_S, abs=TURN), "it was granted meanwhile"
+    assert took(prefill.last_chunk_s, prefill.pushed_s) >= 0, "the last pages are complete with the last chunk"
     assert took(decode.handed_off_s, decode.first_decode_s) == pytest.approx(DECODE_S, abs=2 * TURN)
     assert took(decode.first_decode_s, decode.ended_s) == pytest.approx((6 - 2) * DECODE_S, abs=TURN)
     assert took(prefill.handed_off_s, decode.handed_off_s) == pytest.approx(DELAY_S, abs=TURN)
@@ -122,6 +124,20 @@ def test_a_resume_is_another_attempt_that_says_why() -> None:
     assert {each.id for each in second.instances} == {"prefill-0", second.decode}
     assert times_of(second, "prefill").prompt_tokens > times_of(first, "prefill").prompt_tokens == len(PROMPT)
     assert list(disordered(request)) == [] and request.tokens == 20
+
+
+def test_an_instance_that_leaves_tells_of_its_last_requests() -> None:
+    fleet = Fleet(decode=2, size=SIZE)
+    client = fleet.submit("r", PROMPT, 20)
+    fleet.turn_until(lambda: len(client.token_ids) > 4)
+    request = fleet.router.requests.timelines.of(RequestId("r"))
+    assert request is not None
+    leaving = request.attempts[0].decode
+    assert leaving is not None
+    fleet.instances[leaving].drain()
+    fleet.turn_until(lambda: leaving not in fleet.instances)
+    fleet.run_for(2 * DELAY_S)
+    assert leaving in [each.id for each in request.attempts[0].instances]
 
 
 @pytest.mark.parametrize("seed", range(4))

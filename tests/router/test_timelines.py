@@ -7,9 +7,19 @@ import msgspec
 import pytest
 
 from common.ids import ROUTER, InstanceId, Key, RequestId, Role
-from common.messages import Finished, Heartbeat, InstanceInfo, Timeline, Times
+from common.messages import Failed, Finished, Heartbeat, InstanceInfo, Timeline, Times
 from router.api.timelines import RequestTimeline
-from router.timelines import MOST_FOUND, REMEMBERED, AttemptTimes, Durations, RequestTimes, Timelines
+from router.attempts import ResumeReason
+from router.timelines import (
+    FAILURE_CHARS,
+    MOST_ATTEMPTS,
+    MOST_FOUND,
+    REMEMBERED,
+    AttemptTimes,
+    Durations,
+    RequestTimes,
+    Timelines,
+)
 from tests.builders import instance, key
 from tests.router.calls import assert_error, chat, get, metric, post, sent_to_fleet, until
 from tests.router.fakes import EchoFleet, Site, Unobserved, beat
@@ -44,7 +54,7 @@ def tells(of: InstanceInfo, *timelines: Timeline) -> Heartbeat:
 
 
 def request(name: str) -> RequestTimes:
-    attempts = [AttemptTimes(InstanceId("p0"), 0.0)]
+    attempts = [AttemptTimes(0, InstanceId("p0"), 0.0)]
     return RequestTimes(RequestId(name), 0, "", 4, 0.0, 0.0, attempts)
 
 
@@ -136,6 +146,16 @@ def test_an_instance_tells_once_of_an_attempt_that_there_is_and_of_no_other() ->
     for number in range(20):
         timelines.told(instance(f"d{number}", "decode"), [Timeline(Key(made.request_id, 0, ROUTER), AT_DECODE)])
     assert len(made.attempts[0].instances) == 8 == len(observer.durations) < timelines.stale
+
+
+def test_of_many_attempts_the_latest_are_remembered_under_their_numbers() -> None:
+    made = request("r")
+    for number in range(1, 2 * MOST_ATTEMPTS):
+        made.resumed(ResumeReason.PREEMPTED, Failed(message="x" * 10_000), 1.0)
+        made.dispatched(number, InstanceId(f"p{number}"), 2.0)
+    assert [each.number for each in made.attempts] == list(range(MOST_ATTEMPTS, 2 * MOST_ATTEMPTS))
+    assert made.attempt(0) is None and made.attempt(MOST_ATTEMPTS) is made.attempts[0]
+    assert len(made.attempts[0].failure) == FAILURE_CHARS
 
 
 @pytest.mark.parametrize(
