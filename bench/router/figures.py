@@ -34,7 +34,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
 
 class Streams(msgspec.Struct, frozen=True, kw_only=True):
     """So many streams at once. router_us: CPU time of the router for a token; per_core_s: its inverse. tokens_per_event: 1 when
-    each token was sent alone. load_us: CPU time of the load generator for a token."""
+    each token was sent alone. detokenizer_us, load_us: CPU time of the detokenizers and of the load generator for a token."""
 
     streams: int
     failed: int
@@ -42,6 +42,7 @@ class Streams(msgspec.Struct, frozen=True, kw_only=True):
     per_core_s: float
     router_us: float
     tokens_per_event: float
+    detokenizer_us: float
     load_us: float
 
 
@@ -89,8 +90,8 @@ def requests_of(loaded: Loaded, parallel: int) -> Requests:
     )
 
 
-def streams_of(loaded: Loaded, streams: int) -> Streams:
-    """Of the time when all of them are open, where there is one."""
+def streams_of(loaded: Loaded, streams: int, detokenizer_s: float = 0.0) -> Streams:
+    """Of the time when all of them are open, where there is one. detokenizer_s: CPU time of the detokenizers for all tokens."""
     window = loaded.window_tokens > 0
     seconds = loaded.window_s if window else loaded.elapsed_s
     tokens = loaded.window_tokens if window else loaded.tokens
@@ -103,6 +104,7 @@ def streams_of(loaded: Loaded, streams: int) -> Streams:
         per_core_s=tokens / cpu_s,
         router_us=1e6 * cpu_s / tokens,
         tokens_per_event=tokens / max(1, events),
+        detokenizer_us=1e6 * detokenizer_s / loaded.tokens,
         load_us=1e6 * loaded.own_cpu_s / loaded.tokens,
     )
 

@@ -37,12 +37,13 @@ def _streams(figures: Sequence[Streams]) -> Lines:
             "tokens in an event",
             "router, us of CPU a token",
             "1/that",
+            "detokenizer, us a token",
             "load generator, us a token",
         )
     ]
     for each in figures:
         rates = f"{each.tokens_per_s:,.0f}", f"{each.tokens_per_event:.2f}", f"{each.router_us:.1f}", f"{each.per_core_s:,.0f}"
-        lines.append((f"{each.streams:,}", f"{each.failed}", *rates, f"{each.load_us:.1f}"))
+        lines.append((f"{each.streams:,}", f"{each.failed}", *rates, f"{each.detokenizer_us:.1f}", f"{each.load_us:.1f}"))
     return lines
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from bench.hardware import this_hardware
-from bench.processes import below, command_of
+from bench.processes import below, command_of, cpu_s
 from bench.router.figures import (
     FirstToken,
     Open,
@@ -91,7 +91,9 @@ def _measure_streams(bench: RouterBench, number: int) -> Streams:
     tokens = max(2, min(LONGEST_ANSWER, int(bench.rate * bench.seconds / number)))
     with _fleet(bench, f"{max(LEAST_STEP_S, number / bench.rate)},0,0", number) as fleet, _generator() as load:
         load.carry_out(fleet.load(20, 4, 8))
-        return streams_of(load.carry_out(fleet.load(number, number, tokens)), number)
+        before_s = sum(map(cpu_s, fleet.detokenizers))
+        loaded = load.carry_out(fleet.load(number, number, tokens))
+        return streams_of(loaded, number, sum(map(cpu_s, fleet.detokenizers)) - before_s)
 
 
 def _measure_open(bench: RouterBench) -> Open:
@@ -107,10 +109,11 @@ def _measure_open(bench: RouterBench) -> Open:
 
 @dataclass(frozen=True, slots=True)
 class _Fleet:
-    """A running fleet. pids: of its routers."""
+    """A running fleet. pids: of its routers. detokenizers: their pids."""
 
     url: str
     pids: tuple[int, ...]
+    detokenizers: tuple[int, ...]
 
     def load(self, requests: int, parallel: int, tokens: int) -> Load:
         return Load(url=self.url, model=DEMO_MODEL, requests=requests, parallel=parallel, tokens=tokens, pids=self.pids)
@@ -127,10 +130,13 @@ def _fleet(bench: RouterBench, cost: str, streams: int = 256, *flags: str) -> It
         f"--routers={bench.routers}",
     )
     with local_fleet(*FLAGS, *own, *flags) as fleet:
-        routers = [pid for pid in below(fleet.pid) if "router" in command_of(pid)]
+        commands = {pid: command_of(pid) for pid in below(fleet.pid)}
+        routers, detokenizers = (
+            tuple(pid for pid, words in commands.items() if role in words) for role in ("router", "detokenizer")
+        )
         if len(routers) != bench.routers:
             raise FleetFailed(f"{len(routers)} processes of this fleet are routers, not {bench.routers}")
-        yield _Fleet(fleet.url, tuple(routers))
+        yield _Fleet(fleet.url, routers, detokenizers)
 
 
 class _Generator:
