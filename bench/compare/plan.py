@@ -86,9 +86,10 @@ class CompareBench:
 
 
 def serve_bench(bench: CompareBench, common: ServeBench, url: str, rate: float, round_number: int) -> ServeBench:
-    """What one run asks of the server at this URL. All layouts get the same requests at the same times, other ones each
-    round."""
-    workload = replace(common.workload, num_prompts=max(1, round(rate * bench.seconds)), seed=common.workload.seed + round_number)
+    """What one run asks of the server at this URL. All layouts get the same requests at the same times; each rate of each round
+    has others, so that no server has seen them."""
+    number = round_number * len(bench.ladder) + bench.ladder.index(rate)
+    workload = replace(common.workload, num_prompts=max(1, round(rate * bench.seconds)), seed=common.workload.seed + number)
     target = replace(common.target, base_url=url)
     return replace(common, target=target, workload=workload, load=replace(common.load, request_rate=rate))
 

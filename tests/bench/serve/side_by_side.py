@@ -1,8 +1,9 @@
 """The same load from three clients in turns, `launch bench serve`, `vllm bench serve` and aiperf: do their percentiles agree?
 
 Owns the comparison. The server is `launch local --executor timed`, whose steps take a known time, or with --double the server
-double, whose delays are known. Every client sends the same prompts at the same even rate. Prints a Markdown table; judges
-nothing. The other clients are installed apart from Tandem: vLLM's from its source with VLLM_TARGET_DEVICE=empty.
+double, whose delays are known. Every client sends prompts of the same length at the same even rate; none comes twice, so no cache
+holds it. Prints a Markdown table; judges nothing. The other clients are installed apart from Tandem: vLLM's from its source with
+VLLM_TARGET_DEVICE=empty.
 
     python -m tests.bench.serve.side_by_side --vllm VENV/bin/python --aiperf VENV/bin/aiperf
 """
@@ -75,14 +76,13 @@ def main() -> None:
         clients["aiperf"] = lambda load, folder: aiperfs(flags.aiperf, load, folder)
     runs: dict[str, list[Times]] = {name: [] for name in clients}
     with tempfile.TemporaryDirectory() as folder, server(flags.double) as url:
-        prompts = Path(folder) / "prompts.jsonl"
-        write_prompts(prompts, flags.prompts, flags.input_tokens)
-        load = Load(url, prompts, flags.prompts, flags.rate, flags.output_tokens)
         for number in range(flags.runs):
             for name, client in clients.items():
                 say(f"run {number + 1}, {name}, load {os.getloadavg()[0]:.1f}")
                 own = Path(folder) / f"{number} {name}"
                 own.mkdir()
+                write_prompts(own / "prompts.jsonl", flags.prompts, flags.input_tokens)
+                load = Load(url, own / "prompts.jsonl", flags.prompts, flags.rate, flags.output_tokens)
                 runs[name].append(client(load, own))
     sys.stdout.write(f"{machine_line(hardware, f'{os.getloadavg()[0]:.1f} at the end')}\n\n{markdown_table(lines(runs))}\n")
 
@@ -104,7 +104,7 @@ def server(delays_s: list[float] | None) -> Iterator[str]:
 
 
 def write_prompts(path: Path, count: int, tokens: int) -> None:
-    words, random = vocabulary(DEMO_MODEL, "text"), np.random.default_rng(0)
+    words, random = vocabulary(DEMO_MODEL, "text"), np.random.default_rng()
     texts = [words.write(words.draw(random, tokens)) for _ in range(count)]
     path.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in texts))
 
