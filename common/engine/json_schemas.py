@@ -123,6 +123,10 @@ class _Check:
         """Schemas, and keywords to write into them; None is to leave one out. The answers that match stay valid."""
         self._defined: dict[int, str] = {}
         """Where the schemas in $defs are, by their ids. Those that no reference leads to are not checked."""
+        self._sought: set[int] = set()
+        """Ids of what references lead to."""
+        self._to_check: list[Any] = []
+        """What is in $defs, and references lead there."""
         self._checked: set[int] = set()
         """Ids of schemas."""
         self._facts: dict[int, Facts] = {}
@@ -136,8 +140,10 @@ class _Check:
     def all(self) -> None:
         """The whole schema. References may lead to its schemas alone, which are checked, and not into a default or an example."""
         self.schema(self._root, "$")
-        while waiting := [each for each in self._led.values() if id(each) in self._defined.keys() - self._checked]:
-            self.schema(waiting[0], self._defined[id(waiting[0])])
+        while self._to_check:
+            schema = self._to_check.pop()
+            if id(schema) not in self._checked:
+                self.schema(schema, self._defined[id(schema)])
         for ref, schema in self._led.items():
             if id(schema) not in self._checked:
                 raise self.refusal(f"$ref {ref[:_MAX_SHOWN]!r}", "it leads to no schema: put that into $defs")
@@ -160,6 +166,8 @@ class _Check:
         for defs in ("$defs", "definitions"):
             for key, each in as_object(schema.get(defs)).items():
                 self._defined[id(each)] = f"{where}.{defs}.{key}"
+                if id(each) in self._sought:
+                    self._to_check.append(each)
         said = {key for key in schema if key not in _SAY_NOTHING and not key.startswith("x-")}
         idle = {key for key in said if _restricts_nothing(key, schema)}
         said -= idle
@@ -307,7 +315,10 @@ class _Check:
             if not isinstance(ref, str) or not _REFERENCE.fullmatch(ref):
                 return None
             if ref not in self._led:
-                self._led[ref] = self._at(ref)
+                self._led[ref] = found = self._at(ref)
+                self._sought.add(id(found))
+                if id(found) in self._defined:
+                    self._to_check.append(found)
             schema = self._led[ref]
         return None
 

@@ -21,6 +21,7 @@ from router.api.structured import one_of
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
+NESTED = {"type": "array", "items": INTEGER, "$defs": {"b": STRING}}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
 
 VOCAB, EOS, QUOTE = 2683, 2, 4
@@ -83,6 +84,8 @@ def test_what_xgrammar_would_ignore_is_refused_by_name(schema: dict[str, Any], n
         {"type": ["integer", "null"], "minimum": 3},
         {"type": "string", "pattern": "^[a-z]+(?:-[a-z]+)*$"},
         {"type": "array", "prefixItems": [INTEGER], "items": False},
+        {"items": {"$ref": "#/$defs/a/$defs/b"}, "prefixItems": [{"$ref": "#/$defs/a"}], "$defs": {"a": NESTED}},
+        {"$ref": "#/$defs/0", "$defs": {str(at): {"items": {"$ref": f"#/$defs/{(at + 1) % 1500}"}} for at in range(1500)}},
     ],
 )
 def test_what_xgrammar_holds_is_accepted(schema: object) -> None:
