@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from bench.trace.record import Process, Status
-from bench.trace.slices import Slice, Stop, ways
+from bench.trace.slices import Slice, ways
 
 ROLES = ("router", "detokenizer", "prefill", "decode")
-TRACKS = ("requests", "attempts", "turns", "steps", "chunks", "pushes", "handoffs", "starts")
+TRACKS = ("requests", "attempts", "turns", "steps", "chunks", "pushes", "handoffs", "starts", "answers")
 """In the order in which a viewer shows them."""
 MOST_LANES = 4_096
 LEVEL = 6
@@ -45,22 +45,22 @@ def events(processes: Sequence[Process], slices: Sequence[Slice]) -> Iterator[di
         thread = _thread(track, lane)
         yield _meta(process, thread, "thread_name", name=track if lane == 0 else f"{track} {lane + 1}")
         yield _meta(process, thread, "thread_sort_index", sort_index=thread)
-    for each in sorted(slices, key=lambda each: (each.begin_us, each.end_us)):  # an empty one before what follows it
+    for each in slices:
         args = {**each.args, "request": each.request} if each.request else each.args
         yield {
             "ph": "X", "pid": each.process + 1, "tid": _thread(each.track, each.lane), "cat": each.track, "name": each.name,
             "ts": each.begin_us, "dur": each.end_us - each.begin_us, "args": args,
         }  # fmt: skip
-    for number, stops in enumerate(ways(slices)):
-        yield from _flow(number, stops)
+    for number, way in enumerate(ways(slices)):
+        yield from _flow(number, way)
 
 
-def _flow(number: int, stops: Sequence[Stop]) -> Iterator[dict[str, Any]]:
-    phases = ["s", *("t" for _ in stops[2:]), "f"]
-    for phase, stop in zip(phases, stops, strict=True):
+def _flow(number: int, way: Sequence[Slice]) -> Iterator[dict[str, Any]]:
+    phases = ["s", *("t" for _ in way[2:]), "f"]
+    for phase, each in zip(phases, way, strict=True):
         yield {
-            "ph": phase, "bp": "e", "id": number, "cat": "request", "name": "request", "pid": stop.slice.process + 1,
-            "tid": _thread(stop.slice.track, stop.slice.lane), "ts": stop.at_us,
+            "ph": phase, "bp": "e", "id": number, "cat": "request", "name": "request", "pid": each.process + 1,
+            "tid": _thread(each.track, each.lane), "ts": each.begin_us,
         }  # fmt: skip
 
 

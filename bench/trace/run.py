@@ -87,10 +87,12 @@ def _record(bench: TraceBench, workload: Workload, load: Load, url: str, control
     with contextlib.closing(Recording(url, control_key, verify=bench.insecure == "off")) as recording:
         say(f"recording {url} for {bench.seconds:g} s")
         recording.begin(bench.seconds)
-        sending = None if bench.url else _Sending(bench, workload, load, url)
-        status, lines = recording.spans()
-        slices = slices_of(lines, status.began_s)
-        recording.forget()
+        try:
+            sending = None if bench.url else _Sending(bench, workload, load, url)
+            status, lines = recording.spans()
+            slices = slices_of(lines, status.began_s)
+        finally:
+            recording.forget()
     if sending is not None:
         sending.join()
     return status, slices

@@ -7,22 +7,17 @@ Owns the choice of lanes and the way of a request through the slices. Pure funct
 """
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.trace.record import Line
 
-REQUESTS = "requests"
-"""The track whose slices are whole requests: the way of a request begins and ends there."""
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """[begin_us, end_us), counted from the beginning of the trace, which may be later than its own. It may be empty, as when two
-    steps came back in one turn, but not if it is about a request: a flow binds to it. process: its place in the trace. lane: of
-    its track."""
+    """[begin_us, end_us), never empty; counted from the beginning of the trace, which may be later than its own. process: its
+    place in the trace. lane: of its track."""
 
     process: int
     track: str
@@ -32,14 +27,6 @@ class Slice:
     end_us: int
     request: str
     args: Mapping[str, int | float | str]
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A moment within a slice, on the way of a request."""
-
-    at_us: int
-    slice: Slice
 
 
 def lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
@@ -67,26 +54,28 @@ def slices_of(lines: Iterable[Line], began_s: float) -> list[Slice]:
         tracks[line.process, line.track].append(line)
     slices: list[Slice] = []
     for (process, track), spans in tracks.items():
-        intervals = [_interval(span, began_s) for span in spans]
+        intervals = _intervals(spans, began_s)
         for span, (begin, end), lane in zip(spans, intervals, lanes(intervals), strict=True):
             slices.append(Slice(process, track, lane, span.name, begin, end, span.request, span.args))
     return slices
 
 
-def ways(slices: Iterable[Slice]) -> Iterator[list[Stop]]:
-    """The way of each request that has several slices: where each of them begins, in that order, and where the whole request
-    ends."""
-    of_requests: defaultdict[str, list[Stop]] = defaultdict(list)
+def ways(slices: Iterable[Slice]) -> Iterator[list[Slice]]:
+    """The way of each request that has several slices, in the order of their begins."""
+    of_requests: defaultdict[str, list[Slice]] = defaultdict(list)
     for each in slices:
         if each.request:
-            of_requests[each.request].append(Stop(each.begin_us, each))
-            if each.track == REQUESTS:
-                of_requests[each.request].append(Stop(each.end_us - 1, each))
-    for stops in of_requests.values():
-        if len({id(stop.slice) for stop in stops}) > 1:
-            yield sorted(stops, key=lambda stop: (stop.at_us, stop.slice.track != REQUESTS))
+            of_requests[each.request].append(each)
+    for its in of_requests.values():
+        if len(its) > 1:
+            yield sorted(its, key=lambda each: each.begin_us)
 
 
-def _interval(span: Line, began_s: float) -> tuple[int, int]:
-    begin, least_us = math.floor((span.begin_s - began_s) * 1e6), 1 if span.request else 0
-    return begin, max(begin + least_us, math.floor((span.end_s - began_s) * 1e6))
+def _intervals(spans: Sequence[Line], began_s: float) -> list[tuple[int, int]]:
+    """An empty one, as of a step that came back in one turn with the step before, takes its microsecond from what ends there."""
+    exact = [(round((span.begin_s - began_s) * 1e6), round((span.end_s - began_s) * 1e6)) for span in spans]
+    empty = {begin for begin, end in exact if begin >= end}
+    return [
+        (begin - 1, begin) if begin >= end else (begin, end - 1) if end in empty and end - begin > 1 else (begin, end)
+        for begin, end in exact
+    ]

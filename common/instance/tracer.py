@@ -5,7 +5,7 @@ nothing depends on it. The worker calls it only while `recorder.on`.
 
     prefill   steps   chunks   pushes: from posted to done or failed   handoffs: from the first token until Handoff is sent
     decode    steps   chunks                                           handoffs: from its arrival until its first step begins
-                      starts: the first decode step of a request
+                      starts: the first decode step of a request    answers: from its return until the ending
 
 Times are those of the turns that saw it happen.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from common.engine.plan import Plan
 from common.ids import InstanceId, Key, Ticket
 from common.instance.ports import Action, Push, PushDone, PushFailed, Send, TransferEvent
-from common.messages import Handoff, InstanceInfo, Trace, Withdraw
+from common.messages import Cancel, Handoff, InstanceInfo, TokenBatch, Trace, Withdraw
 from common.tracing import Tracer
 
 
@@ -33,18 +33,24 @@ class InstanceTracer(Tracer):
         """Since when handoffs hold up their second token."""
         self._landed: dict[Key, float] = {}
         """Handoffs that have arrived, and whose requests wait for their first step."""
+        self._answering: dict[Key, float] = {}
+        """Since when requests have been decoding."""
+        self._decodes = me.role == "decode"
 
     def ask(self, router: InstanceId, message: Trace, now: float) -> None:
         if not self.recorder.on:
             self._pushes.clear()
             self._sampled.clear()
             self._landed.clear()
+            self._answering.clear()
         super().ask(router, message, now)
 
     def receive(self, message: object) -> None:
         """A message for the scheduler has arrived."""
         if isinstance(message, Handoff):
             self._landed[message.key] = self.now
+        elif isinstance(message, Cancel):
+            self._answered(message.key)
 
     def act(self, actions: Sequence[Action]) -> None:
         """The scheduler has decided this."""
@@ -62,6 +68,15 @@ class InstanceTracer(Tracer):
                 sizes = {"pages": message.pushed_pages, "bytes": message.pushed_bytes}
                 name = message.key.request_id
                 self.recorder.add("handoffs", "handoff", since_s, self.now, name, peer=action.to, **sizes)
+        elif isinstance(message, TokenBatch):
+            for delta in message.deltas:
+                if delta.ending is not None:
+                    self._answered(delta.key)
+
+    def _answered(self, key: Key) -> None:
+        since_s = self._answering.pop(key, None)
+        if since_s is not None:
+            self.recorder.add("answers", "answer", since_s, self.now, key.request_id)
 
     def transfer_ended(self, event: TransferEvent) -> None:
         if not isinstance(event, PushDone | PushFailed):
@@ -93,9 +108,10 @@ class InstanceTracer(Tracer):
             sizes = {"attempt": key.attempt, "start": chunk.start, "tokens": len(chunk.token_ids), "step": plan.step}
             self.recorder.add("chunks", "chunk", began_s, self.now, key.request_id, **sizes)
             if chunk.last:
-                self._sampled[key] = self.now
+                (self._answering if self._decodes else self._sampled)[key] = self.now
         for start in plan.starts:
             if start.last_token is not None:
                 key = self._key_in(start.row)
                 self.recorder.add("handoffs", "landing", self._landed.pop(key, began_s), began_s, key.request_id)
                 self.recorder.add("starts", "first decode step", began_s, self.now, key.request_id, step=plan.step)
+                self._answering[key] = self.now

@@ -6,7 +6,7 @@ from contextlib import closing
 import httpx
 
 from bench.trace.record import Recording
-from bench.trace.slices import REQUESTS, slices_of, ways
+from bench.trace.slices import slices_of, ways
 from tests.fleet_pages import running_fleet
 
 TOKENS = 20
@@ -30,8 +30,8 @@ def test_a_fleet_without_a_model_streams_an_answer_whose_prompt_was_pushed_page_
         slices = slices_of(spans, status.began_s)
         assert all(process.over and process.spans and not process.dropped for process in status.processes)
         (way,) = ways(slices)
-        tracks = [stop.slice.track for stop in way]
-        assert tracks[0] == tracks[-1] == REQUESTS and tracks[-2] == "starts", tracks
+        tracks = [each.track for each in way]
+        assert tracks[:3] == ["requests", "attempts", "chunks"] and tracks[-2:] == ["starts", "answers"], tracks
         pushed = [each.args["bytes"] for each in slices if each.track == "pushes"]
         prefill = next(i for i in fleet.cluster()["instances"] if i["role"] == "prefill")
         assert sum(map(int, pushed)) == prefill["counters"]["bytes_pushed"] == decode["counters"]["bytes_received"]

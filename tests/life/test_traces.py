@@ -80,7 +80,8 @@ def test_the_spans_of_a_request_follow_each_other_as_its_life_does() -> None:
     assert pushes[0].begin_s >= chunks[0].end_s, "a page is pushed when its chunk is computed"
     assert handoff.begin_s == chunks[-1].end_s, "from the first token on, the handoff holds up the second"
     assert handoff.end_s == max(push.end_s for push in pushes) <= landing.begin_s <= landing.end_s == start.begin_s
-    assert start.end_s <= request.end_s == attempt.end_s
+    (answer,) = on("answers", spans["decode-0"], "r")
+    assert start.end_s == answer.begin_s < answer.end_s <= request.end_s == attempt.end_s
     assert (attempt.args["first"], attempt.args["decode"], request.args["ended"]) == ("prefill-0", "decode-0", "length")
     steps = sorted(on("steps", spans["decode-0"]), key=lambda span: span.begin_s)
     assert all(before.end_s <= after.begin_s for before, after in pairwise(steps)), "an instance computes one step after another"

@@ -60,18 +60,15 @@ def test_every_span_is_a_slice_with_its_time_to_a_microsecond(lines: list[Line])
 
 
 @given(LINES)
-def test_a_flow_goes_through_every_slice_of_its_request_in_the_order_of_their_begins_and_ends_with_the_request(
-    lines: list[Line],
-) -> None:
+def test_a_way_leads_through_every_slice_of_its_request_in_the_order_of_their_begins(lines: list[Line]) -> None:
     slices = slices_of(lines, BEGAN_S)
-    for stops in ways(slices):
-        times = [stop.at_us for stop in stops]
-        assert times == sorted(times)
-        of = [each for each in slices if each.request == stops[0].slice.request]
-        assert {id(stop.slice) for stop in stops} == {id(each) for each in of}
-        ends = [each.end_us for each in of if each.track == "requests"]
-        if ends:
-            assert times[-1] >= max(ends) - 1
+    found = list(ways(slices))
+    for way in found:
+        begins = [each.begin_us for each in way]
+        assert begins == sorted(begins)
+        assert {id(each) for each in way} == {id(each) for each in slices if each.request == way[0].request}
+    several = {name for name in ("a", "b") if sum(line.request == name for line in lines) > 1}
+    assert sorted(way[0].request for way in found) == sorted(several)
 
 
 @given(LINES)
@@ -91,6 +88,13 @@ def test_slices_of_a_thread_do_not_overlap_and_every_event_of_a_flow_lies_within
             flows[event["id"]].append(event)
     for flow in flows.values():
         assert "".join(event["ph"] for event in flow) == "s" + "t" * (len(flow) - 2) + "f"
+
+
+def test_a_step_that_came_back_together_with_another_is_on_its_lane() -> None:
+    times = [(0.0, 0.01), (0.01, 0.01), (0.01, 0.02)]
+    steps = [Line(process=0, track="steps", name="s", begin_s=BEGAN_S + a, end_s=BEGAN_S + b) for a, b in times]
+    slices = slices_of(steps, BEGAN_S)
+    assert [each.lane for each in slices] == [0, 0, 0] and slices[1].end_us - slices[1].begin_us == 1
 
 
 def test_the_file_is_json_and_names_every_process_and_thread(tmp_path: Path) -> None:
