@@ -39,6 +39,7 @@ class FleetPlan:
     chunk_tokens: int = option(8192, "most prompt tokens computed in one forward")
     max_waiting: int = option(1024, "most requests that wait in an instance; more are refused")
     max_requests: int = option(100_000, "most requests in the system at once; more get status 429")
+    prefix_cache: Switch = option("on", "on: instances keep the KV of prompts and answers while they have memory; off: never")
     link_gbit: float = option(400.0, "assumed: speed of an instance's link for KV, in each direction, in Gbit/s")
     link_latency_s: float = option(20e-6, "assumed: seconds that any write takes, whatever its size")
     message_s: float = option(200e-6, "assumed: seconds that any message takes")

@@ -46,6 +46,7 @@ def size_of(plan: FleetPlan, config: RouterConfig) -> Size:
         drain_timeout_s=config.drain_timeout_s,
         cost=StepCost(*parse_step_cost(plan.step_cost)),
         looks=LOOKS,
+        prefix_cache=plan.prefix_cache == "on",
     )
 
 

@@ -69,7 +69,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """What a simulation has found. seconds: simulated. cpu: the only part that differs from run to run.
 
     good_requests: answers that finished and kept to both limits. first_token_s: of answers that finished. between_tokens_s: of
-    all answers. mean_between_tokens_s: one for each answer that finished.
+    all answers. mean_between_tokens_s: one for each answer that finished. prompt_tokens_hit: those that no instance computed, of
+    all attempts.
     """
 
     seconds: float
@@ -84,6 +85,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft_s: float
     slo_itl_s: float
     prompt_tokens: int
+    prompt_tokens_hit: int
     tokens: int
     kv_bytes: int
     engines: tuple[Engines, ...]
@@ -101,7 +103,7 @@ def figures(simulation: Simulation) -> Figures:
     """Of a simulation that has run."""
     measured, fleet, load = simulation.measured, simulation.fleet, simulation.load
     good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
-    traffic = fleet.network.traffic
+    traffic, counters = fleet.network.traffic, simulation.counters()
     ways = [
         Way(kind=kind, sender=sender, receiver=receiver, messages=tally.messages, frame_bytes=tally.frame_bytes)
         for (sender, kind, receiver), tally in traffic.by_way.items()
@@ -111,7 +113,7 @@ def figures(simulation: Simulation) -> Figures:
         requests=sum(measured.endings.values()),
         endings=dict(sorted(measured.endings.items())),
         resumes=dict(sorted(Counter(str(reason) for reason in fleet.observer.resumes).items())),
-        preemptions=simulation.total_preemptions(),
+        preemptions=sum(each.preemptions for each in counters),
         first_token_s=Times.of(measured.first_s),
         between_tokens_s=Times.of(measured.between_s),
         mean_between_tokens_s=Times.of(measured.pace_s),
@@ -119,6 +121,7 @@ def figures(simulation: Simulation) -> Figures:
         slo_ttft_s=load.slo_ttft_s,
         slo_itl_s=load.slo_itl_s,
         prompt_tokens=measured.prompt_tokens,
+        prompt_tokens_hit=sum(each.prompt_tokens_hit for each in counters),
         tokens=measured.tokens,
         kv_bytes=fleet.wires.bytes_written,
         engines=tuple(_engines(simulation, role) for role in ROLES),
@@ -175,6 +178,7 @@ def _requests(found: Figures) -> Lines:
         *lines,
         (f"goodput: {kept}", f"{share:.1%}, {found.good_requests / found.seconds:.2f} requests/s"),
         ("prompt tokens", f"{found.prompt_tokens} ({found.prompt_tokens / found.seconds:.0f}/s)"),
+        ("prompt tokens in prefix caches", f"{found.prompt_tokens_hit} ({found.prompt_tokens_hit / found.seconds:.0f}/s)"),
         ("answer tokens", f"{found.tokens} ({found.tokens / found.seconds:.0f}/s)"),
         ("KV pushed", _rate(found.kv_bytes / found.seconds)),
         ("preemptions", str(found.preemptions)),

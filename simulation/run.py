@@ -11,6 +11,7 @@ import numpy as np
 from common.config import RouterConfig
 from common.errors import BadRequest, Overloaded, Unavailable
 from common.ids import RequestId, Role
+from common.messages import Counters
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
 from simulation.measured import Measured, MeasuredClient
@@ -32,7 +33,7 @@ class Simulation:
         """First, because it may be refused, and the fleet takes long."""
         self.fleet = PlannedFleet(fleet, config)
         self.measured = Measured()
-        self.preemptions = 0
+        self._of_killed: list[Counters] = []
         self.killed: Counter[str] = Counter()
         self.began_s = self.fleet.clock.now
         self._next: Asked | None = None
@@ -99,7 +100,7 @@ class Simulation:
             killed = self.fleet.kill(names[int(self._random.integers(len(names)))])
             name, role = killed.name.id, killed.name.role
             self.killed[role] += 1
-            self.preemptions += killed.scheduler.report().counters.preemptions
+            self._of_killed.append(killed.scheduler.report().counters)
             self.fleet.clock.at(self.fleet.clock.now + self.load.restart_s, lambda: self._start(name, role))
         self._plan_kill()
 
@@ -111,6 +112,6 @@ class Simulation:
     def _tell(self, progress: Callable[[str], None]) -> None:
         progress(f"{self.seconds:.0f} s: {self._sent} requests, {self.measured.open} open, {self.measured.tokens} tokens")
 
-    def total_preemptions(self) -> int:
-        """Of those that live and those that were killed."""
-        return self.preemptions + sum(each.scheduler.report().counters.preemptions for each in self.fleet.instances.values())
+    def counters(self) -> list[Counters]:
+        """Of the instances that live and of those that were killed."""
+        return [*self._of_killed, *(each.scheduler.report().counters for each in self.fleet.instances.values())]

@@ -96,7 +96,9 @@ def check(model: Reference, prompts: Sequence[list[int]], *flags: str, colocated
     common = ("--dtype", "float32", "--dead-after-s", "60", *flags)
     with running_fleet(*common) as fleet:
         found = answers(fleet, prompts)
-        check_disaggregated(fleet, prompts, found)
+        again = list(range(0, len(prompts), 4))
+        assert answers(fleet, [prompts[at] for at in again]) == [found[at] for at in again], "a hit changes an answer"
+        check_disaggregated(fleet, prompts, found, again)
     for prompt, answer in zip(prompts, found, strict=True):
         assert len(answer) == model.length(answer, ANSWER_TOKENS)
         assert answer == model.greedy(prompt, answer), prompt
@@ -106,16 +108,22 @@ def check(model: Reference, prompts: Sequence[list[int]], *flags: str, colocated
             fleet.wait_until_home()
 
 
-def check_disaggregated(fleet: RunningFleet, prompts: Sequence[list[int]], found: Sequence[list[int]]) -> None:
-    """The metrics prove that prefill pushed what decode received, and that decode computed no prompt token."""
+def check_disaggregated(
+    fleet: RunningFleet, prompts: Sequence[list[int]], found: Sequence[list[int]], again: Sequence[int]
+) -> None:
+    """The metrics prove that prefill pushed what decode received, that decode computed no prompt token, and that prefill computed
+    no whole page again. again: the prompts that were asked twice."""
     fleet.wait_until_home()
     counters = {instance["role"]: instance["counters"] for instance in fleet.cluster()["instances"]}
     prefill, decode = counters["prefill"], counters["decode"]
     assert decode["prompt_tokens_computed"] == 0
-    assert prefill["prompt_tokens_computed"] == sum(map(len, prompts))
+    computed, hit = prefill["prompt_tokens_computed"], prefill["prompt_tokens_hit"]
+    assert computed + hit == sum(map(len, prompts)) + sum(len(prompts[at]) for at in again)
+    page = fleet.cluster()["instances"][0]["page_size"]
+    assert hit >= sum((len(prompts[at]) - 1) // page * page for at in again)
     assert prefill["bytes_pushed"] == decode["bytes_received"] > 0
     assert prefill["pages_pushed"] == decode["pages_received"]
-    assert prefill["handoffs"] == decode["handoffs"] == sum(len(answer) > 1 for answer in found)
+    assert prefill["handoffs"] == decode["handoffs"] == sum(len(found[at]) > 1 for at in (*range(len(found)), *again))
     pushed = fleet.samples("tandem_instance_bytes_pushed_total")
     assert sum(value for _, value in pushed) == prefill["bytes_pushed"]
 

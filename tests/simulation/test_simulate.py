@@ -1,7 +1,9 @@
 """Simulations of planned fleets, held against what can be worked out by hand."""
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,6 +44,22 @@ def test_a_single_first_token_takes_its_chunks_and_the_messages_of_the_ring(toke
     (first_s,) = simulation.measured.first_s
     ring_s = 3 * MESSAGE_S  # Generate, TokenBatch, TextBatch
     assert 0 <= first_s - steps_s(tokens) - ring_s <= 3 * TURN_S, "each of the three may be at its turn when the message arrives"
+
+
+@pytest.mark.parametrize("prefix_cache", ["on", "off"])
+def test_a_prompt_that_begins_as_another_takes_the_time_of_the_rest(tmp_path: Path, prefix_cache: Any) -> None:
+    """Of the same four blocks of 512 tokens; the second prompt has one more, cut short."""
+    asked = (
+        {"timestamp": 1000 * n, "input_length": 2048 + 100 * n, "output_length": 1, "hash_ids": [1, 2, 3, 4, 5]} for n in (0, 1)
+    )
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    simulation = simulate(replace(FLEET, prefix_cache=prefix_cache), trace=str(trace))
+    cached = 2048 if prefix_cache == "on" else 0
+    found = figures(simulation)
+    assert (found.prompt_tokens, found.prompt_tokens_hit) == (2048 + 2148, cached)
+    first_s, second_s = simulation.measured.first_s
+    assert second_s - first_s == pytest.approx(steps_s(2148 - cached) - steps_s(2048), abs=3 * TURN_S)
 
 
 def test_the_second_token_waits_for_the_last_push_the_handoff_and_a_step() -> None:
