@@ -110,6 +110,10 @@ class RouterProcess:
         """As POST /cluster/{instance}/drain does."""
         self._deliver(self.core.fleet.drain(instance))
 
+    def flush_caches(self) -> None:
+        """As POST /flush_cache does."""
+        self._deliver(self.core.fleet.flush_caches())
+
     def trace(self, seconds: float) -> None:
         """As POST /cluster/trace does. Raises what the core raises."""
         self._deliver(self.core.traces.start(seconds, self._clock.now))

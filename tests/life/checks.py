@@ -14,7 +14,7 @@ from router.timelines import RequestTimes
 from simulation.client import Answer
 from simulation.instance import Instance
 from simulation.processes import RouterProcess
-from tests.life.deeds import KillDetokenizer, Slow, Stall
+from tests.life.deeds import Flush, KillDetokenizer, Slow, Stall
 from tests.life.expected import Expected
 from tests.life.trial import Asked, Trial
 
@@ -180,7 +180,7 @@ def needless(trial: Trial) -> Iterator[str]:
     """Attempts that were given up although the instances had everything: only routers and detokenizers failed for a while, and no
     letter between those that live was lost or overtook another. (What overtakes a Welcome goes to the former detokenizer.)"""
     chances, deeds = trial.schedule.chances, [fault.deed for fault in trial.schedule.faults]
-    if chances.lost or chances.overtaking or not all(isinstance(deed, Stall | Slow | KillDetokenizer) for deed in deeds):
+    if chances.lost or chances.overtaking or not all(isinstance(deed, Stall | Slow | KillDetokenizer | Flush) for deed in deeds):
         return
     given_up = trial.observer.resumes.count(ResumeReason.LOST_MESSAGES)
     if given_up:

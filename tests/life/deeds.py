@@ -100,4 +100,11 @@ class Watch:
     router: int = 0
 
 
-Deed: TypeAlias = Kill | Hang | Supplant | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer | Watch
+@dataclass(frozen=True, kw_only=True)
+class Flush:
+    """This router tells its instances to forget their prefix caches. This befalls no request."""
+
+    router: int = 0
+
+
+Deed: TypeAlias = Kill | Hang | Supplant | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer | Watch | Flush

@@ -13,7 +13,7 @@ from common.sampling_params import ANSWER_TOKENS
 from router.partners import AT_LEAST
 from simulation.instance import Size
 from simulation.network import KNOCKS_S
-from tests.life.deeds import Deed, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
+from tests.life.deeds import Deed, Flush, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
 from tests.life.weather import Chances
 
 WINDOW_S = 12.0
@@ -120,7 +120,8 @@ def draw_schedule(seed: int) -> Schedule:
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
     slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
     watches = _watches(schedule, Random(f"watches {seed}"))
-    faults = (*schedule.faults, *text_faults, *slowness, *returns, *watches)
+    flushes = _flushes(schedule, Random(f"flushes {seed}"))
+    faults = (*schedule.faults, *text_faults, *slowness, *returns, *watches, *flushes)
     strangers = Random(f"strangers {seed}").choice((0, 0, 1, 3))
     return _with_grammars(replace(schedule, asks=asks, faults=faults, strangers=strangers), Random(f"grammars {seed}"))
 
@@ -381,6 +382,13 @@ def _watches(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
         )
         for _ in range(random.choice((1, 1, 2, 4)))
     )
+
+
+def _flushes(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
+    """In a quarter of the schedules somebody flushes the prefix caches, once or twice."""
+    if random.random() < 0.75:
+        return ()
+    return tuple(_strikes(random, Flush(router=random.randrange(schedule.routers))) for _ in range(random.choice((1, 1, 2))))
 
 
 def _returns(schedule: Schedule, random: Random) -> tuple[Fault, ...]:

@@ -84,6 +84,7 @@ def _counts(trial: Trial) -> Counter[str]:
         counts["prompt tokens hit"] += total.prompt_tokens_hit
         counts["pages evicted"] += total.pages_evicted
         counts["pages spared"] += total.pages_spared
+        counts["caches flushed"] += life.pool.cache.epoch
     counts["lives"] += len(trial.lives)
     counts["timelines told"] += trial.told.total()
     counts["timelines taken"] += len(trial.observer.durations)

@@ -34,6 +34,7 @@ HAPPENS = (
     "pushes failed",
     "prompt tokens hit",
     "pages evicted",
+    "caches flushed",
     "unproven writes",
     "routers killed",
     "requests of a dead router",

@@ -26,7 +26,7 @@ from simulation.fleet import Fleet, World
 from simulation.instance import Instance
 from simulation.network import Letter, keys_of
 from simulation.processes import RouterProcess
-from tests.life.deeds import Deed, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
+from tests.life.deeds import Deed, Flush, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
 from tests.life.expected import Expected, expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.ledger import Ledger
@@ -277,6 +277,9 @@ class Trial(Fleet):
                 self._kill_detokenizer(deed)
             case Watch():
                 self._watch(deed)
+            case Flush():
+                if self.routers[deed.router].alive:
+                    self.routers[deed.router].flush_caches()
             case Leave():
                 self._strike(deed.name)
                 self._drain(deed)
