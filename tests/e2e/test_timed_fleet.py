@@ -1,23 +1,33 @@
 """`launch local --executor timed`: everything but the model. It is traced meanwhile."""
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
 
 import httpx
+import pytest
 
 from bench.trace.record import Recording
 from bench.trace.slices import slices_of, ways
-from tests.fleet_pages import running_fleet
+from tests.fleet_pages import RunningFleet, running_fleet
 
 TOKENS = 20
+PROMPT = "falcon " * 100
 TRACE_S = 2.0
 
 
-def test_a_fleet_without_a_model_streams_an_answer_whose_prompt_was_pushed_page_by_page() -> None:
-    flags = ("--executor", "timed", "--step-cost", "0.002,0,0", "--kv-memory", "16MiB", "--verify-pages")
-    with running_fleet(*flags) as fleet, closing(Recording(fleet.url)) as recording:
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[RunningFleet]:
+    with running_fleet(
+        "--executor", "timed", "--step-cost", "0.002,0,0", "--kv-memory", "16MiB", "--verify-pages", "on"
+    ) as running:
+        yield running
+
+
+def test_a_fleet_without_a_model_streams_an_answer_whose_prompt_was_pushed_page_by_page(fleet: RunningFleet) -> None:
+    with closing(Recording(fleet.url)) as recording:
         recording.begin(TRACE_S)
-        body = {"model": "demo", "prompt": "falcon " * 100, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "stream": True}
         with httpx.Client(base_url=fleet.url, timeout=60) as client:
             lines = [line.removeprefix("data: ") for line in client.post("/v1/completions", json=body).text.splitlines()]
         events = [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
@@ -35,3 +45,17 @@ def test_a_fleet_without_a_model_streams_an_answer_whose_prompt_was_pushed_page_
         pushed = [each.args["bytes"] for each in slices if each.track == "pushes"]
         prefill = next(i for i in fleet.cluster()["instances"] if i["role"] == "prefill")
         assert sum(map(int, pushed)) == prefill["counters"]["bytes_pushed"] == decode["counters"]["bytes_received"]
+
+
+def test_two_tenants_share_no_page_and_a_flush_leaves_none(fleet: RunningFleet) -> None:
+    """What was asked before without a salt is nobody's either."""
+
+    def cached(salt: str) -> int:
+        usage = fleet.complete(PROMPT, 2, cache_salt=salt)["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        assert found in (0, (usage["prompt_tokens"] - 1) // 16 * 16)
+        return found
+
+    assert [cached(salt) > 0 for salt in ("one", "other", "one", "other")] == [False, False, True, True]
+    assert fleet.post("/flush_cache", {}).status == 200
+    assert [cached("one") > 0 for _ in range(2)] == [False, True]
