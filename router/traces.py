@@ -78,7 +78,7 @@ class _Trace:
     """One trace. Times are of the router's clock."""
 
     def __init__(self, number: int, seconds: float, now: float, most_bytes: int) -> None:
-        self.number, self.began_s, self.ends_s = number, now, now + seconds
+        self.number, self.seconds, self.began_s, self.ends_s = number, seconds, now, now + seconds
         self._most_bytes = most_bytes
         self.processes: list[TracedProcess] = []
         self.places: dict[Life, int] = {}
@@ -152,7 +152,7 @@ class Traces:
             number=trace.number,
             state="over" if trace.is_over(now) else "running",
             began_s=trace.began_s + self._unix_s,
-            seconds=trace.ends_s - trace.began_s,
+            seconds=trace.seconds,
             processes=trace.processes,
             bytes=trace.bytes,
             spans_refused=trace.spans_refused,

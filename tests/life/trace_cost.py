@@ -9,24 +9,28 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from random import Random
 
 from common.config import RouterConfig
 from common.ids import RequestId, pack_ids
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
 from simulation.plan import FleetPlan
-from simulation.planned_fleet import PlannedFleet
+from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
 
 PROMPT_TOKENS, ANSWER_TOKENS = 1_000, 200
 LONGEST_S = 600.0
 
 
 def serve(fleet: PlannedFleet, requests: int, name: str) -> float:
-    """CPU seconds of this process for so many requests at once."""
+    """CPU seconds of this process for so many requests at once, none of which finds its prompt in a cache."""
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-    prompt = pack_ids([20] * PROMPT_TOKENS)
+    random = Random(name)
+    prompts = [pack_ids([random.randrange(20, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)]) for _ in range(requests)]
     began_s = time.process_time()
-    clients = [fleet.ask(RequestSpec(RequestId(f"{name}-{number}"), 0, prompt, sampling)) for number in range(requests)]
+    clients = [
+        fleet.ask(RequestSpec(RequestId(f"{name}-{number}"), 0, prompt, sampling)) for number, prompt in enumerate(prompts)
+    ]
     while not all(client.ended for client in clients):
         fleet.run_for(1.0)
     spent_s = time.process_time() - began_s
