@@ -228,6 +228,7 @@ class RequestTable(Generic[R]):
         del self._open[request.key]
         self._over.set(request.key, now + MEMORY_S)
         self._memory.keep(request.key, request.emitted)
+        request.times.cached_tokens = request.cached_tokens
         self._left.append(Timeline(request.key, request.times))
         if request.decode is not None:
             self._decodes[request.key] = request.decode

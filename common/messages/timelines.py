@@ -29,6 +29,7 @@ class Times(msgspec.Struct, omit_defaults=True):
     handed_off_s: Annotated[float | None, Meta(description="Handoff was sent; on the decode instance: arrived.")] = None
     first_decode_s: Annotated[float | None, Meta(description="The first decode step returned, with the second token.")] = None
     ended_s: Annotated[float | None, Meta(description="The request was served no longer.")] = None
+    cached_tokens: Annotated[int, Meta(description="Of its prompt, found in the prefix cache of who computes the rest.")] = 0
     pages_had: Annotated[int | None, Meta(description="Pages that the decode instance had already.")] = None
     pages_pushed: Annotated[int | None, Meta(description="Pages that were pushed.")] = None
 

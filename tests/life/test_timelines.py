@@ -96,6 +96,19 @@ def test_a_prompt_that_waits_for_memory_queues_until_the_one_before_it_has_left(
     assert queued_s == behind.admitted_s - behind.accepted_s >= CHUNKS * CHUNK_S
 
 
+def test_what_the_prefix_cache_has_of_a_prompt_is_told_and_takes_no_time() -> None:
+    fleet = Fleet(size=SIZE)
+    fleet.run(fleet.submit("before", PROMPT, 2))
+    (attempt,) = ask(fleet, max_tokens=2).attempts
+    prefill, decode = times_of(attempt, "prefill"), times_of(attempt, "decode")
+    assert prefill.cached_tokens == decode.cached_tokens > 0
+    assert prefill.pages_had is not None and decode.pages_had == prefill.pages_had
+    assert prefill.pages_pushed == decode.pages_pushed == 6 - prefill.pages_had
+    assert prefill.first_chunk_s is not None and prefill.last_chunk_s is not None
+    computed_s = STEP_S + (len(PROMPT) - prefill.cached_tokens) * CHUNK_TOKEN_S
+    assert prefill.last_chunk_s - prefill.first_chunk_s == pytest.approx(computed_s, abs=TURN) and computed_s < CHUNK_S
+
+
 def test_where_one_instance_does_both_it_tells_of_prefill_and_decode_and_of_no_transfer() -> None:
     fleet = Fleet(prefill=0, size=SIZE)
     (told,) = ask(fleet, max_tokens=6).attempts[0].instances
