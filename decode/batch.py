@@ -32,6 +32,7 @@ class Batch:
         self._limit = np.zeros(rows, dtype=np.int32)
         self._prompt = np.zeros(rows, dtype=np.int32)
         self._room = np.zeros(rows, dtype=np.int32)
+        self._shared = np.zeros(rows, dtype=np.int32)
         self._stop_ids: dict[int, frozenset[int]] = {}
 
     @property
@@ -40,23 +41,24 @@ class Batch:
         return int(self.live.sum())
 
     def pages(self, answer: int, page_size: int) -> tuple[Int64Array, Int64Array]:
-        """For each live row the pages that it holds, and how many more it needs if its answer has so many tokens, as far as its
-        limit allows. A row that has sampled more goes on for another page. [rows] int64 each."""
+        """For each live row the pages of its own that it holds, and how many more it needs if its answer has so many tokens, as
+        far as its limit allows. A row that has sampled more goes on for another page. [rows] int64 each."""
         rows = np.flatnonzero(self.live)
         planned, limit, held = self._planned[rows], self._limit[rows], self._room[rows].astype(np.int64) // page_size
         length = np.minimum(limit, np.maximum(answer, planned.astype(np.int64) + page_size))
         fed = self._prompt[rows] + length - 1  # the last token of an answer is never fed back
-        return held, np.maximum(0, -(-fed // page_size) - held)
+        return held - self._shared[rows], np.maximum(0, -(-fed // page_size) - held)
 
-    def join(self, row: int, sampling: SamplingParams, prompt: int, room: int, *, sampled: int) -> None:
+    def join(self, row: int, sampling: SamplingParams, prompt: int, room: int, *, sampled: int, shared: int = 0) -> None:
         """A request takes the row; prompt and room in tokens. sampled: 1 when its first token is known, so that it decodes from
-        the next plan on; 0 while its KV is on its way or its prompt must be computed here first."""
+        the next plan on; 0 while its KV is on its way or its prompt must be computed here first. shared: how many of its pages
+        were in the prefix cache when it got them."""
         self._decoding[row] = sampled > 0
         self.live[row] = True
         self._heeds_eos[row] = not sampling.ignore_eos
         self.sampled[row] = self._planned[row] = sampled
         self._limit[row] = sampling.max_new_tokens
-        self._prompt[row], self._room[row] = prompt, room
+        self._prompt[row], self._room[row], self._shared[row] = prompt, room, shared
         self._stop_ids.pop(row, None)
         if sampling.stop_token_ids:
             self._stop_ids[row] = frozenset(sampling.stop_token_ids)

@@ -14,6 +14,9 @@ final lengths (the Past-Future scheduler of LightLLM, Gong et al. 2025). Sort th
 first. When request k ends, those before it are still there, and each has grown by about still[k]:
 
     peak = max over k of (held[0] + ... + held[k] + (k + 1) * still[k])
+
+Pages that a request found in the prefix cache do not count as its own: others may hold them when it ends. They are taken from
+what is available, if nobody held them before.
 """
 
 import math
@@ -57,12 +60,12 @@ class AnswerLength:
 
 
 class Forecast:
-    """Whether another request fits beside those that run. answer: expected tokens. held, still: [requests] int64, pages that each
-    has and will need more. free_pages: of the pool."""
+    """Whether another request fits beside those that run. answer: expected tokens. held, still: [requests] int64, pages of its
+    own that each has, and pages that it will need more. available_pages: of the pool."""
 
-    def __init__(self, answer: int, page_size: int, held: Int64Array, still: Int64Array, free_pages: int) -> None:
+    def __init__(self, answer: int, page_size: int, held: Int64Array, still: Int64Array, available_pages: int) -> None:
         self._answer, self._page_size = max(answer, page_size), page_size
-        self._pages = free_pages + int(held.sum())
+        self._pages = available_pages + int(held.sum())
         self._refused = math.inf, math.inf
         """Pages and growth of the last one for which there was no room: many that wait are alike."""
         order = np.argsort(-still, kind="stable")
@@ -72,12 +75,13 @@ class Forecast:
     def running(self) -> int:
         return len(self._held)
 
-    def admits(self, pages: int, prompt: int, limit: int) -> bool:
-        """Whether everybody finds room with it; then it is in the forecast. pages: that it gets now. prompt, limit: tokens.
+    def admits(self, pages: int, prompt: int, limit: int, hit: int = 0, unheld: int = 0) -> bool:
+        """Whether everybody finds room with it; then it is in the forecast. pages: of its own that it gets now. hit: pages that
+        it finds in the prefix cache. unheld: so many of these nobody holds. prompt, limit: tokens.
 
         Alone a request is always admitted: the pool holds the longest answer of any.
         """
-        still = max(0, -(-(prompt + min(limit, self._answer) - 1) // self._page_size) - pages)
+        still = max(0, -(-(prompt + min(limit, self._answer) - 1) // self._page_size) - pages - hit)
         if pages >= self._refused[0] and still >= self._refused[1]:
             return False  # the peak only rises with either, and with everybody admitted since
         place = int(np.searchsorted(self._rising, -still, side="right"))
@@ -86,9 +90,11 @@ class Forecast:
             peak = max(peak, int(self._before[place - 1]))
         if place < self.running:
             peak = max(peak, int(self._behind[place]) + pages)
-        if self.running and peak > self._pages:
-            self._refused = pages, still
+        if self.running and peak + unheld > self._pages:
+            if not unheld:
+                self._refused = pages, still
             return False
+        self._pages -= unheld
         self._arrange(np.insert(self._held, place, pages), np.insert(self._still, place, still))
         return True
 
@@ -110,11 +116,11 @@ class Growth:
         self._page_size = page_size
         self._lengths = AnswerLength(first_answer)
 
-    def forecast(self, free_pages: int) -> Forecast:
+    def forecast(self, available_pages: int) -> Forecast:
         """Costs a few array operations, however many run; made only when somebody waits."""
         answer = self._lengths.of(self._batch.running)
         held, still = self._batch.pages(answer, self._page_size)
-        return Forecast(answer, self._page_size, held, still, free_pages)
+        return Forecast(answer, self._page_size, held, still, available_pages)
 
     def ended(self, row: int, *, stopped: bool) -> None:
         """The answer of a row is over. stopped: by itself; otherwise it reached its limit, or was preempted."""

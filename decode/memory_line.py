@@ -1,7 +1,7 @@
 """Who gets decode memory next: a request is admitted when its pages and a row are free together.
 
-Owns the order of admission. Knows the waiting line, the page pool and the rows. Does not know whether a request is a reservation
-or is computed here.
+Owns the order of admission. Knows the waiting line, the page pool with its cache, and the rows. Does not know whether a request
+is a reservation or is computed here.
 
 The most urgent is first (`common.instance.waiting_line`), but a request that fits may pass one that does not. Once a request has
 waited PATIENCE_S, nobody passes it any more who is not more urgent. A reservation that does not wait is admitted at
@@ -14,11 +14,8 @@ from dataclasses import dataclass
 
 from common.deadlines import DeadlineWheel, earliest
 from common.ids import Key
-from common.instance.rows import Rows
 from common.instance.waiting_line import Rank, WaitingLine
-from common.pages.pool import PagePool
-from decode.growth import Growth
-from decode.requests import DecodeRequest
+from decode.requests import DecodeRequest, DecodeRequests
 
 PATIENCE_S = 2.0
 WAITS_S = 1.0
@@ -79,24 +76,27 @@ def has_waited_long(request: DecodeRequest, now: float) -> bool:
     return request.waits and now - request.waits_since_s >= PATIENCE_S
 
 
-def admit(
-    waiting: WaitingLine[DecodeRequest], rounds: Rounds, pool: PagePool, rows: Rows, growth: Growth, now: float
-) -> list[DecodeRequest]:
-    """The requests whose turn it is and that fit: each has left the line, and holds its pages and a row."""
+def admit(requests: DecodeRequests, rounds: Rounds, now: float) -> list[DecodeRequest]:
+    """The requests whose turn it is and that fit: each has left the line, and holds its pages and a row. The pages that others
+    hold already take no room."""
+    waiting, pool, rows = requests.table.waiting, requests.pool, requests.rows
     admitted: list[DecodeRequest] = []
     if not len(waiting) or rows.free_count == 0:
         return admitted
-    forecast = growth.forecast(pool.available_pages)
+    forecast = requests.growth.forecast(pool.available_pages)
     looks = LOOKED_AT
     for request in waiting:
         if rows.free_count == 0 or pool.available_pages <= forecast.running or looks == 0 or rounds.is_away_before(request):
             break
         if request.waits_for_grammar:
             continue
-        fits = request.pages + forecast.running <= pool.available_pages
-        if fits and forecast.admits(request.pages, len(request.prompt), request.asked.sampling.max_new_tokens):
+        hit = requests.look_up(request)
+        own, unheld = request.pages - len(hit), hit.unheld
+        fits = own + unheld + forecast.running <= pool.available_pages
+        limit = request.asked.sampling.max_new_tokens
+        if fits and forecast.admits(own, len(request.prompt), limit, len(hit), unheld):
             waiting.leave(request.key)
-            request.lease, request.row = pool.lease(request.pages), rows.take()
+            request.lease, request.row = pool.lease(request.pages, hit), rows.take()
             assert request.lease is not None
             admitted.append(request)
             continue

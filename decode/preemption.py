@@ -23,5 +23,5 @@ def choose_victims(holders: Iterable[DecodeRequest], lacking: Sequence[DecodeReq
             break
         assert request.lease is not None
         victims.append(request)
-        missing -= len(request.lease) + (request in lacking)
+        missing -= request.lease.unshared + (request in lacking)
     return victims

@@ -10,7 +10,7 @@ from itertools import chain
 
 from common.engine.executor import EngineDescription
 from common.engine.plan import RowStart
-from common.ids import Key, Life
+from common.ids import Key, Life, pack_ids
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, Send
 from common.instance.prompts import PromptProgress
@@ -19,6 +19,7 @@ from common.instance.requests import RequestTable
 from common.instance.rows import Rows
 from common.messages import Decline, Ending, Failed, Generate, InstanceInfo, Reserve
 from common.pages.pool import PagePool
+from common.pages.radix_cache import NO_HIT, Hit
 from decode.batch import Batch
 from decode.growth import Growth
 from kv_transfer.handoff_target import HandoffTarget
@@ -32,10 +33,12 @@ class DecodeRequest(Request):
 
     row: its place in the batch, once admitted. untold: how it ended while its writer was to tell the client; if the writer has
     handed off instead, we must. settles: its pages wait until what has arrived for them is in memory.
-    landed: its first token, when its KV is here but its grammar is not ready yet.
+    landed: its first token, when its KV is here but its grammar is not ready yet. hit: the pages of its prompt that
+    were in the prefix cache when it was last looked at in the line; then those that it got.
     """
 
     row: int | None = None
+    hit: Hit = NO_HIT
     untold: Failed | None = None
     settles: bool = False
     landed: int | None = None
@@ -72,15 +75,28 @@ class DecodeRequests:
         self.leaving: dict[Key, DecodeRequest] = {}
         """Those whose row is free again, while a writer may still write their pages. A row is scarcer than pages: many writers
         that do not let go must not keep everybody out."""
+        self.asked_tokens = self.hit_tokens = 0
+        """Tokens of the prompts that are computed here, and those of them that were cached."""
         self.computing: dict[int, PromptProgress] = {}
         self.starts: list[RowStart] = []
+
+    def look_up(self, request: DecodeRequest) -> Hit:
+        """The pages of its prompt that are in the prefix cache. If the prompt is computed here, its last token always is, because
+        the answer's first token comes from there; and so are all tokens if something of each is asked for."""
+        tokens, sampling = len(request.prompt), request.asked.sampling
+        if request.peer is None:
+            asks_of_all = sampling.prompt_logprobs is not None or sampling.pooling is not None
+            tokens = 0 if asks_of_all else tokens - 1
+        request.hit = self.pool.cache.match(request.keys, tokens // self._page_size, request.hit)
+        return request.hit
 
     def hold(self, request: DecodeRequest, sampled: int = 0) -> None:
         """The request has its pages and its row. sampled: see `Batch.join`."""
         assert request.row is not None and request.lease is not None
         self.by_row[request.row] = request
         room = len(request.lease) * self._page_size
-        self.batch.join(request.row, request.asked.sampling, len(request.prompt), room, sampled=sampled)
+        shared, sampling = len(request.hit), request.asked.sampling
+        self.batch.join(request.row, sampling, len(request.prompt), room, sampled=sampled, shared=shared)
 
     def start(self, request: DecodeRequest, sampled: int, length: int = 0, last_token: int | None = None) -> None:
         """The request is in the batch from the next plan on. sampled: see `Batch.join`. length, last_token: see `RowStart`."""
@@ -88,9 +104,34 @@ class DecodeRequests:
         self.hold(request, sampled)
         self.starts.append(request.row_start(request.row, length, last_token))
 
+    def published(self, request: DecodeRequest, tokens: int) -> None:
+        """The KV of its first `tokens` tokens is final: whoever begins with the same may share their whole pages."""
+        assert request.lease is not None
+        request.lease.publish(request.keys, tokens // self._page_size)
+
+    def _publish_rest(self, request: DecodeRequest) -> None:
+        """No step writes its KV any more. What it sampled last was never fed back, so that has no KV."""
+        sampled, progress = int(self.batch.sampled[request.row]), request.progress
+        if not sampled:
+            self.published(request, 0 if progress is None else progress.computed)
+        elif len(request.token_ids) == sampled:
+            request.keys.extend(pack_ids(request.token_ids[:-1]))
+            self.published(request, len(request.prompt) + sampled - 1)
+
     def holders(self) -> Iterable[DecodeRequest]:
         """All that hold pages, also those that have ended."""
         return chain(self.by_row.values(), self.leaving.values())
+
+    def compute(self, request: DecodeRequest) -> None:
+        """It has pages and a row: its prompt is computed here, from behind its hit on."""
+        assert request.row is not None
+        have_tokens = request.cached_tokens = len(request.hit) * self._page_size
+        self.asked_tokens += len(request.prompt)
+        self.hit_tokens += have_tokens
+        progress = PromptProgress(request.row, request.prompt, launched=have_tokens, computed=have_tokens)
+        request.phase, request.progress = Phase.COMPUTING, progress
+        self.computing[request.row] = progress
+        self.start(request, sampled=0, length=have_tokens)
 
     def decode(self, request: DecodeRequest, first_token: int) -> None:
         """Its KV is here: it decodes from the next plan on, or when its grammar is ready."""
@@ -137,6 +178,7 @@ class DecodeRequests:
         if request.row is not None:
             if self.rows.in_flight[request.row]:
                 return
+            self._publish_rest(request)
             del self.by_row[request.row]
             self.rows.give_back(request.row)
             self.starts = [start for start in self.starts if start.row != request.row]

@@ -64,8 +64,9 @@ class Reservations:
         if not self._target.hears(writer):
             return self._requests.end(request, Failed.of(Unavailable(f"{writer.id} fell silent")), now)
         request.phase, request.times.granted_s = Phase.RESERVED, now
-        prompt_pages = self._engine.layout.pages_for(len(request.prompt))
-        return [self._target.grant(request.key, writer, request.lease, prompt_pages, request.asked.sent_s)]
+        layout, sent_s = self._engine.layout, request.asked.sent_s
+        pages, have_tokens = layout.pages_for(len(request.prompt)), len(request.hit) * layout.page_size
+        return [self._target.grant(request.key, writer, request.lease, pages, sent_s, have_tokens)]
 
     def land(self, sender: InstanceId, handoff: Handoff, now: float) -> list[Action]:
         """The KV is here: the request joins the next step."""
@@ -86,6 +87,7 @@ class Reservations:
         self.handoffs += 1
         self.pages_received += handoff.pushed_pages
         self.bytes_received += handoff.pushed_bytes
+        self._requests.published(request, len(request.prompt))
         if request.phase is Phase.ENDED:
             told: list[Action] = [] if request.untold is None else [self._requests.table.tell(request, request.untold)]
             self._requests.release(request, now)

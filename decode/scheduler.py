@@ -41,7 +41,7 @@ from common.instance.ports import (
     RouterLost,
     Settled,
 )
-from common.instance.prompts import PromptProgress, next_chunks
+from common.instance.prompts import next_chunks
 from common.instance.request import Phase
 from common.messages import (
     Cancel,
@@ -61,7 +61,7 @@ from common.messages import (
     TokenDelta,
     Withdraw,
 )
-from common.pages.pool import PagePool
+from common.pages.pool import PagePool, count_pages
 from decode.memory_line import Rounds, admit
 from decode.preemption import choose_victims
 from decode.requests import DecodeRequest, DecodeRequests, decline
@@ -180,6 +180,7 @@ class DecodeScheduler:
             request = requests.by_row[chunk.row]
             assert request.progress is not None
             request.progress.complete(len(chunk.token_ids))
+            requests.published(request, request.progress.computed)
             self._table.prompt_tokens += len(chunk.token_ids)
             if chunk.last and request.phase is not Phase.ENDED:
                 request.times.last_chunk_s = now
@@ -222,17 +223,14 @@ class DecodeScheduler:
     def decide(self, now: float) -> Decision:
         requests = self._requests
         actions, grown = self._grow(now)
-        for request in admit(self._table.waiting, self._rounds, requests.pool, requests.rows, requests.growth, now):
-            assert request.row is not None
+        for request in admit(requests, self._rounds, now):
             requests.hold(request)
             request.times.admitted_s = now
             if request.peer is not None:
                 self._rounds.admitted(request.key)
                 actions += self._reservations.grant(request, request.peer, now)
             else:
-                request.phase, request.progress = Phase.COMPUTING, PromptProgress(request.row, request.prompt)
-                requests.computing[request.row] = request.progress
-                requests.start(request, sampled=0)
+                requests.compute(request)
         actions += self._decline_what_does_not_wait(now)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
@@ -269,7 +267,7 @@ class DecodeScheduler:
     def report(self) -> Report:
         waiting, by_row, counts = self._table.waiting, self._requests.by_row, self._reservations
         running = [request for request in by_row.values() if request.phase is not Phase.ENDED]
-        stuck = (request.lease for request in self._requests.holders() if self._target.is_stuck(request.key, self._now))
+        stuck = [r.lease for r in self._requests.holders() if r.lease is not None and self._target.is_stuck(r.key, self._now)]
         load = Load(
             waiting_requests=len(waiting),
             running_requests=len(running),
@@ -278,7 +276,8 @@ class DecodeScheduler:
             pages_free=self.pool.available_pages,
             pages_total=self.pool.total_pages,
             reservations=len(self._target.open),
-            pages_quarantined=sum(len(lease) for lease in stuck if lease is not None),
+            pages_quarantined=count_pages(stuck),
+            pages_cached=self.pool.cached_pages,
         )
         shared = self._table.counters()
         counters = msgspec.structs.replace(
@@ -289,6 +288,9 @@ class DecodeScheduler:
             handoffs_lost=counts.handoffs_lost,
             pages_corrupt=counts.pages_corrupt,
             preemptions=self._preemptions,
+            prompt_tokens_asked=self._requests.asked_tokens,
+            prompt_tokens_hit=self._requests.hit_tokens,
+            pages_evicted=self.pool.cache.evicted,
             messages_stale=shared.messages_stale + self._target.stale,
         )
         return Report(load, counters, self._table.drained)
@@ -328,7 +330,7 @@ class DecodeScheduler:
         actions: list[Action] = []
         lacking = self._extend(sorted((by_row[row] for row in short.tolist()), key=lambda r: r.rank), grown)
         if lacking:
-            coming = sum(len(r.lease) for r in self._requests.holders() if r.lease is not None and self._comes_home(r, now))
+            coming = sum(r.lease.unshared for r in self._requests.holders() if r.lease is not None and self._comes_home(r, now))
             holders = [r for r in by_row.values() if r.phase is not Phase.ENDED]
             for victim in choose_victims(holders, lacking, coming):
                 self._preemptions += 1

@@ -89,8 +89,9 @@ class HandoffTarget:
         """Whether the writer has been heard lately. Only then may it be granted anything."""
         return writer in self._heard
 
-    def grant(self, key: Key, writer: Life, lease: PageLease, prompt_pages: int, asked_s: float) -> Send:
-        """Open a reservation over `lease` and tell the writer, which was heard before, where to write."""
+    def grant(self, key: Key, writer: Life, lease: PageLease, prompt_pages: int, asked_s: float, have_tokens: int = 0) -> Send:
+        """Open a reservation over `lease` and tell the writer, which was heard before, where to write. have_tokens: see
+        `Grant`."""
         assert key not in self.open, f"{key} is reserved twice"
         assert prompt_pages <= len(lease)
         self._generations += 1
@@ -100,10 +101,11 @@ class HandoffTarget:
             pages=pack_ids(lease.pages[:prompt_pages]),
             sent_s=self._heard[writer].sent_s,
             write_lease_s=WRITE_LEASE_S,
+            have_tokens=have_tokens,
             incarnation=self._incarnation,
             writer=writer.incarnation,
         )
-        self.open[key] = Reservation(key, writer, grant, lease, prompt_pages, asked_s)
+        self.open[key] = Reservation(key, writer, grant, lease, prompt_pages, asked_s, have_tokens)
         return Send(writer.id, grant)
 
     def land(self, sender: InstanceId, handoff: Handoff) -> Reservation | None:

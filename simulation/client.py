@@ -22,6 +22,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
+    cached_tokens: int = 0
 
 
 class Client:
@@ -46,6 +47,7 @@ class Client:
             answer.text += delta.text
             answer.logprobs += delta.logprobs
             answer.prompt_logprobs += delta.prompt_logprobs
+            answer.cached_tokens += delta.cached_tokens
             if delta.ending is not None:
                 answer.endings.append(delta.ending)
         return self._answers

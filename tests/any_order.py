@@ -36,8 +36,8 @@ class AnyOrderMachine(RuleBasedStateMachine):
         self.in_flight: list[Plan] = []
         self.pages: dict[int, list[int]] = {}
         """Of each row: what its RowStart and growth have named."""
-        self.finished: dict[int, int] = {}
-        """Of each row: how many of its first pages hold final KV, which others may read too."""
+        self.length: dict[int, int] = {}
+        """Of each row: how many tokens have KV that no step writes any more. Others may read their whole pages too."""
         self.endings: Counter[str] = Counter()
 
     # --- what a role adds ------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class AnyOrderMachine(RuleBasedStateMachine):
             return False
         for start in plan.starts:
             self.pages[start.row] = start.pages.tolist()
-            self.finished[start.row] = start.length // LAYOUT.page_size
+            self.length[start.row] = start.length
         for row, page in zip(plan.grown_rows.tolist(), plan.grown_pages.tolist(), strict=True):
             self.pages[row].append(page)
         self.in_flight.append(plan)
@@ -120,17 +120,19 @@ class AnyOrderMachine(RuleBasedStateMachine):
             if not self.in_flight:
                 return
             plan = self.in_flight.pop(0)
+            self.length.update((chunk.row, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks)
+            self.length.update((row, self.length[row] + 1) for row in plan.decode_rows.tolist())
             self.do(self.made.step_done(result(plan, [token] * len(plan.sampled_rows)), self.now))
             self.turn()
             self.a_page_is_in_one_hand()
 
     def computed_pages(self) -> list[int]:
         """Those that the steps in flight may write."""
-        return [page for row in self._rows() for page in self.pages[row][self.finished[row] :]]
+        return [page for row in self._rows() for page in self.pages[row][self.length[row] // LAYOUT.page_size :]]
 
     def finished_pages(self) -> set[int]:
         """Those that the steps in flight only read."""
-        return {page for row in self._rows() for page in self.pages[row][: self.finished[row]]}
+        return {page for row in self._rows() for page in self.pages[row][: self.length[row] // LAYOUT.page_size]}
 
     def _rows(self) -> set[int]:
         return {row for plan in self.in_flight for row in plan.rows.tolist()}

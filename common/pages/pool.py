@@ -11,6 +11,7 @@ where cached are those in the cache that no lease holds. A lease's first pages a
     p0         p1             p2         p3           p4       page ids in token order
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 import numpy as np
@@ -44,6 +45,13 @@ class PageLease:
         some of them. [pages] int32. Raises RuntimeError once the lease is closed."""
         return np.concatenate([self.pages[self._own()], np.array([cached.page for cached in self._cached], dtype=np.int32)])
 
+    @property
+    def unshared(self) -> int:
+        """How many pages others may have when it is closed: those that no other lease holds. Who holds a cached page holds all
+        before it, so they are the last ones."""
+        cached = self._cached
+        return int(self._own().sum()) + len(cached) - bisect_left(cached, True, key=lambda each: each.leases == 1)
+
     def __len__(self) -> int:
         return len(self._pages)
 
@@ -69,7 +77,8 @@ class PageLease:
         """
         if not self._open:
             raise RuntimeError("a closed lease has no pages")
-        if self._epoch != self._pool.cache.epoch:
+        cache = self._pool.cache
+        if not cache.enabled or self._epoch != cache.epoch:
             return
         begin, skipped = len(self._cached), self._given_back
         assert begin >= skipped or begin >= upto_pages, "a page that was given back may hold anything"

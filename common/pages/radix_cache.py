@@ -13,11 +13,11 @@ pages behind all others, the deepest first. A page always stands before the one 
 least recently used one that no other cached page follows.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
 from typing import NamedTuple
 
 DIGEST_BYTES = 16
@@ -85,12 +85,10 @@ class Hit:
     @property
     def unheld(self) -> int:
         """How many of them nobody holds: they are the last ones."""
-        count = 0
-        for cached in reversed(self.pages):
-            if cached.leases:
-                break
-            count += 1
-        return count
+        return len(self.pages) - bisect_left(self.pages, True, key=lambda cached: cached.leases == 0)
+
+
+NO_HIT = Hit()
 
 
 class RadixCache:
@@ -98,24 +96,27 @@ class RadixCache:
     which they are given up. epoch: how often it was flushed. evicted: pages given up for other requests so far."""
 
     def __init__(self, enabled: bool = True) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._index: dict[bytes, CachedPage] = {}
         self.unheld: OrderedDict[bytes, CachedPage] = OrderedDict()
         self.epoch = self.evicted = 0
 
-    def match(self, keys: PageKeys, most_pages: int) -> Hit:
-        """The cached pages that these begin with, at most `most_pages`. Changes nothing."""
-        if not self._enabled:
-            return Hit()
+    def match(self, keys: PageKeys, most_pages: int, known: Hit = NO_HIT) -> Hit:
+        """The cached pages that these begin with, at most `most_pages`. known: what an earlier call has returned for the same:
+        only what comes behind it is looked up. Changes nothing."""
+        if not self.enabled:
+            return NO_HIT
         found: list[CachedPage] = []
-        before: CachedPage | None = None
-        for key in islice(keys.pages, most_pages):
-            cached = self._index.get(key.digest)
-            if cached is None or not _is(cached, key, before):
+        if not known.pages or not known.pages[-1].is_indexed:
+            known = NO_HIT
+        before, pages = known.pages[-1] if known.pages else None, keys.pages
+        for at in range(len(known), min(most_pages, len(pages))):
+            cached = self._index.get(pages[at].digest)
+            if cached is None or not _is(cached, pages[at], before):
                 break
             found.append(cached)
             before = cached
-        return Hit(tuple(found))
+        return Hit((*known.pages, *found)) if found else known
 
     # --- for the pool ------------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class RadixCache:
 
     def insert(self, key: PageKey, before: CachedPage | None, page: int) -> CachedPage | None:
         """Find the page of this key, or let `page` be it, held by one lease. None: it cannot be cached."""
-        if not self._enabled:
+        if not self.enabled:
             return None
         cached = self._index.get(key.digest)
         if cached is None:

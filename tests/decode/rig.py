@@ -60,7 +60,7 @@ def renew(sent_s: float, *claims: tuple[str, int], incarnation: Incarnation = WR
 
 
 def handoff(grant: Grant, first_token: int = 50, digests: bytes = b"") -> Handoff:
-    pages = len(unpack_ids(grant.pages))
+    pages = len(unpack_ids(grant.pages)) - grant.have_tokens // LAYOUT.page_size
     return Handoff(
         key=grant.key,
         generation=grant.generation,

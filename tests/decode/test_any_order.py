@@ -1,7 +1,8 @@
 """The decode scheduler under messages in any order: whatever a peer says, and whenever, nothing raises and nothing is lost.
 
-The model is who may write where. A page that a writer may write, or a step in flight, is in no other hands; a request ends at
-most once here; and when every writer has let go and every step has returned, every page is home.
+The model is who may write where. A page that a writer may write, or a step in flight, is in no other hands, and nobody reads it
+as KV that is final; a request ends at most once here; and when every writer has let go and every step has returned, every page is
+home. Requests of one salt hit each other's pages.
 """
 
 from dataclasses import dataclass
@@ -13,15 +14,16 @@ from msgspec.structs import replace
 from common.errors import NoRoom
 from common.ids import ROUTER, Generation, InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
-from common.messages import Claim, Decline, Grant, Renew, Renewed, Reserve, Terms, Withdraw
+from common.messages import Claim, Decline, FlushCache, Grant, Renew, Renewed, Reserve, Terms, Withdraw
 from kv_transfer.write_lease import OVERRUN_S, WRITE_LEASE_S
-from tests.any_order import AGES_S, SECONDS, SETTINGS, AnyOrderMachine
-from tests.builders import instance, key
+from tests.any_order import AGES_S, SECONDS, SELDOM, SETTINGS, AnyOrderMachine
+from tests.builders import LAYOUT, instance, key
 from tests.decode.rig import WRITERS_LIFE, handoff, renew, reserve, scheduler
 from tests.schedulers import drain, generate, meet
 
 TOTAL_PAGES = 7
 TOKENS = st.integers(1, 9)
+SALTS = st.sampled_from([None, "", "other"])
 WRITERS = st.sampled_from([InstanceId("p"), InstanceId("q")])
 
 
@@ -68,10 +70,12 @@ class AnyOrder(AnyOrderMachine):
 
     # --- what peers say --------------------------------------------------------------------------------------------------
 
-    @rule(tokens=TOKENS, answer=st.integers(2, 18), age_s=AGES_S, writer=WRITERS, priority=st.integers(0, 1), waits=st.booleans())
-    def a_reserve(self, tokens: int, answer: int, age_s: float, writer: InstanceId, priority: int, waits: bool) -> None:
-        terms = Terms(priority=priority, age_s=age_s)
-        asked = reserve(f"r{len(self.asked)}", tokens, answer, sent_s=self.now - age_s, terms=terms, waits=waits)
+    @rule(data=st.data(), tokens=TOKENS, answer=st.integers(2, 18), age_s=AGES_S, writer=WRITERS, waits=st.booleans(), salt=SALTS)
+    def a_reserve(
+        self, data: st.DataObject, tokens: int, answer: int, age_s: float, writer: InstanceId, waits: bool, salt: str | None
+    ) -> None:
+        terms = Terms(priority=data.draw(st.integers(0, 1)), age_s=age_s)
+        asked = reserve(f"r{len(self.asked)}", tokens, answer, sent_s=self.now - age_s, terms=terms, waits=waits, salt=salt)
         self.ask(writer, asked)
 
     @precondition(lambda self: self.declined)
@@ -82,9 +86,14 @@ class AnyOrder(AnyOrderMachine):
         self.asked[name] = (self.now, writer, asked)
         self.hear(writer, replace(asked, waits=True, sent_s=self.now))
 
-    @rule(tokens=TOKENS, answer=st.integers(1, 18), age_s=AGES_S)
-    def a_generate(self, tokens: int, answer: int, age_s: float) -> None:
-        self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, terms=Terms(age_s=age_s)))
+    @rule(tokens=TOKENS, answer=st.integers(1, 18), age_s=AGES_S, salt=SALTS)
+    def a_generate(self, tokens: int, answer: int, age_s: float, salt: str | None) -> None:
+        self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, terms=Terms(age_s=age_s), salt=salt))
+
+    @rule(is_flushed=SELDOM)
+    def a_flush(self, is_flushed: bool) -> None:
+        if is_flushed:
+            self.hear(ROUTER, FlushCache())
 
     @rule(data=st.data(), age_s=AGES_S, writer=WRITERS, moves=st.booleans())
     def a_move(self, data: st.DataObject, age_s: float, writer: InstanceId, moves: bool) -> None:
@@ -147,10 +156,15 @@ class AnyOrder(AnyOrderMachine):
 
     @invariant()
     def a_page_is_in_one_hand(self) -> None:
-        written = [page for writing in self.writing.values() for page in unpack_ids(writing.grant.pages).tolist()]
-        written += self.computed_pages()
+        written, finished = self.computed_pages(), self.finished_pages()
+        for writing in self.writing.values():
+            pages, have = unpack_ids(writing.grant.pages).tolist(), writing.grant.have_tokens // LAYOUT.page_size
+            written += pages[have:]
+            finished.update(pages[:have])
         assert len(written) == len(set(written)), "two write the same page"
-        assert self.made.report().load.pages_free + len(written) <= TOTAL_PAGES, "a page that may be written is in the pool"
+        assert not finished.intersection(written), "somebody writes a page whose KV others read"
+        in_hands = len(written) + len(finished)
+        assert self.made.report().load.pages_free + in_hands <= TOTAL_PAGES, "a page that somebody uses is in the pool"
 
     def teardown(self) -> None:
         """The calm: whoever can let go does, and then everything is home."""

@@ -42,14 +42,15 @@ class Running:
             for grown in range(max(self.still) + 1)
         )
 
-    def admits(self, pages: int, prompt: int, limit: int) -> bool:
-        """Whether one more fits; then it runs. Its last token is never fed back, so it needs no room."""
+    def admits(self, pages: int, prompt: int, limit: int, hit: int, unheld: int) -> bool:
+        """Whether one more fits; then it runs. Its last token is never fed back, so it needs no room. The pages that it finds are
+        not its own: those that nobody held are taken for good."""
         tokens = prompt + min(limit, max(PAGE_SIZE, self.answer)) - 1
         needed = math.ceil(tokens / PAGE_SIZE)
-        beside = Running(self.answer, self.room, [*self.held, pages], [*self.still, max(0, needed - pages)])
-        if self.held and beside.peak() > self.room:
+        beside = Running(self.answer, self.room - unheld, [*self.held, pages], [*self.still, max(0, needed - pages - hit)])
+        if self.held and beside.peak() > beside.room:
             return False
-        self.held, self.still = beside.held, beside.still
+        self.room, self.held, self.still = beside.room, beside.held, beside.still
         return True
 
 
@@ -64,8 +65,9 @@ def test_a_request_is_admitted_when_the_peak_over_all_ends_fits(seed: int) -> No
     forecast = Forecast(plain.answer, PAGE_SIZE, int64(plain.held), int64(plain.still), plain.room - sum(plain.held))
     for _ in range(10):
         prompt, limit = random.randint(1, 24), random.randint(1, 40)
-        pages = math.ceil(prompt / PAGE_SIZE)
-        assert forecast.admits(pages, prompt, limit) == plain.admits(pages, prompt, limit)
+        hit = random.randint(0, prompt // PAGE_SIZE)
+        asked = math.ceil(prompt / PAGE_SIZE) - hit, prompt, limit, hit, random.randint(0, hit)
+        assert forecast.admits(*asked) == plain.admits(*asked)
         assert forecast.running == len(plain.held)
 
 
@@ -94,14 +96,14 @@ def test_the_forecast_is_all_tokens_over_all_that_stopped_with_the_latest_weighi
 
 def test_a_running_request_needs_what_the_forecast_leaves_and_another_page_once_it_is_longer() -> None:
     batch = Batch(4, [EOS])
-    for row, (prompt, limit, sampled) in enumerate([(5, 100, 1), (5, 8, 1), (5, 100, 1), (5, 17, 1)]):
-        batch.join(row, sampling(limit), prompt, room=8, sampled=sampled)
+    for row, (prompt, limit, shared) in enumerate([(5, 100, 0), (5, 8, 1), (5, 100, 0), (5, 17, 1)]):
+        batch.join(row, sampling(limit), prompt, room=8, sampled=1, shared=shared)
     for row in (2, 3):
         batch.grew(row, 20)
         for _ in range(15):
             batch._planned[row] += 1  # 16 of its answer
     held, still = batch.pages(12, PAGE_SIZE)
-    assert held.tolist() == [2, 2, 5, 5]
+    assert held.tolist() == [2, 1, 5, 4], "of its own"
     fed = [5 + 12 - 1, 5 + 8 - 1, 5 + 16 + PAGE_SIZE - 1, 5 + 17 - 1]
     assert still.tolist() == [math.ceil(tokens / PAGE_SIZE) - pages for tokens, pages in zip(fed, [2, 2, 5, 5], strict=True)]
 
