@@ -7,7 +7,7 @@ The most urgent is first (`common.instance.waiting_line`), but a request that fi
 waited PATIENCE_S, nobody passes it any more who is not more urgent. A reservation that does not wait is admitted at
 once or leaves the line. One that waits leaves it after `WAITS_S`, so that its writer finds room that came elsewhere. Going round
 costs it nothing here: what counts is since when it asks for room, and while it is away its place is kept (`Rounds`). Requests
-whose grammar is not ready are passed by all.
+whose grammar is not ready, or the beginning of whose prompt is being computed for another one, are passed by all.
 """
 
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def admit(requests: DecodeRequests, rounds: Rounds, now: float) -> list[DecodeRe
     for request in waiting:
         if rows.free_count == 0 or pool.available_pages <= forecast.running or looks == 0 or rounds.is_away_before(request):
             break
-        if request.waits_for_grammar:
+        if request.waits_for_grammar or (request.peer is None and requests.prompts.is_promised(request)):
             continue
         hit = requests.look_up(request)
         own, unheld = request.pages - len(hit), hit.unheld
@@ -98,6 +98,8 @@ def admit(requests: DecodeRequests, rounds: Rounds, now: float) -> list[DecodeRe
             waiting.leave(request.key)
             request.lease, request.row = pool.lease(request.pages, hit), rows.take()
             assert request.lease is not None
+            if request.peer is None:
+                requests.prompts.begin(request)
             admitted.append(request)
             continue
         looks -= 1

@@ -13,13 +13,14 @@ from common.engine.plan import RowStart
 from common.ids import Key, Life, pack_ids
 from common.instance.limits import InstanceLimits
 from common.instance.ports import Action, Send
+from common.instance.prompt_cache import PromptCache
 from common.instance.prompts import PromptProgress
 from common.instance.request import Phase, Request
 from common.instance.requests import RequestTable
 from common.instance.rows import Rows
 from common.messages import Decline, Ending, Failed, Generate, InstanceInfo, Reserve
 from common.pages.pool import PagePool
-from common.pages.radix_cache import NO_HIT, Hit
+from common.pages.radix_cache import Hit
 from decode.batch import Batch
 from decode.growth import Growth
 from kv_transfer.handoff_target import HandoffTarget
@@ -33,12 +34,10 @@ class DecodeRequest(Request):
 
     row: its place in the batch, once admitted. untold: how it ended while its writer was to tell the client; if the writer has
     handed off instead, we must. settles: its pages wait until what has arrived for them is in memory.
-    landed: its first token, when its KV is here but its grammar is not ready yet. hit: the pages of its prompt that
-    were in the prefix cache when it was last looked at in the line; then those that it got.
+    landed: its first token, when its KV is here but its grammar is not ready yet.
     """
 
     row: int | None = None
-    hit: Hit = NO_HIT
     untold: Failed | None = None
     settles: bool = False
     landed: int | None = None
@@ -67,6 +66,7 @@ class DecodeRequests:
         self._page_size = engine.layout.page_size
         self.table = RequestTable(DecodeRequest, me, engine, limits)
         self.pool = PagePool(engine.total_pages, limits.prefix_cache)
+        self.prompts = PromptCache(self.pool, self._page_size)
         self.rows = Rows(engine.max_rows)
         self.batch = Batch(engine.max_rows, engine.eos_token_ids)
         self.growth = Growth(self.batch, self._page_size, limits.answer_tokens)
@@ -75,19 +75,14 @@ class DecodeRequests:
         self.leaving: dict[Key, DecodeRequest] = {}
         """Those whose row is free again, while a writer may still write their pages. A row is scarcer than pages: many writers
         that do not let go must not keep everybody out."""
-        self.asked_tokens = self.hit_tokens = 0
-        """Tokens of the prompts that are computed here, and those of them that were cached."""
         self.computing: dict[int, PromptProgress] = {}
         self.starts: list[RowStart] = []
 
     def look_up(self, request: DecodeRequest) -> Hit:
-        """The pages of its prompt that are in the prefix cache. If the prompt is computed here, its last token always is, because
-        the answer's first token comes from there; and so are all tokens if something of each is asked for."""
-        tokens, sampling = len(request.prompt), request.asked.sampling
+        """The pages of its prompt that are in the prefix cache. A prompt that is computed elsewhere may be there whole."""
         if request.peer is None:
-            asks_of_all = sampling.prompt_logprobs is not None or sampling.pooling is not None
-            tokens = 0 if asks_of_all else tokens - 1
-        request.hit = self.pool.cache.match(request.keys, tokens // self._page_size, request.hit)
+            return self.prompts.find(request)
+        request.hit = self.pool.cache.match(request.keys, len(request.prompt) // self._page_size, request.hit)
         return request.hit
 
     def hold(self, request: DecodeRequest, sampled: int = 0) -> None:
@@ -125,9 +120,7 @@ class DecodeRequests:
     def compute(self, request: DecodeRequest) -> None:
         """It has pages and a row: its prompt is computed here, from behind its hit on."""
         assert request.row is not None
-        have_tokens = request.cached_tokens = len(request.hit) * self._page_size
-        self.asked_tokens += len(request.prompt)
-        self.hit_tokens += have_tokens
+        have_tokens = request.cached_tokens
         progress = PromptProgress(request.row, request.prompt, launched=have_tokens, computed=have_tokens)
         request.phase, request.progress = Phase.COMPUTING, progress
         self.computing[request.row] = progress
@@ -169,6 +162,8 @@ class DecodeRequests:
         if request.row is not None:
             self.batch.leave(request.row)
             self.computing.pop(request.row, None)
+        if request.progress is not None:
+            self.prompts.ended(request)
         self.release(request, now)
         return actions
 

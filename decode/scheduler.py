@@ -180,7 +180,7 @@ class DecodeScheduler:
             request = requests.by_row[chunk.row]
             assert request.progress is not None
             request.progress.complete(len(chunk.token_ids))
-            requests.published(request, request.progress.computed)
+            requests.prompts.computed(request)
             self._table.prompt_tokens += len(chunk.token_ids)
             if chunk.last and request.phase is not Phase.ENDED:
                 request.times.last_chunk_s = now
@@ -288,8 +288,8 @@ class DecodeScheduler:
             handoffs_lost=counts.handoffs_lost,
             pages_corrupt=counts.pages_corrupt,
             preemptions=self._preemptions,
-            prompt_tokens_asked=self._requests.asked_tokens,
-            prompt_tokens_hit=self._requests.hit_tokens,
+            prompt_tokens_asked=self._requests.prompts.asked_tokens,
+            prompt_tokens_hit=self._requests.prompts.hit_tokens,
             pages_evicted=self.pool.cache.evicted,
             messages_stale=shared.messages_stale + self._target.stale,
         )

@@ -14,16 +14,13 @@ class PrefillRequest(Request):
     """Its peer is the decode instance that is asked for a reservation, and then the one that its KV goes to.
 
     candidates: the decode instances that may still be asked, best first. full: those that had no room in this round. waits:
-    whether its peer may let it wait for room. source_open: pushes may still read its pages. awaits: the digest of the page until
-    which it waits for another request. published: how many pages of its prompt are in the prefix cache.
+    whether its peer may let it wait for room. source_open: pushes may still read its pages.
     """
 
     candidates: tuple[InstanceId, ...] = ()
     full: tuple[InstanceId, ...] = ()
     waits: bool = False
     source_open: bool = False
-    awaits: bytes | None = None
-    published: int = 0
 
     def reserve(self, writer: Incarnation, now: float) -> Reserve:
         """What asks its peer for a reservation. writer: this instance's life."""

@@ -179,7 +179,7 @@ class PrefillScheduler:
             request = self._computing[chunk.row]
             assert request.progress is not None
             request.progress.complete(len(chunk.token_ids))
-            self._memory.computed(request)
+            self._memory.prompts.computed(request)
             self._requests.prompt_tokens += len(chunk.token_ids)
             if chunk.row in prompts:
                 request.collect(prompts[chunk.row])
@@ -260,8 +260,8 @@ class PrefillScheduler:
             pushes_failed=traffic.total.pushes_failed,
             push_seconds=traffic.total.push_seconds,
             exposed_seconds=traffic.total.exposed_seconds,
-            prompt_tokens_asked=self._memory.asked_tokens,
-            prompt_tokens_hit=self._memory.hit_tokens,
+            prompt_tokens_asked=self._memory.prompts.asked_tokens,
+            prompt_tokens_hit=self._memory.prompts.hit_tokens,
             pages_evicted=self.pool.cache.evicted,
             pages_spared=self._source.pages_spared,
             messages_stale=shared.messages_stale + self._source.stale,
@@ -380,7 +380,7 @@ class PrefillScheduler:
         if self._requests.end(request, now) is None:
             return []
         actions: list[Action] = [] if ending is None else [self._requests.tell(request, ending)]
-        self._memory.ended(request)
+        self._memory.prompts.ended(request)
         actions += self._source.give_up(request.key)
         self._release(request, now)
         return actions

@@ -27,7 +27,7 @@ from common.messages import (
     unpack_logprobs,
 )
 from common.pages.pool import PageLease
-from common.pages.radix_cache import PageKeys
+from common.pages.radix_cache import NO_HIT, Hit, PageKeys
 
 
 class Phase(Enum):
@@ -55,6 +55,9 @@ class Request:
     being made ready, so no row may start with it yet. pipeline: who gets them. keys: of the prompt's pages in the prefix cache.
     logprobs, prompt_logprobs: those of the known tokens, one by one, and those of the prompt, chunk by chunk; packed, and only if
     the client asks for them. cached_tokens: tokens of its prompt that the instance which computes it found in its prefix cache.
+    hit: the cached pages that its prompt began with when it was last looked at; once it has its pages, those that it got. awaits:
+    the digest of the page until which it waits for another request. published: how many pages of its prompt nobody waits for any
+    more.
     """
 
     asked: Generate | Reserve
@@ -78,6 +81,9 @@ class Request:
     prompt_logprobs: list[bytes] = field(default_factory=list)
     prepares: bool = False
     cached_tokens: int = 0
+    hit: Hit = NO_HIT
+    awaits: bytes | None = None
+    published: int = 0
 
     def note(self, token_id: int) -> None:
         """The token goes to the client, or has gone there by another instance."""

@@ -157,6 +157,30 @@ def test_a_prompt_that_is_computed_here_begins_behind_what_is_there_and_says_so_
     assert computed == (13 * PAGE, 9 * PAGE, 4 * PAGE)
 
 
+def test_the_same_new_prompt_is_computed_once_and_others_pass_who_waits_for_it() -> None:
+    made = scheduler(chunk_tokens=2 * PAGE)
+    other = generate("other", PAGE)
+    for asked in (alone("first", 4 * PAGE), alone("second", 4 * PAGE), other):
+        made.receive(ROUTER, asked, 0.0)
+    computed: list[tuple[int, int]] = []
+    for _ in range(4):
+        plan = planned(made.decide(0.0))
+        computed += [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in plan.chunks]
+        made.step_done(result(plan, [60] * len(plan.sampled_rows)), 0.1)
+    first = [(0, 2 * PAGE), (2 * PAGE, 4 * PAGE)]
+    assert computed == [*first, (0, PAGE), (3 * PAGE, 4 * PAGE)], "the second one computes its last page only"
+
+
+def test_nobody_waits_for_a_prompt_whose_request_has_ended() -> None:
+    made = scheduler(chunk_tokens=2 * PAGE)
+    for name in ("first", "second"):
+        made.receive(ROUTER, alone(name, 5 * PAGE), 0.0)
+    plan = planned(made.decide(0.0))
+    made.receive(ROUTER, Cancel(key=key("first")), 0.1)
+    made.step_done(result(plan), 0.2)
+    assert [(chunk.row, chunk.start) for chunk in planned(made.decide(0.3)).chunks] == [(0, 2 * PAGE)]
+
+
 def test_a_prompt_of_which_every_position_is_asked_for_is_computed_whole() -> None:
     made = scheduler(chunk_tokens=64)
     made.receive(WRITER, handoff(granted_to(made, known("a", 3 * PAGE, 2))), 0.0)
