@@ -17,7 +17,8 @@ from bench.trace.slices import Slice, ways
 ROLES = ("router", "detokenizer", "prefill", "decode")
 TRACKS = ("requests", "attempts", "turns", "steps", "chunks", "pushes", "handoffs", "starts", "answers")
 """In the order in which a viewer shows them."""
-MOST_LANES = 4_096
+LANES = 2**20
+"""Threads that are set aside for each track of a process."""
 LEVEL = 6
 
 
@@ -70,7 +71,7 @@ def _meta(process: int, thread: int, what: str, **args: object) -> dict[str, Any
 
 def _thread(track: str, lane: int) -> int:
     place = TRACKS.index(track) if track in TRACKS else len(TRACKS)
-    return 1 + place * MOST_LANES + min(lane, MOST_LANES - 1)
+    return 1 + place * LANES + lane
 
 
 def _labels(process: Process) -> str:
