@@ -36,6 +36,8 @@ class AnyOrder(AnyOrderMachine):
         super().__init__(scheduler(TOTAL_PAGES, max_rows=3))
         self.lives = dict.fromkeys(DECODERS, 1)
         self.reserved: dict[str, tuple[InstanceId, Reserve]] = {}
+        self.latest: dict[str, InstanceId] = {}
+        """Who was asked for a reservation last."""
         self.former: dict[str, set[InstanceId]] = defaultdict(set)
         """Who was asked for a reservation before."""
         self.placed: set[str] = set()
@@ -51,11 +53,11 @@ class AnyOrder(AnyOrderMachine):
                 assert name not in self.placed, "after the grant nothing moves"
                 if name in self.reserved:
                     self.former[name].add(self.reserved[name][0])
-                self.reserved[name] = (action.to, reserve)
+                self.reserved[name], self.latest[name] = (action.to, reserve), action.to
             case Send(message=Placed() as placed):
                 name = str(placed.key.request_id)
                 assert name not in self.placed, "it is said once"
-                assert placed.decode == (self.reserved[name][0], str(self.lives[placed.decode.id]))
+                assert placed.decode == (self.latest[name], str(self.lives[placed.decode.id]))
                 self.placed.add(name)
             case Send(message=Withdraw() as last) if self.is_former(str(last.key.request_id), action.to):
                 pass
@@ -90,15 +92,25 @@ class AnyOrder(AnyOrderMachine):
 
     # --- what peers say --------------------------------------------------------------------------------------------------
 
-    @rule(tokens=st.integers(1, 14), answer=st.integers(1, 5), decoders=SOME_DECODERS, age_s=AGES_S, priority=st.integers(0, 1))
-    def a_generate(self, tokens: int, answer: int, decoders: tuple[InstanceId, ...], age_s: float, priority: int) -> None:
+    @rule(
+        tokens=st.integers(1, 14),
+        answer=st.integers(1, 5),
+        decoders=SOME_DECODERS,
+        age_s=AGES_S,
+        priority=st.integers(0, 1),
+        salt=st.sampled_from(["", "", "", None]),
+    )
+    def a_generate(
+        self, tokens: int, answer: int, decoders: tuple[InstanceId, ...], age_s: float, priority: int, salt: str | None
+    ) -> None:
+        """salt: with the same one, the shorter of two prompts is the beginning of the longer."""
         terms = Terms(priority=priority, age_s=age_s)
         to = decoders if answer > 1 else ()
-        self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, decodes=to, terms=terms))
+        self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, decodes=to, terms=terms, salt=salt))
 
     @precondition(lambda self: self.reserved)
-    @rule(data=st.data(), is_sound=st.sampled_from([True, True, True, False]), twice=st.booleans())
-    def a_grant(self, data: st.DataObject, is_sound: bool, twice: bool) -> None:
+    @rule(data=st.data(), is_sound=st.sampled_from([True, True, True, False]), twice=st.booleans(), have=st.integers(0, 4))
+    def a_grant(self, data: st.DataObject, is_sound: bool, twice: bool, have: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.reserved)))
         decoder, reserve = self.reserved[name]
         pages = LAYOUT.pages_for(len(unpack_ids(reserve.prompt))) + (not is_sound)
@@ -109,6 +121,7 @@ class AnyOrder(AnyOrderMachine):
             pages=pack_ids(ids),
             sent_s=reserve.sent_s,
             write_lease_s=WRITE_LEASE_S,
+            have_tokens=min(have, pages) * LAYOUT.page_size,
         )
         for _ in range(1 + twice):
             self.hear(decoder, grant)
@@ -183,7 +196,9 @@ class AnyOrder(AnyOrderMachine):
         by_rows = self.computed_pages()
         assert len(by_rows) == len(set(by_rows)), "two rows write the same page"
         read = {page for _, push in self.pushes.values() for page in push.source_pages.tolist()}
-        used = read | set(by_rows) | self.stuck
+        finished = self.finished_pages()
+        assert finished.isdisjoint(by_rows), "a row writes what another one attends to"
+        used = read | set(by_rows) | finished | self.stuck
         assert self.made.report().load.pages_free + len(used) <= TOTAL_PAGES, "a page that is used is in the pool"
 
     def teardown(self) -> None:
