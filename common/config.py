@@ -222,7 +222,7 @@ class RouterConfig:
         15.0, "seconds of silence after which an event stream gets a comment line, so that no proxy closes it; 0: never"
     )
     resume_wait_s: float = option(5.0, "seconds that a started request waits for an instance when none is left")
-    detokenizers: int = option(1, "detokenizer processes, which share the answers; one takes about 100,000 tokens/s")
+    detokenizers: int = option(1, "detokenizer processes, which share the answers; one takes 55,000 to 110,000 tokens/s")
     peers_per_instance: int = option(
         64, "decode instances that a prefill instance links to, where there are more; 0: to all of them"
     )
