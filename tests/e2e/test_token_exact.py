@@ -34,6 +34,8 @@ from tests.fleet_pages import RunningFleet, running_fleet
 
 AT_ONCE = 6
 ANSWER_TOKENS = 24
+LONGEST_FIRST_TURN = 1700
+"""The context has room for another turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +101,26 @@ def check(model: Reference, prompts: Sequence[list[int]], *flags: str, colocated
         again = list(range(0, len(prompts), 4))
         assert answers(fleet, [prompts[at] for at in again]) == [found[at] for at in again], "a hit changes an answer"
         check_disaggregated(fleet, prompts, found, again)
-    for prompt, answer in zip(prompts, found, strict=True):
+        turns = [at for at in again[::2] if len(found[at]) > 1 and len(prompts[at]) < LONGEST_FIRST_TURN]
+        next_turns = [[*prompts[at], *found[at], *prompts[at][:9]] for at in turns]
+        spared, page = pages_spared(fleet), fleet.cluster()["instances"][0]["page_size"]
+        said = answers(fleet, next_turns)
+        had = [(len(prompts[at]) + len(found[at]) - 1) // page for at in turns]
+        assert pages_spared(fleet) - spared >= sum(pages for pages, answer in zip(had, said, strict=True) if len(answer) > 1)
+    for prompt, answer in zip([*prompts, *next_turns], [*found, *said], strict=True):
         assert len(answer) == model.length(answer, ANSWER_TOKENS)
         assert answer == model.greedy(prompt, answer), prompt
     if colocated:
         with running_fleet("--prefill", "0", *common) as fleet:
             assert answers(fleet, prompts) == found
+            assert answers(fleet, next_turns) == said, "the KV of an answer is that of a prompt"
             fleet.wait_until_home()
+
+
+def pages_spared(fleet: RunningFleet) -> float:
+    """Pages that were not pushed, because decode had them from an earlier prompt or answer."""
+    fleet.wait_until_home()
+    return sum(value for _, value in fleet.samples("tandem_instance_pages_spared_total"))
 
 
 def check_disaggregated(

@@ -2,7 +2,10 @@
 
 import pytest
 
+from common.ids import RequestId, pack_ids
 from common.messages import Counters
+from common.sampling_params import SamplingParams
+from router.requests import RequestSpec
 from simulation.fleet import Fleet
 from simulation.instance import Instance, Size
 from tests.life.expected import undisturbed
@@ -36,6 +39,19 @@ def test_each_turn_moves_only_the_pages_of_new_tokens(caches: bool) -> None:
         former, with_answer = len(said), len(said) + ANSWER
         said = [*said, *client.token_ids, *(200 + 10 * turn + n for n in range(5))]
     assert counters(prefill).bytes_pushed == counters(decode).bytes_received
+
+
+def test_choices_of_one_prompt_compute_it_once_and_are_each_right() -> None:
+    fleet = Fleet()
+    prompt = [*QUESTION, *QUESTION]
+    sampling = SamplingParams(max_new_tokens=ANSWER, temperature=0.0)
+    client = fleet.ask(*(RequestSpec(RequestId(f"choice {n}"), n, pack_ids(prompt), sampling) for n in range(3)))
+    fleet.turn_until(lambda: client.ended)
+    assert [answer.token_ids for answer in client.answers] == [undisturbed(prompt, ANSWER)] * 3
+    whole = (len(prompt) - 1) // PAGE * PAGE
+    assert [answer.cached_tokens for answer in client.answers] == [0, whole, whole]
+    assert counters(fleet.instances["prefill-0"]).prompt_tokens_computed == len(prompt) + 2 * (len(prompt) - whole)
+    fleet.turn_until(fleet.is_home)
 
 
 def test_a_decode_instance_that_serves_alone_computes_only_new_tokens() -> None:
