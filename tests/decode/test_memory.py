@@ -15,7 +15,20 @@ from decode.scheduler import DecodeScheduler
 from kv_transfer.write_lease import WRITE_LEASE_S
 from tests.builders import EOS, LAYOUT, key, result
 from tests.decode.rig import WRITER, WRITERS_LIFE, handoff, renew, reserve, reserved, scheduler, step, with_reservation
-from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, kinds, planned, renewed, settle
+from tests.schedulers import (
+    declined,
+    deltas,
+    failures,
+    generate,
+    granted,
+    grants,
+    is_home,
+    kinds,
+    planned,
+    prompt_of,
+    renewed,
+    settle,
+)
 
 
 def ask(made: DecodeScheduler, name: str, tokens: int, max_new_tokens: int = 16, age_s: float = 0.0, priority: int = 0) -> None:
@@ -187,6 +200,25 @@ def test_victims_are_the_youngest_and_no_more_than_are_needed(
     names: str, lacking: str, coming_pages: int, expected: list[str]
 ) -> None:
     assert victims(names, lacking, coming_pages) == expected
+
+
+def test_a_victim_brings_only_the_pages_that_nobody_else_holds() -> None:
+    """Each has three pages, of which two are those of the prompt that all have."""
+    pool, keys = PagePool(100), PageKeys(4, packed=prompt_of(8))
+    requests: list[DecodeRequest] = []
+    for number in range(4):
+        asked, prompt = generate(str(number), 8), np.zeros(8, dtype=np.int32)
+        lease = pool.lease(3, pool.cache.match(keys, 2))
+        assert lease is not None
+        lease.publish(keys, 2)
+        rank, times = Rank(0, float(number)), Times(8, 0.0)
+        made = DecodeRequest(asked, asked.key, prompt, None, rank, 3, times, 0.0, 0, DETOKENIZER, keys, lease=lease)
+        requests.append(made)
+    assert choose_victims(requests, requests[:2], coming_pages=0) == [requests[3], requests[2]]
+    for request in requests[1:]:
+        assert request.lease is not None and request.lease.unshared == 1
+        request.lease.close()
+    assert requests[0].lease is not None and requests[0].lease.unshared == 3, "the last one that holds them brings all"
 
 
 # --- reservations that give up their memory --------------------------------------------------------------------------------
