@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.ids import pack_ids
 from common.pages.pool import PageLease, PagePool, count_pages
-from common.pages.radix_cache import PageKey, PageKeys
+from common.pages.radix_cache import NO_HIT, Hit, PageKey, PageKeys
 
 TOTAL = 10
 PAGE_TOKENS = 2
@@ -57,6 +57,8 @@ class CacheLaws(RuleBasedStateMachine):
         self.used: dict[Path, int] = {}
         self.content: dict[int, Path] = {}
         """What was computed into each page."""
+        self.hits: dict[Path, Hit] = {}
+        """By what was asked for: what the last match has found. It may be long ago."""
         self.now = 0
 
     # --- what happens ------------------------------------------------------------------------------------------------------
@@ -64,7 +66,8 @@ class CacheLaws(RuleBasedStateMachine):
     @rule(prompt=prompts, more=st.integers(0, 4), cap=st.integers(0, 5))
     def begin(self, prompt: tuple[str, list[int]], more: int, cap: int) -> None:
         keys, paths = keys_of(*prompt), self.paths_of(*prompt)
-        hit = self.pool.cache.match(keys, cap)
+        asked = (*paths[-1:], cap)
+        hit = self.hits[asked] = self.pool.cache.match(keys, cap, self.hits.get(asked, NO_HIT))
         expected = [path for path in paths[:cap] if path in self.index]
         assert [cached.page for cached in hit.pages] == [self.index[path] for path in expected]
         assert [self.content[cached.page] for cached in hit.pages] == expected, "a hit holds the KV of other tokens"
@@ -158,6 +161,12 @@ class CacheLaws(RuleBasedStateMachine):
         assert self.pool.leased_pages == len(held) == count_pages(each.lease for each in self.held)
         assert self.pool.cached_pages == len(cached)
         assert free == set(range(TOTAL)) - held - cached and len(free) == self.pool.free_pages
+
+    @invariant()
+    def a_lease_knows_what_its_end_would_bring(self) -> None:
+        for held in self.held:
+            others = {page for other in self.held if other is not held for page in other.held}
+            assert held.lease.unshared == len(held.held - others)
 
     @invariant()
     def no_page_is_computed_under_a_reader(self) -> None:
