@@ -166,7 +166,7 @@ class DecodeScheduler:
         for key in self._rounds.over(self._table.waiting, now):
             reservation = self._table.get(key)
             if reservation is not None and reservation.phase is Phase.WAITING:
-                actions.append(self._decline_for_now(reservation, now))
+                actions += self._decline_for_now(reservation, now)
         actions += self._reservations.fence(now)
         return actions + self._reservations.expect(now)
 
@@ -301,23 +301,37 @@ class DecodeScheduler:
     # --- memory ----------------------------------------------------------------------------------------------------------
 
     def _decline_what_does_not_wait(self, now: float) -> list[Action]:
-        return [self._decline_for_now(request, now) for request in self._table.waiting if not request.waits]
+        waiting = (request for request in self._table.waiting if not request.waits)
+        return [action for request in list(waiting) for action in self._decline_for_now(request, now)]
 
-    def _decline_for_now(self, request: DecodeRequest, now: float) -> Action:
-        """There was no room for this reservation. Its writer asks elsewhere, and then here once more, to wait."""
+    def _decline_for_now(self, request: DecodeRequest, now: float) -> list[Action]:
+        """There was no room for this reservation. Its writer asks elsewhere, and then here once more, to wait; unless it waits in
+        vain."""
         assert request.peer is not None
+        if self._waits_in_vain(request):
+            return self._refuse(request, now)
         self._table.forget(request, now)
-        return decline(request.peer, request.asked, Failed.of(NoRoom(f"{self._me.id} has no room now")))
+        return [decline(request.peer, request.asked, Failed.of(NoRoom(f"{self._me.id} has no room now")))]
+
+    def _waits_in_vain(self, request: DecodeRequest) -> bool:
+        """Whether writers that cannot release their reservations leave it too few pages, whoever ends."""
+        lost_pages = self._target.lost_pages(self._page_size)
+        return lost_pages > 0 and request.pages > self.pool.total_pages - lost_pages
+
+    def _refuse(self, request: DecodeRequest, now: float) -> list[Action]:
+        return self._requests.end(request, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
 
     def _refuse_what_cannot_fit(self, now: float) -> list[Action]:
         """Refuse the head of the line when it waits only for transfers that never end; but first give writers that are merely
         silent their time."""
         head = self._table.waiting.first(lambda request: not request.waits_for_grammar)
+        if head is not None and self._waits_in_vain(head):
+            return self._refuse(head, now)
         if head is None or now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head):
             return []
         if not all(self._target.is_stuck(request.key, now) for request in self._requests.holders()):
             return []
-        return self._requests.end(head, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
+        return self._refuse(head, now)
 
     def _grow(self, now: float) -> tuple[list[Action], dict[int, int]]:
         """A page for each row that cannot go on without one, oldest requests first: row → page. When none is free, requests are

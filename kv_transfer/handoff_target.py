@@ -72,6 +72,8 @@ class HandoffTarget:
 
     def __init__(self, incarnation: Incarnation) -> None:
         self.open: dict[Key, Reservation] = {}
+        self._stuck: set[Key] = set()
+        """Reservations that their writers cannot release."""
         self._heard: dict[Life, _Heard] = {}
         self._silence: DeadlineWheel[Life] = DeadlineWheel()
         self._incarnation = incarnation
@@ -114,7 +116,7 @@ class HandoffTarget:
         if reservation is None or reservation.writer.id != sender or reservation.grant.generation != handoff.generation:
             self.stale += 1
             return None
-        return self.open.pop(handoff.key)
+        return self._close(handoff.key)
 
     def withdraw(self, sender: InstanceId, withdraw: Withdraw) -> Reservation | None:
         """The writer has drained and gives up. Returns the reservation, whose lease the caller closes; None if it is unknown, or
@@ -128,7 +130,7 @@ class HandoffTarget:
         ):
             self.stale += 1
             return None
-        return self.open.pop(withdraw.key)
+        return self._close(withdraw.key)
 
     def cancel(self, key: Key, now: float) -> None:
         """The request has ended. Its reservation, if there is one, ends with its writer's next message about it."""
@@ -150,6 +152,7 @@ class HandoffTarget:
             if reservation is None or reservation.writer != writer:
                 over += [] if waits(key) else [(key, claim.generation)]
             elif claim.stuck:
+                self._stuck.add(key)
                 stuck.append(reservation)
             elif reservation.cancelled_s is not None:
                 over.append((key, reservation.grant.generation))
@@ -158,7 +161,7 @@ class HandoffTarget:
                 sends.append(Send(sender, replace(reservation.grant, sent_s=self._heard[writer].sent_s)))
         gone = [r for r in self.open.values() if r.writer == writer and r.asked_s < renew.sent_s and r.key not in claims]
         for reservation in gone:
-            del self.open[reservation.key]
+            self._close(reservation.key)
         moved = [reservation for reservation in gone if reservation.key in moved_keys]
         lost = [reservation for reservation in gone if reservation.key not in moved_keys]
         answer = Renewed(
@@ -179,11 +182,21 @@ class HandoffTarget:
             del self._heard[writer]
             fenced += [reservation for reservation in self.open.values() if reservation.writer == writer]
         for reservation in fenced:
-            del self.open[reservation.key]
+            self._close(reservation.key)
         return fenced
 
     def next_deadline(self) -> float | None:
         return self._silence.next_deadline()
+
+    def lost_pages(self, page_size: int) -> int:
+        """Pages that do not come home while their writers live, which say that they cannot release them. Hits are shared, and so
+        not lost to others."""
+        held = (self.open[key] for key in self._stuck)
+        return sum(len(reservation.lease) - reservation.have_tokens // page_size for reservation in held)
+
+    def _close(self, key: Key) -> Reservation:
+        self._stuck.discard(key)
+        return self.open.pop(key)
 
     def is_stuck(self, key: Key, now: float) -> bool:
         """Whether the reservation has waited unusually long for its writer: it was cancelled, or the writer fell silent, longer
