@@ -103,7 +103,7 @@ def test_what_the_prefix_cache_has_of_a_prompt_is_told_and_takes_no_time() -> No
     prefill, decode = times_of(attempt, "prefill"), times_of(attempt, "decode")
     assert prefill.cached_tokens == decode.cached_tokens > 0
     assert prefill.pages_had is not None and decode.pages_had == prefill.pages_had
-    assert prefill.pages_pushed == decode.pages_pushed == 6 - prefill.pages_had
+    assert prefill.pages_pushed == decode.pages_pushed == 6 - prefill.pages_had < 6
     assert prefill.first_chunk_s is not None and prefill.last_chunk_s is not None
     computed_s = STEP_S + (len(PROMPT) - prefill.cached_tokens) * CHUNK_TOKEN_S
     assert prefill.last_chunk_s - prefill.first_chunk_s == pytest.approx(computed_s, abs=TURN) and computed_s < CHUNK_S
