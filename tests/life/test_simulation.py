@@ -34,6 +34,7 @@ HAPPENS = (
     "pushes failed",
     "prompt tokens hit",
     "pages evicted",
+    "pages spared",
     "caches flushed",
     "unproven writes",
     "routers killed",
