@@ -8,20 +8,24 @@ oldest one is never preempted for another, always advances, and nobody starves.
 
 from collections.abc import Iterable, Sequence
 
+from common.pages.pool import Closing, PageLease
 from decode.requests import DecodeRequest
 
 
-def choose_victims(holders: Iterable[DecodeRequest], lacking: Sequence[DecodeRequest], coming_pages: int) -> list[DecodeRequest]:
+def choose_victims(
+    holders: Iterable[DecodeRequest], lacking: Sequence[DecodeRequest], coming: Iterable[PageLease]
+) -> list[DecodeRequest]:
     """The requests of `holders` to preempt so that every request in `lacking` that is not preempted gets a page.
 
-    coming_pages: pages that come home soon anyway.
+    coming: leases that are closed soon anyway. Who brings nothing is spared: others hold all its pages.
     """
-    missing = len(lacking) - coming_pages
+    closing = Closing()
+    missing = len(lacking) - sum(map(closing.add, coming))
     victims: list[DecodeRequest] = []
     for request in sorted(holders, key=lambda holder: holder.rank, reverse=True):
         if missing <= 0:
             break
         assert request.lease is not None
         victims.append(request)
-        missing -= request.lease.unshared + (request in lacking)
-    return victims
+        missing -= closing.add(request.lease) + (request in lacking)
+    return [request for request in victims if request in lacking or (request.lease and closing.brings(request.lease))]

@@ -90,7 +90,7 @@ class DecodeRequests:
         assert request.row is not None and request.lease is not None
         self.by_row[request.row] = request
         room = len(request.lease) * self._page_size
-        shared, sampling = len(request.hit), request.asked.sampling
+        shared, sampling = request.lease.found, request.asked.sampling
         self.batch.join(request.row, sampling, len(request.prompt), room, sampled=sampled, shared=shared)
 
     def start(self, request: DecodeRequest, sampled: int, length: int = 0, last_token: int | None = None) -> None:
@@ -98,6 +98,11 @@ class DecodeRequests:
         assert request.row is not None
         self.hold(request, sampled)
         self.starts.append(request.row_start(request.row, length, last_token))
+
+    def landed(self, request: DecodeRequest) -> None:
+        """The KV of its prompt is here, and no step has its pages yet: what others have computed meanwhile takes their place."""
+        assert request.lease is not None
+        request.lease.publish(request.keys, len(request.prompt) // self._page_size, replaces=True)
 
     def published(self, request: DecodeRequest, tokens: int) -> None:
         """The KV of its first `tokens` tokens is final: whoever begins with the same may share their whole pages."""

@@ -87,7 +87,7 @@ class Reservations:
         self.handoffs += 1
         self.pages_received += handoff.pushed_pages
         self.bytes_received += handoff.pushed_bytes
-        self._requests.published(request, len(request.prompt))
+        self._requests.landed(request)
         if request.phase is Phase.ENDED:
             told: list[Action] = [] if request.untold is None else [self._requests.table.tell(request, request.untold)]
             self._requests.release(request, now)

@@ -344,7 +344,7 @@ class DecodeScheduler:
         actions: list[Action] = []
         lacking = self._extend(sorted((by_row[row] for row in short.tolist()), key=lambda r: r.rank), grown)
         if lacking:
-            coming = sum(r.lease.unshared for r in self._requests.holders() if r.lease is not None and self._comes_home(r, now))
+            coming = [r.lease for r in self._requests.holders() if r.lease is not None and self._comes_home(r, now)]
             holders = [r for r in by_row.values() if r.phase is not Phase.ENDED]
             for victim in choose_victims(holders, lacking, coming):
                 self._preemptions += 1

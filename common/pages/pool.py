@@ -11,7 +11,7 @@ where cached are those in the cache that no lease holds. A lease's first pages a
     p0         p1             p2         p3           p4       page ids in token order
 """
 
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -22,12 +22,13 @@ from common.pages.radix_cache import CachedPage, Hit, PageKey, PageKeys, RadixCa
 
 
 class PageLease:
-    """The right to some pages, and the only way to give them back."""
+    """The right to some pages, and the only way to give them back. found: how many of the first ones others have computed."""
 
     def __init__(self, pool: "PagePool", pages: Int32Array, hit: Hit) -> None:
         self._pool = pool
         self._pages = pages
         self._cached = list(hit.pages)
+        self.found = len(hit)
         self._given_back = 0
         self._epoch = pool.cache.epoch
         self._open = True
@@ -45,13 +46,6 @@ class PageLease:
         some of them. [pages] int32. Raises RuntimeError once the lease is closed."""
         return np.concatenate([self.pages[self._own()], np.array([cached.page for cached in self._cached], dtype=np.int32)])
 
-    @property
-    def unshared(self) -> int:
-        """How many pages others may have when it is closed: those that no other lease holds. Who holds a cached page holds all
-        before it, so they are the last ones."""
-        cached = self._cached
-        return int(self._own().sum()) + len(cached) - bisect_left(cached, True, key=lambda each: each.leases == 1)
-
     def __len__(self) -> int:
         return len(self._pages)
 
@@ -68,12 +62,14 @@ class PageLease:
             self._pages = np.concatenate([self._pages, more])
         return more
 
-    def publish(self, keys: PageKeys, upto_pages: int) -> None:
+    def publish(self, keys: PageKeys, upto_pages: int, *, replaces: bool = False) -> None:
         """The KV of the first `upto_pages` pages is final: whoever asks for these tokens may share them from now on. keys: of the
-        tokens in the lease's pages. Raises RuntimeError once the lease is closed.
+        tokens in the lease's pages. replaces: no step or push has been told of the pages yet. Raises RuntimeError once the lease
+        is closed.
 
-        A page that somebody else has published meanwhile stays the lease's own, beside the published one. A lease from before a
-        flush publishes nothing more.
+        Of a page that somebody else has published meanwhile one copy goes, or both would take room: theirs, if nobody holds it;
+        ours, if it `replaces`. Otherwise ours stays the lease's own, beside theirs. A lease from before a flush publishes nothing
+        more.
         """
         if not self._open:
             raise RuntimeError("a closed lease has no pages")
@@ -89,6 +85,8 @@ class PageLease:
             if before is None:
                 return
             self._cached.append(before)
+        if replaces:
+            self._use_found()
 
     def give_back(self, page_count: int) -> None:
         """Give back the first `page_count` pages and keep the others. Those that are cached are held until the lease is closed.
@@ -109,6 +107,15 @@ class PageLease:
         self._open = False
         self._pool._take_back(self._pages[self._own()])
         self._pool._release(self._cached)
+
+    def _use_found(self) -> None:
+        """What others have published takes the place of own pages, which go home."""
+        cached = np.array([cached.page for cached in self._cached[self._given_back :]], dtype=np.int32)
+        doubles = np.flatnonzero(self._pages[: len(cached)] != cached)
+        if len(doubles):
+            self._pool._take_back(self._pages[doubles])
+            self._pages = np.concatenate([cached, self._pages[len(cached) :]])
+            self.found = max(self.found, self._given_back + int(doubles[-1]) + 1)
 
     def _own(self) -> NDArray[np.bool_]:
         """Which of `pages` no other lease can hold. [pages]."""
@@ -191,11 +198,12 @@ class PagePool:
         self._leased(-len(pages))
 
     def _publish(self, key: PageKey, before: CachedPage | None, page: int) -> CachedPage | None:
-        """The page of this key, which the lease holds from now on: `page`, or one that was published before. None: there can be
+        """The page of this key, which the lease holds from now on: `page`, or that of others who hold one. None: there can be
         none."""
         cached = self.cache.insert(key, before, page)
-        if cached is not None and cached.page != page:
-            self._leased(self.cache.hold([cached]))
+        if cached is not None and cached.page != page and self.cache.hold([cached]):
+            self._put(np.array([cached.page], dtype=np.int32))  # nobody held it
+            cached.page = page
         return cached
 
     def _release(self, cached: list[CachedPage]) -> None:
@@ -214,6 +222,22 @@ class PagePool:
         self.leased_pages += more
         self.most_used = max(self.most_used, self.leased_pages)
         assert self.available_pages + self.leased_pages == self.total_pages, "free + cached + leased == total"
+
+
+class Closing:
+    """What several leases bring when they are closed together: a page that they share comes with the last of them."""
+
+    def __init__(self) -> None:
+        self._released: Counter[CachedPage] = Counter()
+
+    def add(self, lease: PageLease) -> int:
+        """This one, too. Returns how many more pages others may have then."""
+        self._released.update(lease._cached)
+        return self.brings(lease)
+
+    def brings(self, lease: PageLease) -> int:
+        """How many of the pages of this one, which was added, others may have when all are closed."""
+        return int(lease._own().sum()) + sum(self._released[cached] == cached.leases for cached in lease._cached)
 
 
 def count_pages(leases: Iterable[PageLease]) -> int:

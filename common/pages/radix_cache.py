@@ -87,6 +87,13 @@ class Hit:
         """How many of them nobody holds: they are the last ones."""
         return len(self.pages) - bisect_left(self.pages, True, key=lambda cached: cached.leases == 0)
 
+    @property
+    def indexed(self) -> "Hit":
+        """Those that can still be hit: they are the first ones."""
+        if not self.pages or self.pages[-1].is_indexed:
+            return self
+        return Hit(self.pages[: bisect_left(self.pages, True, key=lambda cached: not cached.is_indexed)])
+
 
 NO_HIT = Hit()
 
@@ -107,8 +114,7 @@ class RadixCache:
         if not self.enabled:
             return NO_HIT
         found: list[CachedPage] = []
-        if not known.pages or not known.pages[-1].is_indexed:
-            known = NO_HIT
+        known = known.indexed
         before, pages = known.pages[-1] if known.pages else None, keys.pages
         for at in range(len(known), min(most_pages, len(pages))):
             cached = self._index.get(pages[at].digest)

@@ -178,7 +178,9 @@ def victims(names: str, lacking: str, coming_pages: int = 0, pages: int = 2) -> 
         requests[name] = DecodeRequest(
             asked, asked.key, prompt, None, rank, pages, Times(4, 0.0), 0.0, 0, DETOKENIZER, PageKeys(4), lease=lease
         )
-    chosen = choose_victims(requests.values(), [requests[name] for name in lacking], coming_pages)
+    coming = pool.lease(coming_pages)
+    assert coming is not None
+    chosen = choose_victims(requests.values(), [requests[name] for name in lacking], [coming])
     return [request.key.request_id for request in chosen]
 
 
@@ -202,23 +204,32 @@ def test_victims_are_the_youngest_and_no_more_than_are_needed(
     assert victims(names, lacking, coming_pages) == expected
 
 
-def test_a_victim_brings_only_the_pages_that_nobody_else_holds() -> None:
-    """Each has three pages, of which two are those of the prompt that all have."""
+@pytest.mark.parametrize(
+    ("holders", "lacking", "expected"),
+    [
+        (["s1", "s1", "s1", "s1"], 2, [3, 2]),
+        (["o4", "s0", "s0"], 1, [2, 1]),
+        (["s1", "o2", "s0"], 1, [1]),
+    ],
+)
+def test_victims_bring_what_they_alone_hold_together(holders: list[str], lacking: int, expected: list[int]) -> None:
+    """From the oldest on. s: has the two pages of a prompt that many have. o: of another one. Then so many pages of its own. The
+    oldest is spared where two others bring their prompt, and who brings nothing where that is of no use."""
     pool, keys = PagePool(100), PageKeys(4, packed=prompt_of(8))
     requests: list[DecodeRequest] = []
-    for number in range(4):
-        asked, prompt = generate(str(number), 8), np.zeros(8, dtype=np.int32)
-        lease = pool.lease(3, pool.cache.match(keys, 2))
+    for number, holder in enumerate(holders):
+        prompt, own = holder[0], int(holder[1])
+        asked = generate(str(number), 8)
+        hit = pool.cache.match(keys, 2) if prompt == "s" else None
+        lease = pool.lease(2 + own, hit)
         assert lease is not None
-        lease.publish(keys, 2)
+        if prompt == "s":
+            lease.publish(keys, 2)
         rank, times = Rank(0, float(number)), Times(8, 0.0)
-        made = DecodeRequest(asked, asked.key, prompt, None, rank, 3, times, 0.0, 0, DETOKENIZER, keys, lease=lease)
+        tokens = np.zeros(8, dtype=np.int32)
+        made = DecodeRequest(asked, asked.key, tokens, None, rank, 3, times, 0.0, 0, DETOKENIZER, keys, lease=lease)
         requests.append(made)
-    assert choose_victims(requests, requests[:2], coming_pages=0) == [requests[3], requests[2]]
-    for request in requests[1:]:
-        assert request.lease is not None and request.lease.unshared == 1
-        request.lease.close()
-    assert requests[0].lease is not None and requests[0].lease.unshared == 3, "the last one that holds them brings all"
+    assert choose_victims(requests, requests[:lacking], coming=[]) == [requests[at] for at in expected]
 
 
 # --- reservations that give up their memory --------------------------------------------------------------------------------

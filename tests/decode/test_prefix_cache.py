@@ -65,6 +65,26 @@ def test_whole_pages_of_a_prompt_that_landed_are_granted_as_there_and_not_writte
     assert made.pool.leased_pages == whole + 2 * (len(start.pages) - whole), "what two share counts once"
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_two_were_sent_at_once_is_kept_once(stays: bool) -> None:
+    """So one that is alone is never preempted for a page that holds what it has already. stays: the first still runs when the
+    second lands."""
+    made = scheduler(total_pages=14)
+    grants_of = [granted_to(made, known(name, 5 * PAGE, limit)) for name, limit in (("a", 2), ("b", 8 * PAGE))]
+    pages = [set(unpack_ids(grant.pages).tolist()) for grant in grants_of]
+    assert not pages[0] & pages[1]
+    made.receive(WRITER, handoff(grants_of[0]), 0.0)
+    if stays:
+        made.receive(WRITER, handoff(grants_of[1]), 0.1)
+        assert made.pool.leased_pages == 5 + 2, "and a page for the answer of each"
+    made.receive(ROUTER, Cancel(key=key("a")), 0.2)
+    if not stays:
+        made.receive(WRITER, handoff(grants_of[1]), 0.3)
+    (start,) = [each for each in starts(made) if each.last_token == 50]
+    assert set(start.pages[:5].tolist()) == pages[0 if stays else 1]
+    assert (made.pool.leased_pages, made.pool.cached_pages) == (6, 0)
+
+
 def test_a_handoff_that_claims_to_have_written_what_was_there_is_refused() -> None:
     made = scheduler()
     made.receive(WRITER, handoff(granted_to(made, known("a", 3 * PAGE))), 0.0)

@@ -2,6 +2,7 @@
 one place, and what is given up first is what nobody holds, nothing follows, and was used least recently."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.ids import pack_ids
-from common.pages.pool import PageLease, PagePool, count_pages
-from common.pages.radix_cache import NO_HIT, Hit, PageKey, PageKeys
+from common.pages.pool import Closing, PageLease, PagePool, count_pages
+from common.pages.radix_cache import NO_HIT, CachedPage, Hit, PageKey, PageKeys
 
 TOTAL = 10
 PAGE_TOKENS = 2
@@ -94,20 +95,26 @@ class CacheLaws(RuleBasedStateMachine):
             held.pages += more.tolist()
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), upto=st.integers(0, 5))
-    def publish(self, data: st.DataObject, upto: int) -> None:
+    @rule(data=st.data(), upto=st.integers(0, 5), replaces=st.booleans())
+    def publish(self, data: st.DataObject, upto: int, replaces: bool) -> None:
+        """Of two copies one goes: that in the cache, if nobody holds it, or else ours if nobody has used it."""
         held = data.draw(st.sampled_from(self.held))
         upto = min(upto, len(held.paths))
         if held.given_back > held.published:
             return
-        held.lease.publish(held.keys, upto)
+        held.lease.publish(held.keys, upto, replaces=replaces)
         if held.flushed:
             return
         for at in range(held.published, upto):
             path, page = held.paths[at], held.pages[at]
             self.content[page] = path
-            held.shared.append(self.index.setdefault(path, page))
+            if self.index.get(path) not in self.all_held():
+                self.index[path] = page
+            held.shared.append(self.index[path])
             held.published = at + 1
+        if replaces:
+            held.pages[held.given_back : held.published] = held.shared[held.given_back :]
+        assert held.lease.pages.tolist() == held.pages[held.given_back :]
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), count=st.integers(0, 3))
@@ -163,10 +170,15 @@ class CacheLaws(RuleBasedStateMachine):
         assert free == set(range(TOTAL)) - held - cached and len(free) == self.pool.free_pages
 
     @invariant()
-    def a_lease_knows_what_its_end_would_bring(self) -> None:
-        for held in self.held:
-            others = {page for other in self.held if other is not held for page in other.held}
-            assert held.lease.unshared == len(held.held - others)
+    def what_leases_would_bring_is_known(self) -> None:
+        """One closed after the other, the youngest first."""
+        closing, brought = Closing(), 0
+        for at in reversed(range(len(self.held))):
+            rest = {page for other in self.held[:at] for page in other.held}
+            brought += closing.add(self.held[at].lease)
+            closed = self.held[at:]
+            assert brought == len({page for each in closed for page in each.held} - rest)
+            assert [closing.brings(each.lease) for each in closed] == [len(each.held - rest) for each in closed]
 
     @invariant()
     def no_page_is_computed_under_a_reader(self) -> None:
@@ -211,6 +223,26 @@ def test_keys_grow_with_the_answer() -> None:
     in_parts.extend(pack_ids([2]))
     in_parts.extend(pack_ids([3, 3, 4]))
     assert in_parts.pages == at_once.pages
+
+
+class CountedLookups(dict[bytes, CachedPage]):
+    lookups = 0
+
+    def get(self, digest: bytes, default: Any = None) -> Any:
+        self.lookups += 1
+        return super().get(digest, default)
+
+
+def test_who_waits_looks_only_for_what_it_did_not_know() -> None:
+    """Also where the last of it was given up since: that happens in every step while memory is short."""
+    pool, keys = PagePool(8), keys_of("", [1] * 8)
+    published(pool, keys).close()
+    hit, growing = pool.cache.match(keys, 8), pool.lease(0)
+    index = pool.cache._index = CountedLookups(pool.cache._index)
+    for left in range(7, 0, -1):
+        assert growing is not None and growing.extend(1) is not None
+        hit = pool.cache.match(keys, 8, hit)
+        assert len(hit) == left and index.lookups == 8 - left
 
 
 def test_a_hit_of_earlier_is_refused() -> None:
