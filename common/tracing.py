@@ -90,7 +90,8 @@ class Tracer:
             return
         until_s = now + min(LONGEST_S, message.seconds)
         self._asked[router] = _Asked(message.number, until_s)
-        if not self.recorder.on:
+        is_another = known is not None and known.number != message.number and len(self._asked) == 1
+        if is_another or not self.recorder.on:
             self.recorder.begin()
         self._sends_s = min(now + SEND_S, until_s)
 

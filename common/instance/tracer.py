@@ -72,6 +72,7 @@ class InstanceTracer(Tracer):
             for delta in message.deltas:
                 if delta.ending is not None:
                     self._answered(delta.key)
+                    self._sampled.pop(delta.key, None)
 
     def _answered(self, key: Key) -> None:
         since_s = self._answering.pop(key, None)

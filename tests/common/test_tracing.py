@@ -115,3 +115,14 @@ def test_a_trace_ends_early_when_its_asker_says_so_or_is_gone() -> None:
     tracer.ask(A, Trace(seconds=60.0, number=2), 2.0)
     tracer.forget(A)
     assert not tracer.runs and not tracer.recorder.on
+
+
+def test_a_trace_that_follows_one_that_was_ended_holds_nothing_of_before() -> None:
+    tracer = Tracer(ME)
+    tracer.ask(A, Trace(seconds=60.0, number=1), 0.0)
+    tracer.recorder.add("steps", "before", 0.0, 0.1)
+    tracer.ask(A, Trace(seconds=0.0, number=1), 0.2)
+    tracer.ask(A, Trace(seconds=60.0, number=2), 0.2)
+    tracer.recorder.add("steps", "after", 0.2, 0.3)
+    ((_, message),) = tracer.due(1.0)
+    assert [span.name for span in unpack_spans(message.packed)] == ["after"]

@@ -117,3 +117,12 @@ def test_whoever_joins_or_starts_again_is_told_and_each_router_has_its_own_trace
     fleet.kill_router(1)
     fleet.run_for(1.0)
     assert not any(each.worker._tracer.runs for each in fleet.instances.values()), "nobody records for a router that is gone"
+
+
+def test_nothing_is_remembered_of_requests_that_are_over() -> None:
+    fleet = Fleet()
+    fleet.router_process.trace(TRACE_S)
+    fleet.run(*(fleet.submit(name, prompt, max_tokens=1 + number % 2) for number, (name, prompt) in enumerate(PROMPTS.items())))
+    for instance in fleet.instances.values():
+        tracer = instance.worker._tracer
+        assert tracer.recorder.on and not (tracer._pushes or tracer._sampled or tracer._landed or tracer._answering)
