@@ -227,6 +227,7 @@ class RequestBook:
             self._observer.resume_gap(now - record.gap_since_s)
         record.gap_since_s, times.last_token_s = None, now
         record.token_ids += token_ids
+        times.tokens += len(token_ids)
         attempt.advance(len(token_ids))
         attempt.restart_silence(now)
 
@@ -394,7 +395,7 @@ class RequestBook:
             self._retelling.drop(record.attempt)
             record.attempt.release()
         record.outbox.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
-        record.times.ended(ending, len(record.token_ids), now)
+        record.times.ended(ending, now)
         self.timelines.end(record.times)
         self._observer.ended(ending, now - record.times.received_s, record.attempts)
         if record.spec.owner:

@@ -102,8 +102,8 @@ class AttemptTimes:
 
 @dataclass(slots=True, eq=False)
 class RequestTimes:
-    """One choice of a client's request. received_s: its HTTP request was here. tokenized_s: it was dispatched. ending: how it
-    ended, as in the metrics; "" while it is open."""
+    """One choice of a client's request. received_s: its HTTP request was here. tokenized_s: it was dispatched. tokens: of its
+    answer so far. ending: how it ended, as in the metrics; "" while it is open."""
 
     request_id: RequestId
     index: int
@@ -134,9 +134,8 @@ class RequestTimes:
         attempt = self.attempts[-1]
         attempt.ended_s, attempt.reason, attempt.failure = now, reason, failed.message[:FAILURE_CHARS]
 
-    def ended(self, ending: Ending, tokens: int, now: float) -> None:
-        """tokens: of its answer."""
-        self.tokens, self.ended_s = tokens, now
+    def ended(self, ending: Ending, now: float) -> None:
+        self.ended_s = now
         self.ending = ending.kind if isinstance(ending, Failed) else ending.reason
 
 

@@ -49,6 +49,16 @@ def ask(fleet: Fleet, max_tokens: int) -> RequestTimes:
     return timeline_of(fleet, "r")
 
 
+def test_an_open_request_shows_how_many_tokens_its_client_has() -> None:
+    fleet = Fleet()
+    client = fleet.submit("r", PROMPT, max_tokens=50)
+    fleet.router.requests.timelines.name({"r": [RequestId("r")]})
+    fleet.turn_until(lambda: len(client.token_ids) >= 20)
+    assert timeline_of(fleet, "r").tokens == len(client.token_ids) < 50
+    fleet.run(client)
+    assert timeline_of(fleet, "r").tokens == len(client.token_ids) == 50
+
+
 def test_each_thing_happens_in_its_order_and_takes_as_long_as_its_steps() -> None:
     fleet = Fleet(prefill=0, decode=1, size=SIZE)
     fleet.start("prefill-0", "prefill", began_s=1_000.0)  # its own clock began at another moment

@@ -128,7 +128,7 @@ def test_the_last_requests_that_ended_are_remembered_and_forgotten_with_their_na
         made = request(f"r{number}")
         timelines.begin(made)
         timelines.name({f"name {number}": [made.request_id], "both": [made.request_id]})
-        made.ended(Finished("stop"), 1, 2.0)
+        made.ended(Finished("stop"), 2.0)
         timelines.end(made)
     assert (len(timelines), len(timelines.find("both"))) == (REMEMBERED + 1, MOST_FOUND)
     assert [timelines.find(f"name {number}") for number in (0, 1)] == [[], []]
