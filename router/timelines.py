@@ -44,7 +44,7 @@ class Durations:
 
     @staticmethod
     def of(role: Role, times: Times) -> "Durations":
-        computes = role == "prefill" or times.handed_off_s is None
+        computes = role == "prefill" or times.granted_s is None  # a decode instance grants what others compute
         writes = role == "prefill" and times.handed_off_s is not None
         transfer_begins = _later(times.granted_s, times.first_push_s)
         decode_begins = times.last_chunk_s if times.handed_off_s is None else times.handed_off_s

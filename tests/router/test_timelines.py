@@ -164,11 +164,12 @@ def test_of_many_attempts_the_latest_are_remembered_under_their_numbers() -> Non
         ("prefill", Times(4, 1.0, ended_s=2.0), Durations()),
         ("prefill", Times(4, 1.0, admitted_s=2.0, last_chunk_s=4.0, ended_s=4.0), Durations(queue_s=1.0, prefill_s=2.0)),
         ("decode", Times(4, 1.0, admitted_s=2.0, last_chunk_s=4.0, ended_s=8.0), Durations(1.0, 2.0, decode_s=4.0)),
-        ("decode", Times(4, 1.0, admitted_s=2.0, handed_off_s=4.0, ended_s=8.0), Durations(decode_s=4.0)),
-        ("decode", Times(4, 1.0, admitted_s=2.0, handed_off_s=4.0, ended_s=3.0), Durations()),
+        ("decode", Times(4, 1.0, admitted_s=2.0, granted_s=2.0, handed_off_s=4.0, ended_s=8.0), Durations(decode_s=4.0)),
+        ("decode", Times(4, 1.0, admitted_s=2.0, granted_s=2.0, handed_off_s=4.0, ended_s=3.0), Durations()),
+        ("decode", Times(4, 1.0, admitted_s=2.0, granted_s=2.0, ended_s=3.0), Durations()),
         ("prefill", Times(4, math.nan, admitted_s=2.0, last_chunk_s=math.inf), Durations(prefill_s=None)),
     ],
-    ids=["refused", "one token", "local prefill", "handed off", "ended before its handoff", "not in order"],
+    ids=["refused", "one token", "local prefill", "handed off", "ended before its handoff", "never handed off", "not in order"],
 )
 def test_durations_are_of_what_happened(role: Role, times: Times, expected: Durations) -> None:
     assert Durations.of(role, times) == expected
