@@ -144,5 +144,6 @@ class Membership:
             self.next_deadline = min(self.next_deadline, now)
 
     def goodbye(self) -> Send:
-        timelines = self._take_timelines()
+        """With all timelines that wait: no heartbeat follows."""
+        timelines = tuple(self._timelines)
         return Send(self.name, Goodbye(id=self._info.id, incarnation=self._info.incarnation, timelines=timelines))

@@ -348,6 +348,10 @@ def test_timelines_go_with_heartbeats_a_few_with_each_and_the_oldest_are_dropped
         assert len(send.message.timelines) <= TIMELINES_AT_ONCE
         told += send.message.timelines
     assert (told, member.membership.timelines_dropped) == (timelines[3:], 3)
+    for timeline in timelines[3:]:
+        member.membership.note(timeline)
+    goodbye = member.membership.goodbye().message
+    assert isinstance(goodbye, Goodbye) and list(goodbye.timelines) == timelines[3:], "nothing follows it"
 
 
 def test_timelines_for_a_router_that_is_gone_are_forgotten(member: Member) -> None:
