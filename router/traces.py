@@ -22,7 +22,8 @@ from router.fleet import Fleet
 from router.requests import TOKEN_BYTES, Record
 
 MOST_BYTES = 256 * 2**20
-"""Of packed spans that are kept."""
+"""Of packed spans that are kept, with FRAME_BYTES for each message: idle instances send one span at a time."""
+FRAME_BYTES = 110
 GRACE_S = 2.0
 
 TracedRole = Literal["router", "detokenizer", "prefill", "decode"]
@@ -55,8 +56,8 @@ class TracedProcess(msgspec.Struct, kw_only=True):
 
 
 class TraceStatus(msgspec.Struct, kw_only=True):
-    """How a trace stands. began_s: UNIX time. processes: spans name one by its place here. spans_refused: those for which this
-    router had no room."""
+    """How a trace stands. began_s: UNIX time. processes: spans name one by its place here. bytes: of memory that they
+    take. spans_refused: those for which this router had no room."""
 
     number: int
     state: Literal["running", "over"]
@@ -91,10 +92,11 @@ class _Trace:
 
     def keep(self, place: int, count: int, packed: bytes) -> None:
         self.processes[place].spans += count
-        if self.bytes + len(packed) > self._most_bytes:
+        size = len(packed) + FRAME_BYTES
+        if self.bytes + size > self._most_bytes:
             self.spans_refused += count
             return
-        self.bytes += len(packed)
+        self.bytes += size
         self.frames.append(Frame(place, packed))
 
     def is_over(self, now: float) -> bool:

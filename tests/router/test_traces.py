@@ -12,7 +12,7 @@ from common.messages import Span, Spans, Trace, pack_spans
 from common.messages.base import UNNAMED
 from common.tracing import Recorder
 from router.fleet import Fleet
-from router.traces import GRACE_S, Traces
+from router.traces import FRAME_BYTES, GRACE_S, Traces
 from tests.router.calls import assert_error, chat
 from tests.router.fakes import EchoFleet, Site
 
@@ -43,12 +43,13 @@ def test_a_trace_is_over_when_all_have_said_so_or_have_had_their_time() -> None:
 
 
 def test_what_does_not_fit_is_refused_and_counted_and_so_is_what_belongs_to_another_trace() -> None:
-    traces = made(most_bytes=len(pack_spans(SPANS)) + 1)
+    size = len(pack_spans(SPANS)) + FRAME_BYTES
+    traces = made(most_bytes=size + 1)
     traces.start(10.0, 0.0)
     for message in (said(number=7), said(id=InstanceId("stranger")), said(dropped=5), said()):
         traces.receive(message)
     status = traces.status(0.0)
-    assert (len(traces.frames()), status.bytes, status.spans_refused) == (1, len(pack_spans(SPANS)), 3)
+    assert (len(traces.frames()), status.bytes, status.spans_refused) == (1, size, 3)
     assert (status.processes[1].spans, status.processes[1].dropped) == (6, 5)
     assert traces.joined(Life(InstanceId("stranger"), UNNAMED), 1.0) == []
     (send,) = traces.end(1.0)
