@@ -126,7 +126,7 @@ def test_thousands_of_runs_in_several_pushes_never_fill_the_engines_queue(networ
     runs = reversed_runs(4096, 256)
     for ticket, part in enumerate(np.split(runs, 2)):
         source.push(ticket, target.pool.agent, part)
-    assert source.ended(2) == [RunsDone(Ticket(0)), RunsDone(Ticket(1))]
+    assert set(source.ended(2)) == {RunsDone(Ticket(0)), RunsDone(Ticket(1))}, "in whichever order the engine finished them"
     np.testing.assert_array_equal(target.bytes.reshape(-1, 256), source.bytes.reshape(-1, 256)[::-1])
     assert network.most_under_way == QUEUE_RUNS
 
