@@ -62,7 +62,7 @@ from common.messages import (
     Withdraw,
 )
 from common.pages.pool import PagePool, count_pages
-from decode.memory_line import Rounds, admit
+from decode.memory_line import Rounds, admit, has_waited_long
 from decode.preemption import choose_victims
 from decode.requests import DecodeRequest, DecodeRequests, decline
 from decode.reservations import Reservations
@@ -308,14 +308,15 @@ class DecodeScheduler:
         """There was no room for this reservation. Its writer asks elsewhere, and then here once more, to wait; unless it waits in
         vain."""
         assert request.peer is not None
-        if self._waits_in_vain(request):
+        if self._waits_in_vain(request, now):
             return self._refuse(request, now)
         self._table.forget(request, now)
         return [decline(request.peer, request.asked, Failed.of(NoRoom(f"{self._me.id} has no room now")))]
 
-    def _waits_in_vain(self, request: DecodeRequest) -> bool:
-        """Whether writers that cannot release their reservations leave it too few pages, whoever ends."""
-        lost_pages = self._target.lost_pages(self._page_size)
+    def _waits_in_vain(self, request: DecodeRequest, now: float) -> bool:
+        """Whether writers that cannot release their reservations leave it too few pages, whoever ends. It is refused only when
+        heartbeats have had the time to tell the routers, or they would send it here again."""
+        lost_pages = self._target.lost_pages(self._page_size) if has_waited_long(request, now) else 0
         return lost_pages > 0 and request.pages > self.pool.total_pages - lost_pages
 
     def _refuse(self, request: DecodeRequest, now: float) -> list[Action]:
@@ -325,7 +326,7 @@ class DecodeScheduler:
         """Refuse the head of the line when it waits only for transfers that never end; but first give writers that are merely
         silent their time."""
         head = self._table.waiting.first(lambda request: not request.waits_for_grammar)
-        if head is not None and self._waits_in_vain(head):
+        if head is not None and self._waits_in_vain(head, now):
             return self._refuse(head, now)
         if head is None or now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head):
             return []

@@ -356,19 +356,22 @@ def test_a_request_that_cannot_fit_beside_stuck_pages_waits_a_while_and_is_then_
     assert made.report().load.waiting_requests == 0
 
 
-def test_a_request_that_waits_for_pages_which_their_writer_cannot_release_is_refused_at_once() -> None:
+def test_a_request_that_waits_for_pages_which_their_writer_cannot_release_is_refused_when_routers_can_know() -> None:
     made, grant = with_reservation("stuck", tokens=8, now=100.0, total_pages=6)
     made.receive(WRITER, reserve("large", 16, sent_s=100.0), 100.0)
     assert declined(made.decide(100.0).actions) == {}, "they come home as long as nobody says otherwise"
     claims = (Claim(key("stuck"), grant.generation, stuck=True), Claim(key("large"), generation=Generation(0)))
-    made.receive(WRITER, Renew(incarnation=WRITERS_LIFE, sent_s=101.0, claims=claims), 101.0)
-    assert "lacks memory" in declined(made.decide(101.0).actions)["large"].message, "its writer asks elsewhere"
-    made.receive(WRITER, reserve("small", 4, sent_s=101.0), 101.0)
-    assert granted(made.decide(101.0).actions) == ["small"]
-    settle(made, made.receive(WRITER, Withdraw(key=key("small")), 102.0))
-    settle(made, made.receive(WRITER, Withdraw(key=key("stuck")), 102.0))
-    made.receive(WRITER, reserve("huge", 16, sent_s=102.0), 102.0)
-    assert granted(made.decide(102.0).actions) == ["huge"], "the pages are home"
+    made.receive(WRITER, Renew(incarnation=WRITERS_LIFE, sent_s=100.5, claims=claims), 100.5)
+    made.tick(100.5)
+    assert made.report().load.pages_quarantined == 3, "the next heartbeat says so"
+    assert declined(made.decide(100.5).actions) == {}
+    assert "lacks memory" in declined(made.decide(102.0).actions)["large"].message, "its writer asks elsewhere"
+    made.receive(WRITER, reserve("small", 4, sent_s=102.0), 102.0)
+    assert granted(made.decide(102.0).actions) == ["small"]
+    settle(made, made.receive(WRITER, Withdraw(key=key("small")), 102.5))
+    settle(made, made.receive(WRITER, Withdraw(key=key("stuck")), 102.5))
+    made.receive(WRITER, reserve("huge", 16, sent_s=102.5), 102.5)
+    assert granted(made.decide(102.5).actions) == ["huge"], "the pages are home"
 
 
 def test_a_request_whose_writer_is_stuck_ends_here_even_if_its_cancel_was_lost() -> None:
