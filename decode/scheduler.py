@@ -301,8 +301,8 @@ class DecodeScheduler:
     # --- memory ----------------------------------------------------------------------------------------------------------
 
     def _decline_what_does_not_wait(self, now: float) -> list[Action]:
-        waiting = (request for request in self._table.waiting if not request.waits)
-        return [action for request in list(waiting) for action in self._decline_for_now(request, now)]
+        in_haste = [request for request in self._table.waiting if not request.waits]
+        return [action for request in in_haste for action in self._decline_for_now(request, now)]
 
     def _decline_for_now(self, request: DecodeRequest, now: float) -> list[Action]:
         """There was no room for this reservation. Its writer asks elsewhere, and then here once more, to wait; unless it waits in
@@ -326,9 +326,11 @@ class DecodeScheduler:
         """Refuse the head of the line when it waits only for transfers that never end; but first give writers that are merely
         silent their time."""
         head = self._table.waiting.first(lambda request: not request.waits_for_grammar)
-        if head is not None and self._waits_in_vain(head, now):
+        if head is None:
+            return []
+        if self._waits_in_vain(head, now):
             return self._refuse(head, now)
-        if head is None or now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head):
+        if now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head):
             return []
         if not all(self._target.is_stuck(request.key, now) for request in self._requests.holders()):
             return []

@@ -201,8 +201,10 @@ class HandoffTarget:
     def is_stuck(self, key: Key, now: float) -> bool:
         """Whether the reservation has waited unusually long for its writer: it was cancelled, or the writer fell silent, longer
         than a write lease ago. Or the writer says that it cannot release it."""
+        if key in self._stuck:
+            return True
         reservation = self.open.get(key)
-        if reservation is None or key in self._stuck:
-            return reservation is not None
+        if reservation is None:
+            return False
         cancelled = reservation.cancelled_s is not None and now - reservation.cancelled_s > WRITE_LEASE_S
         return cancelled or now - self._heard[reservation.writer].heard_s > WRITE_LEASE_S
