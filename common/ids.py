@@ -64,6 +64,10 @@ def shard_of(key: Key, shards: int) -> int:
 DETOKENIZER = text_name(ROUTER, 0)
 
 
+ID_BYTES = 4
+"""Of a token or page id as it travels."""
+
+
 def pack_ids(ids: Int32Array | Sequence[int]) -> bytes:
     """Token or page ids as they travel: little-endian int32, four bytes each."""
     return np.asarray(ids, dtype="<i4").tobytes()

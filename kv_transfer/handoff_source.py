@@ -30,7 +30,7 @@ from typing import assert_never
 
 from common.deadlines import DeadlineWheel
 from common.errors import InstanceFailed, Unavailable
-from common.ids import Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
+from common.ids import ID_BYTES, Generation, Incarnation, InstanceId, Int32Array, Key, Life, Ticket, unpack_ids
 from common.instance.ports import Action, Allow, Push, PushDone, PushFailed, Send
 from common.messages import Claim, Decline, Failed, Grant, Handoff, Renew, Renewed, Reserve, TokenLogprob, Withdraw
 from common.messages.base import fits
@@ -256,7 +256,7 @@ class HandoffSource:
         outgoing.generation = grant.generation
         pages = len(outgoing.source_pages)
         have, beyond = divmod(grant.have_tokens, self._page_size)
-        if len(grant.pages) != 4 * pages:
+        if len(grant.pages) != ID_BYTES * pages:
             return self._drain(outgoing, _invalid(outgoing, f"{len(grant.pages)} bytes of page ids for {pages} pages"))
         if beyond or not 0 <= have <= pages:
             reason = f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}"

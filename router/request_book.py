@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable
-from common.ids import InstanceId, Key, Life, RequestId, pack_ids, shard_of
+from common.ids import ID_BYTES, InstanceId, Key, Life, RequestId, pack_ids, shard_of
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
 from common.tracing import Recorder
@@ -32,7 +32,7 @@ from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
 from router.places import Places
 from router.policy import choose, expected_answer
-from router.requests import TOKEN_BYTES, Record, RequestSpec
+from router.requests import Record, RequestSpec
 from router.retelling import Retelling, expect_answer
 from router.timelines import PhaseObserver, RequestTimes, Timelines
 from router.traces import record_attempt, record_request
@@ -125,7 +125,7 @@ class RequestBook:
         try:
             for spec in specs:
                 timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
-                prompt_tokens = len(spec.prompt) // TOKEN_BYTES
+                prompt_tokens = len(spec.prompt) // ID_BYTES
                 times = RequestTimes(spec.request_id, spec.index, spec.owner, prompt_tokens, received_s, now)
                 record = Record(spec, outbox, times, timeout_s)
                 started.append((record, self._start_attempt(record, now)))
@@ -399,7 +399,7 @@ class RequestBook:
         self.timelines.end(record.times)
         self._observer.ended(ending, now - record.times.received_s, record.attempts)
         if record.spec.owner:
-            self._observer.spent(record.spec.owner, len(record.spec.prompt) // TOKEN_BYTES, len(record.token_ids))
+            self._observer.spent(record.spec.owner, record.times.prompt_tokens, len(record.token_ids))
 
 
 def _news(record: Record, delta: TextDelta, ending: Ending | None) -> ChoiceDelta:

@@ -7,13 +7,11 @@ book says when an attempt starts and ends. Does not know HTTP or messages.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.ids import Life, RequestId
+from common.ids import ID_BYTES, Life, RequestId
 from common.sampling_params import SamplingParams
 from router.attempts import Attempt, ResumeReason, Setback
 from router.outbox import Outbox
 from router.timelines import RequestTimes
-
-TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class Record:
     @property
     def prompt_tokens(self) -> int:
         """Length of the next attempt's prompt."""
-        return len(self.spec.prompt) // TOKEN_BYTES + len(self.token_ids)
+        return len(self.spec.prompt) // ID_BYTES + len(self.token_ids)
 
     @property
     def remaining_tokens(self) -> int:

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from common.deadlines import DeadlineWheel, earliest
-from common.ids import InstanceId, Key, pack_ids
+from common.ids import ID_BYTES, InstanceId, Key, pack_ids
 from common.instance.ports import Send
 from common.messages import ExpectAnswer, Probe, Probed, Repeat
 from router.attempts import Attempt, Loss
 from router.members import Member
-from router.requests import TOKEN_BYTES, Record
+from router.requests import Record
 
 PROBE_S = 2.0
 """After this long without a token the router asks an attempt's members about it, and again after as long."""
@@ -54,7 +54,7 @@ def expect_answer(record: Record, attempt: Attempt, now: float, *, again: bool =
         key=attempt.key,
         stop=spec.stop,
         first=len(record.token_ids),
-        context=spec.prompt[-CONTEXT_TOKENS * TOKEN_BYTES :] + pack_ids(record.token_ids),
+        context=spec.prompt[-CONTEXT_TOKENS * ID_BYTES :] + pack_ids(record.token_ids),
         text="".join(record.texts),
         skip_special_tokens=spec.skip_special_tokens,
         shown=spec.shown,

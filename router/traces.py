@@ -19,7 +19,7 @@ from common.messages.base import UNNAMED
 from common.tracing import LONGEST_S, MESSAGE_SPANS, Recorder
 from router.attempts import Attempt
 from router.fleet import Fleet
-from router.requests import TOKEN_BYTES, Record
+from router.requests import Record
 
 MOST_BYTES = 256 * 2**20
 """Of packed spans that are kept, with FRAME_BYTES for each message: idle instances send one span at a time."""
@@ -247,7 +247,7 @@ def record_request(recorder: Recorder, record: Record, ending: Ending, now: floa
     why = ending.kind if isinstance(ending, Failed) else ending.reason
     if record.attempt is not None:
         record_attempt(recorder, record.attempt, why, now)
-    sizes = {"prompt_tokens": len(record.spec.prompt) // TOKEN_BYTES, "tokens": len(record.token_ids)}
+    sizes = {"prompt_tokens": record.times.prompt_tokens, "tokens": len(record.token_ids)}
     request_id = record.spec.request_id
     recorder.add("requests", "request", record.times.received_s, now, request_id, attempts=record.attempts, ended=why, **sizes)
 

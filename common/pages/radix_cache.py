@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from common.ids import ID_BYTES
+
 DIGEST_BYTES = 16
-TOKEN_BYTES = 4
 
 
 class PageKey(NamedTuple):
@@ -38,7 +39,7 @@ class PageKeys:
     """
 
     def __init__(self, page_tokens: int, salt: str = "", packed: bytes = b"") -> None:
-        self._page_bytes = page_tokens * TOKEN_BYTES
+        self._page_bytes = page_tokens * ID_BYTES
         self._last = blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
         self._pages: list[PageKey] = []
         self._rest = packed

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
-from common.ids import RequestId, pack_ids, unpack_ids
+from common.ids import ID_BYTES, RequestId, pack_ids, unpack_ids
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import ChatOptions
 from router.api.bodies import LARGE_BODY_BYTES
@@ -31,7 +31,7 @@ from router.api.threads import SharedThreads
 from router.api.tokens import MAX_CHARS, Detokenized, DetokenizeFields, Tokenized, TokenizeRequest
 from router.core import RouterCore
 from router.places import Places
-from router.requests import TOKEN_BYTES, RequestSpec
+from router.requests import RequestSpec
 
 SEED_BITS = 63
 ENCODING_THREADS, LONG_ENCODING_THREADS = 4, 2
@@ -136,7 +136,7 @@ class Intake:
         accepted = self._accept(answer, prompts, request, field, self._chat_max_tokens)
         if plan.is_plain:
             return accepted
-        tail = unpack_ids(prompts[0].packed[-TAIL_TOKENS * TOKEN_BYTES :]).tolist()
+        tail = unpack_ids(prompts[0].packed[-TAIL_TOKENS * ID_BYTES :]).tolist()
         opened = plan.opens_thoughts(self._tokenizer.decode(tail, skip_special_tokens=False))
         specs = plan.completed(accepted.specs, opened)
         specs[0].sampling.validate()
@@ -295,7 +295,7 @@ class Intake:
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
         base = self._sampling(request)
         specs: list[RequestSpec] = []
-        tokens = [len(prompt.packed) // TOKEN_BYTES for prompt in prompts]
+        tokens = [len(prompt.packed) // ID_BYTES for prompt in prompts]
         check_prompt_pairs(tokens, fields.n, request.prompt_logprobs, in_stream=fields.stream)
         most = None if fields.stream else most_tokens_with(request.logprobs, len(prompts) * fields.n)
         samples: Counter[bytes] = Counter()  # of each prompt: equal prompts go on counting, or they would get equal answers
@@ -303,7 +303,7 @@ class Intake:
             packed = prompt.packed
             if not packed:
                 raise BadRequest(f"{prompt_field} is empty: send at least one token of text", field=prompt_field)
-            prompt_tokens = len(packed) // TOKEN_BYTES
+            prompt_tokens = len(packed) // ID_BYTES
             limit = self._max_new_tokens(prompt_tokens, request, prompt_field, default_max_tokens, context, most)
             if fields.min_tokens > limit:
                 raise BadRequest(f"min_tokens is {fields.min_tokens}, but the answer has at most {limit}: lower it", "min_tokens")
@@ -331,7 +331,7 @@ class Intake:
                     )
                 )
         echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))
-        prompt_tokens = sum(len(prompt.packed) for prompt in prompts) // TOKEN_BYTES
+        prompt_tokens = sum(len(prompt.packed) for prompt in prompts) // ID_BYTES
         return Accepted(answer.shown, tuple(specs), prompt_tokens, echoes)
 
     def _sampling(self, request: ReadRequest) -> SamplingParams:

@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from common.ids import unpack_ids
+from common.ids import ID_BYTES, unpack_ids
 from common.messages import Finished, TokenLogprob
 from router.api.answers import DONE, AnswerShape, WholeChoice, encoded, event
 from router.api.logprobs import finite
 from router.api.sglang import GenerateRequest
 from router.outbox import ChoiceDelta
-from router.requests import TOKEN_BYTES
 
 Logprob: TypeAlias = tuple[float | None, int, str | None]
 """Log probability, token id, and the token's text if it is asked for. The first token of those of a prompt has no number."""
@@ -115,7 +114,7 @@ class GenerateShape(AnswerShape[GenerateRequest]):
         info = MetaInfo(
             id=self._choice_ids[index],
             finish_reason=self._finish(news.ending, written.tokens) if isinstance(news.ending, Finished) else None,
-            prompt_tokens=len(prompt) // TOKEN_BYTES,
+            prompt_tokens=len(prompt) // ID_BYTES,
             completion_tokens=written.tokens,
             cached_tokens=written.cached_tokens,
             input_token_logprobs=left_out if tops is None else written.prompt_logprobs.json,
@@ -130,8 +129,8 @@ class GenerateShape(AnswerShape[GenerateRequest]):
     def _begin_prompt(self, written: _Written, prompt: bytes) -> None:
         """As in SGLang, the first of a prompt's log probabilities has no number, wherever it stands."""
         start = self.asked.logprob_start
-        if 0 <= start * TOKEN_BYTES < len(prompt):
-            first = int(unpack_ids(prompt[start * TOKEN_BYTES : (start + 1) * TOKEN_BYTES])[0])
+        if 0 <= start * ID_BYTES < len(prompt):
+            first = int(unpack_ids(prompt[start * ID_BYTES : (start + 1) * ID_BYTES])[0])
             written.prompt_logprobs.extend([self._entry(None, first)])
             written.prompt_tops.extend([None])
 
