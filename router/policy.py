@@ -11,7 +11,7 @@ from itertools import chain, islice
 from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
 from common.ids import Life, Role
-from common.sampling_params import ANSWER_TOKENS
+from router.ask import Ask
 from router.candidates import Candidates
 from router.fleet import Fleet
 from router.members import Member
@@ -37,30 +37,27 @@ class Placement:
         return self.decodes[0] if self.decodes else None
 
 
-def choose(
-    fleet: Fleet, dispatch: Dispatch, prompt_tokens: int, max_new_tokens: int, avoid: Set[Life] = frozenset()
-) -> Placement:
-    """Place a request of this size on members that can serve it: the least loaded for their memory, of some random ones.
+def choose(fleet: Fleet, dispatch: Dispatch, ask: Ask) -> Placement:
+    """Place a request on members that can serve it: the least loaded for their memory, of some random ones.
 
     auto: a prefill instance and then a decode instance, when they are linked; a prefill instance alone for an answer of one
     token; a decode instance alone when no prefill instance can take the prompt or has a link. colocated: a decode instance alone,
     always.
-    avoid: where the request has failed before, or had to give up memory. These members are used only when no other, not even a
-    decode instance alone, can serve it.
+    The members to avoid are used only when no other, not even a decode instance alone, can serve it.
     Raises Unavailable when nobody can serve it now, BadRequest when no instance's memory could ever hold it.
     """
     candidates = fleet.candidates
-    load = _Weighing(prompt_tokens, max_new_tokens)
-    able = [] if dispatch == "colocated" else candidates.able("prefill", prompt_tokens)
-    holders = candidates.able("decode", prompt_tokens + max_new_tokens - 1)
-    if max_new_tokens == 1:
+    load, avoid = _Weighing(ask), ask.avoid
+    able = [] if dispatch == "colocated" else candidates.able("prefill", ask.prompt_tokens)
+    holders = candidates.able("decode", ask.most_tokens)
+    if ask.max_new_tokens == 1:
         alone = candidates.draw(able, lambda member: member.life not in avoid)
         if not alone and not holders:
             alone = candidates.draw(able, lambda member: True)
         if alone:
             return Placement(min(alone, key=load.at_prefill))
     if not holders:
-        raise _nobody_holds(candidates, dispatch, prompt_tokens + max_new_tokens)
+        raise _nobody_holds(candidates, dispatch, ask.prompt_tokens + ask.max_new_tokens)
     spared: Set[Life] = frozenset()
     if any(holder.life not in avoid for holder in islice(holders, len(avoid) + 1)):
         spared = avoid
@@ -73,17 +70,12 @@ def choose(
     return Placement(min(candidates.draw(holders, lambda member: member.life not in spared), key=load.at_decode))
 
 
-def expected_answer(max_new_tokens: int) -> int:
-    """How many tokens an answer is expected to have."""
-    return min(max_new_tokens, ANSWER_TOKENS)
-
-
 def unready(fleet: Fleet, dispatch: Dispatch) -> list[str]:
     """Why the fleet could not serve a request now, or only with a part of its instances; empty when all is well."""
     candidates = fleet.candidates
     reasons: list[str] = []
     try:
-        placement = choose(fleet, dispatch, prompt_tokens=1, max_new_tokens=2)
+        placement = choose(fleet, dispatch, Ask(prompt_tokens=1, max_new_tokens=2))
     except (Unavailable, BadRequest) as error:
         reasons.append(str(error))
     else:
@@ -141,9 +133,9 @@ class _Weighing:
     """How much members would have to do if they got a request of this size, for what their memory holds. Among equals, the member
     that was chosen longest ago comes first."""
 
-    def __init__(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._held_tokens = prompt_tokens + expected_answer(max_new_tokens)
+    def __init__(self, ask: Ask) -> None:
+        self._prompt_tokens = ask.prompt_tokens
+        self._held_tokens = ask.held_tokens
 
     def at_prefill(self, member: Member) -> tuple[float, int]:
         return (member.tokens_to_do + self._prompt_tokens) / member.capacity_tokens, member.chosen

@@ -26,12 +26,13 @@ from common.ids import ID_BYTES, InstanceId, Key, Life, RequestId, pack_ids, sha
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
 from common.tracing import Recorder
+from router.ask import Ask
 from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
 from router.places import Places
-from router.policy import choose, expected_answer
+from router.policy import choose
 from router.requests import Record, RequestSpec
 from router.retelling import Retelling, expect_answer
 from router.timelines import PhaseObserver, RequestTimes, Timelines
@@ -144,12 +145,11 @@ class RequestBook:
 
     def _start_attempt(self, record: Record, now: float) -> Attempt:
         """Place the request's next attempt. Nobody is told yet. Raises Unavailable, BadRequest."""
-        prompt_tokens, remaining_tokens = record.prompt_tokens, record.remaining_tokens
-        placement = choose(self._fleet, self._config.dispatch, prompt_tokens, remaining_tokens, record.avoid | record.crowded)
+        ask = Ask(record.prompt_tokens, record.remaining_tokens, avoid=record.avoid | record.crowded)
+        placement = choose(self._fleet, self._config.dispatch, ask)
         key = Key(record.spec.request_id, record.attempts, self._router)
         detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
-        first_token, growth_tokens = len(record.token_ids), expected_answer(remaining_tokens)
-        attempt = Attempt(key, detokenizer, placement, first_token, prompt_tokens, growth_tokens, now)
+        attempt = Attempt(key, detokenizer, placement, len(record.token_ids), ask.prompt_tokens, ask.growth_tokens, now)
         record.attempt = attempt
         record.times.dispatched(record.attempts, placement.first.info.id, now)
         record.attempts += 1

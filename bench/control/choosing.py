@@ -11,6 +11,7 @@ from common.config import RouterConfig
 from common.ids import ROUTER, InstanceId
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkReport, Load, Peers, Register
 from common.messages.heartbeats import LinkInfo
+from router.ask import Ask
 from router.core import RouterCore
 from router.metrics import RouterMetrics
 from router.policy import choose
@@ -45,7 +46,7 @@ def choose_us(infos: Sequence[InstanceInfo]) -> float:
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for _ in range(CHOICES):
-            choose(core.fleet, "auto", PROMPT_TOKENS, ANSWER_TOKENS)
+            choose(core.fleet, "auto", Ask(PROMPT_TOKENS, ANSWER_TOKENS))
         rounds.append((time.perf_counter() - began) / CHOICES)
     return 1e6 * min(rounds)
 

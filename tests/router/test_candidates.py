@@ -12,6 +12,7 @@ from common.errors import BadRequest, Unavailable
 from common.ids import InstanceId, Life, Role
 from common.messages import Goodbye, Load, Register
 from common.sampling_params import ANSWER_TOKENS
+from router.ask import Ask
 from router.candidates import SAMPLE
 from router.fleet import Fleet
 from router.members import Member
@@ -68,7 +69,7 @@ def reference(members: list[Member], asked: Asked) -> Outcome:
 
 def outcome(fleet: Fleet, asked: Asked) -> Outcome:
     try:
-        placement = choose(fleet, asked.dispatch, asked.prompt_tokens, asked.max_new_tokens, asked.avoid)
+        placement = choose(fleet, asked.dispatch, Ask(asked.prompt_tokens, asked.max_new_tokens, avoid=asked.avoid))
     except (BadRequest, Unavailable) as error:
         return type(error)
     return placement.first.info.id, tuple(member.info.id for member in placement.decodes)
@@ -190,7 +191,7 @@ def test_the_same_seed_draws_the_same_and_everybody_is_drawn_at_some_time() -> N
     def served(fleet: Fleet) -> list[str]:
         names: list[str] = []
         for number in range(300):
-            placement = choose(fleet, "auto", 10, 5)
+            placement = choose(fleet, "auto", Ask(10, 5))
             for member in (placement.first, *placement.decodes[:1]):
                 member.chosen = number + 1
                 names.append(member.info.id)
@@ -207,7 +208,7 @@ def test_loaded_members_of_a_crowd_get_less_than_idle_ones() -> None:
     for member in list(fleet.members()):
         if member.info.id in loaded:
             fleet.heartbeat(beat(member.info, load=Load(waiting_tokens=200, pages_free=64)), 0.0)
-    placed = [choose(fleet, "auto", 10, 5) for _ in range(300)]
+    placed = [choose(fleet, "auto", Ask(10, 5)) for _ in range(300)]
     chosen = [name for one in placed if one.decode is not None for name in (one.first.info.id, one.decode.info.id)]
     assert len(chosen) == 600 and sum(name in loaded for name in chosen) < 30
 

@@ -9,6 +9,7 @@ from common.config import Dispatch
 from common.errors import BadRequest, Unavailable
 from common.ids import Life
 from common.messages import InstanceInfo, Load, Register
+from router.ask import Ask
 from router.fleet import Fleet
 from router.policy import choose, unready
 from tests.builders import instance
@@ -26,7 +27,7 @@ def chosen(
     avoid: Sequence[InstanceInfo] = (),
 ) -> tuple[str, str | None]:
     lives = {Life(info.id, info.incarnation) for info in avoid}
-    choice = choose(fleet, dispatch, prompt_tokens, max_new_tokens, lives)
+    choice = choose(fleet, dispatch, Ask(prompt_tokens, max_new_tokens, avoid=lives))
     return choice.first.info.id, None if choice.decode is None else choice.decode.info.id
 
 
@@ -166,7 +167,7 @@ def test_a_placement_names_the_next_best_decode_instances_too() -> None:
     fleet = new_fleet(P0, *others)
     for info, tokens in zip(others, (50, 10, 60, 30, 20, 40), strict=True):
         hear(fleet, info, P0, load=Load(running_tokens=tokens), now=1.0)
-    placement = choose(fleet, "auto", 10, 5)
+    placement = choose(fleet, "auto", Ask(10, 5))
     assert [member.info.id for member in placement.decodes] == ["d1", "d4", "d3", "d5"]
     assert placement.decode is placement.decodes[0]
 

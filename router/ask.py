@@ -1,0 +1,66 @@
+"""What a request asks of the fleet: the sizes, prefixes and wishes by which its instances are chosen.
+
+Owns the sizes that follow from each other. Does not know who is asked, tokens or time.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.ids import Life, Role
+from common.sampling_params import ANSWER_TOKENS
+from router.members import Member
+
+
+class Overlap(Protocol):
+    """How much of a prompt is in whose cache."""
+
+    def tokens(self, member: Member) -> int:
+        """How many of the prompt's first tokens this member holds."""
+
+    def deepest(self, role: Role, most: int) -> list[Member]:
+        """Those of this role that hold most of it, the deepest first; none that holds nothing."""
+
+
+class _NoOverlap:
+    """Nothing is known of any cache."""
+
+    def tokens(self, member: Member) -> int:
+        return 0
+
+    def deepest(self, role: Role, most: int) -> list[Member]:
+        return []
+
+
+NO_OVERLAP: Overlap = _NoOverlap()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One attempt of a request that is to be placed.
+
+    prompt_tokens: of the prompt and what the answer has so far. max_new_tokens: how many tokens may still follow. overlap: who
+    has how much of the prompt in its cache. session: requests of one session follow each other, and share what came before; "":
+    it has none. avoid: where it failed before, or had to give up memory.
+    """
+
+    prompt_tokens: int
+    max_new_tokens: int
+    overlap: Overlap = NO_OVERLAP
+    session: str = ""
+    avoid: Set[Life] = frozenset()
+
+    @property
+    def growth_tokens(self) -> int:
+        """How many tokens its answer is expected to have."""
+        return min(self.max_new_tokens, ANSWER_TOKENS)
+
+    @property
+    def held_tokens(self) -> int:
+        """How many tokens of memory it is expected to need where it decodes."""
+        return self.prompt_tokens + self.growth_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens it holds at most: the KV of its last token is never needed."""
+        return self.prompt_tokens + self.max_new_tokens - 1
