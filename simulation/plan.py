@@ -16,9 +16,16 @@ Lengths = Literal["exponential", "constant"]
 _ABOVE_0 = (
     "rate", "requests", "speed", "mean_input", "mean_output", "kv_pages", "page_size", "kv_token_bytes", "context_tokens",
     "max_running", "chunk_tokens", "max_waiting", "max_requests", "link_gbit", "restart_s", "slo_ttft_s", "slo_itl_s",
+    "turns", "long_input",
 )  # fmt: skip
-_WITHOUT_TRACE = ("rate", "requests", "arrivals", "lengths", "mean_input", "mean_output")
-_AT_LEAST_0 = ("prefill", "duration_s", "link_latency_s", "message_s", "max_tokens", "kill_every_s", "seed")
+_WITHOUT_TRACE = (
+    "rate", "requests", "arrivals", "lengths", "mean_input", "mean_output", "turns", "think_s", "system_tokens", "long_share",
+    "long_input",
+)  # fmt: skip
+_AT_LEAST_0 = (
+    "prefill", "duration_s", "link_latency_s", "message_s", "max_tokens", "kill_every_s", "seed", "think_s", "system_tokens",
+    "long_share",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +70,17 @@ class LoadPlan:
     )
     speed: float = option(1.0, "with --trace: play it so many times as fast")
     duration_s: float = option(0.0, "send requests for so many simulated seconds; 0: all")
-    rate: float = option(4.0, "without --trace: requests per second")
-    requests: int = option(1000, "without --trace: how many requests")
-    arrivals: Arrivals = option("poisson", "without --trace: times between requests, at random (poisson) or all equal (even)")
+    rate: float = option(4.0, "without --trace: conversations that begin per second; each is one request unless --turns is more")
+    requests: int = option(1000, "without --trace: how many conversations")
+    arrivals: Arrivals = option("poisson", "without --trace: times between their beginnings, random (poisson) or equal (even)")
     lengths: Lengths = option("exponential", "without --trace: lengths vary around their means, or all equal them (constant)")
-    mean_input: int = option(2000, "without --trace: mean prompt tokens")
+    mean_input: int = option(2000, "without --trace: mean prompt tokens that a turn adds")
     mean_output: int = option(200, "without --trace: mean answer tokens")
+    turns: int = option(1, "without --trace: turns of a conversation; each prompt holds all prompts and answers before it")
+    think_s: float = option(10.0, "with --turns: mean seconds from the end of an answer to the next turn; varies as --lengths do")
+    system_tokens: int = option(0, "without --trace: tokens that all conversations begin with, ahead of their first prompt")
+    long_share: float = option(0.0, "without --trace: this share of the turns adds --long-input tokens instead of --mean-input")
+    long_input: int = option(16_000, "with --long-share: mean prompt tokens that such a turn adds")
     max_tokens: int = option(
         0, "max_tokens of every request, or what its context leaves: longer answers are cut off; 0: the length of its answer"
     )
@@ -86,6 +98,12 @@ class LoadPlan:
             refuse_without_effect(self, _WITHOUT_TRACE, "with --trace, which says which requests come when")
         else:
             refuse_without_effect(self, ("speed",), "without --trace")
+        if self.turns == 1:
+            refuse_without_effect(self, ("think_s",), "without --turns")
+        if not self.long_share:
+            refuse_without_effect(self, ("long_input",), "without --long-share")
+        if self.long_share > 1:
+            raise ConfigError(f"--long-share must be at most 1, is {self.long_share}")
         if not self.kill_every_s:
             refuse_without_effect(self, ("restart_s",), "without --kill-every-s")
 

@@ -4,12 +4,14 @@ Owns what is reported, and in which words. All but the CPU times depends on noth
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from common.ids import Role
+from common.messages import Counters
+from simulation.measured import Measured
 from simulation.run import Simulation
 
 Lines = list[tuple[str, ...]]
@@ -46,6 +48,30 @@ class Engines(msgspec.Struct, frozen=True, kw_only=True):
     killed: int
 
 
+class Caches(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefix caches of one role. tokens_asked, tokens_hit: of the prompts that were computed there, of all attempts.
+    pages_asked, pages_hit: of the prompts that were handed over to it. pages_evicted: given to others."""
+
+    role: Role
+    tokens_asked: int
+    tokens_hit: int
+    pages_asked: int
+    pages_hit: int
+    pages_evicted: int
+
+
+class TurnFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The answers of one turn of all conversations, as far as they finished. prompt_tokens, cached_tokens, pushed_bytes: sums.
+    turn: from 1."""
+
+    turn: int
+    answers: int
+    first_token_s: Times
+    prompt_tokens: int
+    cached_tokens: int
+    pushed_bytes: int
+
+
 class Way(msgspec.Struct, frozen=True, kw_only=True):
     """Messages of one kind from one role to another, and the bytes of their frames."""
 
@@ -69,8 +95,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """What a simulation has found. seconds: simulated. cpu: the only part that differs from run to run.
 
     good_requests: answers that finished and kept to both limits. first_token_s: of answers that finished. between_tokens_s: of
-    all answers. mean_between_tokens_s: one for each answer that finished. prompt_tokens_hit: those that no instance computed, of
-    all attempts.
+    all answers. mean_between_tokens_s: one for each answer that finished. cut_short: conversations that ended before their last
+    turn, because an answer failed or was refused.
     """
 
     seconds: float
@@ -85,9 +111,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft_s: float
     slo_itl_s: float
     prompt_tokens: int
-    prompt_tokens_hit: int
     tokens: int
     kv_bytes: int
+    cut_short: int
+    turns: tuple[TurnFigures, ...]
+    caches: tuple[Caches, ...]
     engines: tuple[Engines, ...]
     messages: int
     frame_bytes: int
@@ -103,7 +131,7 @@ def figures(simulation: Simulation) -> Figures:
     """Of a simulation that has run."""
     measured, fleet, load = simulation.measured, simulation.fleet, simulation.load
     good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
-    traffic, counters = fleet.network.traffic, simulation.counters()
+    traffic, counters = fleet.network.traffic, {role: simulation.counters(role) for role in ROLES}
     ways = [
         Way(kind=kind, sender=sender, receiver=receiver, messages=tally.messages, frame_bytes=tally.frame_bytes)
         for (sender, kind, receiver), tally in traffic.by_way.items()
@@ -113,17 +141,19 @@ def figures(simulation: Simulation) -> Figures:
         requests=sum(measured.endings.values()),
         endings=dict(sorted(measured.endings.items())),
         resumes=dict(sorted(Counter(str(reason) for reason in fleet.observer.resumes).items())),
-        preemptions=sum(each.preemptions for each in counters),
+        preemptions=sum(each.preemptions for role in ROLES for each in counters[role]),
         first_token_s=Times.of(measured.first_s),
         between_tokens_s=Times.of(measured.between_s),
         mean_between_tokens_s=Times.of(measured.pace_s),
         good_requests=int(np.count_nonzero(good)),
         slo_ttft_s=load.slo_ttft_s,
         slo_itl_s=load.slo_itl_s,
-        prompt_tokens=measured.prompt_tokens,
-        prompt_tokens_hit=sum(each.prompt_tokens_hit for each in counters),
+        prompt_tokens=measured.prompt_tokens_asked,
         tokens=measured.tokens,
         kv_bytes=fleet.wires.bytes_written,
+        cut_short=simulation.cut_short,
+        turns=tuple(_turn(measured, turn) for turn in sorted(set(measured.turn))),
+        caches=tuple(_caches(role, counters) for role in ROLES),
         engines=tuple(_engines(simulation, role) for role in ROLES),
         messages=traffic.messages,
         frame_bytes=traffic.frame_bytes,
@@ -133,6 +163,33 @@ def figures(simulation: Simulation) -> Figures:
             for role, meter in fleet.network.meters.items()
             for work, seconds in sorted(meter.seconds().items(), key=lambda item: -item[1])
         ),
+    )
+
+
+def _turn(measured: Measured, turn: int) -> TurnFigures:
+    its = np.equal(measured.turn, turn)
+    sums = (int(np.asarray(each)[its].sum()) for each in (measured.prompt_tokens, measured.cached_tokens, measured.pushed_bytes))
+    prompt_tokens, cached_tokens, pushed_bytes = sums
+    return TurnFigures(
+        turn=turn + 1,
+        answers=int(np.count_nonzero(its)),
+        first_token_s=Times.of(np.asarray(measured.first_s)[its].tolist()),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        pushed_bytes=pushed_bytes,
+    )
+
+
+def _caches(role: Role, counters: Mapping[Role, Sequence[Counters]]) -> Caches:
+    own = counters[role]
+    spared = sum(each.pages_spared for other in ROLES if other != role for each in counters[other])
+    return Caches(
+        role=role,
+        tokens_asked=sum(each.prompt_tokens_asked for each in own),
+        tokens_hit=sum(each.prompt_tokens_hit for each in own),
+        pages_asked=spared + sum(each.pages_received for each in own),
+        pages_hit=spared,
+        pages_evicted=sum(each.pages_evicted for each in own),
     )
 
 
@@ -162,6 +219,8 @@ def tables(found: Figures) -> list[tuple[str, Lines]]:
     return [
         ("Requests", _requests(found)),
         ("Time, ms", _times(found)),
+        *([("Turns", _turns(found))] if len(found.turns) > 1 else []),
+        ("Prefix caches", _cache_lines(found)),
         ("Instances", _instances(found)),
         (f"Control plane: {found.messages} messages, {_rate(found.frame_bytes / found.seconds)} in all", _messages(found)),
         ("CPU of this machine, without sockets, in simulated time", _cpu(found)),
@@ -178,10 +237,10 @@ def _requests(found: Figures) -> Lines:
         *lines,
         (f"goodput: {kept}", f"{share:.1%}, {found.good_requests / found.seconds:.2f} requests/s"),
         ("prompt tokens", f"{found.prompt_tokens} ({found.prompt_tokens / found.seconds:.0f}/s)"),
-        ("prompt tokens in prefix caches", f"{found.prompt_tokens_hit} ({found.prompt_tokens_hit / found.seconds:.0f}/s)"),
         ("answer tokens", f"{found.tokens} ({found.tokens / found.seconds:.0f}/s)"),
         ("KV pushed", _rate(found.kv_bytes / found.seconds)),
         ("preemptions", str(found.preemptions)),
+        *([("conversations that ended before their last turn", str(found.cut_short))] if found.cut_short else []),
     ]
 
 
@@ -193,6 +252,44 @@ def _times(found: Figures) -> Lines:
     )
     shown = [(name, *(f"{1e3 * value:.1f}" for value in (t.p50, t.p90, t.p99, t.most))) for name, t in named]
     return [("", "p50", "p90", "p99", "most"), *shown]
+
+
+def _turns(found: Figures) -> Lines:
+    lines: Lines = [("turn", "answers", "first token, ms: p50", "p99", "prompt tokens", "not computed", "KV pushed each, MB")]
+    return lines + [
+        (
+            str(each.turn),
+            str(each.answers),
+            f"{1e3 * each.first_token_s.p50:.1f}",
+            f"{1e3 * each.first_token_s.p99:.1f}",
+            f"{each.prompt_tokens / each.answers:.0f}",
+            f"{each.cached_tokens / each.prompt_tokens:.1%}",
+            f"{each.pushed_bytes / each.answers / 1e6:.1f}",
+        )
+        for each in found.turns
+    ]
+
+
+def _cache_lines(found: Figures) -> Lines:
+    """What was found in them of prompts to be computed there, in tokens, and of prompts handed over, in pages."""
+    lines: Lines = [("role", "tokens to compute", "found", "share", "pages to push here", "found", "share", "pages evicted")]
+    return lines + [
+        (
+            each.role,
+            str(each.tokens_asked),
+            str(each.tokens_hit),
+            _share(each.tokens_hit, each.tokens_asked),
+            str(each.pages_asked),
+            str(each.pages_hit),
+            _share(each.pages_hit, each.pages_asked),
+            str(each.pages_evicted),
+        )
+        for each in found.caches
+    ]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
 
 
 def _instances(found: Figures) -> Lines:

@@ -1,26 +1,38 @@
 """A simulation from its first request to its last ending: the load comes, instances may die, and figures are taken.
 
-Owns who asks when, and who is killed when. Measures by way of the clients, the network and the meters; judges nothing.
+Owns who asks when, what conversations have said so far, and who is killed when. Measures by way of the clients, the network and
+the meters; judges nothing.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from common.config import RouterConfig
 from common.errors import BadRequest, Overloaded, Unavailable
-from common.ids import RequestId, Role
-from common.messages import Counters
+from common.ids import ID_BYTES, RequestId, Role, pack_ids
+from common.messages import AnyMessage, Counters, Handoff
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
 from simulation.measured import Measured, MeasuredClient
+from simulation.network import Letter
 from simulation.plan import FleetPlan, LoadPlan
 from simulation.planned_fleet import VOCAB_SIZE, PlannedFleet
-from simulation.workload import Asked, workload
+from simulation.workload import Conversation, Turn, system_prompt, workload
 
 PROGRESS_S = 5.0
 """Simulated; how often progress is told."""
+
+
+@dataclass(slots=True, eq=False)
+class Talk:
+    """A conversation under way. said: packed tokens of its prompts and answers so far. turn: the number of the next one."""
+
+    conversation: Conversation
+    said: bytes
+    turn: int = 0
 
 
 class Simulation:
@@ -29,29 +41,34 @@ class Simulation:
     def __init__(self, fleet: FleetPlan, load: LoadPlan, config: RouterConfig) -> None:
         self.plan = fleet
         self.load = load
-        self._asked = workload(load)
+        self._coming = workload(load)
         """First, because it may be refused, and the fleet takes long."""
         self.fleet = PlannedFleet(fleet, config)
+        self.fleet.network.taps.append(self._sent_letter)
         self.measured = Measured()
-        self._of_killed: list[Counters] = []
+        self._of_killed: list[tuple[Role, Counters]] = []
         self.killed: Counter[str] = Counter()
+        self.cut_short = 0
+        """Conversations that ended before their last turn, because an answer failed or was refused."""
         self.began_s = self.fleet.clock.now
-        self._next: Asked | None = None
-        self._sent = 0
+        self._system = system_prompt(load, VOCAB_SIZE)
+        self._next: Conversation | None = None
+        self._talks = self._sent = 0
+        self._open: dict[RequestId, MeasuredClient] = {}
         self._random = np.random.default_rng([load.seed, 1])
 
     def run(self, progress: Callable[[str], None] = lambda line: None) -> None:
         """Until every request has ended. progress: called with a line now and then."""
         clock = self.fleet.clock
-        self._plan_next(self._asked)
+        self._plan_next(self._coming)
         if self.load.kill_every_s:
             self._plan_kill()
-        while self._next is not None or self.measured.open:
+        while self._goes_on:
             self._tell(progress)
             ends_s = clock.now + PROGRESS_S
-            while clock.next_deadline() < ends_s and (self._next is not None or self.measured.open):
+            while clock.next_deadline() < ends_s and self._goes_on:
                 clock.turn()
-            if self._next is not None or self.measured.open:
+            if self._goes_on:
                 clock.now = ends_s
 
     @property
@@ -61,32 +78,62 @@ class Simulation:
 
     # --- the load ----------------------------------------------------------------------------------------------------------
 
-    def _plan_next(self, asked: Iterator[Asked]) -> None:
-        self._next = next(asked, None)
+    @property
+    def _goes_on(self) -> bool:
+        return self._next is not None or self._talks > 0
+
+    def _plan_next(self, coming: Iterator[Conversation]) -> None:
+        self._next = next(coming, None)
         if self._next is not None:
-            self.fleet.clock.at(self.began_s + self._next.at_s, lambda: self._ask(asked))
+            self.fleet.clock.at(self.began_s + self._next.at_s, lambda: self._begin(coming))
 
-    def _ask(self, asked: Iterator[Asked]) -> None:
-        request = self._next
-        assert request is not None
-        now, name = self.fleet.clock.now, RequestId(f"request-{self._sent}")
+    def _begin(self, coming: Iterator[Conversation]) -> None:
+        assert self._next is not None
+        self._talks += 1
+        self._ask(Talk(self._next, self._system))
+        self._plan_next(coming)
+
+    def _ask(self, talk: Talk) -> None:
+        """The next turn of a conversation, unless its time is over."""
+        if talk.turn and self.load.duration_s and self.seconds >= self.load.duration_s:
+            self._talks -= 1
+            return
+        turn, name = talk.conversation.turns[talk.turn], RequestId(f"request-{self._sent}")
         self._sent += 1
-        sampling = self._sampling(request)
-        client = MeasuredClient(name, self.fleet.clock, self.measured)
-        self.measured.asked(now, request.input_tokens)
+        talk.said += turn.prompt(VOCAB_SIZE)
+        spec = RequestSpec(name, 0, talk.said, self._sampling(turn, len(talk.said) // ID_BYTES))
+        client = MeasuredClient(spec, talk.turn, self.fleet.clock, self.measured, lambda said: self._answered(talk, name, said))
+        self.measured.asked(len(talk.said) // ID_BYTES)
+        talk.turn += 1
+        self._open[name] = client
         try:
-            self.fleet.router_process.submit([RequestSpec(name, 0, request.prompt(VOCAB_SIZE), sampling)], client)
+            self.fleet.router_process.submit([spec], client)
         except (BadRequest, Overloaded, Unavailable) as error:
-            self.measured.ended(now, f"refused: {error.kind}")
-        self._plan_next(asked)
+            self.measured.ended(f"refused: {error.kind}")
+            self._answered(talk, name, None)
 
-    def _sampling(self, request: Asked) -> SamplingParams:
+    def _answered(self, talk: Talk, name: RequestId, said: list[int] | None) -> None:
+        """After an answer comes the next turn. After a failure comes none."""
+        del self._open[name]
+        is_last = talk.turn == len(talk.conversation.turns)
+        if said is None or is_last:
+            self.cut_short += not is_last
+            self._talks -= 1
+            return
+        talk.said += pack_ids(said)
+        self.fleet.clock.at(self.fleet.clock.now + talk.conversation.turns[talk.turn].pause_s, lambda: self._ask(talk))
+
+    def _sampling(self, turn: Turn, prompt_tokens: int) -> SamplingParams:
         """Without --max-tokens a request asks for the tokens that it gets. With it, the model ends the answer by itself."""
         if not self.load.max_tokens:
-            return SamplingParams(max_new_tokens=request.output_tokens, temperature=0.0)
-        room = max(1, self.plan.context_tokens - request.input_tokens)
-        seed = self.fleet.seed_that_ends(request.input_tokens + request.output_tokens)
+            return SamplingParams(max_new_tokens=turn.output_tokens, temperature=0.0)
+        room = max(1, self.plan.context_tokens - prompt_tokens)
+        seed = self.fleet.seed_that_ends(prompt_tokens + turn.output_tokens)
         return SamplingParams(max_new_tokens=min(self.load.max_tokens, room), temperature=0.0, seed=seed)
+
+    def _sent_letter(self, letter: Letter, message: AnyMessage, delays: tuple[float, ...]) -> None:
+        if isinstance(message, Handoff) and message.key.request_id in self._open:
+            self._open[message.key.request_id].pushed_bytes += message.pushed_bytes
 
     # --- deaths ------------------------------------------------------------------------------------------------------------
 
@@ -100,7 +147,7 @@ class Simulation:
             killed = self.fleet.kill(names[int(self._random.integers(len(names)))])
             name, role = killed.name.id, killed.name.role
             self.killed[role] += 1
-            self._of_killed.append(killed.scheduler.report().counters)
+            self._of_killed.append((role, killed.scheduler.report().counters))
             self.fleet.clock.at(self.fleet.clock.now + self.load.restart_s, lambda: self._start(name, role))
         self._plan_kill()
 
@@ -110,8 +157,9 @@ class Simulation:
     # --- what is seen ------------------------------------------------------------------------------------------------------
 
     def _tell(self, progress: Callable[[str], None]) -> None:
-        progress(f"{self.seconds:.0f} s: {self._sent} requests, {self.measured.open} open, {self.measured.tokens} tokens")
+        progress(f"{self.seconds:.0f} s: {self._sent} requests, {len(self._open)} open, {self.measured.tokens} tokens")
 
-    def counters(self) -> list[Counters]:
-        """Of the instances that live and of those that were killed."""
-        return [*self._of_killed, *(each.scheduler.report().counters for each in self.fleet.instances.values())]
+    def counters(self, role: Role) -> list[Counters]:
+        """Of the instances of a role that live and of those that were killed."""
+        living = [each.scheduler.report().counters for each in self.fleet.instances.values() if each.name.role == role]
+        return [counters for killed, counters in self._of_killed if killed == role] + living

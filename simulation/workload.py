@@ -1,12 +1,12 @@
-"""The load of a simulated fleet: which requests come when, drawn at random or read from a trace.
+"""The load of a simulated fleet: which conversations come when, drawn at random or read from a trace.
 
 Owns arrival times, lengths and made-up prompts. Knows no fleet. Prompts consist of blocks; blocks with the same id have the same
-tokens, so requests that share a prefix in the trace share it here.
+tokens, so requests that share a prefix in the trace share it here. A request of a trace is a conversation of one turn.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from pathlib import Path
 
 import msgspec
@@ -23,17 +23,27 @@ _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request: when it comes, and its lengths in tokens. blocks: ids of its prompt's blocks; the last may be cut short."""
+class Turn:
+    """What one turn adds to its conversation, in tokens. blocks: ids of the blocks of its part of the prompt; the last may be cut
+    short. pause_s: from the end of the answer before it."""
 
-    at_s: float
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...]
+    pause_s: float = 0.0
 
     def prompt(self, vocab_size: int) -> bytes:
-        """Packed token ids, [input_tokens]."""
+        """Its own part of the prompt: packed token ids, [input_tokens]."""
         return pack_ids(prompt_tokens(self.blocks, self.input_tokens, vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """When its first turn comes, and its turns: at least one. session: its name; "": it has none."""
+
+    at_s: float
+    turns: tuple[Turn, ...]
+    session: str = ""
 
 
 class _Line(msgspec.Struct):
@@ -45,34 +55,54 @@ class _Line(msgspec.Struct):
     hash_ids: tuple[int, ...]
 
 
-def workload(plan: LoadPlan) -> Iterator[Asked]:
-    """The requests in the order of their times, which begin near 0. Raises ConfigError for a trace that cannot be read."""
-    asked = read_trace(plan.trace, plan.speed) if plan.trace else islice(random_load(plan), plan.requests)
-    return takewhile(lambda each: each.at_s < plan.duration_s, asked) if plan.duration_s else asked
+def workload(plan: LoadPlan) -> Iterator[Conversation]:
+    """In the order of their beginnings, from near 0. Raises ConfigError for a trace that cannot be read."""
+    coming = read_trace(plan.trace, plan.speed) if plan.trace else islice(random_load(plan), plan.requests)
+    return takewhile(lambda each: each.at_s < plan.duration_s, coming) if plan.duration_s else coming
 
 
-def random_load(plan: LoadPlan) -> Iterator[Asked]:
-    """Requests without end; every prompt is of its own."""
+def system_prompt(plan: LoadPlan, vocab_size: int) -> bytes:
+    """What every conversation begins with: packed token ids, [system_tokens]."""
+    blocks = tuple(range(-(-plan.system_tokens // BLOCK_TOKENS)))
+    return pack_ids(prompt_tokens(blocks, plan.system_tokens, vocab_size))
+
+
+def random_load(plan: LoadPlan) -> Iterator[Conversation]:
+    """Conversations without end; what each turn adds is nobody else's."""
     random = np.random.default_rng(plan.seed)
-    at_s, block = 0.0, 0
-    while True:
+    varies = plan.lengths == "exponential"
+    at_s, block = 0.0, -(-plan.system_tokens // BLOCK_TOKENS)
+
+    def length(mean: int) -> int:
+        return max(1, round(random.exponential(mean))) if varies else mean
+
+    for number in count():
         at_s += float(random.exponential(1 / plan.rate)) if plan.arrivals == "poisson" else 1 / plan.rate
-        lengths = (plan.mean_input, plan.mean_output)
-        if plan.lengths == "exponential":
-            lengths = (max(1, round(random.exponential(lengths[0]))), max(1, round(random.exponential(lengths[1]))))
-        blocks = -(-lengths[0] // BLOCK_TOKENS)
-        yield Asked(at_s, *lengths, tuple(range(block, block + blocks)))
-        block += blocks
+        turns: list[Turn] = []
+        for _ in range(plan.turns):
+            is_long = plan.long_share > 0 and random.random() < plan.long_share
+            input_tokens, output_tokens = length(plan.long_input if is_long else plan.mean_input), length(plan.mean_output)
+            pause_s = 0.0
+            if turns:
+                pause_s = float(random.exponential(plan.think_s)) if varies else plan.think_s
+            blocks = -(-input_tokens // BLOCK_TOKENS)
+            turns.append(Turn(input_tokens, output_tokens, tuple(range(block, block + blocks)), pause_s))
+            block += blocks
+        yield Conversation(at_s, tuple(turns), f"conversation-{number}" if plan.turns > 1 else "")
 
 
-def read_trace(path: str, speed: float) -> Iterator[Asked]:
-    """The requests of a trace in Mooncake's format. Raises ConfigError, which names the line."""
+def read_trace(path: str, speed: float) -> Iterator[Conversation]:
+    """The requests of a trace in Mooncake's format. Raises ConfigError, which names the line.
+
+    A trace names no sessions. Requests with the same first two blocks count as one: in Mooncake's conversations all share the
+    first block, and the second is the first of a conversation's own. A request of one block has none.
+    """
     decoder, latest_s = msgspec.json.Decoder(_Line), 0.0
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"--trace: {path} cannot be read: {error.strerror}") from error
-    asked: list[Asked] = []
+    coming: list[Conversation] = []
     for number, line in enumerate(lines, start=1):
         try:
             read = decoder.decode(line)
@@ -84,8 +114,10 @@ def read_trace(path: str, speed: float) -> Iterator[Asked]:
         if len(read.hash_ids) * BLOCK_TOKENS < read.input_length:
             raise ConfigError(f"--trace: line {number} of {path}: too few hash_ids for {read.input_length} tokens")
         latest_s = at_s
-        asked.append(Asked(at_s, read.input_length, read.output_length, read.hash_ids))
-    return iter(asked)
+        turn = Turn(read.input_length, read.output_length, read.hash_ids)
+        session = "-".join(map(str, read.hash_ids[:2])) if len(read.hash_ids) > 1 else ""
+        coming.append(Conversation(at_s, (turn,), session))
+    return iter(coming)
 
 
 def prompt_tokens(blocks: tuple[int, ...], tokens: int, vocab_size: int) -> NDArray[np.int32]:

@@ -42,6 +42,10 @@ def sorted_as_given(file: Path) -> list[str]:
             for flag in ("--rate=9", "--requests=5", "--mean-input=9", "--mean-output=9", "--lengths=constant", "--arrivals=even")
         ),
         (["--speed=7"], "--speed has no effect without --trace"),
+        (["--trace=/nowhere.jsonl", "--turns=2"], "--turns has no effect with --trace"),
+        (["--think-s=1"], "--think-s has no effect without --turns"),
+        (["--long-input=9"], "--long-input has no effect without --long-share"),
+        (["--long-share=1.5"], "--long-share must be at most 1"),
         (["--restart-s=1"], "--restart-s has no effect without --kill-every-s"),
     ],
 )

@@ -57,9 +57,46 @@ def test_a_prompt_that_begins_as_another_takes_the_time_of_the_rest(tmp_path: Pa
     simulation = simulate(replace(FLEET, prefix_cache=prefix_cache), trace=str(trace))
     cached = 2048 if prefix_cache == "on" else 0
     found = figures(simulation)
-    assert (found.prompt_tokens, found.prompt_tokens_hit) == (2048 + 2148, cached)
+    prefill, _ = found.caches
+    assert (found.prompt_tokens, prefill.tokens_hit) == (2048 + 2148, cached)
     first_s, second_s = simulation.measured.first_s
     assert second_s - first_s == pytest.approx(steps_s(2148 - cached) - steps_s(2048), abs=3 * TURN_S)
+
+
+@pytest.mark.parametrize("prefix_cache", ["on", "off"])
+def test_each_turn_computes_and_pushes_only_what_is_new(prefix_cache: Any) -> None:
+    """Two conversations, one after the other, that share the system prompt. All lengths are whole pages of 16 tokens, but for the
+    last token of an answer: its KV is never needed, so the page that it ends is computed again."""
+    fleet = replace(FLEET, prefix_cache=prefix_cache)
+    lengths = {"lengths": "constant", "arrivals": "even", "system_tokens": 320, "mean_input": 1600, "mean_output": 160}
+    simulation = simulate(fleet, requests=2, rate=0.01, turns=3, think_s=5.0, **lengths)
+    measured, is_on = simulation.measured, prefix_cache == "on"
+    prompts = [320 + 1600 + number * 1760 for number in range(3)]
+    assert list(measured.turn) == [0, 1, 2] * 2
+    assert list(measured.prompt_tokens) == prompts * 2
+    # The prefill instance has computed the prompt of the turn before, not its answer. The decode instance has both.
+    cached = [0, prompts[0], prompts[1], 320, prompts[0], prompts[1]]
+    had = [0, prompts[0] + 144, prompts[1] + 144, 320, prompts[0] + 144, prompts[1] + 144]
+    assert list(measured.cached_tokens) == (cached if is_on else [0] * 6)
+    pushed = [prompt - (there if is_on else 0) for prompt, there in zip(prompts * 2, had, strict=True)]
+    assert list(measured.pushed_bytes) == [tokens * fleet.kv_token_bytes for tokens in pushed]
+    first_s = [steps_s(prompt - (there if is_on else 0)) for prompt, there in zip(prompts * 2, cached, strict=True)]
+    assert list(measured.first_s) == pytest.approx(first_s, abs=4 * TURN_S)
+    found = figures(simulation)
+    assert [(each.turn, each.answers, each.pushed_bytes) for each in found.turns] == [
+        (turn + 1, 2, sum(measured.pushed_bytes[turn::3])) for turn in range(3)
+    ]
+    prefill, decode = found.caches
+    assert (prefill.tokens_asked, prefill.tokens_hit) == (2 * sum(prompts), sum(measured.cached_tokens))
+    assert (decode.pages_asked - decode.pages_hit) * 16 == sum(pushed)
+
+
+def test_a_conversation_ends_with_a_failure_and_with_the_time_of_the_load() -> None:
+    lengths = {"lengths": "constant", "arrivals": "even", "mean_input": 1000, "mean_output": 2, "turns": 4, "think_s": 5.0}
+    refused = figures(simulate(replace(FLEET, context_tokens=2500), requests=2, rate=1.0, **lengths))
+    assert (refused.requests, refused.cut_short, [each.answers for each in refused.turns]) == (6, 2, [2, 2])
+    late = figures(simulate(FLEET, requests=2, rate=1.0, duration_s=8.0, **lengths))
+    assert (late.cut_short, [each.answers for each in late.turns]) == (0, [2, 2])
 
 
 def test_the_second_token_waits_for_the_last_push_the_handoff_and_a_step() -> None:
@@ -176,7 +213,7 @@ def test_the_pages_in_use_are_those_of_every_moment() -> None:
 
 def test_answers_end_by_themselves_when_requests_ask_for_more_also_after_a_death() -> None:
     load = {"requests": 40, "rate": 8.0, "mean_input": 1000, "mean_output": 150, "kill_every_s": 0.7, "restart_s": 0.5}
-    outputs = [asked.output_tokens for asked in workload(LoadPlan(**load))]  # type: ignore[arg-type]
+    outputs = [each.turns[0].output_tokens for each in workload(LoadPlan(**load))]  # type: ignore[arg-type]
     for most in (4096, 200_000):
         found = figures(simulate(FleetPlan(prefill=3, decode=3), **load, max_tokens=most))
         assert found.endings == {"finished: stop": 40} and found.resumes

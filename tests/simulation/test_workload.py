@@ -8,7 +8,7 @@ import pytest
 from common.errors import ConfigError
 from common.ids import unpack_ids
 from simulation.plan import LoadPlan
-from simulation.workload import BLOCK_TOKENS, workload
+from simulation.workload import BLOCK_TOKENS, system_prompt, workload
 
 TRACE = """\
 {"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}
@@ -25,17 +25,17 @@ def write(folder: Path, text: str) -> str:
 def test_a_trace_is_played_as_it_is_or_faster_or_in_part(tmp_path: Path) -> None:
     trace = write(tmp_path, TRACE)
     as_it_is = list(workload(LoadPlan(trace=trace)))
-    assert [(asked.at_s, asked.input_tokens, asked.output_tokens) for asked in as_it_is] == [
+    assert [(each.at_s, each.turns[0].input_tokens, each.turns[0].output_tokens) for each in as_it_is] == [
         (0.0, 1030, 5),
         (0.5, 1500, 7),
         (4.0, 600, 1),
     ]
-    assert [asked.at_s for asked in workload(LoadPlan(trace=trace, speed=2.0))] == [0.0, 0.25, 2.0]
+    assert [each.at_s for each in workload(LoadPlan(trace=trace, speed=2.0))] == [0.0, 0.25, 2.0]
     assert len(list(workload(LoadPlan(trace=trace, duration_s=1.0)))) == 2
 
 
 def test_equal_blocks_have_equal_tokens_and_others_do_not(tmp_path: Path) -> None:
-    first, second, third = (unpack_ids(asked.prompt(1000)) for asked in workload(LoadPlan(trace=write(tmp_path, TRACE))))
+    first, second, third = (unpack_ids(each.turns[0].prompt(1000)) for each in workload(LoadPlan(trace=write(tmp_path, TRACE))))
     assert [len(first), len(second), len(third)] == [1030, 1500, 600]
     assert (first[: 2 * BLOCK_TOKENS] == second[: 2 * BLOCK_TOKENS]).all()
     assert (first[2 * BLOCK_TOKENS :] != second[2 * BLOCK_TOKENS : 1030]).any()
@@ -45,11 +45,29 @@ def test_equal_blocks_have_equal_tokens_and_others_do_not(tmp_path: Path) -> Non
 
 
 def test_random_loads_have_the_means_that_were_asked_for() -> None:
-    asked = list(workload(LoadPlan(requests=4000, rate=5.0, mean_input=700, mean_output=90)))
-    assert len(asked) == 4000
-    assert asked[-1].at_s == pytest.approx(4000 / 5.0, rel=0.1)
-    assert np.mean([each.input_tokens for each in asked]) == pytest.approx(700, rel=0.1)
-    assert np.mean([each.output_tokens for each in asked]) == pytest.approx(90, rel=0.1)
+    load = LoadPlan(
+        requests=1000, rate=5.0, turns=4, think_s=3.0, mean_input=700, mean_output=90, long_share=0.2, long_input=9000
+    )
+    coming = list(workload(load))
+    turns = [turn for each in coming for turn in each.turns]
+    assert (len(coming), len(turns)) == (1000, 4000)
+    assert coming[-1].at_s == pytest.approx(1000 / 5.0, rel=0.1)
+    assert np.mean([turn.input_tokens for turn in turns]) == pytest.approx(0.8 * 700 + 0.2 * 9000, rel=0.1)
+    assert np.mean([turn.output_tokens for turn in turns]) == pytest.approx(90, rel=0.1)
+    assert np.mean([turn.pause_s for each in coming for turn in each.turns[1:]]) == pytest.approx(3.0, rel=0.1)
+    assert len({each.session for each in coming}) == 1000
+
+
+def test_what_turns_add_is_nobody_elses_and_not_the_system_prompt() -> None:
+    load = LoadPlan(requests=3, turns=2, system_tokens=1000, mean_input=600, lengths="constant")
+    parts = [system_prompt(load, 1000), *(turn.prompt(1000) for each in workload(load) for turn in each.turns)]
+    assert [len(unpack_ids(part)) for part in parts] == [1000, *[600] * 6]
+    assert len({part[: 4 * 512] for part in parts}) == 7
+
+
+def test_requests_of_a_trace_that_share_two_blocks_are_one_session(tmp_path: Path) -> None:
+    first, second, third = workload(LoadPlan(trace=write(tmp_path, TRACE)))
+    assert first.session == second.session != third.session
 
 
 @pytest.mark.parametrize(
