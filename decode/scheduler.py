@@ -267,12 +267,16 @@ class DecodeScheduler:
     def report(self) -> Report:
         waiting, by_row, counts = self._table.waiting, self._requests.by_row, self._reservations
         running = [request for request in by_row.values() if request.phase is not Phase.ENDED]
+        missing_tokens = self._requests.prompts.missing_tokens
+        to_compute = sum(missing_tokens(request) for request in waiting if request.peer is None)
+        to_compute += sum(len(progress.prompt) - progress.computed for progress in self._requests.computing.values())
         stuck = [r.lease for r in self._requests.holders() if r.lease is not None and self._target.is_stuck(r.key, self._now)]
         load = Load(
             waiting_requests=len(waiting),
             running_requests=len(running),
             waiting_tokens=sum(len(request.prompt) for request in waiting),
             running_tokens=sum(len(r.prompt) + int(self._batch.sampled[r.row]) for r in running if r.row is not None),
+            tokens_to_compute=to_compute,
             pages_free=self.pool.available_pages,
             pages_total=self.pool.total_pages,
             reservations=len(self._target.open),

@@ -238,12 +238,14 @@ class PrefillScheduler:
     def report(self) -> Report:
         waiting, traffic = self._requests.waiting, self._source.traffic
         stuck = [request.lease for request in self._requests if request.lease and self._is_stuck(request)]
-        computing = [len(r.prompt) - r.progress.computed for r in self._computing.values() if r.progress is not None]
+        computing = sum(len(r.prompt) - r.progress.computed for r in self._computing.values() if r.progress is not None)
+        waiting_tokens = sum(map(self._memory.prompts.missing_tokens, waiting))
         load = Load(
             waiting_requests=len(waiting),
             running_requests=len(self._requests) - len(waiting),
-            waiting_tokens=sum(len(request.prompt) for request in waiting),
-            running_tokens=sum(computing),
+            waiting_tokens=waiting_tokens,
+            running_tokens=computing,
+            tokens_to_compute=waiting_tokens + computing,
             pages_free=self.pool.available_pages,
             pages_total=self.pool.total_pages,
             pushes_in_flight=self._source.pushes_in_flight,
@@ -317,6 +319,7 @@ class PrefillScheduler:
         request = self._requests.get(asked.key)
         if request is not None and request.phase is Phase.WAITING:
             request.candidates = asked.decodes
+            self._memory.prompts.find(request)
         return [*self._requests.preparation(asked)] if refused is None else [*self._requests.tell_refused(asked, refused)]
 
     def _admit(self, request: PrefillRequest, starts: list[RowStart], now: float) -> list[Action]:

@@ -117,6 +117,7 @@ class Acquaintance:
         if report.since is None:
             told.links_missing = False
             told.member.links.clear()
+            told.member.speeds.clear()
         elif report.since != told.links_version:
             told.links_missing = True
         told.links_version = report.version
@@ -125,6 +126,8 @@ class Acquaintance:
             partner = told.member.partners.get(link.peer)
             if partner is not None and partner.info.incarnation == link.incarnation:
                 told.member.links[link.peer] = link.state
+                if link.bytes_per_s is not None:
+                    told.member.speeds[link.peer] = link.bytes_per_s
                 more = self._judge(told.member, partner) or more
         if report.since is None:
             for partner in list(told.member.usable):
@@ -244,6 +247,7 @@ class Acquaintance:
         for mine, theirs in ((one, other), (other, one)):
             del mine.partners[theirs.info.id]
             mine.links.pop(theirs.info.id, None)
+            mine.speeds.pop(theirs.info.id, None)
             mine.usable.discard(theirs)
             self._told[mine.info.id].changed.setdefault(theirs.info.id, theirs.info.incarnation)
             self._dirty[mine.info.id] = None

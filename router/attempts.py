@@ -16,6 +16,8 @@ from enum import Enum, StrEnum, auto
 from common.ids import Incarnation, InstanceId, Key
 from common.instance.ports import Send
 from common.messages import Cancel, Failed, ForgetAnswer
+from router.ask import Ask
+from router.cost import predict_ttft, to_compute
 from router.members import Member
 from router.policy import Placement
 
@@ -52,17 +54,16 @@ class Setback:
 
 
 class Attempt:
-    """detokenizer: who makes text of its tokens. first_token: number of the first token that it is to bring. prompt_tokens: the
-    length of the prompt that its members get. growth_tokens: how many tokens it is expected to bring."""
+    """ask: what was placed. detokenizer: who makes text of its tokens. first_token: number of the first token that it is to
+    bring."""
 
     def __init__(
         self,
         key: Key,
         detokenizer: InstanceId,
+        ask: Ask,
         placement: Placement,
         first_token: int,
-        prompt_tokens: int,
-        growth_tokens: int,
         now: float,
     ) -> None:
         self.key = key
@@ -75,11 +76,18 @@ class Attempt:
         self._first_token = first_token
         self._bearer = placement.decode or self.first
         """To whom its later tokens are assigned: the best candidate, until it is known who decodes."""
-        self._assigned = dict.fromkeys((self.first, self._bearer), prompt_tokens)
-        for member in self._assigned:
-            member.assigned_tokens += prompt_tokens
-        self._growth_tokens = growth_tokens
-        self._bearer.growth_tokens += growth_tokens
+        self.predicted_s = predict_ttft(self.first, ask)
+        """Seconds from its start until its first token; None: there is nothing to predict it from."""
+        self._computing = to_compute(self.first, ask)
+        """Tokens of its prompt that are to be computed, until its first token has come."""
+        self._assigned = {self.first: self._computing}
+        if self._bearer.info.role == "decode":
+            self._assigned[self._bearer] = ask.prompt_tokens
+        for member, tokens in self._assigned.items():
+            member.assigned_tokens += tokens
+        self.first.computing_tokens += self._computing
+        self._growth_tokens = ask.growth_tokens
+        self._bearer.growth_tokens += self._growth_tokens
         self._asked_where = False
         self._answers: dict[int, dict[Member, int | None]] = {}
         """What members answered since the last token, by the round of probes: one may be slower than another by some rounds."""
@@ -139,6 +147,7 @@ class Attempt:
 
     def advance(self, tokens: int) -> None:
         """Take in that it brought this many tokens."""
+        self._computed()
         if self.candidates:
             self.first.assigned_tokens -= self._assigned.pop(self.first, 0)
         self._bearer.assigned_tokens += tokens
@@ -187,7 +196,13 @@ class Attempt:
         for member, tokens in self._assigned.items():
             member.assigned_tokens -= tokens
         self._assigned.clear()
+        self._computed()
         self._grow_less(self._growth_tokens)
+
+    def _computed(self) -> None:
+        """Nothing of its prompt is to be computed any more."""
+        self.first.computing_tokens -= self._computing
+        self._computing = 0
 
     def _grow_less(self, tokens: int) -> None:
         """So many of the tokens that are still expected are not any more; all of them, if there are fewer."""

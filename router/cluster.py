@@ -74,7 +74,7 @@ def _instance(member: Member) -> dict[str, Any]:
         "transport": info.pool.backend,
         "pages_free": member.load.pages_free,
         "pages_total": info.pool.total_pages,
-        "load": member.load,
+        "load": asdict(member.load),
         "counters": member.counters,
         "assigned_tokens": member.assigned_tokens,
         "peers": len(member.partners),

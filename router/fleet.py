@@ -44,7 +44,7 @@ from router.acquaintance import Acquaintance
 from router.candidates import Candidates
 from router.eligibility import difference, likeness, malformed
 from router.majority import Majority
-from router.members import Member
+from router.members import Member, Pace
 
 DEPARTED_REMEMBERED = 4096
 """How many departures the fleet remembers: a whole fleet may fall silent at once, and who comes back still drains if it was told
@@ -133,6 +133,7 @@ class Fleet:
         self._dead_after_s = dead_after_s
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
+        self._paces: dict[Role, Pace] = {"prefill": Pace(), "decode": Pace()}
         self.departed: dict[InstanceId, Departure] = {}
         """Who left and did not come back, the latest last."""
         self._farewells: DeadlineWheel[InstanceId] = DeadlineWheel()
@@ -332,7 +333,9 @@ class Fleet:
     def _join(self, message: Register, now: float) -> list[Send]:
         info = message.instance
         total_pages = info.pool.total_pages
-        member = Member(info, Load(pages_free=total_pages, pages_total=total_pages), was_welcome=message.was_welcome)
+        load = Load(pages_free=total_pages, pages_total=total_pages)
+        member = Member(info, load, was_welcome=message.was_welcome)
+        member.pace, member.other_pace = self._paces[info.role], self._paces["decode" if info.role == "prefill" else "prefill"]
         former = self.departed.pop(info.id, None)
         self._farewells.clear(info.id)
         if former is not None and former.member.info.incarnation == info.incarnation:

@@ -17,6 +17,9 @@ left."""
 STUCK_S = 30.0
 """A step or transfer that has not moved for longer is taken to be stuck."""
 
+HEARD_SHARE = 1 / 32
+"""How much one report moves the mean pace of its role."""
+
 State = Literal["live", "draining", "stuck", "quarantined"]
 
 
@@ -29,30 +32,55 @@ class Trouble:
 
 
 @dataclass(slots=True, eq=False)
+class Pace:
+    """Seconds of a step, and what each prompt token and each decode row adds: the mean of what members of one role have reported
+    of late. 0: nobody has measured it."""
+
+    step_s: float = 0.0
+    chunk_token_s: float = 0.0
+    decode_row_s: float = 0.0
+
+    def hear(self, load: Load) -> None:
+        """Take in one more report, as far as it tells something."""
+        if load.step_s or load.decode_row_s:
+            share = HEARD_SHARE if self.step_s or self.decode_row_s else 1.0
+            self.step_s += (load.step_s - self.step_s) * share
+            self.decode_row_s += (load.decode_row_s - self.decode_row_s) * share
+        if load.chunk_token_s:
+            share = HEARD_SHARE if self.chunk_token_s else 1.0
+            self.chunk_token_s += (load.chunk_token_s - self.chunk_token_s) * share
+
+
+@dataclass(slots=True, eq=False)
 class Member:
     """One life of an instance in the fleet.
 
     told_to_drain: by this router. reports_draining: by the member itself.
     trouble: why it takes no requests; None when it takes them. stuck: it reports, but a step or transfer in it does not move: it
     will not serve what it was given.
+    pace: the mean of its role, for what it has not measured itself. other_pace: the mean of the other role.
     partners: the members of the other role that it works with. links: of a prefill member, the state of each partner's link that
-    it has reported. usable: of a prefill member, the partners that its requests can go to: the link is ready, and the partner
-    knows of it. `router.acquaintance` keeps the three.
+    it has reported. speeds: bytes per second of the links that it has measured. usable: of a prefill member, the partners that
+    its requests can go to: the link is ready, and the partner knows of it. `router.acquaintance` keeps the four.
     answer_due_s: heartbeats before then are not answered. excused: the router was held up when this member was due, and has given
     it more time since it was last heard.
     was_welcome: a life of the router had welcomed it before it joined.
     capacity_tokens: how many tokens of KV fit its memory when it is empty.
     assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
     assigned_before: as many were assigned when it last reported. growth_tokens: by how many tokens the assigned requests are
-    expected to grow here.
+    expected to grow here. computing_tokens: prompt tokens that it still is to compute for the router's open requests.
+    computing_before: as many it was to compute when it last reported.
     chosen: number of the last placement on this member. Among equally loaded members, the one with the lowest number is next.
     """
 
     info: InstanceInfo
     load: Load
     counters: Counters = field(default_factory=Counters)
+    pace: Pace = field(default_factory=Pace)
+    other_pace: Pace = field(default_factory=Pace)
     partners: dict[InstanceId, "Member"] = field(default_factory=dict)
     links: dict[InstanceId, LinkState] = field(default_factory=dict)
+    speeds: dict[InstanceId, float] = field(default_factory=dict)
     usable: "SampleSet[Member]" = field(default_factory=lambda: SampleSet[Member]())
     answer_due_s: float = 0.0
     excused: bool = False
@@ -62,6 +90,8 @@ class Member:
     assigned_tokens: int = 0
     assigned_before: int = 0
     growth_tokens: int = 0
+    computing_tokens: int = 0
+    computing_before: int = 0
     chosen: int = 0
     life: Life = field(init=False)
     capacity_tokens: int = field(init=False)
@@ -85,6 +115,11 @@ class Member:
         return max(reported + self.assigned_tokens - self.assigned_before, self.assigned_tokens)
 
     @property
+    def tokens_to_compute(self) -> int:
+        """Prompt tokens in front of a new request, counted as `tokens_to_do`."""
+        return max(self.load.tokens_to_compute + self.computing_tokens - self.computing_before, self.computing_tokens)
+
+    @property
     def tokens_free(self) -> int:
         """How many tokens of its memory nobody needs, if the assigned requests grow as expected. Less than 0 when it has too much
         to do."""
@@ -93,7 +128,8 @@ class Member:
 
     def take_report(self, report: Heartbeat) -> None:
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
-        self.assigned_before = self.assigned_tokens
+        self.assigned_before, self.computing_before = self.assigned_tokens, self.computing_tokens
+        self.pace.hear(report.load)
         self._judge()
 
     def drain(self) -> None:

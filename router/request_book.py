@@ -149,7 +149,7 @@ class RequestBook:
         placement = choose(self._fleet, self._config.dispatch, ask)
         key = Key(record.spec.request_id, record.attempts, self._router)
         detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
-        attempt = Attempt(key, detokenizer, placement, len(record.token_ids), ask.prompt_tokens, ask.growth_tokens, now)
+        attempt = Attempt(key, detokenizer, ask, placement, len(record.token_ids), now)
         record.attempt = attempt
         record.times.dispatched(record.attempts, placement.first.info.id, now)
         record.attempts += 1

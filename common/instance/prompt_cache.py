@@ -28,6 +28,10 @@ class PromptCache:
         request.hit = self._cache.match(request.keys, self._most_hits(request), request.hit)
         return request.hit
 
+    def missing_tokens(self, request: Request) -> int:
+        """How many tokens of its prompt were not cached when it was last looked at."""
+        return len(request.prompt) - len(request.hit) * self._page_size
+
     def is_promised(self, request: Request) -> bool:
         """Whether the next page that it lacks is being computed for another one."""
         if request.awaits not in self._promised:

@@ -66,7 +66,7 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of this instance towards the peer, in answer to TellLinks; None otherwise."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load of one instance at one moment: in tokens for a tokens-aware router, in requests for people."""
 
     waiting_requests: int = 0
@@ -74,9 +74,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     running_requests: int = 0
     """Requests that are being computed."""
     waiting_tokens: int = 0
-    """Prompt tokens of the waiting requests."""
+    """Prompt tokens of the waiting requests; on prefill without those that were cached when it was last looked."""
     running_tokens: int = 0
     """Tokens of the running requests: on prefill what is left to compute, on decode what is held."""
+    tokens_to_compute: int = 0
+    """Prompt tokens that are still to be computed here, of waiting and running requests, without those that are cached."""
     pages_free: int = 0
     """Pages that nobody holds, the cached ones among them."""
     pages_cached: int = 0
@@ -93,6 +95,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the oldest step in flight."""
     oldest_transfer_s: float = 0.0
     """Seconds without progress, of the transfer that has had none for longest or of the transfer thread itself."""
+    step_s: float = 0.0
+    """Measured of late: seconds that any step takes. 0: not measured yet, here and in the next two."""
+    chunk_token_s: float = 0.0
+    """Seconds that each prompt token adds to a step."""
+    decode_row_s: float = 0.0
+    """Seconds that each decode row adds to a step."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
