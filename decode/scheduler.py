@@ -24,6 +24,7 @@ from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.errors import NoRoom, Preempted, Unavailable
 from common.ids import InstanceId, Key, Life
+from common.instance.cache_teller import CacheTeller
 from common.instance.emit import emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import (
@@ -57,6 +58,7 @@ from common.messages import (
     Renew,
     Repeat,
     Reserve,
+    TellCache,
     Timeline,
     TokenDelta,
     Withdraw,
@@ -69,7 +71,7 @@ from decode.reservations import Reservations
 from kv_transfer.digests import Digest
 from kv_transfer.write_lease import MARGIN_S, WRITE_LEASE_S
 
-DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Drain | FlushCache
+DecodeMessage = Generate | Cancel | Probe | Repeat | Reserve | Renew | Handoff | Withdraw | Drain | FlushCache | TellCache
 
 
 class DecodeScheduler:
@@ -85,6 +87,7 @@ class DecodeScheduler:
         self._target = self._requests.target
         self._reservations = Reservations(me, engine, self._requests, digest)
         self._rounds = Rounds()
+        self._teller = CacheTeller(me, self.pool.cache)
         self._preemptions = 0
         self._now = 0.0
 
@@ -120,6 +123,10 @@ class DecodeScheduler:
                 return [*self._table.answer(message)]
             case Repeat():
                 return [*self._table.repeat(message)]
+            case TellCache():
+                if sender in self._table.routers:
+                    self._teller.ask(sender)
+                return []
             case FlushCache():
                 self.pool.flush()
                 return []
@@ -151,6 +158,7 @@ class DecodeScheduler:
                 self._table.meet_router(event)
                 return []
             case RouterLost():
+                self._teller.forget(event.router)
                 lost = self._table.lose_router(event.router)
                 return [action for request in lost for action in self._requests.end(request, None, now)]
             case PushDone() | PushFailed() | LinkChanged() | LayersDone():
@@ -167,7 +175,7 @@ class DecodeScheduler:
             reservation = self._table.get(key)
             if reservation is not None and reservation.phase is Phase.WAITING:
                 actions += self._decline_for_now(reservation, now)
-        actions += self._reservations.fence(now)
+        actions += [*self._reservations.fence(now), *self._teller.tick(now)]
         return actions + self._reservations.expect(now)
 
     def step_done(self, result: StepResult, now: float) -> list[Action]:
@@ -262,7 +270,8 @@ class DecodeScheduler:
         return self._table.take_timelines()
 
     def next_deadline(self) -> float | None:
-        return earliest(self._table.next_deadline(), self._target.next_deadline(), self._rounds.next_deadline())
+        due_s = (each.next_deadline() for each in (self._table, self._target, self._rounds, self._teller))
+        return earliest(*due_s)
 
     def report(self) -> Report:
         waiting, by_row, counts = self._table.waiting, self._requests.by_row, self._reservations
@@ -297,7 +306,7 @@ class DecodeScheduler:
             pages_evicted=self.pool.cache.evicted,
             messages_stale=shared.messages_stale + self._target.stale,
         )
-        return Report(load, counters, self._table.drained)
+        return Report(load, counters, self._table.drained, cache_version=self._teller.version)
 
     def key_in(self, row: int) -> Key:
         return self._requests.by_row[row].key

@@ -27,6 +27,7 @@ from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
 from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import ROUTER, InstanceId, Key, Life
+from common.instance.cache_teller import CacheTeller
 from common.instance.emit import emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import (
@@ -65,6 +66,7 @@ from common.messages import (
     Probe,
     Renewed,
     Repeat,
+    TellCache,
     TellLinks,
     Timeline,
     TokenDelta,
@@ -78,7 +80,7 @@ from prefill.link_book import LinkBook
 from prefill.memory import PromptMemory
 from prefill.request import PrefillRequest
 
-PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | TellLinks | Drain | FlushCache
+PrefillMessage = Generate | Cancel | Probe | Repeat | Grant | Decline | Renewed | TellLinks | TellCache | Drain | FlushCache
 
 
 class PrefillScheduler:
@@ -93,6 +95,7 @@ class PrefillScheduler:
         self._source = HandoffSource(me.incarnation, engine.layout, digest)
         self._requests = RequestTable(PrefillRequest, me, engine, limits)
         self._links = LinkBook(me.id, me.incarnation)
+        self._teller = CacheTeller(me, self.pool.cache)
         self._computing: dict[int, PrefillRequest] = {}
         self._moved = 0
 
@@ -118,6 +121,9 @@ class PrefillScheduler:
                 actions = self._source.receive(sender, message, now)
             case TellLinks():
                 actions = [Send(sender, self._links.all_links(self._source.traffic.to))]
+            case TellCache():
+                if sender in self._requests.routers:
+                    self._teller.ask(sender)
             case FlushCache():
                 self.pool.flush()
             case Drain():
@@ -150,6 +156,7 @@ class PrefillScheduler:
             case RouterJoined():
                 self._requests.meet_router(event)
             case RouterLost():
+                self._teller.forget(event.router)
                 for request in self._requests.lose_router(event.router):
                     actions += self._end(request, None, now)
             case Settled():
@@ -159,7 +166,7 @@ class PrefillScheduler:
         return actions + self._close_handoffs(now)
 
     def tick(self, now: float) -> list[Action]:
-        actions = self._source.tick(now)
+        actions = [*self._source.tick(now), *self._teller.tick(now)]
         for request, failed in self._requests.overdue(now):
             actions += self._end(request, failed, now)
         news = self._links.news()
@@ -233,7 +240,7 @@ class PrefillScheduler:
         return self._requests.take_timelines()
 
     def next_deadline(self) -> float | None:
-        return earliest(self._requests.next_deadline(), self._source.next_deadline())
+        return earliest(self._requests.next_deadline(), self._source.next_deadline(), self._teller.next_deadline())
 
     def report(self) -> Report:
         waiting, traffic = self._requests.waiting, self._source.traffic
@@ -268,7 +275,7 @@ class PrefillScheduler:
             pages_spared=self._source.pages_spared,
             messages_stale=shared.messages_stale + self._source.stale,
         )
-        return Report(load, counters, self._requests.drained, self._links.version)
+        return Report(load, counters, self._requests.drained, self._links.version, self._teller.version)
 
     def key_in(self, row: int) -> Key:
         return self._computing[row].key

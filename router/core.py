@@ -13,6 +13,7 @@ from common.deadlines import earliest
 from common.ids import InstanceId, Life, text_name
 from common.instance.ports import Send
 from common.messages import (
+    CacheChanges,
     DetokenizerHeartbeat,
     Goodbye,
     Heartbeat,
@@ -77,6 +78,9 @@ class RouterCore:
                 return self._apply(self.fleet.register(message, now), now) + self.traces.joined(life, now)
             case LinkReport():
                 return self._apply(self.fleet.links_reported(message), now)
+            case CacheChanges():
+                self.fleet.cache_changed(message)
+                return []
             case Goodbye():
                 self._hear(message)
                 return self._apply(self.fleet.goodbye(message, now), now)

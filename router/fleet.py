@@ -27,6 +27,7 @@ from common.ids import InstanceId, Life, Role
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Send
 from common.messages import (
+    CacheChanges,
     Drain,
     FlushCache,
     Goodbye,
@@ -41,6 +42,7 @@ from common.messages import (
     Welcome,
 )
 from router.acquaintance import Acquaintance
+from router.cache_index import CacheIndex
 from router.candidates import Candidates
 from router.eligibility import difference, likeness, malformed
 from router.majority import Majority
@@ -113,7 +115,7 @@ class Change:
 
 class Fleet:
     """Membership as a state machine. vocab_size: of the router's tokenizer, or None to take any. peers_per_instance: see
-    RouterConfig."""
+    RouterConfig. follows_caches: whether the members are to tell of their prefix caches."""
 
     def __init__(
         self,
@@ -123,6 +125,7 @@ class Fleet:
         dead_after_s: float,
         vocab_size: int | None = None,
         peers_per_instance: int = 0,
+        follows_caches: bool = False,
     ) -> None:
         self._welcome = Welcome(
             router=router, detokenizers=tuple(detokenizers), heartbeat_s=heartbeat_s, dead_after_s=dead_after_s
@@ -130,6 +133,7 @@ class Fleet:
         self._heartbeat_s = heartbeat_s
         self._acquaintance = Acquaintance(router, heartbeat_s, peers_per_instance)
         self.candidates = Candidates(Random(router))  # no two lives of a router draw alike, and a simulation is repeated exactly
+        self.caches = CacheIndex(follows_caches, heartbeat_s)
         self._dead_after_s = dead_after_s
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
@@ -249,6 +253,8 @@ class Fleet:
         self.candidates.judge(member)
         more, sends = self._acquaintance.heard(report, now)
         change.sends += sends
+        if self.caches.follows:
+            change.sends += self.caches.heard(member, report.cache_version, now)
         if member.told_to_drain and not member.reports_draining:
             change.sends.append(Send(member.info.id, Drain(incarnation=member.info.incarnation)))
         if member.stuck and not was_stuck:
@@ -273,11 +279,17 @@ class Fleet:
                 answer(message)
         return Change(more_can_serve=self._acquaintance.reported(message))
 
+    def cache_changed(self, message: CacheChanges) -> None:
+        """A member tells of its prefix cache."""
+        member = self._sender(message)
+        if member is not None:
+            self.caches.receive(member, message)
+
     def goodbye(self, message: Goodbye, now: float) -> Change:
         member = self._sender(message)
         return Change() if member is None else self._remove(member, "left", now, silent=False)
 
-    def _sender(self, message: Heartbeat | LinkReport | Goodbye) -> Member | None:
+    def _sender(self, message: Heartbeat | LinkReport | CacheChanges | Goodbye) -> Member | None:
         """The member that says this. None, which is counted, when it is from another life."""
         member = self.find(Life(message.id, message.incarnation))
         self.stale += member is None
@@ -350,6 +362,7 @@ class Fleet:
         self._moved[info.id] = None
         self._acquaintance.join(member)
         self.candidates.judge(member)
+        self.caches.join(member)
         return self._greet(member, message.address)
 
     def _remove(self, member: Member, reason: str, now: float, *, silent: bool) -> Change:
@@ -366,6 +379,7 @@ class Fleet:
             self._moved[forgotten] = None
         self._acquaintance.leave(member)
         self.candidates.leave(member)
+        self.caches.leave(member)
         return Change(lost=[member])
 
     def _set_pace(self) -> None:

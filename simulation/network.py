@@ -59,7 +59,9 @@ def keys_of(message: AnyMessage) -> set[Key]:
             return {message.key}
         case m.Register() | m.Heartbeat() | m.Goodbye() | m.DetokenizerHeartbeat() | m.Welcome() | m.Refused() | m.Peers():
             return set()
-        case m.Drain() | m.FlushCache() | m.TellLinks() | m.LinkReport() | m.Trace() | m.Spans():
+        case m.Drain() | m.FlushCache() | m.TellCache() | m.CacheChanges() | m.TellLinks() | m.LinkReport():
+            return set()
+        case m.Trace() | m.Spans():
             return set()
         case _:
             assert_never(message)

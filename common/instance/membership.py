@@ -31,12 +31,14 @@ TIMELINES_AT_ONCE, TIMELINES_WAITING = 256, 4_096
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How the instance is, as its heartbeats say it to all routers. links_version: of its latest report of links."""
+    """How the instance is, as its heartbeats say it to all routers. links_version, cache_version: of its latest report of links,
+    and of its prefix cache."""
 
     load: Load
     counters: Counters
     links_version: int
     draining: bool
+    cache_version: int = 0
 
 
 class Membership:
@@ -130,6 +132,7 @@ class Membership:
             counters=state.counters,
             peers_version=peers_version,
             links_version=state.links_version,
+            cache_version=state.cache_version,
             draining=state.draining,
             timelines=self._take_timelines(),
         )

@@ -240,12 +240,13 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class Report:
     """How an instance is. drained: it was told to drain, and nothing is left, or what is left will never end. links_version: of
-    its last LinkReport; 0 where there is none."""
+    its last LinkReport; 0 where there is none. cache_version: of its last CacheChanges."""
 
     load: Load
     counters: Counters
     drained: bool
     links_version: int = 0
+    cache_version: int = 0
 
 
 M_contra = TypeVar("M_contra", contravariant=True)

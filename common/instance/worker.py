@@ -230,7 +230,7 @@ class InstanceWorker(Generic[M]):
             messages_stale=stale,
             timelines_dropped=sum(membership.timelines_dropped for membership in self._memberships),
         )
-        state = State(load, counters, report.links_version, self._draining)
+        state = State(load, counters, report.links_version, self._draining, report.cache_version)
         for membership in self._memberships:
             if now >= membership.next_deadline:
                 version = 0 if membership.welcome is None else self._peers.version(membership.welcome.router)

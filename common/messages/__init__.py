@@ -13,8 +13,9 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
 
     instance ─Register─► router ─Welcome | Refused─► instance       at each router; a Welcome answers Heartbeats too
              ◄────────────Peers, TellLinks, Drain, Probe, Repeat    Peers: what has changed, or the whole set
-             ◄────────────FlushCache
+             ◄────────────FlushCache, TellCache
              ─Heartbeat, LinkReport, Goodbye─►                      LinkReport: prefill instances, when a link changes
+             ─CacheChanges─►                                        to the routers that asked with TellCache
              ─Probed─► detok ─Probed─► router                       the answer to a Probe, behind the tokens
 
     router ─Trace─► instance, detok ─Spans─► router                 only while somebody traces the fleet
@@ -27,6 +28,7 @@ little-endian int32 (`common.ids.pack_ids`).
 from typing import TypeAlias
 
 from common.messages.base import WIRE_VERSION, Message
+from common.messages.caches import CacheChanges, TellCache
 from common.messages.endings import Ending, Failed, Finished, FinishReason
 from common.messages.fleet import (
     Drain,
@@ -58,9 +60,9 @@ from common.messages.text import (
 from common.messages.timelines import Timeline, Times
 from common.messages.traces import Span, SpanArgs, Spans, Trace, pack_spans, unpack_spans
 
-FromInstance: TypeAlias = Register | Heartbeat | LinkReport | Goodbye | Placed
+FromInstance: TypeAlias = Register | Heartbeat | LinkReport | CacheChanges | Goodbye | Placed
 RouterInbox: TypeAlias = FromInstance | Probed | TextBatch | DetokenizerHeartbeat | Spans
-FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | FlushCache | Generate | Cancel | Probe | Repeat | Trace
+FromRouter: TypeAlias = Welcome | Refused | Peers | Drain | FlushCache | TellCache | Generate | Cancel | Probe | Repeat | Trace
 PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
 AnswerMessage: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer | Probed

@@ -171,6 +171,8 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     """Of the last Peers that it has applied, from the router that it writes to; 0: none."""
     links_version: int = 0
     """Of its last LinkReport; 0: none. The router asks with TellLinks when it has missed one."""
+    cache_version: int = 0
+    """Of its last CacheChanges; 0: none. A router that follows its cache asks with TellCache when it has missed one."""
     draining: bool = False
     """It takes no more requests."""
     timelines: tuple[Timeline, ...] = ()

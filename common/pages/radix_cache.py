@@ -21,6 +21,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from common.ids import ID_BYTES
+from common.pages.blocks import BlockLog, block_name, pages_of_block
 
 DIGEST_BYTES = 16
 
@@ -62,14 +63,22 @@ class PageKeys:
         self._rest += packed
 
 
+def block_names(packed: bytes, page_size: int, salt: str = "") -> list[int]:
+    """The names of a prompt's whole blocks, in order. packed: its token ids (`pack_ids`). page_size: tokens of a page. salt: see
+    `PageKeys`."""
+    each = pages_of_block(page_size)
+    return [block_name(key.digest) for key in PageKeys(page_size, salt, packed).pages[each - 1 :: each]]
+
+
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """A page whose KV is final; nobody writes it any more. before: the one that it follows. leases: how many hold it. is_indexed:
-    it can be hit; False once the cache was flushed."""
+    """A page whose KV is final; nobody writes it any more. before: the one that it follows. number: in its prompt, counted from
+    0. leases: how many hold it. is_indexed: it can be hit; False once the cache was flushed."""
 
     key: PageKey
     before: "CachedPage | None"
     page: int
+    number: int
     leases: int = 1
     is_indexed: bool = True
 
@@ -101,13 +110,15 @@ NO_HIT = Hit()
 
 class RadixCache:
     """enabled: False: nothing is ever hit. unheld: the pages that no lease holds, by their digests, in the order in
-    which they are given up. epoch: how often it was flushed. evicted: pages given up for other requests so far."""
+    which they are given up. epoch: how often it was flushed. evicted: pages given up for other requests so far. log: which blocks
+    have come and gone; None: nobody wants to know."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self._index: dict[bytes, CachedPage] = {}
         self.unheld: OrderedDict[bytes, CachedPage] = OrderedDict()
         self.epoch = self.evicted = 0
+        self.log: BlockLog | None = None
 
     def match(self, keys: PageKeys, most_pages: int, known: Hit = NO_HIT) -> Hit:
         """The cached pages that these begin with, at most `most_pages`. known: what an earlier call has returned for the same:
@@ -161,7 +172,10 @@ class RadixCache:
             return None
         cached = self._index.get(key.digest)
         if cached is None:
-            cached = self._index[key.digest] = CachedPage(key, before, page)
+            number = 0 if before is None else before.number + 1
+            cached = self._index[key.digest] = CachedPage(key, before, page, number)
+            if self.log is not None:
+                self.log.note(number, key.digest, stored=True)
             return cached
         return cached if _is(cached, key, before) else None
 
@@ -172,6 +186,8 @@ class RadixCache:
             digest, cached = self.unheld.popitem(last=False)
             del self._index[digest]
             cached.is_indexed = False
+            if self.log is not None:
+                self.log.note(cached.number, digest, stored=False)
             pages.append(cached.page)
         self.evicted += len(pages)
         return pages
@@ -184,7 +200,14 @@ class RadixCache:
         self._index.clear()
         self.unheld.clear()
         self.epoch += 1
+        if self.log is not None:
+            self.log.overflow()
         return pages
+
+    def blocks(self, each: int) -> list[int]:
+        """The names of all blocks that can be hit. each: pages of a block."""
+        ends = (cached for cached in self._index.values() if (cached.number + 1) % each == 0)
+        return [block_name(cached.key.digest) for cached in ends]
 
 
 def _is(cached: CachedPage, key: PageKey, before: CachedPage | None) -> bool:

@@ -43,6 +43,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
         counters=messages.Counters(bytes_pushed=2**40, push_seconds=0.25),
         peers_version=7,
         links_version=8,
+        cache_version=9,
         draining=True,
     ),
     messages.LinkReport(
@@ -53,6 +54,10 @@ SAMPLES: tuple[AnyMessage, ...] = (
         links=(messages.LinkInfo(peer=PREFILL, incarnation=LIFE, state="ready"),),
     ),
     messages.TellLinks(),
+    messages.TellCache(),
+    messages.CacheChanges(
+        id=PREFILL, incarnation=LIFE, version=4, since=3, stored=b"\xff" * 8, gone=bytes(16), part=1, more=True
+    ),
     messages.Goodbye(id=PREFILL, incarnation=LIFE),
     messages.Drain(),
     messages.FlushCache(),
