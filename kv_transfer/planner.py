@@ -16,6 +16,7 @@ import numpy as np
 from common.errors import TransferError
 from common.ids import Int32Array, Int64Array
 from common.messages import PoolDescriptor
+from common.pages.heads import heads_of
 from common.pages.layout import ITEM_BYTES, KVLayout
 from kv_transfer.runs import merge_runs
 
@@ -39,20 +40,6 @@ class HeadRange:
     source: int
     target: int
     heads: range
-
-
-def heads_of(rank: int, ranks: int, kv_heads: int) -> range:
-    """The KV heads that a tensor-parallel rank holds: a share of them, or one head that several ranks hold.
-
-    A latent cache (MLA) is one head that every rank holds. Raises TransferError unless one number divides the other.
-    """
-    if ranks <= kv_heads and kv_heads % ranks == 0:
-        share = kv_heads // ranks
-        return range(rank * share, (rank + 1) * share)
-    if ranks % kv_heads == 0:
-        head = rank * kv_heads // ranks
-        return range(head, head + 1)
-    raise TransferError(f"{kv_heads} KV heads cannot be divided among {ranks} ranks")
 
 
 def writers(source_ranks: int, target_ranks: int, kv_heads: int) -> list[HeadRange]:

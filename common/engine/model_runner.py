@@ -26,6 +26,7 @@ from common.engine.logits.choice import make_processors
 from common.engine.models.loading import Loading
 from common.engine.models.registry import load_model, model_fingerprint
 from common.engine.models.served_shape import ServedShape, read_served_shape
+from common.engine.parallel import ALONE, Group
 from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner
@@ -34,17 +35,33 @@ from common.errors import ConfigError, MemoryShort
 from common.ids import Int32Array
 from common.messages import ModelIdentity
 from common.model_path import model_name, resolve_model_path
+from common.pages.heads import heads_of
 from common.pages.layout import KVLayout
 
 Progress = Callable[[str], None]
+Agree = Callable[[int], int]
+"""Pages that this rank can hold → pages that all ranks use."""
+
+
+def as_offered(pages: int) -> int:
+    """What a rank that is alone agrees on with itself."""
+    return pages
 
 
 class ModelRunner:
-    """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and MemoryShort."""
+    """Loads a checkpoint and runs plans. Raises ConfigError for a checkpoint that it cannot serve, and MemoryShort.
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, progress: Progress) -> None:
+    group: the ranks that compute the model together. Each has a runner, which loads its share of the weights and has its share of
+    the KV heads in its pages; all run the same plans in the same order. agree: of a number of pages that differs between ranks,
+    the least of all ranks. Every rank calls it equally often, with numbers of the same meaning.
+    """
+
+    def __init__(
+        self, model: ModelConfig, engine: EngineConfig, progress: Progress, group: Group = ALONE, agree: Agree = as_offered
+    ) -> None:
         path = resolve_model_path(model.model, weights=engine.load_format != "dummy")
         self._engine = engine = with_device_defaults(engine)
+        self._group, self._agree = group, agree
         self._device = device_of(engine.device)
         is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -54,7 +71,7 @@ class ModelRunner:
         self.grammars = Grammars(partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids), CompilerProcess)
         layout = KVLayout(
             layers=shape.layers,
-            kv_heads=shape.kv_heads,
+            kv_heads=len(heads_of(group.rank, group.ranks, shape.kv_heads)),
             head_dim=shape.head_dim,
             page_size=engine.page_size,
             dtype=dtype_name if engine.kv_dtype == "auto" else "float8_e4m3fn",
@@ -69,7 +86,7 @@ class ModelRunner:
         with self.on_device():
             self._kernels = make_kernels(self._device)
             asked_context = engine.context_tokens or shape.context_tokens
-            loading = Loading(self._dtype, self._device, asked_context, engine.load_format, engine.quantization)
+            loading = Loading(self._dtype, self._device, asked_context, engine.load_format, engine.quantization, group)
             self._model = load_model(path, shape, loading, self._kernels, progress)
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
@@ -87,6 +104,7 @@ class ModelRunner:
                 dtype=dtype_name,
                 vocab_size=shape.vocab_size,
                 context_tokens=budget.context_tokens,
+                kv_heads=shape.kv_heads,
             ),
             layout=layout,
             total_pages=budget.total_pages,
@@ -119,10 +137,10 @@ class ModelRunner:
         if given is not None:
             kv_bytes = given
         elif self._device.type == "cpu":
-            kv_bytes = auto_host_kv_bytes(self._engine.sharers)
+            kv_bytes = auto_host_kv_bytes(self._engine.sharers * self._group.ranks)
         else:
             kv_bytes = self._measured_kv_bytes(shape, layout, maker, progress)
-        budget = kv_budget(layout, kv_bytes, own, asked, measured=given is None)
+        budget = self._agreed_budget(shape, layout, kv_bytes, measured=given is None)
         if budget.context_tokens < (asked or own):
             progress(
                 f"context capped to {budget.context_tokens} tokens, because the KV memory cannot hold the model's {own}: give "
@@ -130,12 +148,17 @@ class ModelRunner:
             )
         return budget
 
+    def _agreed_budget(self, shape: ServedShape, layout: KVLayout, kv_bytes: int, measured: bool) -> KVBudget:
+        """Of the rank that has the least memory, because page ids and the longest context are the same on all ranks."""
+        own, asked = shape.context_tokens, self._engine.context_tokens
+        pages = self._agree(kv_budget(layout, kv_bytes, own, asked, measured).total_pages)
+        return kv_budget(layout, pages * layout.page_bytes, own, asked, measured)
+
     def _measured_kv_bytes(self, shape: ServedShape, layout: KVLayout, maker: GraphMaker | None, progress: Progress) -> int:
         """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises MemoryShort."""
         progress("measuring the memory of the largest step")
         meter = KVMemoryMeter(self._device, self._engine.sharers)
-        own, asked = shape.context_tokens, self._engine.context_tokens
-        context = kv_budget(layout, meter.left_bytes(), own, asked, measured=True).context_tokens
+        context = self._agreed_budget(shape, layout, meter.left_bytes(), measured=True).context_tokens
         with self._memory_errors(f"lower --chunk-tokens, --max-running or --context-tokens; {meter}"):
             memory = KVMemory(layout, WARM_UP_PAGES, self._device)
             trial = self._make_steps(memory, shape, context, progress)

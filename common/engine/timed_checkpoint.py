@@ -61,6 +61,7 @@ class TimedCheckpoint(TimedExecutor):
             dtype=_dtype(engine),
             vocab_size=shape.vocab_size,
             context_tokens=budget.context_tokens,
+            kv_heads=shape.kv_heads,
         )
         description = EngineDescription(
             model=identity,

@@ -16,7 +16,8 @@ import torch
 from common.config import EngineConfig, ModelConfig
 from common.engine.executor import ExecutorFailed
 from common.engine.grammars import CompiledSoon
-from common.engine.model_runner import ModelRunner
+from common.engine.model_runner import Agree, ModelRunner, as_offered
+from common.engine.parallel import ALONE, Group
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
@@ -43,19 +44,26 @@ class _Step:
 
 
 class TorchExecutor:
-    """Loads the model in its constructor. wake: called when a step completes or progresses, on a thread of the executor.
+    """Loads the model in its constructor. wake: called when a step completes or progresses, on a thread of the executor. group,
+    agree: see `ModelRunner`; agree is called in the constructor only.
 
     On CUDA the engine thread gives step after step to the device and waits for none; the completion thread waits for them, in the
     same order. On CPU a step is complete when it has been launched.
     """
 
     def __init__(
-        self, model: ModelConfig, engine: EngineConfig, wake: Callable[[], None], progress: Callable[[str], None]
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        wake: Callable[[], None],
+        progress: Callable[[str], None],
+        group: Group = ALONE,
+        agree: Agree = as_offered,
     ) -> None:
         if engine.threads:
             torch.set_num_threads(engine.threads)
         self._cpu_threads = torch.get_num_threads()
-        self._runner = ModelRunner(model, engine, progress)
+        self._runner = ModelRunner(model, engine, progress, group, agree)
         self.description = self._runner.description
         self._wake = wake
         self._steps: queue.Queue[_Step | None] = queue.Queue(STEPS_QUEUED)

@@ -91,6 +91,7 @@ class ToyExecutor:
                 dtype="uint8",
                 vocab_size=TOY_VOCAB,
                 context_tokens=_CONTEXT_TOKENS,
+                kv_heads=self._layout.kv_heads,
             ),
             layout=self._layout,
             total_pages=total_pages,

@@ -44,6 +44,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of the embedding: every token id is below it."""
     context_tokens: int
     """Most tokens of prompt and answer together."""
+    kv_heads: int = 0
+    """Of the whole model, whatever part of them a rank holds; 0: not told."""
 
 
 class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True, dict=True):

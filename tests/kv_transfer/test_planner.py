@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import TransferError
+from common.pages.heads import heads_of
 from common.pages.layout import ITEM_BYTES, KVLayout
-from kv_transfer.planner import PageSlice, heads_of, plan_runs, writers
+from kv_transfer.planner import PageSlice, plan_runs, writers
 
 POOL_PAGES = 12
 Order = Literal["layer", "head"]

@@ -49,6 +49,8 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
             f"--quantization {loading.quantization} is not supported for {shape.architecture}, only for Tandem's own decoders "
             f"without experts: use none"
         )
+    if loading.group.ranks > 1:
+        raise ConfigError(f"--tp {loading.group.ranks} is not supported for {shape.architecture}: give --tp 1")
     if not isinstance(shape, ModelShape):
         from common.engine.models.transformers_model import load_transformers_model
 

@@ -1,0 +1,138 @@
+"""The ranks that compute one model together, and the two collectives that they need.
+
+Owns how tensors pass between ranks: torch.distributed, Gloo on CPU and NCCL on CUDA. Knows no layers, plans or messages. A
+collective computes and decides nothing: which steps there are, and in which order, every rank is told by the leader. So all ranks
+call the same methods in the same order.
+
+The process group is an object of its own: it is not registered with torch, so there is no world, and two instances may live in
+one process. Calls are synchronous to the stream: NCCL's kernels go to the current stream, behind those that made their input, and
+may be captured in a CUDA graph with them.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import AllreduceOptions, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+
+from common.errors import ConfigError
+
+_ERRORS = (RuntimeError, ValueError, OSError)
+"""What torch.distributed raises. Its own errors are RuntimeErrors."""
+_PATIENCE = timedelta(days=1)
+"""A rank waits for the others for as long as it takes them to load. Silence is for the leader to notice."""
+
+
+class Group(Protocol):
+    """All ranks of an instance, seen from one of them."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over all ranks, bit by bit the same on each. It may be in place: x is not to be used any more. x: any
+        shape, contiguous, the same on all ranks."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[rows, part] → [rows, ranks * part]: the parts side by side, in the order of the ranks. x: contiguous."""
+
+
+class Alone:
+    """One rank: both collectives return what they are given. Implements `Group`."""
+
+    rank, ranks = 0, 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+ALONE = Alone()
+
+
+class TorchGroup:
+    """Ranks of torch.distributed. Implements `Group`.
+
+    A rank that ends breaks the calls of the others at once on CPU: they raise RuntimeError. On CUDA their kernels wait for ever,
+    until `close` or the end of the process: the leader has to notice.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, host: str, connect_s: float) -> None:
+        """Meet the other ranks; blocks until all are here. store: see `open_store`. host: our own address, for Gloo; NCCL finds
+        its interfaces itself (NCCL_SOCKET_IFNAME). connect_s: the longest wait. Raises ConfigError."""
+        self.rank, self.ranks = rank, ranks
+        make = _nccl if device.type == "cuda" else _gloo
+        try:
+            self._group: Any = make(store, rank, ranks, device, host, timedelta(seconds=connect_s))
+        except _ERRORS as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ConfigError(f"rank {rank} could not connect to the other {ranks - 1} ranks ({reason})") from error
+        self._sum_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
+        self._sum_options.asyncOp = self._gather_options.asyncOp = False
+
+    def sum(self, x: Tensor) -> Tensor:
+        self._group.allreduce([x], self._sum_options).wait()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        rows, part = x.shape
+        parts = x.new_empty((self.ranks * rows, part))
+        self._group._allgather_base(parts, x, self._gather_options).wait()
+        return parts.view(self.ranks, rows, part).transpose(0, 1).reshape(rows, self.ranks * part)
+
+    def close(self) -> None:
+        """Leave: from any thread, for good. Kernels on CUDA that wait for other ranks end."""
+        self._group.abort()
+        self._group = None  # Gloo keeps its connections while this is held
+
+
+def open_store(host: str) -> TCPStore:
+    """Where the ranks of a group meet, on rank 0; its `port` is for the others. It listens on this address alone. Raises
+    ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, 0)[0][0]
+        listener = socket.create_server((host, 0), family=family)  # by itself a store would listen on every address
+        port = listener.getsockname()[1]
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    except _ERRORS as error:
+        raise ConfigError(f"the ranks cannot meet at {host}: {error}") from error
+
+
+def reach_store(host: str, port: int, connect_s: float) -> TCPStore:
+    """The store of rank 0, on any other rank. Raises ConfigError."""
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False)
+    except _ERRORS as error:
+        raise ConfigError(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
+
+
+def _gloo(store: Store, rank: int, ranks: int, device: torch.device, host: str, connect: timedelta) -> Any:
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = connect
+    options._threads = 1
+    options._devices = [gloo.create_device(hostname=host)]
+    group = gloo(store, rank, ranks, options)
+    group._set_default_timeout(_PATIENCE)
+    return group
+
+
+def _nccl(store: Store, rank: int, ranks: int, device: torch.device, host: str, connect: timedelta) -> Any:
+    """The communicator is made here, not by the first collective, which may be inside of a capture."""
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+        os.environ.setdefault(name, "0")  # else torch's watchdog ends the process with an abort
+    nccl: Any = torch.distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _PATIENCE
+    store.set_timeout(connect)
+    group = nccl(store, rank, ranks, options)
+    group.eager_connect_single_device(device)
+    return group

@@ -1,0 +1,60 @@
+"""The collectives of a group of ranks, against sums and concatenations of what each rank gave."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.parallel import ALONE, Group, TorchGroup, open_store, reach_store
+from common.errors import ConfigError
+
+CPU, HOST = torch.device("cpu"), "127.0.0.1"
+CONNECT_S = 60.0
+T = TypeVar("T")
+
+
+def on_ranks(ranks: int, run: Callable[[Group], T]) -> list[T]:
+    """What `run` returned on each rank: a thread for each, because a group needs no process of its own. A rank that fails leaves,
+    which ends the others."""
+    store = open_store(HOST)
+
+    def be(rank: int) -> T:
+        ours = store if rank == 0 else reach_store(HOST, store.port, CONNECT_S)
+        with closing(TorchGroup(ours, rank, ranks, CPU, HOST, CONNECT_S)) as group:
+            return run(group)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(be, range(ranks)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_gets_the_same_sum_and_all_parts_in_order(dtype: torch.dtype) -> None:
+    given = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+    def run(group: Group) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            return group.gather(given[group.rank].clone()), group.sum(given[group.rank].clone())
+
+    results = on_ranks(3, run)
+    for gathered, summed in results:
+        assert torch.equal(gathered, torch.cat(list(given), dim=1))
+        off = (summed.double() - given.double().sum(0)).abs()
+        assert (off <= torch.finfo(dtype).eps * given.double().abs().sum(0)).all(), "two additions, each half a rounding off"
+        assert torch.equal(summed, results[0][1]), "bit by bit the same"
+
+
+def test_a_rank_that_is_alone_has_the_whole_of_everything() -> None:
+    x = torch.ones(2, 3)
+    assert ALONE.sum(x) is x and ALONE.gather(x) is x
+
+
+def test_a_rank_that_does_not_come_is_told_of_at_the_others() -> None:
+    with pytest.raises(ConfigError, match="rank 0 could not connect to the other 1 ranks"):
+        TorchGroup(open_store(HOST), 0, 2, CPU, HOST, connect_s=0.3)
+    unused = open_store(HOST).port
+    with pytest.raises(ConfigError, match=f"rank 0 cannot be reached at {HOST}:{unused}"):
+        reach_store(HOST, unused, connect_s=0.3)
