@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from common.messages import Load
 from router.ask import Ask
-from router.members import Member, Pace
+from router.members import Member, RolePace
 
-ASSUMED = Pace(step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)
+ASSUMED = RolePace(step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)
 """The pace of members of which nobody has measured one. All have the same then, so they are ordered by their load."""
 
 
@@ -103,7 +103,7 @@ def _token_s(decode: Member, rows: float) -> float:
     return pace.step_s + (rows + 1) * pace.decode_row_s
 
 
-def _pace(member: Member) -> Load | Pace:
+def _pace(member: Member) -> Load | RolePace:
     """Of its steps: as it has measured it, or as its role has."""
     load, pace = member.load, member.pace
     if load.step_s or load.decode_row_s:

@@ -46,7 +46,7 @@ from router.cache_index import CacheIndex
 from router.candidates import Candidates
 from router.eligibility import difference, likeness, malformed
 from router.majority import Majority
-from router.members import Member, Pace
+from router.members import Member, RolePace
 
 DEPARTED_REMEMBERED = 4096
 """How many departures the fleet remembers: a whole fleet may fall silent at once, and who comes back still drains if it was told
@@ -137,7 +137,7 @@ class Fleet:
         self._dead_after_s = dead_after_s
         self._vocab_size = vocab_size
         self._members: dict[InstanceId, Member] = {}
-        self._paces: dict[Role, Pace] = {"prefill": Pace(), "decode": Pace()}
+        self._paces: dict[Role, RolePace] = {"prefill": RolePace(), "decode": RolePace()}
         self.departed: dict[InstanceId, Departure] = {}
         """Who left and did not come back, the latest last."""
         self._farewells: DeadlineWheel[InstanceId] = DeadlineWheel()

@@ -32,7 +32,7 @@ class Trouble:
 
 
 @dataclass(slots=True, eq=False)
-class Pace:
+class RolePace:
     """Seconds of a step, and what each prompt token and each decode row adds: the mean of what members of one role have reported
     of late. 0: nobody has measured it."""
 
@@ -76,8 +76,8 @@ class Member:
     info: InstanceInfo
     load: Load
     counters: Counters = field(default_factory=Counters)
-    pace: Pace = field(default_factory=Pace)
-    other_pace: Pace = field(default_factory=Pace)
+    pace: RolePace = field(default_factory=RolePace)
+    other_pace: RolePace = field(default_factory=RolePace)
     partners: dict[InstanceId, "Member"] = field(default_factory=dict)
     links: dict[InstanceId, LinkState] = field(default_factory=dict)
     speeds: dict[InstanceId, float] = field(default_factory=dict)

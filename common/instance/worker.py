@@ -1,7 +1,7 @@
 """The worker of an instance: joins mail, scheduler, executor and transfers.
 
-Owns the steps in flight and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no socket and
-reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
+Owns the steps in flight, their pace and the grammars that are being made ready. Decides nothing: the scheduler does. Opens no
+socket and reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
 """
 
 from collections import deque
@@ -19,6 +19,7 @@ from common.errors import TandemError
 from common.ids import ROUTER, InstanceId, Key, text_name
 from common.instance.membership import State
 from common.instance.memberships import Lost, Memberships, Met, RouterNews
+from common.instance.pace import PaceMeter
 from common.instance.peer_sets import PeerSets
 from common.instance.ports import (
     Action,
@@ -83,6 +84,7 @@ class InstanceWorker(Generic[M]):
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
         self._draining = False
         self._stale = 0
+        self._pace = PaceMeter()
         self._tracer = InstanceTracer(memberships.info, scheduler.key_in, unix_s)
         self._recorder = self._tracer.recorder
         for membership in memberships:
@@ -181,6 +183,7 @@ class InstanceWorker(Generic[M]):
             self._in_flight.popleft()
             if self._recorder.on:
                 self._tracer.step_done(step.plan, step.launched_s)
+            self._pace.step(step.plan, step.launched_s, now)
             self._act(self._scheduler.step_done(result, now))
 
     def _launch(self, now: float) -> None:
@@ -220,7 +223,15 @@ class InstanceWorker(Generic[M]):
         report = self._scheduler.report()
         step_s = now - self._in_flight[0].launched_s if self._in_flight else 0.0
         transfer_s = max(0.0, now - self._transfers.progress_s)
-        load = msgspec.structs.replace(report.load, oldest_step_s=step_s, oldest_transfer_s=transfer_s)
+        pace = self._pace.read()
+        load = msgspec.structs.replace(
+            report.load,
+            oldest_step_s=step_s,
+            oldest_transfer_s=transfer_s,
+            step_s=pace.step_s,
+            chunk_token_s=pace.chunk_token_s,
+            decode_row_s=pace.decode_row_s,
+        )
         refused, lost = sum(self._mail.frames_refused.values()), sum(self._mail.messages_lost.values())
         stale = report.counters.messages_stale + self._stale + self._memberships.stale
         counters = msgspec.structs.replace(

@@ -38,3 +38,17 @@ def test_the_first_token_takes_its_chunks_and_a_few_messages(chunks: int) -> Non
     fleet.run(fleet.submit("r", list(range(10, 10 + 8 * chunks)), max_tokens=4))
     (seconds,) = fleet.observer.seconds_to_first
     assert chunks * CHUNK_S <= seconds < chunks * CHUNK_S + SLACK_S
+
+
+def test_instances_measure_their_pace_and_their_router_hears_of_it() -> None:
+    fleet = Fleet(size=SIZE)
+    for number in range(12):
+        prompts = list(range(60 * number + 60, 61 * number + 62)), list(range(50, 55))
+        fleet.run(*(fleet.submit(f"r{number}-{n}", prompt, max_tokens=5) for n, prompt in enumerate(prompts)))
+    fleet.run_for(2.0)
+    loads = {member.info.role: member.load for member in fleet.router.fleet.members()}
+    cost = SIZE.cost
+    prefill, decode = loads["prefill"], loads["decode"]
+    assert (prefill.step_s, prefill.chunk_token_s) == pytest.approx((cost.step_s, cost.chunk_token_s), rel=0.1)
+    assert (decode.step_s, decode.decode_row_s) == pytest.approx((cost.step_s, cost.decode_row_s), rel=0.1)
+    assert (prefill.decode_row_s, decode.chunk_token_s) == (0.0, 0.0), "neither has had such steps"
