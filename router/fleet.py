@@ -287,7 +287,7 @@ class Fleet:
 
     def goodbye(self, message: Goodbye, now: float) -> Change:
         member = self._sender(message)
-        return Change() if member is None else self._remove(member, "left", now, silent=False)
+        return Change() if member is None else self._remove(member, message.reason or "left", now, silent=False)
 
     def _sender(self, message: Heartbeat | LinkReport | CacheChanges | Goodbye) -> Member | None:
         """The member that says this. None, which is counted, when it is from another life."""

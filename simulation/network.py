@@ -14,6 +14,7 @@ import msgspec
 from common import messages as m
 from common.ids import InstanceId, Key
 from common.messages import AnyMessage
+from common.messages.ranks import Command, Numbered, PushOrder, RankHello, RankRefused, RankWelcome, SettleOrder
 from common.wire import RECEIVE_LIMIT, pack_frame
 from simulation.clock import NEVER, Clock
 from simulation.meter import Meter
@@ -62,6 +63,10 @@ def keys_of(message: AnyMessage) -> set[Key]:
         case m.Drain() | m.FlushCache() | m.TellCache() | m.CacheChanges() | m.TellLinks() | m.LinkReport():
             return set()
         case m.Trace() | m.Spans():
+            return set()
+        case Command(order=PushOrder() | SettleOrder() as order):
+            return {order.key}
+        case Numbered() | RankHello() | RankWelcome() | RankRefused():
             return set()
         case _:
             assert_never(message)

@@ -146,7 +146,8 @@ class Membership:
         if self.joined:
             self.next_deadline = min(self.next_deadline, now)
 
-    def goodbye(self) -> Send:
+    def goodbye(self, reason: str = "") -> Send:
         """With all timelines that wait: no heartbeat follows."""
         timelines = tuple(self._timelines)
-        return Send(self.name, Goodbye(id=self._info.id, incarnation=self._info.incarnation, timelines=timelines))
+        goodbye = Goodbye(id=self._info.id, incarnation=self._info.incarnation, timelines=timelines, reason=reason)
+        return Send(self.name, goodbye)

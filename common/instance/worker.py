@@ -4,6 +4,7 @@ Owns the steps in flight, their pace and the grammars that are being made ready.
 socket and reads no clock except through its ports, so the same code runs as a process and on a hand-turned clock.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -153,9 +154,9 @@ class InstanceWorker(Generic[M]):
     def joined(self) -> bool:
         return self._memberships.joined
 
-    def leave(self) -> None:
-        """Tell the routers that this incarnation is gone."""
-        self._act([membership.goodbye() for membership in self._memberships])
+    def leave(self, reason: str = "") -> None:
+        """Tell the routers that this incarnation is gone. reason: for people; "" when it was told to leave."""
+        self._act([membership.goodbye(reason) for membership in self._memberships])
 
     def _take_prepared(self, now: float) -> None:
         """Tell the scheduler which grammars are ready, and which never will be."""
@@ -298,7 +299,7 @@ def run(worker: InstanceWorker[M], wait: Wait, clock: Clock, should_drain: Calla
     """Turn the worker until it is told to drain and has drained. wait: blocks for at most this many seconds, less when something
     is ready.
 
-    However it ends, the routers are told, so that none waits for another heartbeat.
+    However it ends, the routers are told, so that none waits for another heartbeat, and so that /cluster shows why.
     """
     try:
         while not worker.drained:
@@ -307,4 +308,5 @@ def run(worker: InstanceWorker[M], wait: Wait, clock: Clock, should_drain: Calla
             worker.turn(clock())
             wait(0.0 if worker.drained else max(0.0, worker.next_deadline() - clock()))
     finally:
-        worker.leave()
+        ended_by = sys.exception()
+        worker.leave("" if ended_by is None else str(ended_by))

@@ -20,6 +20,8 @@ A `match` over an inbox's union ends in `assert_never`, so a new message breaks 
 
     router ─Trace─► instance, detok ─Spans─► router                 only while somebody traces the fleet
 
+    rank 0 ─ToFollower─► rank r ─ToLeader─► rank 0                  within one instance: `common/messages/ranks.py`
+
 Each field is documented below its line, save those that mean the same everywhere: `key` is the request and attempt that a message
 is about; `id` and `incarnation` are the life of the instance that sends it. Token and page ids that are `bytes` are packed
 little-endian int32 (`common.ids.pack_ids`).
@@ -47,6 +49,7 @@ from common.messages.fleet import (
 from common.messages.handoffs import Claim, Decline, Grant, Handoff, Renew, Renewed, Reserve, Withdraw
 from common.messages.heartbeats import Counters, Heartbeat, LinkInfo, LinkReport, LinkState, LinkTraffic, Load
 from common.messages.logprobs import TokenLogprob, TokenLogprobs, pack_logprobs, unpack_logprobs
+from common.messages.ranks import ToFollower, ToLeader
 from common.messages.requests import Cancel, Generate, Placed, Probe, Probed, Repeat, Standing, Terms
 from common.messages.text import (
     DetokenizerHeartbeat,
@@ -67,4 +70,4 @@ PrefillInbox: TypeAlias = FromRouter | TellLinks | Grant | Decline | Renewed
 DecodeInbox: TypeAlias = FromRouter | Reserve | Renew | Handoff | Withdraw
 AnswerMessage: TypeAlias = TokenBatch | ExpectAnswer | ForgetAnswer | Probed
 DetokenizerInbox: TypeAlias = AnswerMessage | Trace
-AnyMessage: TypeAlias = RouterInbox | PrefillInbox | DecodeInbox | DetokenizerInbox
+AnyMessage: TypeAlias = RouterInbox | PrefillInbox | DecodeInbox | DetokenizerInbox | ToFollower | ToLeader

@@ -187,6 +187,8 @@ class Goodbye(Message, frozen=True):
     incarnation: Incarnation
     timelines: tuple[Timeline, ...] = ()
     """The last: see Heartbeat."""
+    reason: str = ""
+    """Why, for people; "" when it was told to leave."""
 
 
 class Drain(Message, frozen=True):

@@ -14,15 +14,19 @@ from common.ids import ROUTER, Generation, Incarnation, InstanceId, Key, Life, R
 from common.instance.token_memory import PIECE_TOKENS
 from common.messages import AnyMessage, DecodeInbox, DetokenizerInbox, Message, PrefillInbox, RouterInbox
 from common.messages.base import fits
+from common.messages.ranks import ToFollower, ToLeader
 from common.sampling_params import MAX_LOGPROBS, MAX_PROMPT_LOGPROBS, SamplingParams
 from common.wire import MAX_FRAME_BYTES
 from tests.builders import instance
+from tests.common import rank_messages
 
 INBOXES: dict[str, Any] = {
     "router": RouterInbox,
     "prefill": PrefillInbox,
     "decode": DecodeInbox,
     "detokenizer": DetokenizerInbox,
+    "leader": ToLeader,
+    "follower": ToFollower,
 }
 KEY = Key(RequestId("request"), 1, ROUTER)
 PREFILL, LIFE = InstanceId("prefill-1"), Incarnation("life")
@@ -138,6 +142,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
     messages.Trace(seconds=60.0, number=2),
     messages.Spans(id=PREFILL, number=2, count=1, packed=messages.pack_spans([SPAN]), incarnation=LIFE, dropped=3, last=True),
     messages.DetokenizerHeartbeat(open_answers=1, early_answers=2, dropped=3),
+    *rank_messages.SAMPLES,
 )
 
 

@@ -1,0 +1,135 @@
+"""The executor of an instance with several ranks: a step is complete when every rank has returned it.
+
+Owns the join of the leader's own steps and grammars with those of its followers. Implements `common.engine.executor.Executor`, so
+neither worker nor scheduler knows of ranks. Its tokens, log probabilities and embeddings are the leader's.
+"""
+
+import weakref
+from functools import partial
+from typing import NoReturn
+
+from common.engine.executor import EngineDescription, Executor, StepHandle
+from common.engine.grammars import Preparation
+from common.engine.plan import Plan, StepResult
+from common.errors import BadRequest, TandemError, Unavailable
+from common.ids import Int32Array
+from common.instance.ranks.leader import Follower, Followers
+from common.instance.ranks.line import RankLost
+from common.instance.ranks.plans import digest_tokens
+from common.messages import Failed
+from common.sampling_params import Grammar
+
+
+class RankedStep:
+    """A step in flight on all ranks. Implements `StepHandle`."""
+
+    def __init__(self, own: StepHandle, step: int, followers: Followers) -> None:
+        self._own = own
+        self._step = step
+        self._followers = followers
+        self._result: StepResult | None = None
+        """The leader's, while it waits for the others."""
+
+    @property
+    def ends_s(self) -> float | None:
+        """The leader's end. When it is over and others compute, the mail of these wakes the loop."""
+        return self._own.ends_s if self._result is None else None
+
+    @property
+    def layers_done(self) -> int:
+        """The least of all ranks."""
+        own, step = self._own.layers_done, self._step
+        return min(own, *(own if step in each.returned else each.layers.get(step, 0) for each in self._followers))
+
+    def poll(self) -> StepResult | None:
+        """Raises RankLost when a rank has sampled other tokens than the leader, and what the leader's own step raises."""
+        if self._result is None:
+            self._result = self._own.poll()
+        if self._result is None or any(self._step not in follower.returned for follower in self._followers):
+            return None
+        digest = digest_tokens(self._result.tokens)
+        for follower in self._followers:
+            follower.layers.pop(self._step, None)
+            if follower.returned.pop(self._step) != digest:
+                raise RankLost(f"{follower.line.who} sampled other tokens than rank 0 in step {self._step}")
+        return self._result
+
+
+class RankedPreparation:
+    """A grammar that all ranks make ready. Implements `Preparation`."""
+
+    def __init__(self, own: Preparation, grammar_id: int, followers: Followers) -> None:
+        self._own = own
+        self._own_ready = False
+        self._id = grammar_id
+        self._waiting: list[Follower] = list(followers)
+
+    @property
+    def ends_s(self) -> float | None:
+        return None if self._own_ready else self._own.ends_s
+
+    def poll(self) -> bool:
+        self._own_ready = self._own_ready or self._own.poll()
+        if not self._own_ready:
+            return False  # where all refuse, the leader's error names the field
+        still: list[Follower] = []
+        for follower in self._waiting:
+            if self._id not in follower.prepared:
+                still.append(follower)
+            elif (refused := follower.prepared.pop(self._id)) is not None:
+                _refuse(refused)
+        self._waiting = still
+        return not still
+
+
+class RankedExecutor:
+    """own: the leader's."""
+
+    def __init__(self, own: Executor, followers: Followers) -> None:
+        self._own = own
+        self._followers = followers
+        self._grammars: dict[int, weakref.ref[Grammar]] = {}
+        self._dropped: list[int] = []
+        """Grammars whose requests have ended, which the followers have not been told."""
+        self._last_grammar = 0
+
+    @property
+    def description(self) -> EngineDescription:
+        return self._own.description
+
+    def launch(self, plan: Plan) -> RankedStep:
+        self._tell_dropped()
+        self._followers.launch(plan)
+        return RankedStep(self._own.launch(plan), plan.step, self._followers)
+
+    def prepare(self, grammar: Grammar) -> RankedPreparation:
+        """The followers keep what they compile as long as this object `grammar` exists."""
+        self._tell_dropped()
+        self._last_grammar += 1
+        number = self._last_grammar
+        self._grammars[number] = weakref.ref(grammar, partial(self._drop, number))
+        self._followers.prepare(number, grammar)
+        return RankedPreparation(self._own.prepare(grammar), number, self._followers)
+
+    def digest_pages(self, pages: Int32Array) -> bytes:
+        """Refused: the pages of other ranks are elsewhere, and a digest would wait for them. --verify-pages needs one rank."""
+        raise TandemError("the pages of an instance with several ranks have no digest")
+
+    def close(self) -> None:
+        self._own.close()
+
+    def _drop(self, number: int, _: "weakref.ref[Grammar]") -> None:
+        del self._grammars[number]
+        self._dropped.append(number)
+
+    def _tell_dropped(self) -> None:
+        if self._dropped:
+            dropped, self._dropped = self._dropped, []
+            self._followers.drop_grammars(dropped)
+
+
+def _refuse(refused: Failed) -> NoReturn:
+    """Raise what a follower's preparation raised."""
+    if refused.status == BadRequest.status:
+        raise BadRequest(refused.message)
+    raise Unavailable(refused.message)

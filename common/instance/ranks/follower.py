@@ -1,0 +1,150 @@
+"""The loop of a follower: it obeys the leader's plans and commands, and reports what became of them.
+
+Owns the steps in flight and the grammars on this rank. Has no scheduler and decides nothing but its own end: it ends when the
+leader says so, is gone or silent, or when a message was lost. Opens no socket and reads no clock except through its ports.
+"""
+
+from collections import deque
+from typing import assert_never
+
+from common.deadlines import earliest
+from common.engine.executor import Executor, StepHandle
+from common.engine.grammars import Preparation
+from common.errors import TandemError
+from common.instance.ports import Mail, Transfers
+from common.instance.ranks.line import SILENCE_S, Line, RankLost
+from common.instance.ranks.orders import pack_event, unpack_order
+from common.instance.ranks.plans import digest_tokens, unpack_plan
+from common.messages import Failed
+from common.messages.ranks import (
+    Agreed,
+    AskDrain,
+    Command,
+    DropGrammars,
+    End,
+    Events,
+    GrammarPrepared,
+    Launch,
+    LayersReached,
+    Ping,
+    Pong,
+    PrepareGrammar,
+    RankFailed,
+    RankRefused,
+    RankWelcome,
+    StepReturned,
+    ToFollower,
+)
+from common.sampling_params import Grammar
+
+
+class _Step:
+    """A step in flight. layers_told: those that the leader knows of."""
+
+    def __init__(self, number: int, handle: StepHandle) -> None:
+        self.number = number
+        self.handle = handle
+        self.layers_told = 0
+
+
+class FollowerLoop:
+    """line: to the leader, whose name `mail` can reach."""
+
+    def __init__(self, executor: Executor, transfers: Transfers, mail: Mail[ToFollower], line: Line) -> None:
+        self._executor = executor
+        self._transfers = transfers
+        self._mail = mail
+        self._line = line
+        self._steps: deque[_Step] = deque()
+        self._grammars: dict[int, Grammar] = {}
+        """They keep alive what is compiled, until the leader drops them."""
+        self._preparing: dict[int, Preparation] = {}
+        self.end: End | None = None
+        """The leader's word that this rank is to exit."""
+        self.stale = 0
+        """Messages from others than this life of the leader."""
+
+    def turn(self, now: float) -> None:
+        """Obey, and report what happened. Raises RankLost when the leader is lost, and what executor or transfers raise."""
+        for sender, message in self._mail.receive():
+            if sender != self._line.to or isinstance(message, RankWelcome | RankRefused):
+                self.stale += 1
+                continue
+            self._line.take(message, now)
+            self._obey(message, now)
+        if self.end is not None:
+            return
+        if self._line.to in self._mail.refused():
+            raise RankLost(f"{self._line.who} is gone")
+        self._line.check(now)
+        self._report_steps()
+        self._report_grammars()
+        events = self._transfers.poll()
+        if events:
+            self._mail.send(self._line.to, Events(number=self._line.next(), news=tuple(pack_event(event) for event in events)))
+
+    def next_deadline(self) -> float:
+        """When the next turn is due even if nothing happens before."""
+        step_ends = self._steps[0].handle.ends_s if self._steps else None
+        prepared = [each.ends_s for each in self._preparing.values()]
+        silent_s = self._line.heard_s + SILENCE_S
+        return earliest(silent_s, step_ends, *prepared) or silent_s
+
+    def ask_drain(self) -> None:
+        """This process was told to stop: ask the leader to drain the instance."""
+        self._mail.send(self._line.to, AskDrain(number=self._line.next()))
+
+    def fail(self, reason: str) -> None:
+        """Tell the leader that this rank cannot go on."""
+        self._mail.send(self._line.to, RankFailed(number=self._line.next(), reason=reason))
+
+    def _obey(self, message: ToFollower, now: float) -> None:
+        match message:
+            case Launch():
+                plan = unpack_plan(message)
+                self._steps.append(_Step(plan.step, self._executor.launch(plan)))
+            case Command(order=order):
+                self._transfers.submit(unpack_order(order))
+            case Ping(sent_s=sent_s):
+                age_s = max(0.0, now - self._transfers.progress_s)
+                pong = Pong(number=self._line.next(), sent_s=sent_s, heard_s=now, transfer_age_s=age_s)
+                self._mail.send(self._line.to, pong)
+            case PrepareGrammar(grammar_id=grammar_id, grammar=grammar):
+                self._grammars[grammar_id] = grammar
+                self._preparing[grammar_id] = self._executor.prepare(grammar)
+            case DropGrammars(grammar_ids=grammar_ids):
+                for grammar_id in grammar_ids:
+                    del self._grammars[grammar_id]
+                    self._preparing.pop(grammar_id, None)
+            case End():
+                self.end = message
+            case Agreed() | RankWelcome() | RankRefused():
+                raise RankLost(f"{self._line.who} sent {type(message).__name__} while the instance serves")
+            case _:
+                assert_never(message)
+
+    def _report_steps(self) -> None:
+        while self._steps:
+            step = self._steps[0]
+            result = step.handle.poll()
+            if result is None:
+                layers = step.handle.layers_done
+                if layers > step.layers_told:
+                    step.layers_told = layers
+                    self._mail.send(self._line.to, LayersReached(number=self._line.next(), step=step.number, layers=layers))
+                return
+            self._steps.popleft()
+            digest = digest_tokens(result.tokens)
+            self._mail.send(self._line.to, StepReturned(number=self._line.next(), step=step.number, digest=digest))
+
+    def _report_grammars(self) -> None:
+        for grammar_id, preparation in list(self._preparing.items()):
+            refused: Failed | None = None
+            try:
+                if not preparation.poll():
+                    continue
+            except TandemError as error:
+                refused = Failed.of(error)
+            del self._preparing[grammar_id]
+            prepared = GrammarPrepared(number=self._line.next(), grammar_id=grammar_id, refused=refused)
+            self._mail.send(self._line.to, prepared)

@@ -1,0 +1,190 @@
+"""The leader's followers: what they are told, and what they have said.
+
+Owns the lines to them, and what came over these until somebody asks. Decides nothing but that the instance ends: when a follower
+is gone, silent, has failed, or a message of its was lost, `turn` raises RankLost. Opens no socket and reads no clock.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from common.engine.plan import Plan
+from common.ids import InstanceId
+from common.instance.ports import Mail, TransferCommand, TransferEvent
+from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost
+from common.instance.ranks.orders import pack_command, unpack_news
+from common.instance.ranks.plans import pack_plan
+from common.messages import Failed
+from common.messages.ranks import (
+    AskDrain,
+    Command,
+    DropGrammars,
+    End,
+    Events,
+    GrammarPrepared,
+    LayersReached,
+    Offer,
+    Ping,
+    Pong,
+    PrepareGrammar,
+    RankFailed,
+    RankHello,
+    RankReady,
+    StepReturned,
+    ToLeader,
+)
+from common.sampling_params import Grammar
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """What one follower has said that nobody has asked for yet. returned: step → CRC of its tokens. layers: of the running step.
+    prepared: grammar → why it cannot be used, or None."""
+
+    rank: int
+    line: Line
+    returned: dict[int, int] = field(default_factory=dict)
+    layers: dict[int, int] = field(default_factory=dict)
+    prepared: dict[int, Failed | None] = field(default_factory=dict)
+    events: deque[TransferEvent] = field(default_factory=deque)
+    held: list[TransferCommand] = field(default_factory=list)
+    """Commands that wait until it is known how the clocks differ."""
+    transfers_progress_s: float = 0.0
+
+
+class Followers:
+    """lines: to ranks 1, 2, … in order, whose names `mail` can reach. Call `turn` before each turn of the instance's worker."""
+
+    def __init__(self, mail: Mail[ToLeader], lines: Sequence[Line], now: float) -> None:
+        self._mail = mail
+        self._all = [Follower(rank, line, transfers_progress_s=now) for rank, line in enumerate(lines, 1)]
+        self._by_name = {follower.line.to: follower for follower in self._all}
+        self._grammars: set[int] = set()
+        """Those that followers keep."""
+        self._ping_s = now
+        self._ended = False
+        self.stale = 0
+        """Messages from former lives of ranks."""
+        self.drain_asked = False
+        """A follower's process was told to stop."""
+
+    def __iter__(self) -> Iterator[Follower]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def turn(self, now: float) -> None:
+        """Take in mail, and ping. Raises RankLost."""
+        for sender, message in self._mail.receive():
+            follower = self._by_name.get(sender)
+            if follower is None or isinstance(message, RankHello):
+                self.stale += 1
+                continue
+            follower.line.take(message, now)
+            self._take(follower, message, now)
+        self.check_gone(self._mail.refused())
+        for follower in self._all:
+            follower.line.check(now)
+        if now >= self._ping_s:
+            self._ping_s = now + PING_S
+            for follower in self._all:
+                self._mail.send(follower.line.to, Ping(number=follower.line.next(), sent_s=now))
+
+    def next_deadline(self) -> float:
+        """When the next turn is due even if nothing happens before."""
+        return min(self._ping_s, *(follower.line.heard_s + SILENCE_S for follower in self._all))
+
+    def check_gone(self, names: Iterable[InstanceId]) -> None:
+        """Raises RankLost when one of these, whose processes are gone, is a follower."""
+        for name in names:
+            if name in self._by_name:
+                raise RankLost(f"{self._by_name[name].line.who} is gone")
+
+    def launch(self, plan: Plan) -> None:
+        for follower in self._all:
+            self._mail.send(follower.line.to, pack_plan(plan, follower.line.next()))
+
+    def prepare(self, grammar_id: int, grammar: Grammar) -> None:
+        self._grammars.add(grammar_id)
+        for follower in self._all:
+            number = follower.line.next()
+            self._mail.send(follower.line.to, PrepareGrammar(number=number, grammar_id=grammar_id, grammar=grammar))
+
+    def drop_grammars(self, grammar_ids: Sequence[int]) -> None:
+        self._grammars -= set(grammar_ids)
+        for follower in self._all:
+            for grammar_id in grammar_ids:
+                follower.prepared.pop(grammar_id, None)
+            self._mail.send(follower.line.to, DropGrammars(number=follower.line.next(), grammar_ids=tuple(grammar_ids)))
+
+    def command(self, follower: Follower, command: TransferCommand) -> None:
+        """For its transfers. Commands wait, in order, until the first ping is answered."""
+        offset_s = follower.line.clock_offset_s
+        if offset_s is None:
+            follower.held.append(command)
+            return
+        order = pack_command(command, offset_s)
+        self._mail.send(follower.line.to, Command(number=follower.line.next(), order=order))
+
+    def end(self, reason: str, *, orderly: bool) -> None:
+        """Tell all of them to exit. orderly: the instance has drained. Idempotent."""
+        if not self._ended:
+            self._ended = True
+            for follower in self._all:
+                self._mail.send(follower.line.to, End(number=follower.line.next(), reason=reason, orderly=orderly))
+
+    def _take(self, follower: Follower, message: ToLeader, now: float) -> None:
+        match message:
+            case StepReturned(step=step, digest=digest):
+                follower.returned[step] = digest
+            case LayersReached(step=step, layers=layers):
+                follower.layers[step] = layers
+            case Events(news=news):
+                follower.events.extend(unpack_news(each) for each in news)
+            case GrammarPrepared(grammar_id=grammar_id, refused=refused):
+                if grammar_id in self._grammars:
+                    follower.prepared[grammar_id] = refused
+            case Pong():
+                follower.line.compare_clocks(message.heard_s, now)
+                follower.transfers_progress_s = now - message.transfer_age_s
+                held, follower.held = follower.held, []
+                for command in held:
+                    self.command(follower, command)
+            case AskDrain():
+                self.drain_asked = True
+            case RankFailed(reason=reason):
+                raise RankLost(f"{follower.line.who} failed: {reason}")
+            case Offer() | RankReady() | RankHello():
+                raise RankLost(f"{follower.line.who} sent {type(message).__name__} while the instance serves")
+            case _:
+                assert_never(message)
+
+
+class RemoteTransfers:
+    """The transfers of one follower. Implements `common.instance.ports.Transfers` by messages."""
+
+    def __init__(self, followers: Followers, follower: Follower) -> None:
+        self._followers = followers
+        self._follower = follower
+
+    def submit(self, command: TransferCommand) -> None:
+        self._followers.command(self._follower, command)
+
+    def poll(self) -> list[TransferEvent]:
+        events = list(self._follower.events)
+        self._follower.events.clear()
+        return events
+
+    @property
+    def progress_s(self) -> float:
+        return self._follower.transfers_progress_s
+
+    def close(self) -> None:
+        """The follower closes its transfers when it is told to end."""
+
+
+def remote_transfers(followers: Followers) -> list[RemoteTransfers]:
+    """Those of each follower, in the order of ranks."""
+    return [RemoteTransfers(followers, follower) for follower in followers]

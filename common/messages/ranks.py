@@ -1,0 +1,319 @@
+"""What the ranks of one instance say to each other: the leader, which is rank 0, and its followers.
+
+Owns the vocabulary between ranks. Does not know schedulers: a follower obeys plans and commands, and reports what became of them.
+
+    start     follower ─RankHello, again and again──────────► leader      until every rank is there
+                       ◄─RankWelcome | RankRefused──────────              to all of them at once: now they load
+                       ─Offer(pages that it can hold)───────►
+                       ◄─Agreed(pages that all use)─────────
+                       ─RankReady(pool)─────────────────────►             when all are ready, the leader joins the fleet
+
+    serving            ◄─Launch(plan)───────────────────────
+                       ─LayersReached…, StepReturned(CRC)───►             a step is complete when every rank has returned it
+                       ◄─Command(Connect | Push | Allow …)──
+                       ─Events(push done, link changed …)───►
+                       ◄─PrepareGrammar, DropGrammars───────
+                       ─GrammarPrepared─────────────────────►
+                       ◄─Ping(sent)─────────────────────────              every PING_S; the answer tells how clocks differ
+                       ─Pong(sent, heard)───────────────────►
+
+    end                ─AskDrain────────────────────────────►             the follower was told to stop: all drain
+                       ─RankFailed(reason)──────────────────►             it cannot go on: the instance ends
+                       ◄─End(reason)────────────────────────              drained, or a rank is lost
+
+What holds, and what ends the instance when it does not:
+
+1. After RankWelcome, the messages of each direction are numbered 1, 2, 3, … without gaps.
+2. Each side hears from the other at least every few seconds: the leader pings, the follower answers at once.
+3. Every rank samples the same tokens in every step, which a CRC-32 of them shows.
+4. A page id means the same page on every rank, and only the leader's scheduler gives pages out.
+5. A write lease of a follower never ends later than the leader's.
+
+Each life of a rank has a name of its own as a sender (`rank_name`), so a message of a former life is known and dropped.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from common.ids import Incarnation, InstanceId, Key, Ticket
+from common.messages.base import WIRE_VERSION, Message
+from common.messages.endings import Failed
+from common.messages.fleet import InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
+from common.messages.heartbeats import LinkInfo
+from common.sampling_params import Grammar, SamplingParams
+
+
+def rank_name(instance: str, rank: int, life: Incarnation) -> InstanceId:
+    """The sender's name of one life of a rank."""
+    return InstanceId(f"{instance}.rank-{rank}.{life}")
+
+
+# --- start ---------------------------------------------------------------------------------------------------------------
+
+
+class RankHello(Message, frozen=True):
+    """follower → leader, repeated until an answer comes."""
+
+    rank: int
+    """1 or higher."""
+    ranks: int
+    """As it was told with --tp."""
+    address: str
+    """ZeroMQ address of its inbox."""
+    info: RankInfo
+    """For people."""
+    setup: dict[str, str]
+    """What must be equal on all ranks: flags, versions and the checkpoint's fingerprint, each by its name."""
+    wire_version: int = WIRE_VERSION
+
+
+class RankWelcome(Message, frozen=True):
+    """leader → follower: every rank is there: load."""
+
+    meeting: str
+    """host:port where the ranks' collectives meet; the leader listens there."""
+
+
+class RankRefused(Message, frozen=True):
+    """leader → follower: it cannot be a rank of this instance, and must exit."""
+
+    reason: str
+    """For people."""
+
+
+class Numbered(Message, frozen=True):
+    """Base of what is said after the welcome."""
+
+    number: int
+    """1 for the first of its direction, then one more each time."""
+
+
+class Offer(Numbered, frozen=True):
+    """follower → leader: its weights are loaded, and it can hold so many pages."""
+
+    pages: int
+
+
+class Agreed(Numbered, frozen=True):
+    """leader → follower: every rank holds so many pages."""
+
+    pages: int
+
+
+class RankReady(Numbered, frozen=True):
+    """follower → leader: it can take plans and writes."""
+
+    model: ModelIdentity
+    pool: PoolDescriptor
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------------
+
+
+class RowBegins(msgspec.Struct, frozen=True, array_like=True):
+    """A `RowStart` as it travels; ids are packed."""
+
+    row: int
+    pages: bytes
+    sampling: SamplingParams
+    length: int
+    last_token: int | None
+    token_ids: bytes | None
+    answer_tokens: int
+
+
+class PromptChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A `Chunk` as it travels; ids are packed."""
+
+    row: int
+    start: int
+    token_ids: bytes
+    last: bool
+
+
+class Launch(Numbered, frozen=True, omit_defaults=True):
+    """leader → follower: compute this plan, after those before it. Rows and pages are packed int32."""
+
+    step: int
+    starts: tuple[RowBegins, ...] = ()
+    chunks: tuple[PromptChunk, ...] = ()
+    decode_rows: bytes = b""
+    grown_rows: bytes = b""
+    grown_pages: bytes = b""
+
+
+class LayersReached(Numbered, frozen=True):
+    """follower → leader: the running step has written the KV of its first `layers` layers."""
+
+    step: int
+    layers: int
+
+
+class StepReturned(Numbered, frozen=True):
+    """follower → leader: the step is complete here."""
+
+    step: int
+    digest: int
+    """CRC-32 of the sampled tokens, packed."""
+
+
+class PrepareGrammar(Numbered, frozen=True):
+    """leader → follower: make the grammar ready, and keep it until DropGrammars names it."""
+
+    grammar_id: int
+    grammar: Grammar
+
+
+class GrammarPrepared(Numbered, frozen=True):
+    """follower → leader."""
+
+    grammar_id: int
+    refused: Failed | None = None
+    """Why it never will be ready."""
+
+
+class DropGrammars(Numbered, frozen=True):
+    """leader → follower: no request needs these any more."""
+
+    grammar_ids: tuple[int, ...]
+
+
+# --- transfers -------------------------------------------------------------------------------------------------------------
+
+
+class ConnectOrder(msgspec.Struct, frozen=True, tag=True):
+    """`Connect` as it travels."""
+
+    peers: tuple[InstanceInfo, ...]
+    left: tuple[InstanceId, ...]
+
+
+class PushOrder(msgspec.Struct, frozen=True, tag=True):
+    """`Push` as it travels; pages are packed, layers are first and end."""
+
+    ticket: Ticket
+    peer: InstanceId
+    incarnation: Incarnation
+    source_pages: bytes
+    target_pages: bytes
+    key: Key
+    layers: tuple[int, int] | None
+
+
+class AllowOrder(msgspec.Struct, frozen=True, tag=True):
+    """`Allow` as it travels. until_s: on the follower's clock, no later than on the leader's."""
+
+    peer: InstanceId
+    incarnation: Incarnation
+    until_s: float
+
+
+class SettleOrder(msgspec.Struct, frozen=True, tag=True):
+    """`Settle` as it travels."""
+
+    key: Key
+
+
+class ExpectOrder(msgspec.Struct, frozen=True, tag=True):
+    """`Expect` as it travels."""
+
+    writes: int
+    distant: bool
+
+
+Order: TypeAlias = ConnectOrder | PushOrder | AllowOrder | SettleOrder | ExpectOrder
+
+
+class Command(Numbered, frozen=True):
+    """leader → follower: for its transfers."""
+
+    order: Order
+
+
+class PushDoneNews(msgspec.Struct, frozen=True, tag=True):
+    """`PushDone` as it travels."""
+
+    ticket: Ticket
+    pushed_bytes: int
+    seconds: float
+    runs: int
+
+
+class PushFailedNews(msgspec.Struct, frozen=True, tag=True):
+    """`PushFailed` as it travels."""
+
+    ticket: Ticket
+    reason: str
+    quiescent: bool
+    begun: bool
+
+
+class LinkNews(msgspec.Struct, frozen=True, tag=True):
+    """`LinkChanged` as it travels."""
+
+    link: LinkInfo
+
+
+class SettledNews(msgspec.Struct, frozen=True, tag=True):
+    """`Settled` as it travels."""
+
+    key: Key
+
+
+News: TypeAlias = PushDoneNews | PushFailedNews | LinkNews | SettledNews
+
+
+class Events(Numbered, frozen=True):
+    """follower → leader: what became of its transfers, in this order."""
+
+    news: tuple[News, ...]
+
+
+# --- life ------------------------------------------------------------------------------------------------------------------
+
+
+class Ping(Numbered, frozen=True):
+    """leader → follower: answer at once."""
+
+    sent_s: float
+    """On the leader's clock."""
+
+
+class Pong(Numbered, frozen=True):
+    """follower → leader."""
+
+    sent_s: float
+    """That of the Ping."""
+    heard_s: float
+    """When this answer was sent, on the follower's clock."""
+    transfer_age_s: float = 0.0
+    """How long its transfers have made no progress."""
+
+
+class AskDrain(Numbered, frozen=True):
+    """follower → leader: its process was told to stop, so the instance is to drain."""
+
+
+class RankFailed(Numbered, frozen=True):
+    """follower → leader: it cannot go on."""
+
+    reason: str
+    """For people."""
+
+
+class End(Numbered, frozen=True):
+    """leader → follower: exit."""
+
+    reason: str
+    """For people."""
+    orderly: bool = False
+    """The instance has drained."""
+
+
+ToFollower: TypeAlias = RankWelcome | RankRefused | Agreed | Launch | PrepareGrammar | DropGrammars | Command | Ping | End
+"""The inbox of a follower."""
+ToLeader: TypeAlias = (
+    RankHello | Offer | RankReady | LayersReached | StepReturned | GrammarPrepared | Events | Pong | AskDrain | RankFailed
+)
+"""The inbox of the leader for its followers."""

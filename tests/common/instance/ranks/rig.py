@@ -1,0 +1,82 @@
+"""A leader and its followers over lists, on clocks turned by hand.
+
+Owns the mail between them, which travels as bytes, and what is on its way. Knows no test.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from common.ids import Incarnation
+from common.instance.ranks.executor import RankedExecutor
+from common.instance.ranks.follower import FollowerLoop
+from common.instance.ranks.leader import Followers, RemoteTransfers, remote_transfers
+from common.instance.ranks.line import Line
+from common.messages import AnyMessage
+from common.messages.ranks import ToFollower, ToLeader, rank_name
+from tests.common.instance.rig import FakeExecutor, FakeTransfers
+from tests.common.mailboxes import FakeMail
+
+LEADER = rank_name("decode-0", 0, Incarnation("a"))
+
+
+class Rig:
+    """offsets_s: what each follower's clock shows when the leader's shows 0. One for each follower."""
+
+    def __init__(self, *offsets_s: float) -> None:
+        self.now = 0.0
+        self.offsets_s = offsets_s or (0.0,)
+        ranks = range(1, len(self.offsets_s) + 1)
+        self.names = [rank_name("decode-0", rank, Incarnation("a")) for rank in ranks]
+        self.mail: FakeMail[ToLeader] = FakeMail()
+        lines = [Line(name, f"rank {rank}", self.now) for rank, name in zip(ranks, self.names, strict=True)]
+        self.followers = Followers(self.mail, lines, self.now)
+        self.own = FakeExecutor()
+        self.executor = RankedExecutor(self.own, self.followers)
+        self.remote: list[RemoteTransfers] = remote_transfers(self.followers)
+        self.executors = [FakeExecutor() for _ in ranks]
+        self.transfers = [FakeTransfers() for _ in ranks]
+        self.mails: list[FakeMail[ToFollower]] = [FakeMail() for _ in ranks]
+        self.loops = [
+            FollowerLoop(executor, transfers, mail, Line(LEADER, "rank 0", offset_s))
+            for executor, transfers, mail, offset_s in zip(
+                self.executors, self.transfers, self.mails, self.offsets_s, strict=True
+            )
+        ]
+
+    def clock(self, rank: int) -> float:
+        return self.now + (self.offsets_s[rank - 1] if rank else 0.0)
+
+    def to_followers(self, lost: Callable[[AnyMessage], bool] = lambda message: False) -> None:
+        """What the leader has sent arrives, and the followers turn."""
+        for to, message in take(self.mail):
+            if not lost(message):
+                rank = self.names.index(to)
+                self.mails[rank].arriving.append((LEADER, travelled(message, ToFollower)))
+        for rank, loop in enumerate(self.loops, 1):
+            loop.turn(self.clock(rank))
+
+    def to_leader(self, lost: Callable[[AnyMessage], bool] = lambda message: False) -> None:
+        """What the followers have sent arrives, and the leader turns."""
+        for name, mail in zip(self.names, self.mails, strict=True):
+            for _, message in take(mail):
+                if not lost(message):
+                    self.mail.arriving.append((name, travelled(message, ToLeader)))
+        self.followers.turn(self.now)
+
+    def turn(self) -> None:
+        """Everybody hears what was said, and the leader hears the answers."""
+        self.followers.turn(self.now)
+        self.to_followers()
+        self.to_leader()
+
+
+def take(mail: FakeMail[Any]) -> list[tuple[Any, AnyMessage]]:
+    sent = list(mail.sent)
+    mail.sent.clear()
+    return sent
+
+
+def travelled(message: AnyMessage, inbox: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=inbox)

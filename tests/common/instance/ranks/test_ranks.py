@@ -1,0 +1,245 @@
+"""The leader and its followers: steps, transfers, grammars and leases reach every rank, and any doubt ends the instance."""
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.engine.grammars import ANY_TEXT
+from common.engine.plan import Chunk, Plan, RowStart, StepResult
+from common.errors import BadRequest
+from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Ticket
+from common.instance.ports import (
+    Allow,
+    Connect,
+    Expect,
+    LinkChanged,
+    Push,
+    PushDone,
+    PushFailed,
+    Settle,
+    Settled,
+    TransferCommand,
+    TransferEvent,
+)
+from common.instance.ranks.line import PING_S, SILENCE_S, RankLost
+from common.instance.ranks.plans import pack_plan, unpack_plan
+from common.messages import LinkInfo
+from common.messages.ranks import Launch, StepReturned, rank_name
+from common.sampling_params import Grammar, SamplingParams
+from tests.builders import instance
+from tests.common.instance.ranks.rig import Rig, travelled
+
+KEY = Key(RequestId("r"), 0, ROUTER)
+PEER, LIFE = InstanceId("prefill-0"), Incarnation("1")
+PAGES = np.array([5, 7], dtype=np.int32)
+EMPTY = np.empty(0, dtype=np.int32)
+
+
+def decode_step(step: int = 1) -> Plan:
+    return Plan(step, decode_rows=np.array([0, 2], dtype=np.int32))
+
+
+def test_a_plan_arrives_as_it_was_sent() -> None:
+    sampling = SamplingParams(max_new_tokens=3, seed=9, grammar=Grammar("regex", "a"), bad_words=((1, 2),))
+    tokens = np.arange(5, dtype=np.int32)
+    plan = Plan(
+        3,
+        starts=(RowStart(0, PAGES, sampling, 4, 11, tokens, 2), RowStart(1, EMPTY, SamplingParams(max_new_tokens=1))),
+        chunks=(Chunk(1, 0, tokens, last=False),),
+        decode_rows=np.array([0], dtype=np.int32),
+        grown_rows=np.array([0], dtype=np.int32),
+        grown_pages=np.array([31], dtype=np.int32),
+    )
+    assert repr(unpack_plan(travelled(pack_plan(plan, 1), Launch))) == repr(plan)
+
+
+def test_a_step_is_complete_when_every_rank_has_returned_it() -> None:
+    rig = Rig(0.0, 0.0)
+    rig.turn()
+    step = rig.executor.launch(decode_step())
+    rig.to_followers()
+    for executor in (rig.executors[0], rig.own, rig.executors[1]):
+        assert step.poll() is None
+        executor.finish_one()
+        rig.to_followers()
+        rig.to_leader()
+    result = step.poll()
+    assert result is not None and result.tokens.tolist() == [42, 42]
+
+
+def test_a_rank_that_samples_other_tokens_ends_the_instance() -> None:
+    rig = Rig(0.0, 0.0)
+    step = rig.executor.launch(decode_step(17))
+    rig.to_followers()
+    rig.own.finish_one()
+    rig.executors[0].finish_one()
+    plan, handle = rig.executors[1].steps.popleft()
+    handle.result = StepResult(plan, np.array([42, 43], dtype=np.int32))
+    rig.to_followers()
+    rig.to_leader()
+    with pytest.raises(RankLost, match="rank 2 sampled other tokens than rank 0 in step 17"):
+        step.poll()
+
+
+def test_the_layers_of_a_step_are_those_that_every_rank_has_written() -> None:
+    rig = Rig(0.0, 0.0)
+    step = rig.executor.launch(decode_step())
+    rig.to_followers()
+    seen = []
+    for executor, layers in ((rig.own, 4), (rig.executors[0], 2), (rig.executors[1], 3), (rig.executors[0], 4)):
+        executor.steps[0][1].layers_done = layers
+        rig.to_followers()
+        rig.to_leader()
+        seen.append(step.layers_done)
+    rig.executors[1].finish_one()  # a step that has returned has written all layers
+    rig.to_followers()
+    rig.to_leader()
+    assert [*seen, step.layers_done] == [0, 0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("lost", [Launch, StepReturned])
+def test_a_message_that_was_lost_ends_the_instance_with_the_next_ping(lost: type) -> None:
+    rig = Rig()
+    rig.turn()
+    rig.executor.launch(decode_step())
+    with pytest.raises(RankLost, match=r"message \d+ was lost"):
+        for _ in range(3):
+            rig.to_followers(lambda message: isinstance(message, lost))
+            if rig.executors[0].steps:
+                rig.executors[0].finish_one()
+            rig.to_followers()
+            rig.to_leader(lambda message: isinstance(message, lost))
+            rig.now += PING_S
+            rig.followers.turn(rig.now)
+
+
+def test_each_side_ends_when_the_other_is_silent_but_not_while_mail_waits() -> None:
+    rig = Rig(1000.0)
+    rig.followers.turn(rig.now)
+    rig.to_followers()
+    rig.now += SILENCE_S + 1.0  # everybody was held up, and what was sent before is read now
+    rig.to_leader()
+    rig.to_followers()
+    rig.to_leader()
+    rig.now += SILENCE_S + 0.1
+    with pytest.raises(RankLost, match=r"rank 1 has been silent for 3\.1 s"):
+        rig.followers.turn(rig.now)
+    with pytest.raises(RankLost, match="rank 0 has been silent"):
+        rig.loops[0].turn(rig.clock(1))
+
+
+def test_a_rank_whose_process_is_gone_ends_the_instance_on_both_sides() -> None:
+    rig = Rig()
+    rig.mail.gone, rig.mails[0].gone = list(rig.names), [rig.loops[0]._line.to]
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        rig.followers.turn(rig.now)
+    with pytest.raises(RankLost, match="rank 0 is gone"):
+        rig.loops[0].turn(rig.now)
+
+
+def test_commands_and_events_of_transfers_travel_whole_and_in_order() -> None:
+    rig = Rig(0.0, 0.0)
+    commands: list[TransferCommand] = [
+        Connect((instance("decode-1", "decode"),), (PEER,)),
+        Push(Ticket(3), PEER, LIFE, PAGES, PAGES[::-1], KEY, range(1, 2)),
+        Allow(PEER, LIFE, 4.5),
+        Settle(KEY),
+        Expect(3, distant=True),
+    ]
+    events: list[TransferEvent] = [
+        PushDone(Ticket(3), 4096, 0.5, 2),
+        PushFailed(Ticket(4), "gone", quiescent=False, begun=True),
+        LinkChanged(LinkInfo(peer=PEER, incarnation=LIFE, state="lost")),
+        Settled(KEY),
+    ]
+    for command in commands:
+        rig.remote[1].submit(command)
+    rig.turn()
+    assert rig.transfers[1].submitted == [], "the clocks are compared first"
+    rig.to_followers()
+    assert repr(rig.transfers[1].submitted) == repr(commands) and not rig.transfers[0].submitted
+    rig.transfers[1].events = list(events)
+    rig.to_followers()
+    rig.to_leader()
+    assert rig.remote[1].poll() == events and rig.remote[0].poll() == []
+
+
+@given(
+    offset_s=st.floats(-1e6, 1e6),
+    delays_s=st.lists(st.tuples(st.floats(0, 0.4), st.floats(0, 0.4)), min_size=1, max_size=20),
+)
+def test_a_lease_of_a_follower_never_ends_later_than_the_leaders(offset_s: float, delays_s: list[tuple[float, float]]) -> None:
+    rig = Rig(offset_s)
+    for there_s, back_s in delays_s:
+        rig.followers.turn(rig.now)
+        rig.now += there_s
+        rig.to_followers()
+        rig.now += back_s
+        rig.to_leader()
+        rig.now += PING_S
+    rig.remote[0].submit(Allow(PEER, LIFE, rig.now + 5.0))
+    until_s = rig.now + 5.0
+    rig.to_followers()
+    (allow,) = rig.transfers[0].submitted
+    assert isinstance(allow, Allow)
+    shortest_s = min(back_s for _, back_s in delays_s[-16:])
+    assert -1e-6 <= until_s + offset_s - allow.until_s <= shortest_s + 1e-6
+
+
+def test_a_grammar_is_ready_when_all_ranks_have_it_and_is_dropped_with_its_request() -> None:
+    rig = Rig(0.0, 0.0)
+    rig.executors[1].prepared_s = 1.0
+    preparation = rig.executor.prepare(Grammar(ANY_TEXT.kind, ANY_TEXT.text))
+    rig.turn()
+    assert not preparation.poll()
+    rig.executors[1].now = 1.0
+    rig.turn()
+    assert preparation.poll()
+    assert [len(loop._grammars) for loop in rig.loops] == [1, 1]
+    del preparation
+    gc.collect()
+    rig.executor.launch(decode_step())
+    rig.to_followers()
+    assert [len(loop._grammars) for loop in rig.loops] == [0, 0]
+
+
+def test_a_grammar_that_one_rank_refuses_is_refused() -> None:
+    rig = Rig(0.0, 0.0)
+    grammar = Grammar("regex", "a")
+    rig.own.prepare = lambda grammar: FakePreparation()  # type: ignore[method-assign, assignment, return-value]
+    preparation = rig.executor.prepare(grammar)
+    rig.turn()
+    with pytest.raises(BadRequest, match="the fake knows no grammars"):
+        preparation.poll()
+
+
+class FakePreparation:
+    ends_s: float | None = None
+
+    def poll(self) -> bool:
+        return True
+
+
+def test_a_rank_that_fails_or_is_told_to_stop_says_so_and_the_leader_has_the_last_word() -> None:
+    rig = Rig(0.0, 0.0)
+    rig.loops[0].ask_drain()
+    rig.turn()
+    assert rig.followers.drain_asked
+    rig.followers.end("drained", orderly=True)
+    rig.to_followers()
+    ends = [loop.end for loop in rig.loops]
+    assert all(end is not None and end.orderly and end.reason == "drained" for end in ends)
+    rig.loops[1].fail("out of memory")
+    with pytest.raises(RankLost, match="rank 2 failed: out of memory"):
+        rig.to_leader()
+
+
+def test_what_former_lives_of_ranks_say_is_dropped_and_counted() -> None:
+    rig = Rig()
+    former = rank_name("decode-0", 1, Incarnation("former"))
+    rig.mail.arriving.append((former, StepReturned(number=9, step=1, digest=0)))
+    rig.followers.turn(rig.now)
+    assert rig.followers.stale == 1

@@ -1,0 +1,56 @@
+"""One sample of each message between the ranks of an instance."""
+
+from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Ticket, pack_ids
+from common.messages import AnyMessage, Failed, LinkInfo, RankInfo, ranks
+from common.sampling_params import Grammar, SamplingParams
+from tests.builders import instance
+
+KEY = Key(RequestId("request"), 1, ROUTER)
+PEER, LIFE = InstanceId("decode-1"), Incarnation("life")
+INFO = instance(PEER, "decode", LIFE)
+GRAMMAR = Grammar("regex", "[ab]+")
+SAMPLING = SamplingParams(max_new_tokens=5, grammar=GRAMMAR)
+IDS = pack_ids([1, 2, 3])
+SAMPLES: tuple[AnyMessage, ...] = (
+    ranks.RankHello(
+        rank=1,
+        ranks=4,
+        address="tcp://h:3",
+        info=RankInfo(rank=1, pid=7, host="h", device="cuda:1"),
+        setup={"--dtype": "auto"},
+    ),
+    ranks.RankWelcome(meeting="h:4"),
+    ranks.RankRefused(reason="no"),
+    ranks.Offer(number=1, pages=100),
+    ranks.Agreed(number=2, pages=90),
+    ranks.RankReady(number=3, model=INFO.model, pool=INFO.pool),
+    ranks.Launch(
+        number=4,
+        step=7,
+        starts=(ranks.RowBegins(0, IDS, SAMPLING, 3, 5, IDS, 1), ranks.RowBegins(1, IDS, SAMPLING, 0, None, None, 0)),
+        chunks=(ranks.PromptChunk(1, 0, IDS, last=True),),
+        decode_rows=IDS,
+        grown_rows=IDS,
+        grown_pages=IDS,
+    ),
+    ranks.LayersReached(number=5, step=7, layers=3),
+    ranks.StepReturned(number=6, step=7, digest=2**32 - 1),
+    ranks.PrepareGrammar(number=7, grammar_id=1, grammar=GRAMMAR),
+    ranks.GrammarPrepared(number=8, grammar_id=1, refused=Failed("no")),
+    ranks.DropGrammars(number=9, grammar_ids=(1, 2)),
+    ranks.Command(number=10, order=ranks.PushOrder(Ticket(1), PEER, LIFE, IDS, IDS, KEY, (0, 2))),
+    ranks.Events(
+        number=11,
+        news=(
+            ranks.PushDoneNews(Ticket(1), 4096, 0.5, 2),
+            ranks.PushFailedNews(Ticket(2), "gone", quiescent=True, begun=False),
+            ranks.LinkNews(LinkInfo(peer=PEER, incarnation=LIFE, state="ready")),
+            ranks.SettledNews(KEY),
+        ),
+    ),
+    ranks.Ping(number=12, sent_s=1.5),
+    ranks.Pong(number=13, sent_s=1.5, heard_s=100.25, transfer_age_s=0.5),
+    ranks.AskDrain(number=14),
+    ranks.RankFailed(number=15, reason="out of memory"),
+    ranks.End(number=16, reason="drained", orderly=True),
+)
