@@ -21,10 +21,11 @@ EVENT = b"data: "
 
 
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
-    """When the first and the last token came to the client, in seconds since it sent the request."""
+    """When the first and the last token came to the client, in seconds since it sent the request, and all of them."""
 
     first_s: float
     last_s: float
+    token_ids: tuple[int, ...]
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,10 +49,10 @@ class Fleet:
         self._instances = instances
         self._model = ""
 
-    def serve(self, prompt: Sequence[int]) -> tuple[Arrivals, Totals]:
+    def serve(self, prompt: Sequence[int], answer_tokens: int = ANSWER_TOKENS) -> tuple[Arrivals, Totals]:
         """Send one request and wait until every instance has counted it. Returns the client's times and what was counted."""
         before = self._totals()
-        arrivals = self._ask(prompt)
+        arrivals = self._ask(prompt, answer_tokens)
         deadline = time.monotonic() + COUNTED_S
         while (counted := self._totals().since(before)).requests_ended < self._instances:
             if time.monotonic() > deadline:
@@ -69,9 +70,9 @@ class Fleet:
         self._model = cluster["instances"][0]["model"]["name"]
         return Totals(**{name: sum(each[name] for each in counters) for name in Totals.__struct_fields__})
 
-    def _ask(self, prompt: Sequence[int]) -> Arrivals:
+    def _ask(self, prompt: Sequence[int], answer_tokens: int) -> Arrivals:
         body = {
-            "model": self._model, "prompt": list(prompt), "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+            "model": self._model, "prompt": list(prompt), "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True,
         }  # fmt: skip
         data = json.dumps(body).encode()
@@ -81,14 +82,14 @@ class Fleet:
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise FleetFailed(f"HTTP {response.status}: {response.read().decode(errors='replace')}")
-            times = [at - began for at in _token_times(response)]
-        if len(times) != ANSWER_TOKENS:
-            raise FleetFailed(f"an answer has {len(times)} tokens instead of {ANSWER_TOKENS}")
-        return Arrivals(first_s=times[0], last_s=times[-1])
+            tokens = [(at - began, token_id) for at, token_id in _tokens(response)]
+        if len(tokens) != answer_tokens:
+            raise FleetFailed(f"an answer has {len(tokens)} tokens instead of {answer_tokens}")
+        return Arrivals(first_s=tokens[0][0], last_s=tokens[-1][0], token_ids=tuple(token_id for _, token_id in tokens))
 
 
-def _token_times(response: http.client.HTTPResponse) -> Iterator[float]:
-    """When each token of a streamed completion arrived, on `time.perf_counter`. Raises FleetFailed for an error event."""
+def _tokens(response: http.client.HTTPResponse) -> Iterator[tuple[float, int]]:
+    """Each token of a streamed completion, and when it arrived on `time.perf_counter`. Raises FleetFailed for an error event."""
     for line in response:
         now = time.perf_counter()
         data = line.strip().removeprefix(EVENT)
@@ -98,4 +99,4 @@ def _token_times(response: http.client.HTTPResponse) -> Iterator[float]:
         if "error" in event:
             raise FleetFailed(f"a request failed: {event['error']}")
         for choice in event["choices"]:
-            yield from [now] * len(choice.get("token_ids", ()))
+            yield from ((now, token_id) for token_id in choice.get("token_ids", ()))

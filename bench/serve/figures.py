@@ -53,7 +53,21 @@ def figures_of(
     for name, values in times_ms(whole).items():
         if name in metrics:
             figures |= summary(name, values, percentiles)
+    figures["turns"] = by_turn(whole)
     return figures | summary("client_queue_time", np.array([1000 * answer.queue_s for answer in answers]), percentiles)
+
+
+def by_turn(whole: Sequence[Answer]) -> list[dict[str, float]]:
+    """The first tokens and the prompts of each turn of all conversations, the first turn first."""
+    found = []
+    for turn in sorted({answer.turn for answer in whole}):
+        its = [answer for answer in whole if answer.turn == turn]
+        p50, p99 = np.percentile([1000 * answer.ttft_s for answer in its], (50, 99)).tolist()
+        inputs, cached = (sum(getattr(each, name) for each in its) for name in ("prompt_tokens", "cached_tokens"))
+        found.append(
+            {"completed": len(its), "p50_ttft_ms": p50, "p99_ttft_ms": p99, "input_tokens": inputs, "cached_tokens": cached}
+        )
+    return found
 
 
 def times_ms(whole: Sequence[Answer]) -> dict[str, Values]:

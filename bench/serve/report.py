@@ -44,7 +44,8 @@ def text(bench: ServeBench, figures: dict[str, Any], answers: Sequence[Answer]) 
         lines.append(("shorter than asked", f"{figures['shorter_than_asked']:,} answers"))
     width = max(len(name) for name, _ in lines)
     body = [f"{name.rjust(width)}  {value}" for name, value in lines]
-    return "\n".join([*body, "", text_table(_times(bench, figures)), *_errors(figures, answers)])
+    turns = ["", text_table(_turns(figures["turns"]))] if len(figures["turns"]) > 1 else []
+    return "\n".join([*body, "", text_table(_times(bench, figures)), *turns, *_errors(figures, answers)])
 
 
 def contents(
@@ -98,6 +99,15 @@ def _times(bench: ServeBench, figures: dict[str, Any]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [("ms", *which)]
     for name in bench.results.metrics:
         lines.append((NAMES[name], *(f"{figures[f'{each}_{name}_ms']:.2f}" for each in which)))
+    return lines
+
+
+def _turns(turns: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = [("turn", "answers", "TTFT, ms: p50", "p99", "input tokens", "cached")]
+    for number, its in enumerate(turns, start=1):
+        times, inputs = (f"{its[f'{which}_ttft_ms']:.2f}" for which in ("p50", "p99")), its["input_tokens"]
+        counts = (f"{inputs / its['completed']:.0f}", f"{its['cached_tokens'] / max(1, inputs):.1%}")
+        lines.append((str(number), str(its["completed"]), *times, *counts))
     return lines
 
 

@@ -98,7 +98,7 @@ def fleet_of(stub: Stub) -> Fleet:
 def test_a_request_is_timed_token_by_token_and_counted(stub: Stub) -> None:
     arrivals, counted = fleet_of(stub).serve([4, 5, 6])
     assert 0 < arrivals.first_s <= arrivals.last_s
-    assert counted == Totals(requests_ended=1)
+    assert counted == Totals(requests_ended=1) and arrivals.token_ids == (5, 7)
     assert (stub.asked["model"], stub.asked["prompt"], stub.asked["max_tokens"]) == ("stub", [4, 5, 6], 2)
 
 

@@ -72,3 +72,23 @@ def test_peaks_are_the_fullest_second_and_the_most_that_were_open() -> None:
 def test_a_run_in_which_nothing_was_answered_has_figures_too() -> None:
     found = figures(ANSWERS[3:], ttft=1)
     assert (found["completed"], found["p25_itl_ms"], found["max_output_tokens_per_s"], found["request_goodput"]) == (0, 0, 0, 0)
+
+
+def test_turns_are_told_apart() -> None:
+    conversation = [answer(0.0, 0.1, []), answer(1.0, 0.3, []), answer(2.0, 0.2, [])]
+    conversation[2].turn, conversation[2].prompt_tokens, conversation[2].cached_tokens = 1, 40, 32
+    first, second = figures(conversation)["turns"]
+    assert first == {
+        "completed": 2,
+        "p50_ttft_ms": pytest.approx(200),
+        "p99_ttft_ms": pytest.approx(298),
+        "input_tokens": 20,
+        "cached_tokens": 0,
+    }
+    assert second == {
+        "completed": 1,
+        "p50_ttft_ms": pytest.approx(200),
+        "p99_ttft_ms": pytest.approx(200),
+        "input_tokens": 40,
+        "cached_tokens": 32,
+    }

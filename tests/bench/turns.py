@@ -1,0 +1,88 @@
+"""Conversations of ten turns against two fleets of real processes, with prefix caches and without: what does each turn take?
+
+Owns the comparison. Each fleet is one prefill and one decode instance with the demo model, on this machine. One request is open
+at a time, and every turn goes to both fleets before the next, so that other work of the machine affects both alike. A turn's
+prompt is that of the turn before, its answer, and new random tokens. Prints a Markdown table; judges nothing.
+
+    python -m tests.bench.turns --turns 10 --conversations 4
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import get_args
+
+import numpy as np
+
+from bench.fleets import Fleet
+from bench.hardware import this_hardware
+from bench.tables import machine_line, markdown_table, say
+from common.config import DEMO_MODEL, Switch
+from common.processes.local_fleet import local_fleet
+from common.text.tokenizer_manager import TokenizerManager
+
+CACHES: tuple[Switch, ...] = get_args(Switch)
+INSTANCES = 2
+HEARTBEAT_S = 0.2
+"""Counters come with heartbeats."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one turn of every conversation took. prompt_tokens: of the last one; they differ by nothing."""
+
+    prompt_tokens: int = 0
+    first_s: list[float] = field(default_factory=list)
+    pushed_bytes: list[int] = field(default_factory=list)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--conversations", type=int, default=4)
+    parser.add_argument("--input-tokens", type=int, default=256, help="that each turn adds")
+    parser.add_argument("--output-tokens", type=int, default=32)
+    flags = parser.parse_args()
+    hardware = this_hardware()
+    vocab_size = TokenizerManager(DEMO_MODEL).vocab_size
+    found = {cache: [Turn() for _ in range(flags.turns)] for cache in CACHES}
+    common = ("--threads=1", f"--heartbeat-s={HEARTBEAT_S}", "--log-level=warning")
+    with contextlib.ExitStack() as stack:
+        fleets = {
+            cache: Fleet(stack.enter_context(local_fleet(f"--prefix-cache={cache}", *common)).url, INSTANCES) for cache in CACHES
+        }
+        for number in range(-1, flags.conversations):  # the first one is not measured: memory and links have been used then
+            say(f"conversation {number + 1} of {flags.conversations}, load {os.getloadavg()[0]:.1f}")
+            chance = random.Random(f"conversation {number}")
+            prompts: dict[Switch, list[int]] = {cache: [] for cache in CACHES}
+            for at in range(flags.turns):
+                new = chance.choices(range(vocab_size), k=flags.input_tokens)
+                for cache in chance.sample(CACHES, len(CACHES)):
+                    prompt = prompts[cache]
+                    prompt += new
+                    arrivals, counted = fleets[cache].serve(prompt, flags.output_tokens)
+                    if number >= 0:
+                        turn = found[cache][at]
+                        turn.prompt_tokens = len(prompt)
+                        turn.first_s.append(arrivals.first_s)
+                        turn.pushed_bytes.append(counted.bytes_pushed)
+                    prompt += arrivals.token_ids
+            assert prompts["on"] == prompts["off"], "a prefix cache has changed an answer"
+    sys.stdout.write(f"{machine_line(hardware, f'{os.getloadavg()[0]:.1f} at the end')}\n\n{markdown_table(lines(found))}\n")
+
+
+def lines(found: dict[Switch, list[Turn]]) -> list[tuple[str, ...]]:
+    head = ("turn", "prompt tokens", "first token, ms: on", "off", "KiB pushed: on", "off")
+    rows: list[tuple[str, ...]] = [head]
+    for number, turns in enumerate(zip(*(found[cache] for cache in ("on", "off")), strict=True), start=1):
+        first = [f"{1e3 * np.median(turn.first_s):.0f} ({1e3 * max(turn.first_s):.0f})" for turn in turns]
+        pushed = [f"{np.mean(turn.pushed_bytes) / 1024:.0f}" for turn in turns]
+        rows.append((str(number), str(turns[0].prompt_tokens), *first, *pushed))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
