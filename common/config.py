@@ -21,14 +21,17 @@ ExecutorName = Literal["torch", "timed"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated"]
+PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "session"]
 Switch = Literal["off", "on"]
 Graphs = Literal["auto", "on", "off"]
 ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
 PoolingName = Literal["auto", "none", "last", "mean", "cls"]
 ReasoningParserName = Literal["auto", "think", "none"]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
 STEP_COST = "0.005,0.00001,0.00002"
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 N = TypeVar("N", int, float)
@@ -244,9 +247,15 @@ class RouterConfig:
         "refused. Embeddings are scaled to length 1, unless these files leave that out",
     )
     dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
+    prefill_policy: PolicyName = option(
+        "least_loaded",
+        "which prefill instance gets a request; round_robin: each in turn; least_loaded: of eight random ones; power_of_two: "
+        "the same of two; session: always the same one for the requests of a session, the least loaded for those without one",
+    )
+    decode_policy: PolicyName = option("least_loaded", "which decode instance gets a request: see --prefill-policy")
+    session_header: str = option("X-Session-Id", "HTTP header by which the policy session knows the requests of a session")
 
     def __post_init__(self) -> None:
-        require(self.dispatch in ("auto", "colocated"), "dispatch", "auto or colocated", self.dispatch)
         require(0 <= self.port < 65536, "port", "between 0 and 65535", self.port)
         require(0 <= self.control_port < 65536, "control-port", "between 0 and 65535", self.control_port)
         require(0 <= self.own_port < 65536, "own-port", "between 0 and 65535", self.own_port)
@@ -267,6 +276,21 @@ class RouterConfig:
         require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
         require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
         _require_choices(self)
+        name = "the name of an HTTP header, such as X-Session-Id"
+        require(_HEADER_NAME.fullmatch(self.session_header) is not None, "session-header", name, self.session_header)
+        if not self.uses("session"):
+            refuse_without_effect(self, ("session_header",), "without a policy `session`")
+        if self.dispatch == "colocated":
+            refuse_without_effect(self, ("prefill_policy",), "with --dispatch colocated: no prefill instance is asked")
+
+    def uses(self, policy: PolicyName) -> bool:
+        """Whether one of the roles is chosen by this policy."""
+        return policy in (self.prefill_policy, self.decode_policy)
+
+    @property
+    def sessions_by(self) -> str:
+        """The HTTP header that names a request's session; "": no policy asks for it."""
+        return self.session_header if self.uses("session") else ""
 
 
 @dataclass(frozen=True, kw_only=True)

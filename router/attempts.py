@@ -19,7 +19,7 @@ from common.messages import Cancel, Failed, ForgetAnswer
 from router.ask import Ask
 from router.cost import predict_ttft, to_compute
 from router.members import Member
-from router.policy import Placement
+from router.placer import Placement
 
 ROUNDS = 8
 """As many rounds of probes may be under way. A member that is slower by more is not judged."""
@@ -101,11 +101,6 @@ class Attempt:
     def members(self) -> tuple[Member, ...]:
         """Everyone who may hold something of it."""
         return (self.first, *(self.candidates if self.decode is None else (self.decode,)))
-
-    @property
-    def carriers(self) -> tuple[Member, ...]:
-        """The members to which its tokens are assigned."""
-        return tuple(self._assigned)
 
     @property
     def server(self) -> Member | None:

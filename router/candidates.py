@@ -8,18 +8,14 @@ requests, loads or links.
     leaving │ they drain
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Set
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
 from common.ids import Role
 from router.members import Member
-
-SAMPLE = 8
-"""How many members a choice compares. The least loaded of a few random ones is nearly as good as the least loaded of all, and
-routers that choose at the same time do not all choose the same (Mitzenmacher 2001, the power of two choices)."""
 
 
 class Pool(Protocol):
@@ -39,16 +35,19 @@ class _Side:
     line: list[Member] = field(default_factory=list)
     ailing: dict[Member, None] = field(default_factory=dict)
     leaving: dict[Member, None] = field(default_factory=dict)
+    changes: int = 0
+    """Of the line."""
 
 
 class Candidates:
     """random: decides who is drawn. The same seed and the same members in the same order make the same draws."""
 
     def __init__(self, random: Random) -> None:
-        self._chance = random.random
+        self._random = random
         self._sides: dict[Role, _Side] = {"prefill": _Side(), "decode": _Side()}
         self._standing: set[Member] = set()
         """Those in a line."""
+        self._choices = 0
 
     def judge(self, member: Member) -> None:
         """Put a member where it belongs. Call it when the member joined, and after whatever may change its trouble."""
@@ -58,6 +57,7 @@ class Candidates:
                 self.leave(member)
                 self._standing.add(member)
                 insort(side.line, member, key=_order)
+                side.changes += 1
             return
         group = side.leaving if member.draining else side.ailing
         if member not in group:
@@ -72,6 +72,7 @@ class Candidates:
         if member in self._standing:
             self._standing.remove(member)
             del side.line[bisect_left(side.line, _order(member), key=_order)]
+            side.changes += 1
 
     def line(self, role: Role) -> list[Member]:
         """All of this role that take requests, those with the least memory first. Only to look at."""
@@ -91,18 +92,24 @@ class Candidates:
         """Those that drain."""
         return self._sides[role].leaving.keys()
 
-    def rounds(self, members: Pool) -> Iterator[Pool]:
-        """Some random ones, at most SAMPLE. Whoever finds nobody among them goes on to the second round: everyone."""
-        if len(members) > SAMPLE:
-            yield [members[number] for number in {int(self._chance() * len(members)) for _ in range(SAMPLE)}]
-        yield members
+    def chose(self, member: Member) -> None:
+        """A request goes to this member."""
+        self._choices += 1
+        member.chosen = self._choices
 
-    def draw(self, members: Pool, suits: Callable[[Member], bool]) -> list[Member]:
-        """Random ones that suit, at most SAMPLE; or all that suit, if none of the random ones does."""
-        for some in self.rounds(members):
-            if suitable := [member for member in some if suits(member)]:
-                return suitable
-        return []
+    def after(self, role: Role, last: Member | None) -> Iterator[Member]:
+        """All of this role that take requests, each once, from the one behind this member on. None: from the first."""
+        line = self._sides[role].line
+        first = 0 if last is None else bisect_right(line, _order(last), key=_order)
+        return (line[number % len(line)] for number in range(first, first + len(line)))
+
+    def changes(self, role: Role) -> int:
+        """How often the line has changed."""
+        return self._sides[role].changes
+
+    def some(self, members: Pool, most: int) -> list[Member]:
+        """Random ones, in random order; all of them, if there are no more than so many."""
+        return [members[number] for number in self._random.sample(range(len(members)), min(most, len(members)))]
 
 
 def _capacity(member: Member) -> int:

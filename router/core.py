@@ -28,7 +28,6 @@ from common.messages import (
 from common.tracing import Recorder
 from router.detokenizer_watch import DetokenizerWatch
 from router.fleet import Change, Fleet
-from router.policy import unready
 from router.request_book import Observer, RequestBook
 from router.traces import Traces
 
@@ -153,7 +152,7 @@ class RouterCore:
 
     def unready(self) -> list[str]:
         """Why no request could be served now; empty when one could."""
-        reasons = self.unhealthy() + unready(self.fleet, self._config.dispatch)
+        reasons = self.unhealthy() + self.requests.placer.unready()
         if self.draining:
             reasons.append("the router is draining: it takes no more requests")
         if len(self.requests) >= self._config.max_requests:

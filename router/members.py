@@ -70,7 +70,7 @@ class Member:
     assigned_before: as many were assigned when it last reported. growth_tokens: by how many tokens the assigned requests are
     expected to grow here. computing_tokens: prompt tokens that it still is to compute for the router's open requests.
     computing_before: as many it was to compute when it last reported.
-    chosen: number of the last placement on this member. Among equally loaded members, the one with the lowest number is next.
+    chosen: number of the last choice of this member. Among equally loaded members, the one with the lowest number is next.
     """
 
     info: InstanceInfo

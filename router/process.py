@@ -93,6 +93,7 @@ async def serve(
                 config.keep_alive_s,
                 config.max_requests,
                 embedding,
+                config.sessions_by,
             )
             app = build_app(api, metrics, access)
             url, own_url = (f"{scheme}://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))

@@ -31,8 +31,8 @@ from router.attempts import Attempt, ResumeReason, Setback
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
+from router.placer import Placer
 from router.places import Places
-from router.policy import choose
 from router.requests import Record, RequestSpec
 from router.retelling import Retelling, expect_answer
 from router.timelines import PhaseObserver, RequestTimes, Timelines
@@ -95,7 +95,7 @@ class RequestBook:
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
         self._retelling = Retelling(self._find)
         self.timelines = Timelines(observer)
-        self._placements = 0
+        self.placer = Placer(fleet.candidates, config)
         self.places = Places(config.max_requests, "requests")
         """Also for what will be requests when it has been tokenized."""
         self.stale = 0
@@ -145,17 +145,14 @@ class RequestBook:
 
     def _start_attempt(self, record: Record, now: float) -> Attempt:
         """Place the request's next attempt. Nobody is told yet. Raises Unavailable, BadRequest."""
-        ask = Ask(record.prompt_tokens, record.remaining_tokens, avoid=record.avoid | record.crowded)
-        placement = choose(self._fleet, self._config.dispatch, ask)
+        ask = Ask(record.prompt_tokens, record.remaining_tokens, session=record.spec.session, avoid=record.avoid | record.crowded)
+        placement = self.placer.choose(ask)
         key = Key(record.spec.request_id, record.attempts, self._router)
         detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
         attempt = Attempt(key, detokenizer, ask, placement, len(record.token_ids), now)
         record.attempt = attempt
         record.times.dispatched(record.attempts, placement.first.info.id, now)
         record.attempts += 1
-        self._placements += 1
-        for member in attempt.carriers:
-            member.chosen = self._placements
         return attempt
 
     def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:

@@ -18,7 +18,8 @@ from router.timelines import RequestTimes
 class RequestSpec:
     """One choice of a client's request. index: its number in the answer. prompt: packed token ids. priority: lower is earlier.
     timeout_s: counted from its arrival; None: the router's own limit. skip_special_tokens, include_stop, shown: see
-    `ExpectAnswer`. owner: name of the client's API key; "": it has none. salt: see `Generate`."""
+    `ExpectAnswer`. owner: name of the client's API key; "": it has none. salt: see `Generate`. session: see
+    `Ask`."""
 
     request_id: RequestId
     index: int
@@ -32,6 +33,7 @@ class RequestSpec:
     owner: str = ""
     shown: tuple[int, ...] = ()
     salt: str = ""
+    session: str = ""
 
 
 class Phase(StrEnum):

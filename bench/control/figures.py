@@ -16,12 +16,12 @@ GOAL_INSTANCES = 1000
 class ControlFigures(msgspec.Struct, kw_only=True):
     """A fleet of one size. None: not measured, and `trouble` says why. CPU figures are of the router's process.
 
-    heartbeat_core_share: of one core, for a fleet at rest, beyond that of a router without instances. heartbeat_bytes_per_s: all
-    messages in both directions, at rest. join_bytes: messages in both directions that one more instance causes. losses_bytes,
-    losses_ms: messages and CPU time that `lost` deaths at once cause. restart_s: from the start of a router on the ports of a
-    killed one until all instances are members with their links; start_s of it, nothing is listening. choose_us: the choice of
-    instances for one request. router_mb: resident. longest_pause_ms: the slowest answer to a ping in any phase but the restart;
-    pauses_ms: by phase.
+    heartbeat_core_share: of one core, for a fleet at rest, beyond that of a router without instances. heartbeat_bytes_per_s:
+    all messages in both directions, at rest. join_bytes: messages in both directions that one more instance causes.
+    losses_bytes, losses_ms: messages and CPU time that `lost` deaths at once cause. restart_s: from the start of a router on
+    the ports of a killed one until all instances are members with their links; start_s of it, nothing is listening. choose_us:
+    the choice of instances for one request, by the slowest policy; choose_us_by: by each. router_mb: resident.
+    longest_pause_ms: the slowest answer to a ping in any phase but the restart; pauses_ms: by phase.
     """
 
     instances: int
@@ -41,6 +41,7 @@ class ControlFigures(msgspec.Struct, kw_only=True):
     start_s: float | None = None
     metrics_bytes: int | None = None
     cluster_bytes: int | None = None
+    choose_us_by: dict[str, float] = {}
     pauses_ms: dict[str, float] = {}
     trouble: str = ""
 

@@ -65,7 +65,7 @@ T = TypeVar("T")
 class Api:
     """The handlers. model: the name that clients use. max_body_bytes: None for no limit. keep_alive_s: after so long a silence a
     stream gets a comment; 0: never. max_requests: SPARE_CONNECTIONS more may be open, counted from when their body is here.
-    embedding: how the model makes embeddings; None: it makes none."""
+    embedding: how the model makes embeddings; None: it makes none. session_header: see `answer_id`."""
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class Api:
         keep_alive_s: float,
         max_requests: int,
         embedding: Embedding | None = None,
+        session_header: str = "",
     ) -> None:
         self.door = Door(gateway.core)
         self.traces = TraceApi(gateway)
@@ -85,6 +86,7 @@ class Api:
         self._metrics = metrics
         self._model = model
         self._embedding = embedding
+        self._session_header = session_header
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
         self._here = Places(max_requests + SPARE_CONNECTIONS, "HTTP requests")
@@ -120,7 +122,7 @@ class Api:
         asked = await self._read(request, partial(read_generate, self._model))
         if len(asked.rids) == 1:
             request.scope[REQUEST_ID] = asked.rids[0]
-        answer = answer_id(request.scope)
+        answer = answer_id(request.scope, session_header=self._session_header)
         named = asked.named(answer.shown, asked.choices)
         counts = {name: len(numbers) for name, numbers in named.items()}
         accepted = await self._accept(request, answer, self._intake.accept_completion(asked, answer), asked.choices, counts)
@@ -166,7 +168,7 @@ class Api:
         """The way of a request through the router. prefix: of its answer's id."""
         received_s = self._enter(request)
         asked = await self._read(request, reader)
-        answer = answer_id(request.scope, prefix)
+        answer = answer_id(request.scope, prefix, self._session_header)
         accepted = await self._accept(request, answer, accept(asked, answer), asked.choices)
         return self._dispatch(request, shape_of, asked, accepted, received_s)
 

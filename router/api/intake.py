@@ -328,6 +328,7 @@ class Intake:
                         fields.include_stop_str_in_output,
                         answer.owner,
                         salt=fields.cache_salt or "",
+                        session=answer.session,
                     )
                 )
         echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))

@@ -365,6 +365,7 @@ class Site:
             config.keep_alive_s,
             config.max_requests,
             embedding,
+            config.sessions_by,
         )
         self.app: FastAPI = build_app(api, self.metrics, access)
         fleet.gateway = self.gateway

@@ -7,16 +7,17 @@ from random import Random
 
 from msgspec.structs import replace
 
-from common.config import Dispatch
+from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Unavailable
 from common.ids import InstanceId, Life, Role
 from common.messages import Goodbye, Load, Register
 from common.sampling_params import ANSWER_TOKENS
 from router.ask import Ask
-from router.candidates import SAMPLE
 from router.fleet import Fleet
 from router.members import Member
-from router.policy import CANDIDATES, REASONS, choose, unready
+from router.placer import REASONS, Placer
+from router.policies.load import SAMPLE, LeastLoaded
+from router.policies.port import CANDIDATES
 from tests.builders import instance
 from tests.router.fakes import beat
 
@@ -67,9 +68,13 @@ def reference(members: list[Member], asked: Asked) -> Outcome:
     return holders[0].info.id, ()
 
 
+def placer(fleet: Fleet, dispatch: Dispatch = "auto") -> Placer:
+    return Placer(fleet.candidates, RouterConfig(dispatch=dispatch))
+
+
 def outcome(fleet: Fleet, asked: Asked) -> Outcome:
     try:
-        placement = choose(fleet, asked.dispatch, Ask(asked.prompt_tokens, asked.max_new_tokens, avoid=asked.avoid))
+        placement = placer(fleet, asked.dispatch).choose(Ask(asked.prompt_tokens, asked.max_new_tokens, avoid=asked.avoid))
     except (BadRequest, Unavailable) as error:
         return type(error)
     return placement.first.info.id, tuple(member.info.id for member in placement.decodes)
@@ -82,7 +87,6 @@ class Population:
         self.chance = Random(seed)
         self.fleet = Fleet(InstanceId(f"router-{seed}"), ["tcp://detokenizer:1"], heartbeat_s=0.5, dead_after_s=3.0)
         self._most = most
-        self._placements = 0
 
     @property
     def members(self) -> list[Member]:
@@ -96,7 +100,7 @@ class Population:
         self.fleet.register(Register(instance=replace(info, pool=replace(info.pool, total_pages=pages))), 0.0)
         for member in self.fleet.members():
             if not member.chosen:  # so that there are no ties
-                self._choose(member)
+                self.fleet.candidates.chose(member)
         member = self.chance.choice(self.members)
         match self.chance.choice(("leave", "drain", "report", "report", "report", "link", "link", "link", "assign")):
             case "leave":
@@ -110,17 +114,13 @@ class Population:
                     for prefill in self.fleet.members("prefill"):
                         (prefill.usable.add if self.chance.random() < 0.3 else prefill.usable.discard)(decode)
             case "assign":
-                self._choose(member)
+                self.fleet.candidates.chose(member)
                 member.assigned_tokens += self.chance.randrange(40)
                 member.growth_tokens += self.chance.randrange(40)
         for prefill in self.fleet.members("prefill"):
             for decode in list(prefill.usable):
                 if self.fleet.find(decode.life) is None:
                     prefill.usable.discard(decode)
-
-    def _choose(self, member: Member) -> None:
-        self._placements += 1
-        member.chosen = self._placements
 
     def _load(self, member: Member) -> Load:
         pages = member.info.pool.total_pages
@@ -153,7 +153,7 @@ def test_a_choice_among_few_is_the_best_for_everyone_who_looks_at_all() -> None:
             assert outcome(population.fleet, asked) == expected, (seed, asked)
             seen[expected if isinstance(expected, type) else len(expected[1])] += 1
             if all(member.trouble is not None for member in population.members):
-                assert unready(population.fleet, asked.dispatch)
+                assert placer(population.fleet, asked.dispatch).unready()
     assert all(seen[kind] >= 10 for kind in (BadRequest, Unavailable, 0, 1, 2)), seen
 
 
@@ -183,19 +183,18 @@ def test_a_choice_among_many_looks_at_a_sample_and_is_the_best_of_it() -> None:
         looked.append(member)
         return True
 
-    drawn = fleet.candidates.draw(line, suits)
-    assert drawn == looked and 1 <= len(set(drawn)) == len(drawn) <= SAMPLE < len(line)
+    for member in line:
+        member.assigned_tokens = 7 * len(member.info.id) + sum(map(ord, member.info.id)) % 13
+    group = next(LeastLoaded(fleet.candidates, "prefill").groups(line, suits, Ask(10, 5), None))
+    assert len(set(looked)) == len(looked) == SAMPLE < len(line)
+    assert sorted(group, key=looked.index) == looked
+    assert [member.tokens_to_do for member in group] == sorted(member.tokens_to_do for member in looked)
 
 
 def test_the_same_seed_draws_the_same_and_everybody_is_drawn_at_some_time() -> None:
     def served(fleet: Fleet) -> list[str]:
-        names: list[str] = []
-        for number in range(300):
-            placement = choose(fleet, "auto", Ask(10, 5))
-            for member in (placement.first, *placement.decodes[:1]):
-                member.chosen = number + 1
-                names.append(member.info.id)
-        return names
+        placed = [placer(fleet).choose(Ask(10, 5)) for _ in range(300)]
+        return [member.info.id for one in placed for member in (one.first, *one.decodes[:1])]
 
     one, again, other = served(crowd(1)), served(crowd(1)), served(crowd(2))
     assert one == again != other
@@ -208,7 +207,7 @@ def test_loaded_members_of_a_crowd_get_less_than_idle_ones() -> None:
     for member in list(fleet.members()):
         if member.info.id in loaded:
             fleet.heartbeat(beat(member.info, load=Load(waiting_tokens=200, pages_free=64)), 0.0)
-    placed = [choose(fleet, "auto", Ask(10, 5)) for _ in range(300)]
+    placed = [placer(fleet).choose(Ask(10, 5)) for _ in range(300)]
     chosen = [name for one in placed if one.decode is not None for name in (one.first.info.id, one.decode.info.id)]
     assert len(chosen) == 600 and sum(name in loaded for name in chosen) < 30
 
@@ -235,5 +234,5 @@ def test_a_fleet_in_trouble_names_some_of_its_members_and_counts_the_rest() -> N
     fleet = crowd()
     for member in list(fleet.members("decode")):
         fleet.heartbeat(beat(member.info, load=Load(oldest_step_s=99.0)), 0.0)
-    (reason,) = unready(fleet, "auto")
+    (reason,) = placer(fleet).unready()
     assert reason.count("is stuck") == REASONS and reason.endswith(f"and {100 - REASONS} more)")

@@ -5,16 +5,21 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from common.config import Dispatch
+from common.config import Dispatch, RouterConfig
 from common.errors import BadRequest, Unavailable
 from common.ids import Life
 from common.messages import InstanceInfo, Load, Register
 from router.ask import Ask
 from router.fleet import Fleet
-from router.policy import choose, unready
+from router.placer import Placer
 from tests.builders import instance
 from tests.router.bench import D0, D1, P0, P1, new_fleet
 from tests.router.fakes import hear
+
+
+def placer(fleet: Fleet, dispatch: Dispatch = "auto") -> Placer:
+    return Placer(fleet.candidates, RouterConfig(dispatch=dispatch))
+
 
 DISPATCHES: tuple[Dispatch, ...] = ("auto", "colocated")
 
@@ -27,7 +32,7 @@ def chosen(
     avoid: Sequence[InstanceInfo] = (),
 ) -> tuple[str, str | None]:
     lives = {Life(info.id, info.incarnation) for info in avoid}
-    choice = choose(fleet, dispatch, Ask(prompt_tokens, max_new_tokens, avoid=lives))
+    choice = placer(fleet, dispatch).choose(Ask(prompt_tokens, max_new_tokens, avoid=lives))
     return choice.first.info.id, None if choice.decode is None else choice.decode.info.id
 
 
@@ -118,7 +123,7 @@ def test_an_instance_gets_nothing_new_while_more_than_a_quarter_of_its_pages_is_
     hear(fleet, P0, D0, D1, load=WORN, now=1.0)
     hear(fleet, D1, P0, P1, load=WORN, now=1.0)
     assert chosen(fleet) == chosen(fleet) == ("p1", "d0")
-    assert unready(fleet, "auto") == []
+    assert placer(fleet).unready() == []
     hear(fleet, P0, D0, D1, load=Load(pages_quarantined=16, pages_total=64), now=2.0)
     assert chosen(fleet, max_new_tokens=1) == ("p0", None)
 
@@ -128,17 +133,17 @@ def test_a_fleet_whose_every_decode_instance_is_full_of_quarantined_pages_is_unr
     with pytest.raises(Unavailable, match="17 of 64"):
         chosen(fleet)
     for dispatch in DISPATCHES:
-        (reason,) = unready(fleet, dispatch)
+        (reason,) = placer(fleet, dispatch).unready()
         assert "no decode instance takes requests" in reason and "d0 is quarantined: 17 of 64" in reason
     hear(fleet, D0, P0, now=2.0)
-    assert unready(fleet, "auto") == []
+    assert placer(fleet).unready() == []
 
 
 def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready(fleet: Fleet) -> None:
     hear(fleet, P0, D0, load=WORN, now=1.0)
     assert chosen(fleet) == ("d0", None)
-    assert ["p0 is quarantined: 17 of 64" in reason for reason in unready(fleet, "auto")] == [True]
-    assert unready(fleet, "colocated") == []
+    assert ["p0 is quarantined: 17 of 64" in reason for reason in placer(fleet).unready()] == [True]
+    assert placer(fleet, "colocated").unready() == []
 
 
 def test_an_answer_of_one_token_needs_no_decode_instance() -> None:
@@ -167,7 +172,7 @@ def test_a_placement_names_the_next_best_decode_instances_too() -> None:
     fleet = new_fleet(P0, *others)
     for info, tokens in zip(others, (50, 10, 60, 30, 20, 40), strict=True):
         hear(fleet, info, P0, load=Load(running_tokens=tokens), now=1.0)
-    placement = choose(fleet, "auto", Ask(10, 5))
+    placement = placer(fleet).choose(Ask(10, 5))
     assert [member.info.id for member in placement.decodes] == ["d1", "d4", "d3", "d5"]
     assert placement.decode is placement.decodes[0]
 
@@ -199,14 +204,14 @@ def test_a_fleet_that_cannot_serve_says_why(members: tuple[InstanceInfo, ...], r
     fleet = new_fleet(*members)
     with pytest.raises(Unavailable, match=reason):
         chosen(fleet)
-    assert [reason in said for said in unready(fleet, "auto")] == [True]
+    assert [reason in said for said in placer(fleet).unready()] == [True]
 
 
 def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_unready() -> None:
     fleet = new_fleet(P0, D0, linked=False)
     assert chosen(fleet) == ("d0", None)
-    assert unready(fleet, "auto") == ["no prefill instance has a ready link to a decode instance"]
-    assert unready(fleet, "colocated") == []
+    assert placer(fleet).unready() == ["no prefill instance has a ready link to a decode instance"]
+    assert placer(fleet, "colocated").unready() == []
 
 
 @pytest.mark.parametrize("load", [Load(oldest_step_s=30.5), Load(oldest_transfer_s=31.0)])
@@ -214,9 +219,9 @@ def test_a_stuck_instance_gets_nothing_new(load: Load) -> None:
     fleet = new_fleet(P0, D0, D1)
     hear(fleet, D0, P0, load=load, now=1.0)
     assert chosen(fleet) == ("p0", "d1")
-    assert unready(fleet, "auto") == []
+    assert placer(fleet).unready() == []
     hear(fleet, D1, P0, load=load, now=1.0)
-    (reason,) = unready(fleet, "auto")
+    (reason,) = placer(fleet).unready()
     assert "d0 is stuck" in reason and "d1 is stuck" in reason
     hear(fleet, D0, P0, load=Load(oldest_step_s=30.0, oldest_transfer_s=30.0), now=2.0)
     assert chosen(fleet) == ("p0", "d0")
@@ -226,13 +231,13 @@ def test_a_fleet_whose_last_decode_instance_drains_is_unready_and_says_so(fleet:
     fleet.drain(D0.id)
     with pytest.raises(Unavailable, match="d0 is draining"):
         chosen(fleet)
-    assert ["d0 is draining" in reason for reason in unready(fleet, "auto")] == [True]
+    assert ["d0 is draining" in reason for reason in placer(fleet).unready()] == [True]
 
 
 def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Fleet) -> None:
     fleet.drain(P0.id)
     assert chosen(fleet) == ("d0", None)
-    assert unready(fleet, "auto") == []
+    assert placer(fleet).unready() == []
 
 
 # --- where it failed before ----------------------------------------------------------------------------------------------

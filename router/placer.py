@@ -1,0 +1,159 @@
+"""The placer: which instances serve a request.
+
+Owns the rules of who can serve it; the policies rank those who can. Knows only what a request asks for. Does not know messages or
+time. A choice costs the same for ten instances and for a thousand.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from common.config import Dispatch, RouterConfig
+from common.errors import BadRequest, Unavailable
+from common.ids import Life, Role
+from router.ask import Ask
+from router.candidates import Candidates
+from router.members import Member
+from router.policies.choice import make_policy
+from router.policies.port import CANDIDATES, Suits
+from router.sample_set import SampleSet
+
+REASONS = 4
+"""How many instances in trouble a reason names."""
+NO_LINK = "no prefill instance has a ready link to a decode instance"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who serves an attempt. `first` gets the request. One of `decodes` takes over after the first token: they are linked to
+    `first`, best first, at most CANDIDATES. When there are none, `first` serves the request alone."""
+
+    first: Member
+    decodes: tuple[Member, ...] = ()
+
+    @property
+    def decode(self) -> Member | None:
+        """The best candidate; None when `first` serves the request alone."""
+        return self.decodes[0] if self.decodes else None
+
+
+class Placer:
+    """Places requests on members that can serve them, as its policies rank these.
+
+    auto: a prefill instance and then a decode instance, when they are linked; a prefill instance alone for an answer of one
+    token; a decode instance alone when no prefill instance can take the prompt or has a link. colocated: a decode instance alone,
+    always.
+    """
+
+    def __init__(self, candidates: Candidates, config: RouterConfig) -> None:
+        self._candidates = candidates
+        self._dispatch = config.dispatch
+        self._prefill = make_policy(config.prefill_policy, candidates, "prefill")
+        self._decode = make_policy(config.decode_policy, candidates, "decode")
+
+    def choose(self, ask: Ask) -> Placement:
+        """The members to avoid are used only when no other, not even a decode instance alone, can serve the request.
+        Raises Unavailable when nobody can serve it now, BadRequest when no instance's memory could ever hold it."""
+        placement = self._find(ask)
+        for member in (placement.first, *placement.decodes[:1]):
+            self._candidates.chose(member)
+            (self._prefill if member.info.role == "prefill" else self._decode).chose(member)
+        return placement
+
+    def unready(self) -> list[str]:
+        """Why the fleet could not serve a request now, or only with a part of its instances; empty when all is well."""
+        candidates, disaggregated = self._candidates, self._dispatch != "colocated"
+        reasons: list[str] = []
+        try:
+            placement = self._find(Ask(prompt_tokens=1, max_new_tokens=2))
+        except (Unavailable, BadRequest) as error:
+            reasons.append(str(error))
+        else:
+            if disaggregated and placement.decode is None and candidates.line("prefill"):
+                reasons.append(NO_LINK)
+        wanted = disaggregated and candidates.ailing("prefill")
+        trouble = _all_in_trouble(candidates, "prefill") if wanted else None
+        return reasons if trouble is None else [*reasons, trouble]
+
+    def _find(self, ask: Ask) -> Placement:
+        candidates = self._candidates
+        able = [] if self._dispatch == "colocated" else candidates.able("prefill", ask.prompt_tokens)
+        holders = candidates.able("decode", ask.most_tokens)
+        if ask.max_new_tokens == 1:
+            alone = self._prefill_alone(able, ask, ask.avoid)
+            if alone is None and not holders:
+                alone = self._prefill_alone(able, ask, frozenset())
+            if alone is not None:
+                return Placement(alone)
+        if not holders:
+            raise _nobody_holds(candidates, self._dispatch, ask.prompt_tokens + ask.max_new_tokens)
+        spared: Set[Life] = frozenset()
+        if any(holder.life not in ask.avoid for holder in islice(holders, len(ask.avoid) + 1)):
+            spared = ask.avoid
+        return self._pair(able, holders, ask, spared) or self._decode_alone(holders, ask, spared)
+
+    def _prefill_alone(self, able: list[Member], ask: Ask, avoid: Set[Life]) -> Member | None:
+        groups = self._prefill.groups(able, _able(ask.prompt_tokens, avoid), ask, None)
+        return next((group[0] for group in groups), None)
+
+    def _decode_alone(self, holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement:
+        return Placement(next(self._decode.groups(holders, _able(ask.most_tokens, spared), ask, None))[0])
+
+    def _pair(self, able: list[Member], holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement | None:
+        """A prefill instance, and decode instances that can take over from it."""
+        prompt_tokens, most_tokens, avoid = ask.prompt_tokens, ask.most_tokens, ask.avoid
+
+        def starts(member: Member) -> bool:
+            fits = member.capacity_tokens >= prompt_tokens and member.trouble is None
+            return fits and member.life not in avoid and len(member.usable) > 0
+
+        for group in self._prefill.groups(able, starts, ask, None):
+            for first in group:
+                usable = first.usable
+
+                def takes_over(member: Member, usable: SampleSet[Member] = usable) -> bool:
+                    fits = member.capacity_tokens >= most_tokens and member.trouble is None
+                    return fits and member in usable and member.life not in spared
+
+                pool = holders if len(holders) < len(usable) else usable
+                decodes = next(self._decode.groups(pool, takes_over, ask, first), ())
+                if decodes:
+                    return Placement(first, tuple(decodes[:CANDIDATES]))
+        return None
+
+
+def _able(tokens: int, avoid: Set[Life]) -> Suits:
+    """Those that take requests, with memory for so many tokens when it is empty."""
+    return lambda member: member.capacity_tokens >= tokens and member.trouble is None and member.life not in avoid
+
+
+def _nobody_holds(candidates: Candidates, dispatch: Dispatch, tokens: int) -> Unavailable | BadRequest:
+    """No decode instance that takes requests has so much memory."""
+    line = candidates.line("decode")
+    if not line:
+        nobody = "no decode instance is live" if dispatch == "auto" and candidates.line("prefill") else "no instance is live"
+        return Unavailable(_all_in_trouble(candidates, "decode") or nobody)
+    large = next((member for member in candidates.ailing("decode") if member.capacity_tokens >= tokens), None)
+    if large is not None and large.trouble is not None:
+        name, trouble = large.info.id, large.trouble
+        return Unavailable(
+            f"an instance that holds {tokens} tokens takes no requests: {name} is {trouble.state}: {trouble.reason}"
+        )
+    return BadRequest(
+        f"prompt and max_tokens need {tokens} tokens of KV memory, but the largest decode instance "
+        f"holds {line[-1].capacity_tokens}: shorten the prompt or lower max_tokens",
+        field="max_tokens",
+    )
+
+
+def _all_in_trouble(candidates: Candidates, role: Role) -> str | None:
+    """Why no instance of this role takes requests; None when one does, or when there are none."""
+    ailing, leaving = candidates.ailing(role), candidates.leaving(role)
+    count = len(ailing) + len(leaving)
+    if candidates.line(role) or not count:
+        return None
+    named = [(member.info.id, member.trouble) for member in islice(chain(ailing, leaving), REASONS)]
+    reasons = [f"{name} is {trouble.state}: {trouble.reason}" for name, trouble in named if trouble is not None]
+    if count > REASONS:
+        reasons.append(f"and {count - REASONS} more")
+    return f"no {role} instance takes requests ({'; '.join(reasons)})"
