@@ -355,4 +355,4 @@ def _is_distant(host: str) -> bool:
 def _instance_of(pool: PoolDescriptor) -> InstanceInfo:
     """The owner of a pool, as a transfer loop needs it."""
     model = ModelIdentity(name="bench", fingerprint="", architecture="", dtype="uint8", vocab_size=1, context_tokens=1)
-    return InstanceInfo(id=TARGET, incarnation=LIFE, role="decode", inbox="", ranks=(), model=model, pool=pool, max_running=1)
+    return InstanceInfo(id=TARGET, incarnation=LIFE, role="decode", inbox="", ranks=(), model=model, pools=(pool,), max_running=1)

@@ -7,7 +7,7 @@ Knows neither pages nor tickets: `kv_transfer/transfer_loop.py` pushes over the 
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import TransferError
@@ -50,6 +50,10 @@ class Link:
     until_s: float = -math.inf
     library: str = ""
     probe: LinkProbe | None = None
+    pool: PoolDescriptor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = self.info.pools[0]
 
 
 class Links:
@@ -128,8 +132,8 @@ class Links:
         if link is None:
             return
         link.library, link.bytes_in_flight = detail, 0
-        if self._measures and link.info.pool.spare_pages and self._ours.spare_pages:
-            link.probe = LinkProbe(self._ours, link.info.pool)
+        if self._measures and link.pool.spare_pages and self._ours.spare_pages:
+            link.probe = LinkProbe(self._ours, link.pool)
         if link.probe is not None and not link.probe.done:
             if link not in self._unmeasured:
                 self._unmeasured.append(link)
@@ -160,19 +164,19 @@ class Links:
         if link is not None:
             self._stalls.clear(peer)
             self._retries.clear(peer)
-            self._ended(link.info.pool.agent)
-            self._transport.close(link.info.pool.agent)
+            self._ended(link.pool.agent)
+            self._transport.close(link.pool.agent)
             link.state, link.probe = "lost", None
 
     def lose(self, agent: str, reason: str) -> None:
         """The transport has lost this agent."""
         for link in self._links.values():
-            if link.info.pool.agent == agent:
+            if link.pool.agent == agent:
                 self._lose(link, reason)
 
     def cut(self, link: Link, reason: str) -> None:
         """Close a link that is up, and call it lost. Its pushes end when the transport says so: nothing is proven about them."""
-        self._transport.close(link.info.pool.agent)
+        self._transport.close(link.pool.agent)
         self._lose(link, reason)
 
     def moved(self, link: Link, push_bytes: int) -> None:
@@ -230,8 +234,10 @@ class Links:
         return link
 
     def _open(self, link: Link) -> None:
-        pool = link.info.pool
         try:
+            if len(link.info.pools) != 1:
+                raise TransferError(f"it has {len(link.info.pools)} ranks")
+            pool = link.pool
             if pool.backend != self._ours.backend:
                 raise TransferError(f"it uses {pool.backend} and we use {self._ours.backend}")
             difference = mismatch(self._ours.layout, pool.layout)
@@ -248,8 +254,8 @@ class Links:
     def _lose(self, link: Link, reason: str) -> None:
         """Its pushes end by their own events. New pushes are refused until the link is up again."""
         self._stalls.clear(link.info.id)
-        if self._ended(link.info.pool.agent) is not None:
-            self._transport.close(link.info.pool.agent)  # an attempt to make it again was under way
+        if self._ended(link.pool.agent) is not None:
+            self._transport.close(link.pool.agent)  # an attempt to make it again was under way
         link.probe = None
         self._retries.set(link.info.id, self._clock() + link.retry_s)
         link.retry_s = min(2 * link.retry_s, RETRY_MOST_S)

@@ -223,8 +223,8 @@ class TransferLoop:
             if self._clock() >= link.until_s:
                 raise TransferError(f"the lease to write to {push.peer} has ended")
             check_pages(push.source_pages, self.descriptor.total_pages, "our")
-            check_pages(push.target_pages, link.info.pool.total_pages, f"{push.peer}'s")
-            ours, theirs = PageSlice(self.descriptor.layout), PageSlice(link.info.pool.layout)
+            check_pages(push.target_pages, link.pool.total_pages, f"{push.peer}'s")
+            ours, theirs = PageSlice(self.descriptor.layout), PageSlice(link.pool.layout)
             runs = plan_runs(push.source_pages, push.target_pages, ours, theirs, push.layers)
         except TransferError as error:
             self._events.append(PushFailed(push.ticket, str(error), quiescent=True, begun=False))
@@ -241,7 +241,7 @@ class TransferLoop:
         push_bytes = int(runs[:, 2].sum())
         self._in_flight[ticket] = _InFlight(link, push_bytes, self._clock(), len(runs), probe)
         self._links.moved(link, push_bytes)
-        self._transport.push(ticket, link.info.pool.agent, runs)
+        self._transport.push(ticket, link.pool.agent, runs)
 
     def _ended(self, event: RunsDone | RunsFailed) -> None:
         flight = self._in_flight.pop(event.ticket)

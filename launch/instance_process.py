@@ -166,7 +166,7 @@ def _describe(
         inbox=inbox,
         ranks=(rank,),
         model=engine.model,
-        pool=pool,
+        pools=(pool,),
         max_running=engine.max_rows,
         started_ns=time.time_ns(),
     )

@@ -171,7 +171,7 @@ class CacheIndex:
         """A new life; the former one of its name has left. One of an earlier wire version does not tell of its cache."""
         if not self.follows or member.info.wire_version < CACHES_SINCE:
             return
-        self.page_size = member.info.pool.layout.page_size
+        self.page_size = member.info.page_size
         self.block_tokens = pages_of_block(self.page_size) * self.page_size
         number = self._free.pop() if self._free else len(self.seats)
         told = self.told[member] = _Told(member, 1 << number)

@@ -48,8 +48,7 @@ def at_decode(decode: Member, prefill: Member, ask: Ask) -> float:
     speed = prefill.speeds.get(decode.info.id)
     exposed_s = 0.0
     if speed:
-        layout = decode.info.pool.layout
-        lacking = (ask.prompt_tokens - ask.overlap.tokens(decode)) * layout.page_bytes / layout.page_size
+        lacking = (ask.prompt_tokens - ask.overlap.tokens(decode)) * decode.info.page_bytes / decode.page_size
         exposed_s = max(0.0, lacking / speed - to_compute(prefill, ask) * _chunk_token_s(prefill))
     rows = _rows(decode, ask)
     return exposed_s + _room_s(decode, ask, rows) + _decoding_s(decode, ask, rows)

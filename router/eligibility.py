@@ -4,11 +4,11 @@ Owns the rules and the reasons. Pure functions. Does not know who is a member. A
 may hold any value, so nothing here may raise.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from common.addresses import check_address
 from common.errors import ConfigError
-from common.messages import WIRE_VERSION, InstanceInfo
+from common.messages import WIRE_VERSION, InstanceInfo, PoolDescriptor
 from common.names import INSTANCE_NAME, check_instance_id
 
 INT32_END = 2**31
@@ -28,27 +28,40 @@ def malformed(info: InstanceInfo) -> str | None:
         return "its incarnation must be 1 to 64 letters, digits, '.', '_' or '-'"
     if abs(info.wire_version - WIRE_VERSION) > 1:
         return f"wire version {info.wire_version} is not a neighbour of the router's {WIRE_VERSION}"
-    return _malformed_numbers(info) or _malformed_pool(info)
+    return _malformed_numbers(info) or _malformed_pools(info)
 
 
 def _malformed_numbers(info: InstanceInfo) -> str | None:
-    layout = info.pool.layout
     numbers = (
         ("vocabulary", info.model.vocab_size),
         ("context", info.model.context_tokens),
         ("max_running", info.max_running),
-        ("pool's total_pages", info.pool.total_pages),
+    )
+    return _out_of_range(numbers)
+
+
+def _out_of_range(numbers: Iterable[tuple[str, int]]) -> str | None:
+    """Names the first number that cannot travel as an int32 above 0; None when all can."""
+    wrong = next(((name, value) for name, value in numbers if not 1 <= value < INT32_END), None)
+    return None if wrong is None else f"its {wrong[0]} must be between 1 and {INT32_END - 1}, is {wrong[1]}"
+
+
+def _malformed_pools(info: InstanceInfo) -> str | None:
+    return next((reason for pool in info.pools if (reason := _malformed_pool(pool)) is not None), None)
+
+
+def _malformed_pool(pool: PoolDescriptor) -> str | None:
+    layout = pool.layout
+    numbers = (
+        ("pool's total_pages", pool.total_pages),
         ("layout's layers", layout.layers),
         ("layout's kv_heads", layout.kv_heads),
         ("layout's head_dim", layout.head_dim),
         ("layout's page_size", layout.page_size),
     )
-    wrong = next(((name, value) for name, value in numbers if not 1 <= value < INT32_END), None)
-    return None if wrong is None else f"its {wrong[0]} must be between 1 and {INT32_END - 1}, is {wrong[1]}"
-
-
-def _malformed_pool(info: InstanceInfo) -> str | None:
-    pool = info.pool
+    wrong = _out_of_range(numbers)
+    if wrong is not None:
+        return wrong
     if not pool.is_addressable:
         return f"its pool of {pool.pool_bytes} bytes at address {pool.address} is not within 64-bit addresses"
     if not pool.has_known_device:
@@ -60,7 +73,8 @@ def _malformed_pool(info: InstanceInfo) -> str | None:
 
 def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:
     """The properties that must be equal in all members of a fleet, with their names."""
-    model, layout = info.model, info.pool.layout
+    model, pool = info.model, info.pools[0]
+    layout = pool.layout
     return (
         ("model fingerprint", model.fingerprint),
         ("architecture", model.architecture),
@@ -72,7 +86,7 @@ def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:
         ("page order", layout.order),
         ("layout version", layout.version),
         ("KV layout", (layout.layers, layout.kv_heads, layout.head_dim)),
-        ("transport", info.pool.backend),
+        ("transport", pool.backend),
     )
 
 

@@ -344,7 +344,7 @@ class Fleet:
 
     def _join(self, message: Register, now: float) -> list[Send]:
         info = message.instance
-        total_pages = info.pool.total_pages
+        total_pages = info.total_pages
         load = Load(pages_free=total_pages, pages_total=total_pages)
         member = Member(info, load, was_welcome=message.was_welcome)
         member.pace, member.other_pace = self._paces[info.role], self._paces["decode" if info.role == "prefill" else "prefill"]

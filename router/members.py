@@ -94,13 +94,15 @@ class Member:
     computing_before: int = 0
     chosen: int = 0
     life: Life = field(init=False)
+    page_size: int = field(init=False)
     capacity_tokens: int = field(init=False)
     trouble: Trouble | None = field(init=False)
     stuck: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.life = Life(self.info.id, self.info.incarnation)
-        self.capacity_tokens = self.info.pool.total_pages * self.info.pool.layout.page_size
+        self.page_size = self.info.page_size
+        self.capacity_tokens = self.info.total_pages * self.page_size
         self._judge()
 
     @property
@@ -123,7 +125,7 @@ class Member:
     def tokens_free(self) -> int:
         """How many tokens of its memory nobody needs, if the assigned requests grow as expected. Less than 0 when it has too much
         to do."""
-        free = self.load.pages_free * self.info.pool.layout.page_size - (self.assigned_tokens - self.assigned_before)
+        free = self.load.pages_free * self.page_size - (self.assigned_tokens - self.assigned_before)
         return min(free, self.capacity_tokens - self.assigned_tokens) - self.growth_tokens
 
     def take_report(self, report: Heartbeat) -> None:
@@ -139,7 +141,7 @@ class Member:
 
     def _judge(self) -> None:
         """Derive what every placement asks from what was last reported."""
-        load, total_pages = self.load, self.info.pool.total_pages
+        load, total_pages = self.load, self.info.total_pages
         self.stuck = load.oldest_step_s > STUCK_S or load.oldest_transfer_s > STUCK_S
         self.trouble = None
         if self.draining:

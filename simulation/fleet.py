@@ -113,7 +113,7 @@ class Fleet:
         """The process is gone, and its memory with it."""
         instance = self.instances.pop(name)
         instance.kill()
-        self.memory.regions.pop(instance.info.pool.agent)
+        self.memory.regions.pop(instance.info.pools[0].agent)
         return instance
 
     def kill_router(self, seat: int) -> None:

@@ -106,7 +106,7 @@ class Instance:
             inbox=name.address,
             ranks=(RankInfo(rank=0, pid=1, host="here", device="cpu"),),
             model=engine.model,
-            pool=self.transfers.descriptor,
+            pools=(self.transfers.descriptor,),
             max_running=size.rows,
             started_ns=round((clock.now + 1.0) * 1e9),  # 0 would say nothing
         )

@@ -133,10 +133,10 @@ class PlannedFleet(Fleet):
         """The process is gone. Its connections break at once."""
         instance = self.instances.pop(name)
         instance.kill()
-        self.wires.died(instance.info.pool.agent)
+        self.wires.died(instance.info.pools[0].agent)
         self.connection_broken(name)
         return instance
 
     def instance_ended(self, instance: Instance, reason: str) -> None:
         super().instance_ended(instance, reason)
-        self.wires.died(instance.info.pool.agent)
+        self.wires.died(instance.info.pools[0].agent)

@@ -67,8 +67,10 @@ def instance(name: str, role: Role, incarnation: str = "1") -> InstanceInfo:
         inbox=f"tcp://127.0.0.1:1{incarnation}",
         ranks=(RankInfo(rank=0, pid=1, host="localhost", device="cpu"),),
         model=description.model,
-        pool=PoolDescriptor(
-            backend="memory", agent=name + incarnation, address=0, total_pages=64, device="cpu", layout=LAYOUT, wire=b""
+        pools=(
+            PoolDescriptor(
+                backend="memory", agent=name + incarnation, address=0, total_pages=64, device="cpu", layout=LAYOUT, wire=b""
+            ),
         ),
         max_running=4,
         started_ns=int(incarnation) if incarnation.isdecimal() else 1,

@@ -49,7 +49,7 @@ def _filled(infos: Sequence[InstanceInfo]) -> RouterCore:
         peers = told[info.id]
         links = tuple(_link(peer) for peer in peers.joined)
         core.receive(LinkReport(id=info.id, incarnation=info.incarnation, version=1, links=links), 0.0)
-        load = Load(pages_free=info.pool.total_pages, pages_total=info.pool.total_pages)
+        load = Load(pages_free=info.total_pages, pages_total=info.total_pages)
         beat = Heartbeat(
             id=info.id,
             incarnation=info.incarnation,

@@ -284,14 +284,16 @@ def describe(number: int, model: ModelIdentity, port: int) -> InstanceInfo:
         inbox=f"tcp://127.0.0.1:{port}",
         ranks=(RankInfo(rank=0, pid=1, host="played", device="cuda:0"),),
         model=model,
-        pool=PoolDescriptor(
-            backend="nixl",
-            agent=f"nixl-{name}-{'0' * 32}",
-            address=2**40,
-            total_pages=PAGES,
-            device="cuda:0",
-            layout=KVLayout(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16"),
-            wire=bytes(WIRE_BYTES),
+        pools=(
+            PoolDescriptor(
+                backend="nixl",
+                agent=f"nixl-{name}-{'0' * 32}",
+                address=2**40,
+                total_pages=PAGES,
+                device="cuda:0",
+                layout=KVLayout(layers=32, kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16"),
+                wire=bytes(WIRE_BYTES),
+            ),
         ),
         max_running=256,
     )

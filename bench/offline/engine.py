@@ -145,7 +145,7 @@ def _scheduler(engine: EngineDescription, chunk_tokens: int, sequences: int) -> 
         inbox="",
         ranks=(),
         model=engine.model,
-        pool=no_pool,
+        pools=(no_pool,),
         max_running=engine.max_rows,
     )
     limits = InstanceLimits(

@@ -5,6 +5,7 @@ Owns what an instance says about itself. Does not know requests or how an instan
 
 import re
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 
@@ -67,6 +68,8 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What the backend needs to connect; opaque to everybody else."""
     spare_pages: int = 0
     """Pages after those of the pool that hold no KV: links are measured by writing there."""
+    first_head: int = 0
+    """Its pages hold the model's KV heads from this one on, as many as the layout says."""
 
     @cached_property
     def pool_bytes(self) -> int:
@@ -98,14 +101,29 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Its processes."""
     model: ModelIdentity
     """The model that it serves."""
-    pool: PoolDescriptor
-    """Its KV pages."""
+    pools: Annotated[tuple[PoolDescriptor, ...], msgspec.Meta(min_length=1)]
+    """Its KV pages: the pool of each rank, in their order. A page has one id on all ranks, and each holds some heads of it."""
     max_running: int
     """Most requests that it computes at once."""
     wire_version: int = WIRE_VERSION
     """The version it speaks."""
     started_ns: int = 0
     """When this life began: nanoseconds of Unix time, by its host's clock. 0: an older version, which does not say."""
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of the instance, which are those of each rank."""
+        return self.pools[0].total_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page, on every rank."""
+        return self.pools[0].layout.page_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page on all ranks together."""
+        return sum(pool.layout.page_bytes for pool in self.pools)
 
     def began_before(self, other: "InstanceInfo") -> bool:
         """Whether this is the earlier of two lives of one name. Lives that began at one moment have an order too, the same

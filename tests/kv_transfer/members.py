@@ -36,7 +36,7 @@ class Member(PoolProcess):
 
     @property
     def info(self) -> InstanceInfo:
-        return msgspec.structs.replace(instance(self.name, "decode", str(self._incarnation)), pool=self.pool)
+        return msgspec.structs.replace(instance(self.name, "decode", str(self._incarnation)), pools=(self.pool,))
 
     def connect(self, peers: Sequence["Member"]) -> None:
         """These and no others are its peers from now on."""

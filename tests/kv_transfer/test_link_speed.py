@@ -84,7 +84,7 @@ def test_pools_without_a_spare_page_are_linked_unmeasured() -> None:
     two.connect()
     other = Two(measures=True)
     pool = msgspec.structs.replace(other.target.loop.descriptor, spare_pages=0)
-    assert other.told(Connect((msgspec.structs.replace(other.target.info(), pool=pool),))) == [linked("ready", "memmove")]
+    assert other.told(Connect((msgspec.structs.replace(other.target.info(), pools=(pool,)),))) == [linked("ready", "memmove")]
 
 
 def test_a_peer_that_dies_while_it_is_measured_is_lost_and_tried_again(two: Two) -> None:

@@ -34,8 +34,8 @@ class Silent(Two):
 
     def peer(self, name: str, incarnation: str = "1") -> InstanceInfo:
         """One that does not answer."""
-        made = replace(instance(name, "decode", incarnation), pool=self.side(seed=3).loop.descriptor)
-        self.attempts[made.pool.agent] = Future()
+        made = replace(instance(name, "decode", incarnation), pools=(self.side(seed=3).loop.descriptor,))
+        self.attempts[made.pools[0].agent] = Future()
         return made
 
     def turn(self) -> list[TransferEvent]:
@@ -78,10 +78,10 @@ def test_an_attempt_that_was_given_up_is_made_again_and_its_late_result_counts_f
     peer = beside.peer("silent")
     beside.source.loop.submit(members(beside, peer))
     beside.turn_for(ATTEMPT_S + 2 * TURN_S)
-    first, beside.attempts[peer.pool.agent] = beside.attempts[peer.pool.agent], Future()
+    first, beside.attempts[peer.pools[0].agent] = beside.attempts[peer.pools[0].agent], Future()
     first.set_result(None)
     assert beside.turn_for(RETRY_S + 1.0) == []
-    beside.attempts[peer.pool.agent].set_result(None)
+    beside.attempts[peer.pools[0].agent].set_result(None)
     assert beside.turn_for(TURN_S) == [news(peer, "ready", "memmove")]
 
 
@@ -89,18 +89,18 @@ def test_an_attempt_that_fails_is_told_with_its_reason(beside: Silent) -> None:
     peer = beside.peer("silent")
     beside.source.loop.submit(members(beside, peer))
     beside.turn()
-    beside.attempts[peer.pool.agent].set_exception(TransferError("it hung up"))
+    beside.attempts[peer.pools[0].agent].set_exception(TransferError("it hung up"))
     assert beside.turn() == [news(peer, "lost", "it hung up")]
 
 
 def test_a_peer_that_leaves_while_it_is_connected_is_forgotten_and_its_successor_served(beside: Silent) -> None:
     peer, successor = beside.peer("silent"), beside.peer("silent", "2")
-    del beside.attempts[successor.pool.agent]
+    del beside.attempts[successor.pools[0].agent]
     beside.source.loop.submit(members(beside, peer))
     beside.turn()
     beside.source.loop.submit(members(beside, successor))
     assert beside.turn() == [news(successor, "ready", "memmove")]
-    beside.attempts[peer.pool.agent].set_result(None)
+    beside.attempts[peer.pools[0].agent].set_result(None)
     beside.source.loop.submit(Connect((), (successor.id,)))
     assert beside.turn_for(ATTEMPT_S + 1.0) == []
 
@@ -109,8 +109,8 @@ def test_a_peer_that_dies_while_it_is_connected_is_lost_and_not_ready_afterwards
     peer = beside.peer("silent")
     beside.source.loop.submit(members(beside, peer))
     beside.turn()
-    del beside.network.regions[peer.pool.agent]
-    beside.attempts[peer.pool.agent].set_result(None)
+    del beside.network.regions[peer.pools[0].agent]
+    beside.attempts[peer.pools[0].agent].set_result(None)
     assert beside.turn() == [news(peer, "lost", "the agent died")]
 
 
@@ -126,14 +126,14 @@ def test_lost_links_that_are_tried_again_leave_room_for_newcomers(beside: Silent
     beside.source.loop.submit(members(beside, *peers))
     beside.turn()
     newcomer = beside.peer("new")
-    del beside.attempts[newcomer.pool.agent]
+    del beside.attempts[newcomer.pools[0].agent]
     beside.source.loop.submit(members(beside, *peers, newcomer))
     assert beside.turn_for(ATTEMPT_S - 2 * TURN_S) == [], "no more attempts at once"
     assert news(newcomer, "ready", "memmove") in beside.turn_for(5 * TURN_S)
     beside.turn_for(RETRY_S)
     assert len(beside.source.loop._links._connecting) == AGAIN
     another = beside.peer("another")
-    del beside.attempts[another.pool.agent]
+    del beside.attempts[another.pools[0].agent]
     beside.source.loop.submit(members(beside, *peers, newcomer, another))
     assert beside.turn() == [news(another, "ready", "memmove")]
 
@@ -208,7 +208,7 @@ def test_a_peer_that_joins_is_connected_before_those_that_failed_are_tried_again
     while two.clock.now < 150.0:
         two.step()
     newcomer = two.side(seed=3)
-    info = replace(instance("new", "decode"), pool=newcomer.loop.descriptor)
+    info = replace(instance("new", "decode"), pools=(newcomer.loop.descriptor,))
     two.source.loop.submit(members(two, *DEAD[:6], info))
     asked_s = two.clock.now
     while not any(isinstance(event, LinkChanged) and event.link.state == "ready" for event in two.step()):

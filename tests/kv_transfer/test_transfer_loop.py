@@ -74,7 +74,7 @@ def test_nothing_happens_before_the_loop_turns(two: Two) -> None:
 )
 def test_a_peer_whose_pool_cannot_be_written_is_refused_with_the_reason(two: Two, change: dict[str, Any], reason: str) -> None:
     peer = two.target.info()
-    (lost,) = two.told(Connect((msgspec.structs.replace(peer, pool=msgspec.structs.replace(peer.pool, **change)),)))
+    (lost,) = two.told(Connect((msgspec.structs.replace(peer, pools=(msgspec.structs.replace(peer.pools[0], **change),)),)))
     assert isinstance(lost, LinkChanged) and lost == linked("lost", lost.link.detail)
     assert re.fullmatch(reason, lost.link.detail)
     assert two.pushed(1) == [refused(1, NO_LINK)]

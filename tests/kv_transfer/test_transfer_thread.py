@@ -40,7 +40,7 @@ class Home:
 
     def connect(self, lease_s: float = 1000.0) -> None:
         descriptor = self.thread.start(WAIT_S)
-        self.thread.submit(Connect((msgspec.structs.replace(instance(PEER, "decode"), pool=descriptor),)))
+        self.thread.submit(Connect((msgspec.structs.replace(instance(PEER, "decode"), pools=(descriptor,)),)))
         self.thread.submit(Allow(PEER, Incarnation("1"), time.monotonic() + lease_s))
         assert isinstance(self.next_event(), LinkChanged)
 

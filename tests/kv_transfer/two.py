@@ -43,7 +43,7 @@ class Side:
     loop: TransferLoop
 
     def info(self, incarnation: str = "1") -> InstanceInfo:
-        return msgspec.structs.replace(instance(PEER, "decode", incarnation), pool=self.loop.descriptor)
+        return msgspec.structs.replace(instance(PEER, "decode", incarnation), pools=(self.loop.descriptor,))
 
     def events(self) -> list[TransferEvent]:
         """Turn once: what came of it."""

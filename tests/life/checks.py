@@ -68,7 +68,7 @@ def _not_home(trial: Trial, instance: Instance) -> Iterator[str]:
 def stuck_pages(trial: Trial, instance: Instance) -> int:
     """Pages of the leases that a write held which failed without proof, and that have not come home since: as long as writer
     and reader live they cannot, unless the reader has not heard the writer for longer than a write can take."""
-    agent, ledger = instance.info.pool.agent, trial.ledger_of(instance)
+    agent, ledger = instance.info.pools[0].agent, trial.ledger_of(instance)
     leases: list[PageLease] = []
     for flight in trial.fabric.unproven:
         is_ours = flight.write.writer == agent

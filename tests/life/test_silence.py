@@ -92,7 +92,7 @@ def test_a_router_that_was_stopped_for_ten_seconds_finds_everybody_and_no_token_
 def test_a_link_that_is_cut_is_made_again() -> None:
     fleet = Fleet()
     client = held(fleet)
-    agent = fleet.instances["decode-0"].info.pool.agent
+    agent = fleet.instances["decode-0"].info.pools[0].agent
     region = fleet.memory.regions.pop(agent)
     fleet.turn_until(lambda: client.ended and bool(fleet.router.unready()))
     assert_answered(client)

@@ -150,22 +150,22 @@ class Trial(Fleet):
     # --- who is there ------------------------------------------------------------------------------------------------------
 
     def ledger_of(self, instance: Instance) -> Ledger:
-        return self.ledgers[instance.info.pool.agent]
+        return self.ledgers[instance.info.pools[0].agent]
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return FabricTransport(self.fabric)
 
     def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
         instance = super().start(name, role, address, began_s or self._random.uniform(1.0, 1000.0))
-        ledger = self.ledgers[instance.info.pool.agent] = Ledger(instance.pool, toy_of(instance))
-        self.fabric.hosts[instance.info.pool.agent] = Host(instance.name.id, ledger)
+        ledger = self.ledgers[instance.info.pools[0].agent] = Ledger(instance.pool, toy_of(instance))
+        self.fabric.hosts[instance.info.pools[0].agent] = Host(instance.name.id, ledger)
         self._note(f"{name} starts, life {instance.name.life}")
         return instance
 
     def kill(self, name: str, noticed_s: float = 0.0) -> Instance:
         instance = self.instances.pop(name)
         instance.kill()
-        self.fabric.died(instance.info.pool.agent, noticed_s)
+        self.fabric.died(instance.info.pools[0].agent, noticed_s)
         return instance
 
     def instance_ended(self, instance: Instance, reason: str) -> None:
@@ -173,7 +173,7 @@ class Trial(Fleet):
             self.problems.append(f"{instance.info.incarnation} is the last of its name, and ended: {reason}")
         super().instance_ended(instance, reason)
         self._note(f"{instance.name.id} ended by itself: {reason}")
-        self.fabric.died(instance.info.pool.agent, 0.0)
+        self.fabric.died(instance.info.pools[0].agent, 0.0)
         if instance.name.id not in self.instances:
             self.clock.at(self.clock.now + LEFT_S, lambda: self._start_again(instance, inherits=False))
 

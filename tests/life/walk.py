@@ -177,7 +177,7 @@ class WalkedInstance:
             inbox=self._mailbox.address,
             ranks=(RankInfo(rank=0, pid=os.getpid(), host="here", device="cpu"),),
             model=engine.model,
-            pool=transfers.start(HANG_S),
+            pools=(transfers.start(HANG_S),),
             max_running=engine.max_rows,
         )
         kind = PrefillScheduler if role == "prefill" else DecodeScheduler

@@ -207,8 +207,8 @@ def flush(fleet: Fleet, now: float) -> list[Send]:
 
 def _holding(member: InstanceInfo, context_tokens: int) -> InstanceInfo:
     """The member, with a model of this context, and room for it."""
-    pool = replace(member.pool, total_pages=max(64, context_tokens // LAYOUT.page_size))
-    return replace(member, model=replace(member.model, context_tokens=context_tokens), pool=pool)
+    pool = replace(member.pools[0], total_pages=max(64, context_tokens // LAYOUT.page_size))
+    return replace(member, model=replace(member.model, context_tokens=context_tokens), pools=(pool,))
 
 
 def likely(token_id: int, top: int) -> TokenLogprob:

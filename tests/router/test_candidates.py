@@ -21,7 +21,7 @@ from router.policies.port import CANDIDATES
 from tests.builders import instance
 from tests.router.fakes import beat
 
-PAGE_TOKENS = instance("p", "prefill").pool.layout.page_size
+PAGE_TOKENS = instance("p", "prefill").page_size
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 Outcome = tuple[str, tuple[str, ...]] | type[BadRequest] | type[Unavailable]
 
@@ -38,19 +38,19 @@ def reference(members: list[Member], asked: Asked) -> Outcome:
     """Look at everybody. `choose` says the rules in words."""
 
     def burden(member: Member) -> tuple[bool, float, int]:
-        load, pool = member.load, member.info.pool
+        load, info = member.load, member.info
         here = load.waiting_tokens + load.running_tokens + member.assigned_tokens - member.assigned_before
         here = max(here, member.assigned_tokens)
         if member.info.role == "prefill":
-            return False, (here + asked.prompt_tokens) / (pool.total_pages * PAGE_TOKENS), member.chosen
+            return False, (here + asked.prompt_tokens) / (info.total_pages * PAGE_TOKENS), member.chosen
         need = asked.prompt_tokens + min(asked.max_new_tokens, ANSWER_TOKENS)
         free = load.pages_free * PAGE_TOKENS - (member.assigned_tokens - member.assigned_before)
-        free = min(free, pool.total_pages * PAGE_TOKENS - member.assigned_tokens) - member.growth_tokens
-        return free < need, (here + member.growth_tokens + need) / (pool.total_pages * PAGE_TOKENS), member.chosen
+        free = min(free, info.total_pages * PAGE_TOKENS - member.assigned_tokens) - member.growth_tokens
+        return free < need, (here + member.growth_tokens + need) / (info.total_pages * PAGE_TOKENS), member.chosen
 
     healthy = sorted((member for member in members if member.trouble is None), key=burden)
     sizes = {"prefill": asked.prompt_tokens, "decode": asked.prompt_tokens + asked.max_new_tokens - 1}
-    able = [member for member in healthy if member.info.pool.total_pages * PAGE_TOKENS >= sizes[member.info.role]]
+    able = [member for member in healthy if member.info.total_pages * PAGE_TOKENS >= sizes[member.info.role]]
     prefills = [member for member in able if member.info.role == "prefill" and asked.dispatch == "auto"]
     holders = [member for member in able if member.info.role == "decode"]
     fresh = [member for member in prefills if member.life not in asked.avoid]
@@ -59,7 +59,7 @@ def reference(members: list[Member], asked: Asked) -> Outcome:
     if not holders:
         decodes = [member for member in members if member.info.role == "decode"]
         stays = [member for member in decodes if not member.draining]
-        large = [member for member in stays if member.info.pool.total_pages * PAGE_TOKENS >= sizes["decode"]]
+        large = [member for member in stays if member.info.total_pages * PAGE_TOKENS >= sizes["decode"]]
         return Unavailable if large or all(member.trouble for member in decodes) else BadRequest
     holders = [member for member in holders if member.life not in asked.avoid] or holders
     for prefill in fresh:
@@ -97,7 +97,7 @@ class Population:
         name, life = f"{role}-{self.chance.randrange(self._most)}", str(self.chance.randrange(3))
         info = instance(name, role, incarnation=life)
         pages = self.chance.choice((4, 16, 16, 64))
-        self.fleet.register(Register(instance=replace(info, pool=replace(info.pool, total_pages=pages))), 0.0)
+        self.fleet.register(Register(instance=replace(info, pools=(replace(info.pools[0], total_pages=pages),))), 0.0)
         for member in self.fleet.members():
             if not member.chosen:  # so that there are no ties
                 self.fleet.candidates.chose(member)
@@ -123,7 +123,7 @@ class Population:
                     prefill.usable.discard(decode)
 
     def _load(self, member: Member) -> Load:
-        pages = member.info.pool.total_pages
+        pages = member.info.total_pages
         return Load(
             waiting_tokens=self.chance.choice((0, 0, 7, 50)),
             running_tokens=self.chance.choice((0, 20, 50)),
@@ -166,8 +166,8 @@ def crowd(seed: int = 1, pages: Sequence[int] = (64,)) -> Fleet:
     for number in range(100):
         for role in ROLES:
             info = instance(f"{role}-{number:02}", role)
-            pool = replace(info.pool, total_pages=pages[number % len(pages)])
-            fleet.register(Register(instance=replace(info, pool=pool)), 0.0)
+            pool = replace(info.pools[0], total_pages=pages[number % len(pages)])
+            fleet.register(Register(instance=replace(info, pools=(pool,))), 0.0)
     for prefill in fleet.members("prefill"):
         for decode in fleet.members("decode"):
             prefill.usable.add(decode)

@@ -161,7 +161,7 @@ def test_colocated_dispatch_never_asks_a_prefill_instance(fleet: Fleet) -> None:
 
 
 def test_a_prompt_that_no_prefill_memory_holds_goes_to_a_decode_instance() -> None:
-    small = msgspec.structs.replace(P0, pool=msgspec.structs.replace(P0.pool, total_pages=2))
+    small = msgspec.structs.replace(P0, pools=(msgspec.structs.replace(P0.pools[0], total_pages=2),))
     fleet = new_fleet(small, D0)
     assert chosen(fleet, prompt_tokens=8) == ("p0", "d0")
     assert chosen(fleet, prompt_tokens=9) == ("d0", None)
@@ -178,7 +178,7 @@ def test_a_placement_names_the_next_best_decode_instances_too() -> None:
 
 
 def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Fleet) -> None:
-    capacity = D0.pool.total_pages * D0.pool.layout.page_size
+    capacity = D0.total_pages * D0.page_size
     assert chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=5) == ("p0", "d0")
     with pytest.raises(BadRequest) as raised:
         chosen(fleet, prompt_tokens=capacity - 4, max_new_tokens=6)
@@ -186,9 +186,9 @@ def test_a_request_that_no_memory_could_ever_hold_is_the_clients_error(fleet: Fl
 
 
 def test_a_request_that_only_an_instance_in_trouble_holds_may_be_tried_again_later() -> None:
-    large = msgspec.structs.replace(D1, pool=msgspec.structs.replace(D1.pool, total_pages=2 * D0.pool.total_pages))
+    large = msgspec.structs.replace(D1, pools=(msgspec.structs.replace(D1.pools[0], total_pages=2 * D0.total_pages),))
     fleet = new_fleet(P0, D0, large)
-    prompt_tokens = D0.pool.total_pages * D0.pool.layout.page_size + 4
+    prompt_tokens = D0.total_pages * D0.page_size + 4
     hear(fleet, large, P0, load=Load(oldest_step_s=31.0), now=1.0)
     with pytest.raises(Unavailable, match="d1 is stuck"):
         chosen(fleet, prompt_tokens=prompt_tokens, max_new_tokens=6)

@@ -380,7 +380,7 @@ def test_a_waiting_request_keeps_its_deadline() -> None:
 
 def test_a_request_that_only_a_larger_instance_can_hold_waits_for_one() -> None:
     bench = Bench(P0, D0).serving(spec(max_new_tokens=200))
-    bench.join(replace(instance("d2", "decode"), pool=replace(D0.pool, total_pages=40)), 1.0)
+    bench.join(replace(instance("d2", "decode"), pools=(replace(D0.pools[0], total_pages=40),)), 1.0)
     bench.leave(D0, 2.0)
     assert phases(bench) == [Phase.RESUMING]
     assert [to for to, _ in generates(bench.join(D1, 3.0))] == ["d1"]

@@ -1,0 +1,160 @@
+"""Who is refused, and how strangers are remembered, as lists of messages."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from common.errors import TandemError
+from common.ids import ROUTER, Incarnation
+from common.messages import WIRE_VERSION, InstanceInfo, Register
+from router.fleet import REFUSED_REMEMBERED, Fleet
+from tests.router.bench import D0, D1, P0
+from tests.router.test_fleet import DEAD_AFTER_S, ids, new_fleet, refusal_of
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return new_fleet(P0, D0)
+
+
+def d1(path: str, value: object) -> InstanceInfo:
+    """d1 with another value at this path; of a tuple, in its first member."""
+
+    def changed(struct: Any, name: str, *below: str) -> Any:
+        if isinstance(struct, tuple):
+            return (changed(struct[0], name, *below), *struct[1:])
+        return replace(struct, **{name: changed(getattr(struct, name), *below) if below else value})
+
+    info: InstanceInfo = changed(D1, *path.split("."))
+    return info
+
+
+@pytest.mark.parametrize(
+    ("asking", "names"),
+    [
+        (d1("id", "detokenizer"), "detokenizer"),
+        (d1("id", "router"), "router"),
+        (d1("id", "router-0123456789abcdef"), "router-"),
+        (d1("id", "router-1.text-0"), "router"),
+        (d1("id", ""), "name must be"),
+        (d1("id", "a b"), "'a b'"),
+        (d1("id", "d1\n"), "name must be"),
+        (d1("id", "d" * 65), "1 to 64"),
+        (d1("id", "é"), "letters"),
+        (d1("incarnation", ""), "incarnation"),
+        (d1("incarnation", "x" * 100_000), "incarnation"),
+        (d1("max_running", 0), "max_running must be between 1 and"),
+        (d1("pools.total_pages", 0), "total_pages must be between 1 and"),
+        (d1("pools.total_pages", -(2**63)), "total_pages must be between 1 and"),
+        (d1("pools.total_pages", 2**64 - 1), "total_pages must be between 1 and"),
+        (d1("pools.address", -1), "address -1"),
+        (d1("pools.address", 2**63 - 1), f"address {2**63 - 1}"),
+        (d1("pools.device", "cuda"), "device must be cpu or cuda:N, is 'cuda'"),
+        (d1("pools.device", "cuda:-1"), "device must be"),
+        (d1("pools.device", "tpu:0"), "device must be"),
+        (d1("pools.device", "x" * 100_000), "device must be"),
+        (d1("pools.wire", bytes(2**20 + 1)), "transport descriptor"),
+        (d1("model.context_tokens", 0), "context must be between"),
+        (d1("model.vocab_size", 2**31), "vocabulary must be between"),
+    ],
+)
+def test_an_instance_with_an_absurd_description_is_refused_and_told_which_part(asking: InstanceInfo, names: str) -> None:
+    fleet = new_fleet()
+    to, reason = refusal_of(fleet, asking)
+    assert names in reason and len(reason) <= 500
+    assert to not in ("detokenizer", "router") and len(to) <= 129
+    assert fleet.take_moves() == [(to, asking.inbox)]
+    assert (ids(fleet), fleet.refusals) == ([], 1)
+
+
+@pytest.mark.parametrize("field", ["layers", "kv_heads", "head_dim", "page_size"])
+@pytest.mark.parametrize("value", [2**30, 2**63 - 1, 2**64 - 1])
+def test_a_layout_of_huge_numbers_is_refused(field: str, value: int) -> None:
+    asking = d1(f"pools.layout.{field}", value)
+    asking = replace(asking, pools=(replace(asking.pools[0], total_pages=2**31 - 1, address=2**62),))
+    assert ("64-bit" if value == 2**30 else field) in refusal_of(new_fleet(), asking)[1]
+
+
+def test_a_layout_without_size_is_not_a_valid_message() -> None:
+    register = msgspec.to_builtins(Register(instance=D1))
+    register["instance"]["pools"][0]["layout"]["kv_heads"] = 0
+    with pytest.raises(TandemError, match="kv_heads"):  # which the mailbox counts as a refused frame
+        msgspec.convert(register, Register)
+
+
+def test_a_newcomer_that_is_absurd_does_not_evict_the_member_of_its_name(fleet: Fleet) -> None:
+    absurd = replace(d1("pools.total_pages", 0), id=D0.id, incarnation=Incarnation("2"))
+    assert fleet.register(Register(instance=absurd), 1.0).lost == []
+    assert ids(fleet) == ["p0", "d0"]
+
+
+@pytest.mark.parametrize("inbox", ["", "tcp://", "tcp://host", "tcp://host:70000", "ipc:///tmp/x", "tcp://[::1]:5", "x" * 10_000])
+def test_an_instance_without_a_valid_address_is_refused_where_people_see_it(inbox: str) -> None:
+    fleet = new_fleet(P0)
+    change = fleet.register(Register(instance=replace(D1, inbox=inbox)), 1.0)
+    assert (change.sends, ids(fleet), fleet.refusals) == ([], ["p0"], 1)
+    assert [address for _, address in fleet.take_moves()] == [P0.inbox, None]
+    assert ["is not an address" in refusal.reason or len(refusal.reason) == 500 for refusal in fleet.refused.values()] == [True]
+
+
+@pytest.mark.parametrize(
+    ("asking", "names"),
+    [
+        (d1("model.fingerprint", "g"), "model fingerprint is g"),
+        (d1("model.dtype", "bfloat16"), "dtype is bfloat16"),
+        (d1("model.vocab_size", 5), "vocabulary is 5"),
+        (d1("model.context_tokens", 64), "context is 64"),
+        (d1("pools.layout.page_size", 8), "page size is 8"),
+        (d1("pools.layout.version", 9), "layout version is 9"),
+        (d1("pools.layout.order", "head"), "page order is head"),
+        (d1("pools.layout.kv_heads", 4), "KV layout is (2, 4, 4)"),
+        (d1("pools.backend", "other"), "transport is other"),
+        (d1("wire_version", WIRE_VERSION + 2), f"wire version {WIRE_VERSION + 2}"),
+    ],
+)
+def test_an_instance_that_does_not_match_is_refused_and_told_what_differs(asking: InstanceInfo, names: str) -> None:
+    fleet = new_fleet(P0)
+    to, reason = refusal_of(fleet, asking)
+    assert names in reason
+    assert fleet.address(to) == asking.inbox
+    assert ids(fleet) == ["p0"]
+
+
+def test_an_instance_whose_vocabulary_is_not_the_routers_is_refused() -> None:
+    fleet = Fleet(ROUTER, ["tcp://detokenizer:1"], heartbeat_s=0.5, dead_after_s=DEAD_AFTER_S, vocab_size=5)
+    assert "the router's model is 5" in refusal_of(fleet, P0)[1]
+    fleet.register(Register(instance=d1("model.vocab_size", 5)), 1.0)
+    assert ids(fleet) == ["d1"]
+
+
+def test_a_neighbouring_wire_version_is_welcome() -> None:
+    fleet = new_fleet(P0, replace(D0, wire_version=WIRE_VERSION + 1))
+    assert ids(fleet) == ["p0", "d0"]
+
+
+def test_when_everyone_has_left_another_model_may_come() -> None:
+    fleet = new_fleet(P0)
+    fleet.tick(DEAD_AFTER_S)
+    fleet.register(Register(instance=d1("model.fingerprint", "g")), 5.0)
+    assert fleet.model is not None and fleet.model.fingerprint == "g"
+
+
+def test_the_fleet_remembers_a_bounded_number_of_strangers() -> None:
+    fleet, stranger = new_fleet(P0), d1("pools.layout.page_size", 8)
+    routes = dict(fleet.take_moves())
+    for number in range(3 * REFUSED_REMEMBERED):
+        fleet.register(Register(instance=replace(stranger, incarnation=Incarnation(str(number)))), 1.0)
+        routes |= fleet.take_moves()
+    assert len([address for address in routes.values() if address is not None]) == REFUSED_REMEMBERED + 1
+
+
+def test_a_refusal_that_is_repeated_changes_no_address_unless_it_comes_from_another() -> None:
+    fleet, stranger = new_fleet(P0), d1("pools.layout.page_size", 8)
+    to, _ = refusal_of(fleet, stranger)
+    assert fleet.take_moves() == [(P0.id, P0.inbox), (to, stranger.inbox)]
+    refusal_of(fleet, stranger)
+    assert fleet.take_moves() == []
+    refusal_of(fleet, replace(stranger, inbox="tcp://127.0.0.1:77"))
+    assert fleet.take_moves() == [(to, "tcp://127.0.0.1:77")]
