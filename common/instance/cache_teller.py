@@ -40,7 +40,7 @@ class CacheTeller:
     def ask(self, router: InstanceId) -> None:
         """This life of a router wants to know everything now, and what changes from now on."""
         if self._cache.log is None:
-            self._cache.log = BlockLog(pages_of_block(self._me.pool.layout.page_size))
+            self._cache.log = BlockLog(pages_of_block(self._me.page_size))
             self.version += 1  # nobody knows what has changed meanwhile
         self._followers[router] = self._asking[router] = None
 

@@ -23,7 +23,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ranks.RankRefused(reason="no"),
     ranks.Offer(number=1, pages=100),
     ranks.Agreed(number=2, pages=90),
-    ranks.RankReady(number=3, model=INFO.model, pool=INFO.pool),
+    ranks.RankReady(number=3, model=INFO.model, pool=INFO.pools[0]),
     ranks.Launch(
         number=4,
         step=7,
