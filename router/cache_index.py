@@ -36,15 +36,15 @@ EXPECTED_NAMES = 2**18
 class _Told:
     """What one member has said. bit: its place in the holders of a block.
 
-    held: names of the blocks that it says it has. expected: others that it is to have soon, each with the time until which it
-    counts. version: of its cache as it is here; 0: it has not said anything yet. coming: all its blocks, of which only some parts
-    are here. behind_s: since when its heartbeats have shown another version, or when it was asked; None: nothing is missing.
+    held: names of the blocks that it says it has. expected: others that it is to have soon, because of a prompt. version: of its
+    cache as it is here; 0: it has not said anything yet. coming: all its blocks, of which only some parts are here. behind_s:
+    since when its heartbeats have shown another version, or when it was asked; None: nothing is missing.
     """
 
     member: Member
     bit: int
     held: set[int] = field(default_factory=set)
-    expected: dict[int, float] = field(default_factory=dict)
+    expected: "dict[int, _Prompt]" = field(default_factory=dict)
     version: int = 0
     coming: "_Coming | None" = None
     behind_s: float | None = None
@@ -57,6 +57,15 @@ class _Coming:
     version: int
     parts: int = 0
     names: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    """What was sent to a member, as far as it was not there, and until when it is expected to be there soon."""
+
+    told: _Told
+    names: Sequence[int]
+    until_s: float
 
 
 class Overlap:
@@ -114,7 +123,7 @@ class CacheIndex:
         self._random = Random(0)  # a simulation is repeated exactly
         self._holders: dict[int, int] = {}
         """Who holds, or is expected to hold, the block of this name."""
-        self._expected: deque[tuple[float, _Told, list[int]]] = deque()
+        self._expected: deque[_Prompt] = deque()
         self._expected_names = 0
         self._free: list[int] = []
         """Numbers of seats whose members left."""
@@ -155,13 +164,13 @@ class CacheIndex:
         told = self.told.get(member)
         if told is None:
             return
-        until_s, coming = now + EXPECT_S, [name for name in names if name not in told.held]
-        for name in coming:
+        prompt = _Prompt(told, [name for name in names if name not in told.held], now + EXPECT_S)
+        for name in prompt.names:
             if name not in told.expected:
                 self._add(told, name)
-            told.expected[name] = until_s
-        self._expected.append((until_s, told, coming))
-        self._expected_names += len(coming)
+            told.expected[name] = prompt
+        self._expected.append(prompt)
+        self._expected_names += len(prompt.names)
         while self._expected_names > EXPECTED_NAMES:
             self._forget_oldest()
 
@@ -269,14 +278,15 @@ class CacheIndex:
             self._holders[name] = self.seats[holders.bit_length() - 1].bit if is_single else holders
 
     def _expire(self, now: float) -> None:
-        while self._expected and self._expected[0][0] <= now:
+        while self._expected and self._expected[0].until_s <= now:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        until_s, told, names = self._expected.popleft()
-        self._expected_names -= len(names)
-        for name in names:
-            if told.expected.get(name) == until_s:
+        prompt = self._expected.popleft()
+        told = prompt.told
+        self._expected_names -= len(prompt.names)
+        for name in prompt.names:
+            if told.expected.get(name) is prompt:
                 del told.expected[name]
                 self._drop(told, name)
 
