@@ -22,7 +22,6 @@ import numpy as np
 from common.ids import Role
 from common.instance.ports import Send
 from common.messages import CacheChanges, TellCache
-from common.messages.caches import CACHES_SINCE
 from common.pages.blocks import NAME_BYTES, pages_of_block
 from router.members import Member
 
@@ -177,8 +176,8 @@ class CacheIndex:
     # --- who is there ------------------------------------------------------------------------------------------------------
 
     def join(self, member: Member) -> None:
-        """A new life; the former one of its name has left. One of an earlier wire version does not tell of its cache."""
-        if not self.follows or member.info.wire_version < CACHES_SINCE:
+        """A new life; the former one of its name has left."""
+        if not self.follows:
             return
         self.page_size = member.info.page_size
         self.block_tokens = pages_of_block(self.page_size) * self.page_size

@@ -6,9 +6,6 @@ Owns the words. Does not know how a router uses them: `common/pages/blocks.py` s
 from common.ids import Incarnation, InstanceId
 from common.messages.base import Message
 
-CACHES_SINCE = 11
-"""The wire version from which on instances tell of their caches."""
-
 
 class TellCache(Message, frozen=True):
     """router → instance: send the names of all blocks in the prefix cache, and from now on what changes."""

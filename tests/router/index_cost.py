@@ -64,8 +64,8 @@ def main() -> None:
     members: list[Member] = []
     for number in range(INSTANCES):
         plain = instance(f"i-{number}", "prefill" if number % 2 else "decode")
-        layout = replace(LAYOUT, page_size=PAGE_TOKENS)
-        members.append(Member(replace(plain, pool=replace(plain.pool, layout=layout)), Load()))
+        pool = replace(plain.pools[0], layout=replace(LAYOUT, page_size=PAGE_TOKENS))
+        members.append(Member(replace(plain, pools=(pool,)), Load()))
     own_blocks = PAGES // BLOCK_PAGES // INSTANCES - SYSTEM_PROMPTS * SYSTEM_BLOCKS
     tracemalloc.start()
     own: list[list[int]] = []

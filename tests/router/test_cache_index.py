@@ -38,8 +38,8 @@ def packed(pages: list[int]) -> bytes:
 
 def new_member(name: str, role: Role, life: int = 0) -> Member:
     info = instance(name, role, str(life))
-    layout = replace(LAYOUT, page_size=PAGE_TOKENS)
-    return Member(replace(info, pool=replace(info.pool, layout=layout)), Load())
+    (pool,) = info.pools
+    return Member(replace(info, pools=(replace(pool, layout=replace(LAYOUT, page_size=PAGE_TOKENS)),)), Load())
 
 
 @dataclass
@@ -324,16 +324,14 @@ def test_of_too_many_expected_blocks_the_oldest_are_forgotten(monkeypatch: pytes
 # --- who is asked ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_member_of_an_earlier_version_and_anybody_while_no_policy_needs_it_is_not_asked() -> None:
-    older = new_member("m", "prefill")
-    older = Member(replace(older.info, wire_version=10), Load())
-    for index, member in ((CacheIndex(follows=True), older), (CacheIndex(follows=False), new_member("m", "prefill"))):
-        index.join(member)
-        assert index.heard(member, 5, 0.0) == [] == index.heard(member, 5, 9.0)
-        told_all(index, member, {1})
-        index.expect(member, [1], 0.0)
-        assert index.match([1]) is NO_OVERLAP
-        index.leave(member)
+def test_nobody_is_asked_while_no_policy_needs_it_and_nothing_is_kept() -> None:
+    index, member = CacheIndex(follows=False), new_member("m", "prefill")
+    index.join(member)
+    assert index.heard(member, 5, 0.0) == [] == index.heard(member, 5, 9.0)
+    told_all(index, member, {1})
+    index.expect(member, [1], 0.0)
+    assert index.match([1]) is NO_OVERLAP
+    index.leave(member)
 
 
 def test_a_member_is_asked_at_once_and_again_with_each_heartbeat_that_shows_that_something_is_missing() -> None:
