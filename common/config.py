@@ -20,8 +20,8 @@ AttentionName = Literal["auto", "torch", "flashinfer"]
 ExecutorName = Literal["torch", "timed"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-Dispatch = Literal["auto", "colocated"]
-PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "session"]
+Dispatch = Literal["auto", "colocated", "conditional"]
+PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "session", "cache_aware"]
 Switch = Literal["off", "on"]
 Graphs = Literal["auto", "on", "off"]
 ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
@@ -246,11 +246,16 @@ class RouterConfig:
         "first token's; auto: what the checkpoint's sentence-transformers files (modules.json) say, otherwise none: it is "
         "refused. Embeddings are scaled to length 1, unless these files leave that out",
     )
-    dispatch: Dispatch = option("auto", "auto: use prefill and decode instances; colocated: decode instances do both")
+    dispatch: Dispatch = option(
+        "auto",
+        "auto: use prefill and decode instances; colocated: decode instances do both; conditional: a decode instance does both "
+        "where that costs less time, for it or for others, which it mostly does when it has most of the prompt in its cache",
+    )
     prefill_policy: PolicyName = option(
         "least_loaded",
         "which prefill instance gets a request; round_robin: each in turn; least_loaded: of eight random ones; power_of_two: "
-        "the same of two; session: always the same one for the requests of a session, the least loaded for those without one",
+        "the same of two; session: always the same one for the requests of a session, the least loaded for those without one; "
+        "cache_aware: where it takes the least time, with what is queued and what is in whose prefix cache",
     )
     decode_policy: PolicyName = option("least_loaded", "which decode instance gets a request: see --prefill-policy")
     session_header: str = option("X-Session-Id", "HTTP header by which the policy session knows the requests of a session")
@@ -286,6 +291,11 @@ class RouterConfig:
     def uses(self, policy: PolicyName) -> bool:
         """Whether one of the roles is chosen by this policy."""
         return policy in (self.prefill_policy, self.decode_policy)
+
+    @property
+    def needs_caches(self) -> bool:
+        """Whether requests go where their prompts are cached, so that instances must tell of their prefix caches."""
+        return self.uses("cache_aware") or self.dispatch == "conditional"
 
     @property
     def sessions_by(self) -> str:

@@ -46,6 +46,8 @@ OF_ALL = ("max_request_timeout_s", "drain_timeout_s")
 """Fields that the router and its instances have in common: one flag of `launch local` is for both."""
 SIMULATED = (
     "dispatch",
+    "prefill_policy",
+    "decode_policy",
     "heartbeat_s",
     "dead_after_s",
     "max_attempts",

@@ -3,36 +3,12 @@
 Owns the sizes that follow from each other. Does not know who is asked, tokens or time.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
 
-from common.ids import Life, Role
+from common.ids import Life
 from common.sampling_params import ANSWER_TOKENS
-from router.members import Member
-
-
-class Overlap(Protocol):
-    """How much of a prompt is in whose cache."""
-
-    def tokens(self, member: Member) -> int:
-        """How many of the prompt's first tokens this member holds."""
-
-    def deepest(self, role: Role, most: int) -> list[Member]:
-        """Those of this role that hold most of it, the deepest first; none that holds nothing."""
-
-
-class _NoOverlap:
-    """Nothing is known of any cache."""
-
-    def tokens(self, member: Member) -> int:
-        return 0
-
-    def deepest(self, role: Role, most: int) -> list[Member]:
-        return []
-
-
-NO_OVERLAP: Overlap = _NoOverlap()
+from router.cache_index import NO_OVERLAP, Overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +16,15 @@ class Ask:
     """One attempt of a request that is to be placed.
 
     prompt_tokens: of the prompt and what the answer has so far. max_new_tokens: how many tokens may still follow. overlap: who
-    has how much of the prompt in its cache. session: requests of one session follow each other, and share what came before; "":
-    it has none. avoid: where it failed before, or had to give up memory.
+    has how much of the prompt in its cache. blocks: the names of the prompt's blocks, if somebody wants to know. session:
+    requests of one session follow each other, and share what came before; "": it has none. avoid: where it failed before, or
+    had to give up memory.
     """
 
     prompt_tokens: int
     max_new_tokens: int
     overlap: Overlap = NO_OVERLAP
+    blocks: Sequence[int] = ()
     session: str = ""
     avoid: Set[Life] = frozenset()
 

@@ -54,7 +54,15 @@ class RouterCore:
         self._config = config
         self.unix_s = unix_s
         self.detokenizer_names = tuple(text_name(router, shard) for shard in range(len(detokenizers)))
-        self.fleet = Fleet(router, detokenizers, config.heartbeat_s, config.dead_after_s, vocab_size, config.peers_per_instance)
+        self.fleet = Fleet(
+            router,
+            detokenizers,
+            config.heartbeat_s,
+            config.dead_after_s,
+            vocab_size,
+            config.peers_per_instance,
+            config.needs_caches,
+        )
         recorder = Recorder(unix_s)
         self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names, recorder)
         self.traces = Traces(router, self.detokenizer_names, self.fleet, recorder, unix_s)

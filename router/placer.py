@@ -13,9 +13,11 @@ from common.errors import BadRequest, Unavailable
 from common.ids import Life, Role
 from router.ask import Ask
 from router.candidates import Candidates
+from router.cost import alone, apart, predict_ttft
 from router.members import Member
+from router.policies.cache_aware import CacheAware
 from router.policies.choice import make_policy
-from router.policies.port import CANDIDATES, Suits
+from router.policies.port import CANDIDATES, Policy, Suits
 from router.sample_set import SampleSet
 
 REASONS = 4
@@ -42,7 +44,7 @@ class Placer:
 
     auto: a prefill instance and then a decode instance, when they are linked; a prefill instance alone for an answer of one
     token; a decode instance alone when no prefill instance can take the prompt or has a link. colocated: a decode instance alone,
-    always.
+    always. conditional: as auto, but a decode instance alone also where one costs less than the pair would.
     """
 
     def __init__(self, candidates: Candidates, config: RouterConfig) -> None:
@@ -50,6 +52,7 @@ class Placer:
         self._dispatch = config.dispatch
         self._prefill = make_policy(config.prefill_policy, candidates, "prefill")
         self._decode = make_policy(config.decode_policy, candidates, "decode")
+        self._alone = CacheAware(candidates, "decode")
 
     def choose(self, ask: Ask) -> Placement:
         """The members to avoid are used only when no other, not even a decode instance alone, can serve the request.
@@ -80,24 +83,30 @@ class Placer:
         able = [] if self._dispatch == "colocated" else candidates.able("prefill", ask.prompt_tokens)
         holders = candidates.able("decode", ask.most_tokens)
         if ask.max_new_tokens == 1:
-            alone = self._prefill_alone(able, ask, ask.avoid)
-            if alone is None and not holders:
-                alone = self._prefill_alone(able, ask, frozenset())
-            if alone is not None:
-                return Placement(alone)
+            one = self._prefill_alone(able, ask, ask.avoid)
+            if one is None and not holders:
+                one = self._prefill_alone(able, ask, frozenset())
+            if one is not None:
+                return Placement(one)
         if not holders:
             raise _nobody_holds(candidates, self._dispatch, ask.prompt_tokens + ask.max_new_tokens)
         spared: Set[Life] = frozenset()
         if any(holder.life not in ask.avoid for holder in islice(holders, len(ask.avoid) + 1)):
             spared = ask.avoid
-        return self._pair(able, holders, ask, spared) or self._decode_alone(holders, ask, spared)
+        pair = self._pair(able, holders, ask, spared)
+        if pair is None:
+            return self._decode_alone(self._decode, holders, ask, spared)
+        if self._dispatch != "conditional" or pair.decode is None or predict_ttft(pair.first, ask) is None:
+            return pair
+        single = self._decode_alone(self._alone, holders, ask, spared)
+        return single if alone(single.first, ask).cost_s < apart(pair.first, pair.decode, ask).cost_s else pair
 
     def _prefill_alone(self, able: list[Member], ask: Ask, avoid: Set[Life]) -> Member | None:
         groups = self._prefill.groups(able, _able(ask.prompt_tokens, avoid), ask, None)
         return next((group[0] for group in groups), None)
 
-    def _decode_alone(self, holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement:
-        return Placement(next(self._decode.groups(holders, _able(ask.most_tokens, spared), ask, None))[0])
+    def _decode_alone(self, policy: Policy, holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement:
+        return Placement(next(policy.groups(holders, _able(ask.most_tokens, spared), ask, None))[0])
 
     def _pair(self, able: list[Member], holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement | None:
         """A prefill instance, and decode instances that can take over from it."""

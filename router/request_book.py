@@ -15,6 +15,7 @@ is started again, tokens are told again first (`retelling.py`); the book resumes
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Protocol, assert_never
 
 from msgspec.structs import replace
@@ -22,12 +23,14 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable
-from common.ids import ID_BYTES, InstanceId, Key, Life, RequestId, pack_ids, shard_of
+from common.ids import ID_BYTES, InstanceId, Key, Life, RequestId, shard_of
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
+from common.pages.radix_cache import block_names
 from common.tracing import Recorder
 from router.ask import Ask
 from router.attempts import Attempt, ResumeReason, Setback
+from router.cache_index import NO_OVERLAP
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
@@ -96,6 +99,8 @@ class RequestBook:
         self._retelling = Retelling(self._find)
         self.timelines = Timelines(observer)
         self.placer = Placer(fleet.candidates, config)
+        self._block_names = lru_cache(maxsize=1)(block_names)
+        """The choices of one request have one prompt."""
         self.places = Places(config.max_requests, "requests")
         """Also for what will be requests when it has been tokenized."""
         self.stale = 0
@@ -145,7 +150,7 @@ class RequestBook:
 
     def _start_attempt(self, record: Record, now: float) -> Attempt:
         """Place the request's next attempt. Nobody is told yet. Raises Unavailable, BadRequest."""
-        ask = Ask(record.prompt_tokens, record.remaining_tokens, session=record.spec.session, avoid=record.avoid | record.crowded)
+        ask = self._ask(record)
         placement = self.placer.choose(ask)
         key = Key(record.spec.request_id, record.attempts, self._router)
         detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
@@ -153,18 +158,35 @@ class RequestBook:
         record.attempt = attempt
         record.times.dispatched(record.attempts, placement.first.info.id, now)
         record.attempts += 1
+        for member in {placement.first, placement.decode or placement.first} if ask.blocks else ():
+            self._fleet.caches.expect(member, ask.blocks, now)
         return attempt
+
+    def _ask(self, record: Record) -> Ask:
+        """What the next attempt asks for. What is cached of a prompt is no help to who needs something of each of its tokens."""
+        spec, caches, blocks = record.spec, self._fleet.caches, list[int]()
+        if caches.page_size:
+            blocks = self._block_names(record.prompt, caches.page_size, spec.salt)
+        is_helped = blocks and spec.sampling.prompt_logprobs is None and spec.sampling.pooling is None
+        return Ask(
+            record.prompt_tokens,
+            record.remaining_tokens,
+            caches.match(blocks) if is_helped else NO_OVERLAP,
+            blocks,
+            spec.session,
+            record.avoid | record.crowded,
+        )
 
     def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
         """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
         self._retelling.watch(attempt, now)
         spec, first = record.spec, len(record.token_ids)
-        so_far, left_s = pack_ids(record.token_ids), record.deadline_s - now
+        left_s = record.deadline_s - now
         # Log probabilities of the prompt have come with the answer's first token.
         prompt_logprobs = None if first else spec.sampling.prompt_logprobs
         generate = Generate(
             key=attempt.key,
-            prompt=spec.prompt + so_far,
+            prompt=record.prompt,
             sampling=replace(spec.sampling, max_new_tokens=record.remaining_tokens, prompt_logprobs=prompt_logprobs),
             decodes=tuple(member.info.id for member in attempt.candidates),
             first=first,

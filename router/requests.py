@@ -7,7 +7,7 @@ book says when an attempt starts and ends. Does not know HTTP or messages.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.ids import ID_BYTES, Life, RequestId
+from common.ids import ID_BYTES, Life, RequestId, pack_ids
 from common.sampling_params import SamplingParams
 from router.attempts import Attempt, ResumeReason, Setback
 from router.outbox import Outbox
@@ -83,6 +83,11 @@ class Record:
         """How many attempts have failed, when none is open. Preemptions need no limit: they end with the request's deadline, and
         they become rarer as it grows older than the others."""
         return self.attempts - self.preemptions
+
+    @property
+    def prompt(self) -> bytes:
+        """Packed token ids of the next attempt's prompt."""
+        return self.spec.prompt + pack_ids(self.token_ids) if self.token_ids else self.spec.prompt
 
     @property
     def prompt_tokens(self) -> int:

@@ -101,7 +101,8 @@ class Simulation:
         turn, name = talk.conversation.turns[talk.turn], RequestId(f"request-{self._sent}")
         self._sent += 1
         talk.said += turn.prompt(VOCAB_SIZE)
-        spec = RequestSpec(name, 0, talk.said, self._sampling(turn, len(talk.said) // ID_BYTES))
+        sampling, session = self._sampling(turn, len(talk.said) // ID_BYTES), talk.conversation.session
+        spec = RequestSpec(name, 0, talk.said, sampling, session=session)
         client = MeasuredClient(spec, talk.turn, self.fleet.clock, self.measured, lambda said: self._answered(talk, name, said))
         self.measured.asked(len(talk.said) // ID_BYTES)
         talk.turn += 1

@@ -6,6 +6,7 @@ from functools import partial
 from common.config import PolicyName
 from common.ids import Role
 from router.candidates import Candidates
+from router.policies.cache_aware import CacheAware
 from router.policies.load import LeastLoaded
 from router.policies.port import Policy
 from router.policies.round_robin import RoundRobin
@@ -16,6 +17,7 @@ _POLICIES: Mapping[PolicyName, Callable[[Candidates, Role], Policy]] = {
     "least_loaded": LeastLoaded,
     "power_of_two": partial(LeastLoaded, compared=2),
     "session": BySession,
+    "cache_aware": CacheAware,
 }
 
 

@@ -1,0 +1,50 @@
+"""Cache aware: who serves the request at the least cost in seconds, counting what each has of its prompt.
+
+Owns whom to compare: random members, which know little of the prompt but may have time, and those that have most of it. `cost`
+tells what each would take: a member with much of the prompt loses when too many wait there, so a prompt that all begin with makes
+no crowd. Does not know what a placement costs, nor how the caches are known.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+
+from common.ids import Role
+from router.ask import Ask
+from router.candidates import Candidates, Pool
+from router.cost import alone, at_decode, at_prefill
+from router.members import Member
+from router.policies.port import Suits
+
+RANDOM, DEEPEST = 5, 3
+"""How many random members it compares, and how many of those that have most of the prompt."""
+
+
+class CacheAware:
+    """The cheapest of some random members and of those with most of the prompt. Among equals, the one chosen longest ago."""
+
+    def __init__(self, candidates: Candidates, role: Role) -> None:
+        self._candidates = candidates
+        self._role = role
+
+    def groups(self, pool: Pool, suits: Suits, ask: Ask, source: Member | None) -> Iterator[Sequence[Member]]:
+        def rank(member: Member) -> tuple[float, int]:
+            return cost(member), member.chosen
+
+        cost = self._cost(ask, source)
+        drawn = chain(self._candidates.some(pool, RANDOM), ask.overlap.deepest(self._role, DEEPEST))
+        some = list(filter(suits, dict.fromkeys(drawn)))
+        if some:
+            yield sorted(some, key=rank)
+        if rest := sorted((member for member in pool if suits(member) and member not in some), key=rank):
+            yield rest
+
+    def chose(self, member: Member) -> None:
+        """Its cost grows by the request."""
+
+    def _cost(self, ask: Ask, source: Member | None) -> Callable[[Member], float]:
+        """In seconds."""
+        if self._role == "prefill":
+            return lambda member: at_prefill(member, ask)
+        if source is None:
+            return lambda member: alone(member, ask).cost_s
+        return lambda member: at_decode(member, source, ask)
