@@ -259,6 +259,11 @@ class RouterConfig:
     )
     decode_policy: PolicyName = option("least_loaded", "which decode instance gets a request: see --prefill-policy")
     session_header: str = option("X-Session-Id", "HTTP header by which the policy session knows the requests of a session")
+    early_rejection: Switch = option(
+        "on",
+        "on: a request whose first token is predicted to come after its time limit gets status 429 at once, and Retry-After says "
+        "when it would fit; off: it waits until its time is over",
+    )
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, "port", "between 0 and 65535", self.port)

@@ -33,12 +33,17 @@ class UnknownModel(BadRequest):
 
 
 class Overloaded(TandemError):
-    """A bounded queue is full: try again after `retry_after_s`."""
+    """A bounded queue is full, or too long: try again after `retry_after_s`."""
 
     status = 429
     kind = "overloaded_error"
     retryable = True
     retry_after_s = 1
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
 
 class NoRoom(Overloaded):

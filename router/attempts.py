@@ -76,8 +76,12 @@ class Attempt:
         self._first_token = first_token
         self._bearer = placement.decode or self.first
         """To whom its later tokens are assigned: the best candidate, until it is known who decodes."""
-        self.predicted_s = predict_ttft(self.first, ask)
+        if self.first.computing_tokens == 0:
+            self.first.computes_since_s = now
+        self.predicted_s = predict_ttft(self.first, ask, now - self.first.computes_since_s)
         """Seconds from its start until its first token; None: there is nothing to predict it from."""
+        self.is_next = self.first.tokens_to_compute == 0
+        """No other prompt was in front of it when it was placed."""
         self._computing = to_compute(self.first, ask)
         """Tokens of its prompt that are to be computed, until its first token has come."""
         self._assigned = {self.first: self._computing}
@@ -140,8 +144,10 @@ class Attempt:
         self.was_told_again = False
         self._answers.clear()
 
-    def advance(self, tokens: int) -> None:
+    def advance(self, tokens: int, now: float) -> None:
         """Take in that it brought this many tokens."""
+        if self._computing:
+            self.first.computes_since_s = now
         self._computed()
         if self.candidates:
             self.first.assigned_tokens -= self._assigned.pop(self.first, 0)

@@ -18,6 +18,8 @@ from router.members import Member, RolePace
 
 ASSUMED = RolePace(step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)
 """The pace of members of which nobody has measured one. All have the same then, so they are ordered by their load."""
+STEPS_AHEAD = 1.5
+"""Of a decode instance, when a request comes: two steps are in flight, and the first of them is half done on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +67,18 @@ def alone(decode: Member, ask: Ask) -> Estimate:
     rows = _rows(decode, ask)
     compute_s = to_compute(decode, ask) * _chunk_token_s(decode)
     queue_s = decode.tokens_to_compute * _chunk_token_s(decode)
-    ttft_s = _room_s(decode, ask, rows) + queue_s + _token_s(decode, rows) + compute_s
+    steps = 1 + STEPS_AHEAD if rows else 1
+    ttft_s = _room_s(decode, ask, rows) + queue_s + _token_s(decode, rows) * steps + compute_s
     return Estimate(ttft_s, ttft_s + rows * compute_s + _decoding_s(decode, ask, rows))
 
 
-def predict_ttft(first: Member, ask: Ask) -> float | None:
-    """Seconds until the first token, if this member computes the prompt; None: nobody has measured how fast prompts are."""
+def predict_ttft(first: Member, ask: Ask, since_s: float = 0.0) -> float | None:
+    """Seconds until the first token, if this member computes the prompt; None: nobody has measured how fast prompts are. since_s:
+    for how long it has computed what is first in its queue."""
     if not (first.load.chunk_token_s or first.pace.chunk_token_s or first.other_pace.chunk_token_s):
         return None
-    return at_prefill(first, ask) if first.info.role == "prefill" else alone(first, ask).ttft_s
+    done_s = min(since_s, first.tokens_to_compute * _chunk_token_s(first))
+    return (at_prefill(first, ask) if first.info.role == "prefill" else alone(first, ask).ttft_s) - done_s
 
 
 def _rows(decode: Member, ask: Ask) -> float:

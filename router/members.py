@@ -69,7 +69,8 @@ class Member:
     assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
     assigned_before: as many were assigned when it last reported. growth_tokens: by how many tokens the assigned requests are
     expected to grow here. computing_tokens: prompt tokens that it still is to compute for the router's open requests.
-    computing_before: as many it was to compute when it last reported.
+    computing_before: as many it was to compute when it last reported. computes_since_s: since when it computes the first of them,
+    as far as this router knows: then it was given one while it had none, or the first token of another one came.
     chosen: number of the last choice of this member. Among equally loaded members, the one with the lowest number is next.
     """
 
@@ -92,6 +93,7 @@ class Member:
     growth_tokens: int = 0
     computing_tokens: int = 0
     computing_before: int = 0
+    computes_since_s: float = 0.0
     chosen: int = 0
     life: Life = field(init=False)
     page_size: int = field(init=False)

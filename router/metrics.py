@@ -24,6 +24,7 @@ from router.timelines import Durations
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.002, *LATENCY_BUCKETS_S)
+RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 ATTEMPT_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
 
@@ -59,6 +60,12 @@ class RouterMetrics:
             return Histogram(name, what, buckets=buckets, registry=registry)
 
         self._first_token = histogram("tandem_time_to_first_token_seconds", "From the arrival of a request to its first token.")
+        self._predicted = histogram(
+            "tandem_predicted_time_to_first_token_seconds", "The same, as predicted when the request was placed."
+        )
+        self._prediction_ratio = histogram(
+            "tandem_time_to_first_token_prediction_ratio", "The predicted time, divided by the real one.", RATIO_BUCKETS
+        )
         self._inter_token = histogram("tandem_inter_token_latency_seconds", "Time of one token after the first.", TOKEN_BUCKETS_S)
         self._request = histogram("tandem_e2e_request_latency_seconds", "From the arrival of a request to its ending.")
         self._phases = {name: histogram(f"tandem_{name}_seconds", what, PHASE_BUCKETS_S) for name, what in PHASES.items()}
@@ -93,6 +100,10 @@ class RouterMetrics:
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
+
+    def predicted(self, predicted_s: float, real_s: float) -> None:
+        self._predicted.observe(predicted_s)
+        self._prediction_ratio.observe(predicted_s / max(real_s, 1e-9))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self._inter_token.observe(seconds / tokens)
@@ -146,6 +157,8 @@ class FleetCollector(Collector):
         phases = Tally(record.phase for record in requests.records())
         counts = [((phase.value,), float(phases[phase])) for phase in Phase]
         yield _family(GaugeMetricFamily, "tandem_requests_in_phase", "Open requests by phase.", ("phase",), counts)
+        what = "Requests that were refused at once, because their first token was predicted to come too late."
+        yield CounterMetricFamily("tandem_requests_rejected_early", what, requests.predictions.rejected)
         keys = [((name,), float(count)) for name, count in requests.places.of_keys()]
         yield _family(
             GaugeMetricFamily, "tandem_key_requests_open", "Open requests by the name of their API key.", ("key",), keys

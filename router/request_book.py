@@ -36,6 +36,7 @@ from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
 from router.placer import Placer
 from router.places import Places
+from router.predictions import PredictionObserver, Predictions
 from router.requests import Record, RequestSpec
 from router.retelling import Retelling, expect_answer
 from router.timelines import PhaseObserver, RequestTimes, Timelines
@@ -48,7 +49,7 @@ PAUSE_HEARTBEATS = 2
 why."""
 
 
-class Observer(PhaseObserver, Protocol):
+class Observer(PhaseObserver, PredictionObserver, Protocol):
     """Who counts and measures."""
 
     def first_token(self, seconds: float) -> None: ...
@@ -103,6 +104,7 @@ class RequestBook:
         """The choices of one request have one prompt."""
         self.places = Places(config.max_requests, "requests")
         """Also for what will be requests when it has been tokenized."""
+        self.predictions = Predictions(observer, rejects=config.early_rejection == "on")
         self.stale = 0
         """Dropped deltas: of requests or attempts that are not open, with tokens that had come already, or after a gap."""
 
@@ -135,6 +137,7 @@ class RequestBook:
                 times = RequestTimes(spec.request_id, spec.index, spec.owner, prompt_tokens, received_s, now)
                 record = Record(spec, outbox, times, timeout_s)
                 started.append((record, self._start_attempt(record, now)))
+            self.predictions.check([record for record, _ in started])
         except TandemError:
             for _, attempt in started:
                 attempt.release()
@@ -156,7 +159,7 @@ class RequestBook:
         detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
         attempt = Attempt(key, detokenizer, ask, placement, len(record.token_ids), now)
         record.attempt = attempt
-        record.times.dispatched(record.attempts, placement.first.info.id, now)
+        record.times.dispatched(record.attempts, placement.first.info.id, attempt.predicted_s, now)
         record.attempts += 1
         for member in {placement.first, placement.decode or placement.first} if ask.blocks else ():
             self._fleet.caches.expect(member, ask.blocks, now)
@@ -240,6 +243,7 @@ class RequestBook:
         if times.last_token_s is None:
             times.first_token_s = now
             self._observer.first_token(now - times.received_s)
+            self.predictions.note(times.predicted_first_s, now - times.received_s)
         else:
             self._observer.next_tokens(now - times.last_token_s, len(token_ids))
         if record.gap_since_s is not None:
@@ -247,7 +251,7 @@ class RequestBook:
         record.gap_since_s, times.last_token_s = None, now
         record.token_ids += token_ids
         times.tokens += len(token_ids)
-        attempt.advance(len(token_ids))
+        attempt.advance(len(token_ids), now)
         attempt.restart_silence(now)
 
     # --- where it is decoded ---------------------------------------------------------------------------------------------

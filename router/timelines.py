@@ -103,7 +103,8 @@ class AttemptTimes:
 @dataclass(slots=True, eq=False)
 class RequestTimes:
     """One choice of a client's request. received_s: its HTTP request was here. tokenized_s: it was dispatched. tokens: of its
-    answer so far. ending: how it ended, as in the metrics; "" while it is open."""
+    answer so far. predicted_first_s: from its arrival to its first token, as predicted when it was last placed before that; None:
+    it was not. ending: how it ended, as in the metrics; "" while it is open."""
 
     request_id: RequestId
     index: int
@@ -112,6 +113,7 @@ class RequestTimes:
     received_s: float
     tokenized_s: float
     attempts: list[AttemptTimes] = field(default_factory=list)
+    predicted_first_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     tokens: int = 0
@@ -119,8 +121,11 @@ class RequestTimes:
     ending: str = ""
     names: list[str] = field(default_factory=list)
 
-    def dispatched(self, number: int, first: InstanceId, now: float) -> None:
-        """The attempt of this number begins. Of many attempts the latest are remembered."""
+    def dispatched(self, number: int, first: InstanceId, predicted_s: float | None, now: float) -> None:
+        """The attempt of this number begins. Of many attempts the latest are remembered. predicted_s: from now to its first
+        token."""
+        if self.first_token_s is None:
+            self.predicted_first_s = None if predicted_s is None else now - self.received_s + predicted_s
         self.attempts.append(AttemptTimes(number, first, now))
         if len(self.attempts) > MOST_ATTEMPTS:
             del self.attempts[0]

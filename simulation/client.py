@@ -73,17 +73,21 @@ class Client:
 
 class Observer:
     """The router's measurements. seconds_between: of tokens of one answer, all answers together. resumes: why there were any.
-    durations: what instances told of attempts."""
+    durations: what instances told of attempts. predictions: of times to first tokens, each with the real one."""
 
     def __init__(self) -> None:
         self.endings: list[Ending] = []
         self.resumes: list[ResumeReason] = []
         self.seconds_to_first: list[float] = []
         self.seconds_between: list[float] = []
+        self.predictions: list[tuple[float, float]] = []
         self.durations: list[Durations] = []
 
     def first_token(self, seconds: float) -> None:
         self.seconds_to_first.append(seconds)
+
+    def predicted(self, predicted_s: float, real_s: float) -> None:
+        self.predictions.append((predicted_s, real_s))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.seconds_between.append(seconds)

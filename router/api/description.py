@@ -32,7 +32,7 @@ _REFUSALS = {
     408: "The body did not arrive in time.",
     409: "It runs already.",
     413: "The body is longer than `--max-body`.",
-    429: "Too many requests are open: try again after `Retry-After` seconds.",
+    429: "Too many requests are open, or this one would be too late: try again after `Retry-After` seconds.",
     503: "No instance can serve the request now, or the router drains: try again after `Retry-After` seconds.",
     504: "The request took longer than its `timeout`, or than `--request-timeout-s`.",
 }

@@ -76,8 +76,10 @@ def detail_of_failure(failed: Failed) -> ErrorDetail:
     return ErrorDetail(failed.message, failed.kind)
 
 
-def error_response(status: int, detail: ErrorDetail) -> Response:
-    headers = {"retry-after": str(RETRY_AFTER_S[status])} if status in RETRY_AFTER_S else {}
+def error_response(status: int, detail: ErrorDetail, retry_after_s: int | None = None) -> Response:
+    """retry_after_s: None for what the status stands for."""
+    wait_s = RETRY_AFTER_S.get(status) if retry_after_s is None else retry_after_s
+    headers = {} if wait_s is None else {"retry-after": str(wait_s)}
     if status == Unauthorized.status:
         headers["www-authenticate"] = "Bearer"
     return Response(error_json(detail), status, headers, media_type="application/json")
@@ -87,7 +89,8 @@ def response_to(error: TandemError) -> Response:
     """The response to an error that was raised before the answer started."""
     if isinstance(error, BadRequest):
         return error_response(error.status, ErrorDetail(str(error), error.kind, error.field, error.code))
-    return error_response(error.status, ErrorDetail(str(error), error.kind))
+    retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else None
+    return error_response(error.status, ErrorDetail(str(error), error.kind), retry_after_s)
 
 
 def response_to_failure(failed: Failed) -> Response:

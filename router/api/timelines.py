@@ -61,6 +61,9 @@ class RequestDurations(msgspec.Struct, frozen=True, kw_only=True):
     exposed_transfer_s: Annotated[Seconds, Meta(description="From the first token to the handoff.")] = None
     decode_s: Annotated[Seconds, Meta(description="From the handoff to the end; without one, from the first token.")] = None
     time_to_first_token_s: Annotated[Seconds, Meta(description="From the arrival at the router to the first token there.")] = None
+    predicted_ttft_s: Annotated[
+        Seconds, Meta(description="The same, as predicted when the request was last placed before that token.")
+    ] = None
     e2e_s: Annotated[Seconds, Meta(description="From the arrival at the router to the ending.")] = None
 
 
@@ -158,6 +161,7 @@ def _durations(request: RequestTimes) -> RequestDurations:
         exposed_transfer_s=_sum(each.exposed_transfer_s for each in parts),
         decode_s=_sum(each.decode_s for each in parts),
         time_to_first_token_s=_at(request.first_token_s, -request.received_s),
+        predicted_ttft_s=request.predicted_first_s,
         e2e_s=_at(request.ended_s, -request.received_s),
     )
 

@@ -74,6 +74,7 @@ class Unobserved:
     def __init__(self) -> None:
         self.first_tokens: list[float] = []
         self.gaps: list[tuple[float, int]] = []
+        self.predictions: list[tuple[float, float]] = []
         self.resumes: list[ResumeReason] = []
         self.resume_gaps: list[float] = []
         self.endings: list[Ending] = []
@@ -83,6 +84,9 @@ class Unobserved:
 
     def first_token(self, seconds: float) -> None:
         self.first_tokens.append(seconds)
+
+    def predicted(self, predicted_s: float, real_s: float) -> None:
+        self.predictions.append((predicted_s, real_s))
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.gaps.append((seconds, tokens))

@@ -85,6 +85,7 @@ async def test_a_chat_is_found_by_either_id_with_what_instances_told_and_without
     assert choice.first_token_s is not None and choice.ended_s is not None
     own = {
         "time_to_first_token_s": pytest.approx(choice.first_token_s - choice.received_s, abs=1e-6),
+        "predicted_ttft_s": None,
         "e2e_s": pytest.approx(choice.ended_s - choice.received_s, abs=1e-6),
     }
     assert msgspec.to_builtins(choice.durations) == PHASES | own
@@ -152,7 +153,7 @@ def test_of_many_attempts_the_latest_are_remembered_under_their_numbers() -> Non
     made = request("r")
     for number in range(1, 2 * MOST_ATTEMPTS):
         made.resumed(ResumeReason.PREEMPTED, Failed(message="x" * 10_000), 1.0)
-        made.dispatched(number, InstanceId(f"p{number}"), 2.0)
+        made.dispatched(number, InstanceId(f"p{number}"), None, 2.0)
     assert [each.number for each in made.attempts] == list(range(MOST_ATTEMPTS, 2 * MOST_ATTEMPTS))
     assert made.attempt(0) is None and made.attempt(MOST_ATTEMPTS) is made.attempts[0]
     assert len(made.attempts[0].failure) == FAILURE_CHARS

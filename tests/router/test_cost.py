@@ -1,0 +1,139 @@
+"""What placements cost, against cases that are worked out by hand.
+
+A step takes 10 ms, a prompt token 1 ms, a decode row 2 ms. A token's KV is 32 bytes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.ids import Role
+from common.messages import Load
+from router.ask import Ask
+from router.cache_index import NO_OVERLAP, Overlap
+from router.cost import STEPS_AHEAD, Estimate, alone, apart, at_decode, at_prefill, predict_ttft
+from router.members import Member
+from tests.builders import instance
+
+STEP_S, TOKEN_S, ROW_S = 0.010, 0.001, 0.002
+PAGES = 1_000
+TOKEN_BYTES = 32
+MEASURED = {"step_s": STEP_S, "chunk_token_s": TOKEN_S, "decode_row_s": ROW_S}
+
+
+class Cached(Overlap):
+    """Of a prompt, by the names of members."""
+
+    def __init__(self, held: Mapping[str, int]) -> None:
+        self.held = held
+
+    def tokens(self, member: Member) -> int:
+        return self.held.get(member.info.id, 0)
+
+
+def member(name: str, role: Role, **load: Any) -> Member:
+    info = instance(name, role)
+    large = msgspec.structs.replace(info, pools=(msgspec.structs.replace(info.pools[0], total_pages=PAGES),))
+    return Member(large, Load(**{"pages_free": PAGES, "pages_total": PAGES} | MEASURED | load))
+
+
+def ask(prompt_tokens: int = 100, max_new_tokens: int = 20, **cached: int) -> Ask:
+    return Ask(prompt_tokens, max_new_tokens, overlap=Cached(cached) if cached else NO_OVERLAP)
+
+
+def test_an_idle_prefill_instance_takes_a_step_with_the_prompt() -> None:
+    assert at_prefill(member("p0", "prefill"), ask(100)) == pytest.approx(STEP_S + 0.100)
+
+
+def test_what_waits_there_is_computed_first_and_what_is_cached_is_not() -> None:
+    busy = member("p0", "prefill", tokens_to_compute=300)
+    assert at_prefill(busy, ask(100)) == pytest.approx(2 * STEP_S + 0.300 + 0.100)
+    assert at_prefill(busy, ask(100, p0=64)) == pytest.approx(2 * STEP_S + 0.300 + 0.036)
+    assert at_prefill(member("p0", "prefill"), ask(100, p0=100)) == pytest.approx(STEP_S + 0.001), "the last token, always"
+
+
+def test_what_the_router_has_given_since_the_last_report_waits_there_too() -> None:
+    busy = member("p0", "prefill", tokens_to_compute=300)
+    busy.computing_before, busy.computing_tokens = 50, 70
+    assert at_prefill(busy, ask(100)) == pytest.approx(2 * STEP_S + 0.320 + 0.100)
+
+
+def test_the_second_token_waits_for_what_the_link_moves_after_the_prompt_is_computed() -> None:
+    prefill, decode = member("p0", "prefill"), member("d0", "decode")
+    answer_s = 20 * (STEP_S + ROW_S)
+    assert at_decode(decode, prefill, ask(100)) == pytest.approx(answer_s), "a link that was not measured costs nothing"
+    prefill.speeds[decode.info.id] = 100 * TOKEN_BYTES / 0.250  # bytes per second
+    assert at_decode(decode, prefill, ask(100)) == pytest.approx(answer_s + 0.250 - 0.100)
+    assert at_decode(decode, prefill, ask(100, d0=80)) == pytest.approx(answer_s), "20 tokens move while 100 are computed"
+    assert at_decode(decode, prefill, ask(100, p0=80)) == pytest.approx(answer_s + 0.250 - 0.020)
+
+
+def test_a_row_more_makes_every_step_longer_for_itself_and_for_all_others() -> None:
+    prefill = member("p0", "prefill")
+    busy = member("d0", "decode", running_requests=5, running_tokens=500)
+    assert at_decode(busy, prefill, ask(100)) == pytest.approx(20 * (STEP_S + 6 * ROW_S) + 20 * 5 * ROW_S)
+    busy.assigned_before, busy.assigned_tokens = 500, 620  # since the report, in requests of 120 tokens: one more
+    assert at_decode(busy, prefill, ask(100)) == pytest.approx(20 * (STEP_S + 7 * ROW_S) + 20 * 6 * ROW_S)
+
+
+def test_without_room_it_waits_until_so_much_of_what_others_hold_has_come_free() -> None:
+    prefill = member("p0", "prefill")
+    full = member("d0", "decode", running_requests=5, running_tokens=600, pages_free=15)  # 60 of its tokens
+    answer_s = 20 * (STEP_S + 6 * ROW_S)
+    waits_s = (120 - 60) / 600 * answer_s
+    assert at_decode(full, prefill, ask(100)) == pytest.approx(waits_s + answer_s + 20 * 5 * ROW_S)
+    assert alone(full, ask(100)).ttft_s > waits_s
+
+
+def test_alone_a_prompt_holds_up_every_row_that_runs() -> None:
+    busy = member("d0", "decode", running_requests=4, running_tokens=400, tokens_to_compute=50)
+    ttft_s = 0.050 + (1 + STEPS_AHEAD) * (STEP_S + 5 * ROW_S) + 0.100
+    decoding_s = 20 * (STEP_S + 5 * ROW_S) + 20 * 4 * ROW_S
+    estimate = alone(busy, ask(100))
+    assert (estimate.ttft_s, estimate.cost_s) == pytest.approx((ttft_s, ttft_s + 4 * 0.100 + decoding_s))
+    idle = alone(member("d0", "decode"), ask(100))
+    assert idle.ttft_s == pytest.approx(STEP_S + ROW_S + 0.100)
+
+
+def test_two_instances_are_worth_it_when_rows_would_be_held_up_or_a_queue_is_shorter() -> None:
+    """Nobody waits at the idle pair but for the prompt itself: then the two ways differ by the row of the chunk's step."""
+    prefill, busy = member("p0", "prefill"), member("d0", "decode", running_requests=4, running_tokens=400)
+    request = ask(100)
+    pair, one = apart(prefill, busy, request), alone(busy, request)
+    assert pair == Estimate(at_prefill(prefill, request), at_prefill(prefill, request) + at_decode(busy, prefill, request))
+    assert pair.cost_s < one.cost_s
+    held_up_s = one.cost_s - pair.cost_s
+    queue = member("p0", "prefill", tokens_to_compute=round((held_up_s - STEP_S) / TOKEN_S))
+    assert apart(queue, busy, request).cost_s == pytest.approx(one.cost_s, abs=TOKEN_S), "here they are equal"
+
+
+def test_who_has_measured_nothing_is_as_fast_as_its_role() -> None:
+    fresh, known = (member(name, "prefill", step_s=0.0, chunk_token_s=0.0, decode_row_s=0.0) for name in ("p0", "p1"))
+    fresh.pace = known.pace
+    for chunk_token_s in (TOKEN_S, *(2 * TOKEN_S,) * 200):
+        known.pace.hear(Load(step_s=STEP_S, chunk_token_s=chunk_token_s))
+    assert at_prefill(fresh, ask(100)) == pytest.approx(STEP_S + 0.200, rel=0.01), "the mean of what was heard of late"
+
+
+def test_a_decode_instance_that_computed_no_prompt_is_as_fast_as_those_that_do() -> None:
+    decode = member("d0", "decode", chunk_token_s=0.0)
+    decode.other_pace.hear(Load(chunk_token_s=TOKEN_S))
+    assert alone(decode, ask(100)).ttft_s == pytest.approx(STEP_S + ROW_S + 0.100)
+
+
+def test_when_nobody_has_measured_anything_members_are_ordered_by_their_load_and_nothing_is_predicted() -> None:
+    nothing = {"step_s": 0.0, "chunk_token_s": 0.0, "decode_row_s": 0.0}
+    prefills = [member(f"p{n}", "prefill", tokens_to_compute=100 * n, **nothing) for n in range(4)]
+    decodes = [member(f"d{n}", "decode", running_requests=n, running_tokens=100 * n, **nothing) for n in range(4)]
+    queues, rows = [at_prefill(each, ask()) for each in prefills], [at_decode(each, prefills[0], ask()) for each in decodes]
+    assert queues == sorted(set(queues)) and rows == sorted(set(rows))
+    assert predict_ttft(prefills[0], ask(), since_s=0.0) is None and predict_ttft(decodes[0], ask(), since_s=0.0) is None
+
+
+def test_what_was_computed_of_the_queue_since_is_not_waited_for() -> None:
+    busy = member("p0", "prefill", tokens_to_compute=300)
+    at_once_s = 2 * STEP_S + 0.100
+    assert predict_ttft(busy, ask(100), since_s=0.200) == pytest.approx(at_once_s + 0.100)
+    assert predict_ttft(busy, ask(100), since_s=9.0) == pytest.approx(at_once_s), "the queue is over, but not more"

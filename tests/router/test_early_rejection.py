@@ -1,0 +1,86 @@
+"""Predicted times to first token: compared with what came, and a request that would come too late is refused at once."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import Overloaded
+from common.ids import RequestId
+from common.messages import Load
+from tests.router.bench import D0, P0, P1, Bench, spec
+
+STEP_S, TOKEN_S = 0.5, 0.1
+PROMPT_S = STEP_S + 20 * TOKEN_S
+"""Of the prompt of `spec`, where nothing is in front of it."""
+
+
+def measured(**load: int) -> Load:
+    return Load(pages_free=64, pages_total=64, step_s=STEP_S, chunk_token_s=TOKEN_S, **load)
+
+
+def busy_bench(tokens: int, early_rejection: str = "on") -> Bench:
+    """So many tokens of others are in front of every new prompt."""
+    bench = Bench(P0, D0, config=RouterConfig(early_rejection="on" if early_rejection == "on" else "off"))
+    bench.report(P0, 0.0, measured(waiting_tokens=tokens, tokens_to_compute=tokens))
+    return bench
+
+
+def test_a_prediction_is_compared_with_the_first_token_and_counts_from_the_arrival() -> None:
+    bench = Bench(P0, D0)
+    bench.report(P0, 0.0, measured())
+    bench.core.requests.submit([spec()], bench.outbox, received_s=1.0, now=1.25)
+    bench.text(0, "a", now=5.0)
+    ((predicted_s, real_s),) = bench.observer.predictions
+    assert (predicted_s, real_s) == pytest.approx((0.25 + PROMPT_S, 4.0))
+    errors = bench.core.requests.predictions.errors()
+    assert errors is not None
+    assert errors.requests == 1
+    assert (errors.median_s, errors.median_share) == pytest.approx((1.25, 1.25 / 4.0))
+
+
+def test_a_prompt_behind_another_waits_for_what_is_left_of_that() -> None:
+    bench = Bench(P0, D0)
+    bench.report(P0, 0.0, measured())
+    bench.submit(spec("r"), at=1.0)
+    bench.submit(spec("s"), at=1.5)
+    (_, second) = bench.core.requests.records()
+    assert second.times.predicted_first_s == pytest.approx(2 * STEP_S + 40 * TOKEN_S - 0.5)
+
+
+def test_without_a_measured_pace_nothing_is_predicted_and_nothing_refused() -> None:
+    bench = Bench(P0, D0)
+    bench.report(P0, 0.0, Load(pages_free=64, pages_total=64, waiting_tokens=10**9, tokens_to_compute=10**9))
+    bench.submit(replace(spec(), timeout_s=0.001))
+    bench.text(0, "a")
+    assert bench.observer.predictions == [] and bench.core.requests.predictions.errors() is None
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_request_that_would_be_too_late_is_refused_whole_and_told_when_to_come_again(choices: int) -> None:
+    bench = busy_bench(100)
+    comes_s = 2 * STEP_S + (100 + 20 * choices) * TOKEN_S  # the last of them
+    specs = [replace(spec(f"r{n}", n), timeout_s=comes_s - 1.5) for n in range(choices)]
+    with pytest.raises(Overloaded, match="too late") as refused:
+        bench.submit(*specs)
+    assert refused.value.retry_after_s == 2
+    requests = bench.core.requests
+    assert (requests.predictions.rejected, len(requests)) == (choices, 0)
+    assert set(bench.assigned().values()) == {0}
+    assert all(member.computing_tokens == member.growth_tokens == 0 for member in bench.core.fleet.members())
+    bench.submit(*(replace(each, timeout_s=comes_s + 0.1) for each in specs))
+
+
+def test_who_does_not_want_it_waits() -> None:
+    busy_bench(100, early_rejection="off").submit(replace(spec(), timeout_s=0.1))
+
+
+def test_where_nothing_is_in_front_a_request_is_always_taken_whatever_is_predicted() -> None:
+    """A pace that was measured wrong must be measured again."""
+    bench = busy_bench(0)
+    bench.submit(*(replace(spec(f"r{n}", n), timeout_s=0.1) for n in range(2)))
+    with pytest.raises(Overloaded):
+        bench.submit(replace(spec("s"), timeout_s=0.1))
+    bench.join(P1, 1.0)
+    bench.submit(replace(spec("s"), timeout_s=0.1), at=1.0)
+    assert RequestId("s") in {record.spec.request_id for record in bench.core.requests.records()}
