@@ -6,8 +6,9 @@ Owns the reading of safetensors, and what a checkpoint is refused for before a w
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_REPORTS, _LEAST_REPORT_BYTES = 20, 2**30
 _BLOCKS, _BLOCK_BYTES = 64, 4096
-_FLOATS = ("F64", "F32", "F16", "BF16")
-"""Dtypes that a weight may have, as safetensors spells them. FP8 is none of them: such weights need scales."""
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Dtypes that a weight may have, as safetensors spells them, and the bytes of an item. FP8 is none of them: such weights need
+scales."""
 
 
 def fingerprint(path: Path, *, weights: bool = True, ways: Sequence[str] = ()) -> str:
@@ -104,27 +106,52 @@ def _dtypes(file: Path) -> dict[str, str]:
     return dtypes
 
 
-def read_weights(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, "Tensor"]]:
-    """Every tensor of the checkpoint by name, as it is in the file, one after the other. Raises ConfigError.
+class StoredWeight:
+    """A weight in its file, which is open: only what is taken out of it is read."""
 
-    progress: is told the bytes read of all, at the start and now and then.
+    def __init__(self, file: Path, stored: Any) -> None:
+        self._file, self._stored = file, stored
+        self.shape: tuple[int, ...] = tuple(stored.get_shape())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return prod(self.shape) * _FLOATS[self._stored.get_dtype()]
+
+    def __getitem__(self, cut: tuple[slice, ...]) -> "Tensor":
+        """The part in these ranges of the first dimensions, as it is in the file. Raises ConfigError."""
+        try:
+            part: Tensor = self._stored[cut or ...]
+        except SafetensorError as error:
+            raise _not_whole(self._file, error) from error
+        return part
+
+
+def read_weights(path: Path, progress: Callable[[str], None]) -> Iterator[tuple[str, StoredWeight]]:
+    """Every weight of the checkpoint by name, one after the other. Raises ConfigError.
+
+    progress: is told how far in the files it is, at the start and now and then.
     """
     check_weights(path)
     files = weight_files(path)
     total_bytes = sum(file.stat().st_size for file in files)
     step_bytes = max(total_bytes // _MOST_REPORTS, _LEAST_REPORT_BYTES)
-    read_bytes, next_report = 0, 0
+    passed_bytes, next_report = 0, 0
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for name in opened.offset_keys():  # in the order of the file, so that a disk reads ahead
-                    if read_bytes >= next_report:
-                        progress(f"loading weights: {read_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB")
+                    if passed_bytes >= next_report:
+                        progress(f"loading weights: {passed_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB")
                         next_report += step_bytes
                     if name.endswith(".rotary_emb.inv_freq"):
                         continue  # a buffer that older versions of transformers saved; the config determines it
-                    tensor = opened.get_tensor(name)
-                    read_bytes += tensor.nbytes
-                    yield name, tensor
+                    stored = StoredWeight(file, opened.get_slice(name))
+                    passed_bytes += stored.nbytes
+                    yield name, stored
         except SafetensorError as error:
-            raise ConfigError(f"{file} is not a safetensors file, or not a whole one: {error}") from error
+            raise _not_whole(file, error) from error
+
+
+def _not_whole(file: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{file} is not a safetensors file, or not a whole one: {error}")

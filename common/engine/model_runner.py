@@ -26,6 +26,7 @@ from common.engine.logits.choice import make_processors
 from common.engine.models.loading import Loading
 from common.engine.models.registry import load_model, model_fingerprint
 from common.engine.models.served_shape import ServedShape, read_served_shape
+from common.engine.models.shares import check_ranks
 from common.engine.parallel import ALONE, Group
 from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
@@ -68,6 +69,7 @@ class ModelRunner:
         dtype_name = dtype_of(engine.dtype, self._device)
         self._dtype = torch_dtype(dtype_name)
         shape = read_served_shape(path)
+        check_ranks(shape, group.ranks, engine.quantization)
         self.grammars = Grammars(partial(vocabulary_of, path, shape.vocab_size, shape.eos_token_ids), CompilerProcess)
         layout = KVLayout(
             layers=shape.layers,
@@ -195,7 +197,7 @@ class ModelRunner:
         engine, pages_per_row = self._engine, memory.layout.pages_for(context_tokens)
         needs = AttentionNeeds(
             memory=memory,
-            query_heads=shape.heads,
+            query_heads=shape.heads // self._group.ranks,
             layers=self._model.attention,
             dtype=self._dtype,
             max_rows=engine.max_running,

@@ -3,12 +3,14 @@
 Owns the weights of attention and the order of the layers; an mlp is a callable, SwiGLU here. Implements `Model`; knows nothing of
 pages, rows or requests. The architectures differ in biases, windows, rotary scaling and in the norm on queries and keys (Qwen3).
 Sources: Touvron et al. 2023, Jiang et al. 2023 (Mistral 7B), Qwen2 technical report 2024, Qwen3 technical report 2025.
+
+Each of several ranks has some heads and a part of every mlp (`shares.py`). What attention and mlps add to the hidden states is
+summed over the ranks, so hidden states are whole on each.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.attention.port import LayerAttention
@@ -17,10 +19,14 @@ from common.engine.models.linear import AnyLinear
 from common.engine.models.port import StepAttention
 from common.engine.models.rotary import Rotary
 from common.engine.models.shape import ModelShape
+from common.engine.models.shares import Share, share_of
+from common.engine.models.vocabulary import Vocabulary
 from common.engine.models.weights import Part, WeightSlots
+from common.engine.parallel import ALONE, Group
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Mlp = Callable[[Tensor], Tensor]
-"""[tokens, hidden] → [tokens, hidden]."""
+"""[tokens, hidden] → [tokens, hidden]: this rank's part of the sum."""
 MlpMaker = Callable[[int], Mlp]
 """Makes the mlp of a layer, given its number."""
 
@@ -53,7 +59,7 @@ class Decoder:
     """A model whose weights are in `slots`, to be filled before it computes.
 
     context_tokens: the longest sequence that the instance was asked for. make_mlp: None: SwiGLU in every layer. capturable: that
-    its mlps are.
+    its mlps are. group: the ranks that compute the model.
     """
 
     def __init__(
@@ -64,59 +70,75 @@ class Decoder:
         context_tokens: int,
         make_mlp: MlpMaker | None = None,
         capturable: bool = True,
+        group: Group = ALONE,
     ) -> None:
         self.shape = shape
         self.capturable = capturable
+        self._group = group
+        share = share_of(shape, group.rank, group.ranks)
         self.attention = [LayerAttention(shape.head_dim**-0.5, window) for window in shape.windows]
         self._kernels = kernels
-        self._embedding = slots.tensor("model.embed_tokens.weight", shape.vocab_size, shape.hidden)
-        make_mlp = make_mlp or (lambda number: gated_mlp(shape, slots, kernels, number))
-        self._layers = [_layer(shape, slots, number, make_mlp(number)) for number in range(shape.layers)]
+        make_mlp = make_mlp or (lambda number: gated_mlp(shape, share, slots, kernels, number))
+        self._embedding = _vocabulary(shape, share, slots, EMBEDDING, group)
+        self._layers = [_layer(shape, share, slots, number, make_mlp(number)) for number in range(shape.layers)]
         self._norm = slots.tensor("model.norm.weight", shape.hidden)
         if shape.tied:
             self._head = self._embedding
-            slots.tie("lm_head.weight", self._embedding)
+            slots.tie(HEAD, EMBEDDING, self._embedding.weight[: len(share.vocabulary)])
         else:
-            self._head = slots.tensor("lm_head.weight", shape.vocab_size, shape.hidden)
-        self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, self._embedding.device)
+            self._head = _vocabulary(shape, share, slots, HEAD, group)
+        self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, self._embedding.weight.device)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """token_ids, positions: [tokens] int64. Returns [tokens, hidden], normed."""
         rotation, kernels, eps = self._rotary(positions), self._kernels, self.shape.norm_eps
-        residual = F.embedding(token_ids, self._embedding)
+        total = self._group.sum
+        residual = self._embedding.embed(token_ids)
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
             heads = layer.qkv(x).view(len(x), -1, self.shape.head_dim)
             out = attention.rotate_and_attend(number, heads, rotation, layer.head_norm)
-            x = layer.output(out.reshape(len(x), -1))
+            x = total(layer.output(out.reshape(len(x), -1)))
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = layer.mlp(x)
+            x = total(layer.mlp(x))
             x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32."""
-        return F.linear(hidden, self._head).float()
+        return self._head.logits(hidden)
 
 
-def gated_mlp(shape: ModelShape, slots: WeightSlots, kernels: Kernels, number: int) -> GatedMlp:
+def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, kernels: Kernels, number: int) -> GatedMlp:
     """The mlp of layer `number`."""
-    prefix = f"model.layers.{number}.mlp."
-    gate_up = [Part(prefix + "gate_proj", shape.intermediate), Part(prefix + "up_proj", shape.intermediate)]
+    prefix, width = f"model.layers.{number}.mlp.", share.intermediate
+    gate_up = [Part(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
     down = [Part(prefix + "down_proj", shape.hidden)]
     return GatedMlp(
         gate_up=slots.linear(gate_up, shape.hidden, shape.mlp_bias),
-        down=slots.linear(down, shape.intermediate, shape.mlp_bias),
+        down=slots.linear(down, shape.intermediate, shape.mlp_bias, width, share.adds_biases),
         kernels=kernels,
     )
 
 
-def _layer(shape: ModelShape, slots: WeightSlots, number: int, mlp: Mlp) -> Layer:
+def _vocabulary(shape: ModelShape, share: Share, slots: WeightSlots, name: str, group: Group) -> Vocabulary:
+    weight = slots.rows(name, share.vocabulary, share.vocabulary_rows, shape.vocab_size, shape.hidden)
+    return Vocabulary(weight, share.vocabulary, shape.vocab_size, group)
+
+
+def _layer(shape: ModelShape, share: Share, slots: WeightSlots, number: int, mlp: Mlp) -> Layer:
     prefix = f"model.layers.{number}."
     attention = prefix + "self_attn."
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    qkv = [Part(attention + "q_proj", queries), Part(attention + "k_proj", keys), Part(attention + "v_proj", keys)]
+    queries_here, keys_here = (
+        range(heads.start * shape.head_dim, heads.stop * shape.head_dim) for heads in (share.heads, share.kv_heads)
+    )
+    qkv = [
+        Part(attention + "q_proj", queries, queries_here),
+        Part(attention + "k_proj", keys, keys_here),
+        Part(attention + "v_proj", keys, keys_here),
+    ]
     head_norm = None
     if shape.qk_norm:
         query_norm = slots.tensor(attention + "q_norm.weight", shape.head_dim)
@@ -125,7 +147,9 @@ def _layer(shape: ModelShape, slots: WeightSlots, number: int, mlp: Mlp) -> Laye
         input_norm=slots.tensor(prefix + "input_layernorm.weight", shape.hidden),
         qkv=slots.linear(qkv, shape.hidden, shape.qkv_bias),
         head_norm=head_norm,
-        output=slots.linear([Part(attention + "o_proj", shape.hidden)], queries, shape.output_bias),
+        output=slots.linear(
+            [Part(attention + "o_proj", shape.hidden)], queries, shape.output_bias, queries_here, share.adds_biases
+        ),
         post_norm=slots.tensor(prefix + "post_attention_layernorm.weight", shape.hidden),
         mlp=mlp,
     )

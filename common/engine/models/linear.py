@@ -64,7 +64,7 @@ class Fp8Linear:
     def put(self, rows: slice, weight: Tensor) -> Tensor:
         """Set some outputs. weight: [rows, inputs], any float dtype, on any device. Returns it on the layer's device, because FP8
         values do not show what was not finite."""
-        given = weight.to(self.weight.device)
+        given = weight.to(self.weight.device).contiguous()
         values, scales = self.kernels.quantise(given)
         self.weight[rows].copy_(values)
         self.scale[0, rows].copy_(scales[:, 0])

@@ -18,6 +18,7 @@ from common.engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_
 from common.engine.models.port import Model
 from common.engine.models.served_shape import ServedShape
 from common.engine.models.shape import CONFIG, ModelShape
+from common.engine.models.shares import share_of
 from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError, MemoryShort
 
@@ -49,8 +50,6 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
             f"--quantization {loading.quantization} is not supported for {shape.architecture}, only for Tandem's own decoders "
             f"without experts: use none"
         )
-    if loading.group.ranks > 1:
-        raise ConfigError(f"--tp {loading.group.ranks} is not supported for {shape.architecture}: give --tp 1")
     if not isinstance(shape, ModelShape):
         from common.engine.models.transformers_model import load_transformers_model
 
@@ -77,12 +76,13 @@ def make_decoder(
     shape: ModelShape, slots: WeightSlots, loading: Loading, kernels: Kernels, progress: Callable[[str], None]
 ) -> Decoder:
     """A model of Tandem's own, whose weights are in `slots`."""
-    experts = shape.experts
+    experts, group = shape.experts, loading.group
     if experts is None:
-        return Decoder(shape, slots, kernels, loading.context_tokens)
+        return Decoder(shape, slots, kernels, loading.context_tokens, group=group)
     obstacle = why_not_grouped(shape, experts, loading.dtype, loading.device)
     if obstacle is not None and loading.device.type == "cuda":
         progress(f"experts compute one after the other, and decode steps cannot be CUDA graphs: {obstacle}")
     products = grouped if obstacle is None else one_by_one
-    make_mlp = partial(mlp_of_layer, shape, experts, slots, kernels, products)
-    return Decoder(shape, slots, kernels, loading.context_tokens, make_mlp, capturable=obstacle is None)
+    share = share_of(shape, group.rank, group.ranks)
+    make_mlp = partial(mlp_of_layer, shape, experts, share, slots, kernels, products)
+    return Decoder(shape, slots, kernels, loading.context_tokens, make_mlp, capturable=obstacle is None, group=group)

@@ -1,12 +1,14 @@
 """Where the weights of a model go: memory that is allocated first and filled as a checkpoint is read.
 
-Owns the memory of each weight, and the check that a checkpoint has exactly the weights of the model, in their shapes. Only
-the tensor that is being copied is in memory twice. Does not know files or architectures.
+Owns the memory of each weight, and the check that a checkpoint has exactly the weights of the model, in their shapes. Of several
+ranks, each has parts of some weights and nothing of others, and reads no more than that. Only what is being copied is in memory
+twice. Does not know files or architectures.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -17,27 +19,46 @@ from common.engine.kernels.port import Kernels
 from common.engine.models.linear import AnyLinear, Fp8Linear, Linear, check_fp8
 from common.errors import ConfigError
 
+Cut = tuple[slice, ...]
+"""A part of a tensor: a range of each of its first dimensions; of the others, all."""
 _NAMED = 5
 """How many weights an error names."""
 _RANDOM_SPREAD = 0.02
 """Standard deviation of random weights, as models are initialised before training."""
 
 
+class Stored(Protocol):
+    """A weight of a checkpoint: a tensor, or one that is still in its file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, cut: Cut, /) -> Tensor:
+        """Only this part is read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a merged layer. name: in the checkpoint, without .weight or .bias. outputs: how many rows."""
+    """Some rows of a merged layer. name: in the checkpoint, without .weight or .bias. outputs: how many rows it has there. here:
+    which of them this rank has; None: all."""
 
     name: str
     outputs: int
+    here: range | None = None
+
+    @property
+    def rows(self) -> range:
+        return range(self.outputs) if self.here is None else self.here
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """shape: of the weight in the checkpoint. put: copies it to its place, and returns what is not finite if the weight is not
-    finite there, on the device."""
+    """shape: of the weight in the checkpoint. cut: what of it this rank has. put: copies that to its place, and returns what is
+    not finite if the weight is not finite there, on the device."""
 
     shape: tuple[int, ...]
     put: Callable[[Tensor], Tensor]
+    cut: Cut = ()
 
 
 class WeightSlots:
@@ -51,7 +72,8 @@ class WeightSlots:
         self._kernels = kernels
         self._quantization = quantization
         self.slots: dict[str, Slot] = {}
-        self._tied: dict[str, Tensor] = {}
+        self._elsewhere: dict[str, tuple[int, ...]] = {}
+        self._tied: dict[str, tuple[Slot, Tensor]] = {}
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The weight of this name, and nothing else, in one tensor."""
@@ -59,22 +81,35 @@ class WeightSlots:
         self.expect(name, made)
         return made
 
-    def linear(self, parts: Sequence[Part], inputs: int, bias: bool) -> AnyLinear:
-        """One layer of several in the checkpoint, one below the other, so that they are one matrix product."""
-        outputs = sum(part.outputs for part in parts)
-        added = self.empty(outputs) if bias else None
+    def linear(
+        self, parts: Sequence[Part], inputs: int, bias: bool, inputs_here: range | None = None, adds_bias: bool = True
+    ) -> AnyLinear:
+        """One layer of several in the checkpoint, one below the other, so that they are one matrix product. inputs: in the
+        checkpoint. inputs_here: which of them this rank has; None: all. adds_bias: whether it has the bias, if there is one."""
+        outputs = sum(len(part.rows) for part in parts)
+        columns = range(inputs) if inputs_here is None else inputs_here
+        added = self.empty(outputs) if bias and adds_bias else None
         made: AnyLinear
         if self._quantization == "fp8":
-            made = Fp8Linear.empty(outputs, inputs, added, self._device, self._kernels)
+            made = Fp8Linear.empty(outputs, len(columns), added, self._device, self._kernels)
         else:
-            made = Linear(self.empty(outputs, inputs), added)
+            made = Linear(self.empty(outputs, len(columns)), added)
         begin = 0
         for part in parts:
-            rows = slice(begin, begin + part.outputs)
-            self.slots[f"{part.name}.weight"] = Slot((part.outputs, inputs), partial(made.put, rows))
+            rows, cut = slice(begin, begin + len(part.rows)), (_slice(part.rows), _slice(columns))
+            self.slots[f"{part.name}.weight"] = Slot((part.outputs, inputs), partial(made.put, rows), cut)
             if added is not None:
-                self.expect(f"{part.name}.bias", added[rows])
-            begin += part.outputs
+                self.slots[f"{part.name}.bias"] = Slot((part.outputs,), added[rows].copy_, cut[:1])
+            elif bias:
+                self.expect_elsewhere(f"{part.name}.bias", part.outputs)
+            begin += len(part.rows)
+        return made
+
+    def rows(self, name: str, here: range, rows: int, outputs: int, inputs: int) -> Tensor:
+        """Some rows of the weight of this name, [outputs, inputs] in the checkpoint, and zeros below them: [rows, inputs]."""
+        made = self.empty(rows, inputs)
+        made[len(here) :].zero_()
+        self.slots[name] = Slot((outputs, inputs), made[: len(here)].copy_, (_slice(here),))
         return made
 
     def empty(self, *shape: int) -> Tensor:
@@ -84,12 +119,17 @@ class WeightSlots:
         """The weight of this name goes to `place`, which may be a part of a larger tensor, and is converted to its dtype."""
         self.slots[name] = Slot(tuple(place.shape), place.copy_)
 
-    def tie(self, name: str, place: Tensor) -> None:
-        """The checkpoint may have a weight of this name. If it does, the weight equals what goes to `place`."""
-        self._tied[name] = place
+    def expect_elsewhere(self, name: str, *shape: int) -> None:
+        """The weight of this name is for other ranks: it must be there, and is not read."""
+        self._elsewhere[name] = shape
+
+    def tie(self, name: str, other: str, place: Tensor) -> None:
+        """The checkpoint may have a weight of this name. If it does, it equals the weight `other`, whose part is in `place`."""
+        self._tied[name] = self.slots[other], place
 
     def fill_random(self, seed: int = 0) -> None:
-        """Random weights, for measuring. They depend on the seed, the shapes and the kind of device. Norms are ones."""
+        """Random weights, for measuring. They depend on the seed, the shapes and the kind of device, not on the number of ranks:
+        each makes the whole of a weight of which it has a part. Norms are ones."""
         generator = torch.Generator(self._device)
         for name, slot in self.slots.items():
             weight = self.empty(*slot.shape)
@@ -97,34 +137,37 @@ class WeightSlots:
                 weight.fill_(1.0)
             else:
                 weight.normal_(0.0, _RANDOM_SPREAD, generator=generator.manual_seed(seed + crc32(name.encode())))
-            slot.put(weight)
+            slot.put(weight[slot.cut])
 
-    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def fill(self, weights: Iterable[tuple[str, Stored]]) -> None:
         """Copy each weight to its place. Raises ConfigError when one is missing, unknown, of another shape or not finite."""
-        missing = dict(self.slots)
+        missing = {name: slot.shape for name, slot in self.slots.items()} | self._elsewhere
         ranges: dict[str, Tensor] = {}
         unknown: list[str] = []
-        copies: dict[str, Tensor] = {}
-        for name, tensor in weights:
-            slot = missing.pop(name, None)
+        copies: dict[str, Stored] = {}
+        for name, stored in weights:
+            shape = missing.pop(name, None)
             if name in self._tied:
-                copies[name] = tensor
-            elif slot is None:
+                copies[name] = stored
+            elif shape is None:
                 unknown.append(name)
-            elif tensor.shape != slot.shape:
+            elif tuple(stored.shape) != shape:
                 raise ConfigError(
-                    f"{name} has the shape {list(tensor.shape)} in the checkpoint, but {list(slot.shape)} by config.json"
+                    f"{name} has the shape {list(stored.shape)} in the checkpoint, but {list(shape)} by config.json"
                 )
-            else:
-                ranges[name] = torch.stack(torch.aminmax(slot.put(tensor)))  # both are NaN if one item is
+            elif name in self.slots:
+                slot = self.slots[name]
+                found = slot.put(stored[slot.cut])
+                if found.numel():
+                    ranges[name] = torch.stack(torch.aminmax(found))  # both are NaN if one item is
         if missing:
             raise ConfigError(f"the checkpoint lacks weights that its config.json asks for: {_listed(missing)}")
         if unknown:
             raise ConfigError(f"the checkpoint has weights that its config.json does not ask for: {_listed(unknown)}")
         self._refuse_infinite(ranges)
-        for name, tensor in copies.items():
-            place = self._tied[name]
-            if tensor.shape != place.shape or not torch.equal(tensor.to(place), place):
+        for name, stored in copies.items():
+            slot, place = self._tied[name]
+            if tuple(stored.shape) != slot.shape or not torch.equal(stored[slot.cut].to(place), place):
                 raise ConfigError(
                     f"the weight {name} differs from the embedding, but config.json has tie_word_embeddings true: make it false"
                 )
@@ -137,6 +180,10 @@ class WeightSlots:
             fix = "; float16 ends at 65504: give --dtype bfloat16" if self._dtype == torch.float16 else ""
             asked = str(self._dtype).removeprefix("torch.")
             raise ConfigError(f"the checkpoint has weights that are infinite or not numbers in {asked}: {_listed(bad)}{fix}")
+
+
+def _slice(held: range) -> slice:
+    return slice(held.start, held.stop)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,34 +1,12 @@
 """The collectives of a group of ranks, against sums and concatenations of what each rank gave."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from typing import TypeVar
-
 import pytest
 import torch
 from torch import Tensor
 
 from common.engine.parallel import ALONE, Group, TorchGroup, open_store, reach_store
 from common.errors import ConfigError
-
-CPU, HOST = torch.device("cpu"), "127.0.0.1"
-CONNECT_S = 60.0
-T = TypeVar("T")
-
-
-def on_ranks(ranks: int, run: Callable[[Group], T]) -> list[T]:
-    """What `run` returned on each rank: a thread for each, because a group needs no process of its own. A rank that fails leaves,
-    which ends the others."""
-    store = open_store(HOST)
-
-    def be(rank: int) -> T:
-        ours = store if rank == 0 else reach_store(HOST, store.port, CONNECT_S)
-        with closing(TorchGroup(ours, rank, ranks, CPU, HOST, CONNECT_S)) as group:
-            return run(group)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(be, range(ranks)))
+from tests.common.engine.ranks import CPU, HOST, on_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

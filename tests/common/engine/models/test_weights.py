@@ -85,7 +85,7 @@ def test_a_weight_that_is_not_finite_in_the_models_dtype_is_named(dtype: torch.d
 def test_a_tied_weight_may_be_there_if_it_is_equal() -> None:
     for copied, fine in ((checkpoint()["a.weight"], True), (torch.ones(2, 4), False), (torch.ones(1, 4), False)):
         slots, _, linear = slots_of()
-        slots.tie("head", linear.weight[:2])
+        slots.tie("head", "a.weight", linear.weight[:2])
         given = {"head": copied, **checkpoint()}
         if fine:
             slots.fill(given.items())

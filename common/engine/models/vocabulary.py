@@ -1,0 +1,38 @@
+"""The two ends of a model: token ids to hidden states, and hidden states to logits, over the rows of a vocabulary.
+
+Owns what a rank does for the token ids that other ranks have. Knows no layers.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.parallel import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The embedding or the output head. weight: [rows, hidden], of the token ids `ids` and then padding, so that all ranks have
+    equally many rows. size: of the whole vocabulary."""
+
+    weight: Tensor
+    ids: range
+    size: int
+    group: Group
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[tokens] int64 → [tokens, hidden]. Each token is a row of one rank; the others add zeros."""
+        if self.group.ranks == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = token_ids - self.ids.start
+        elsewhere = (rows < 0) | (rows >= len(self.ids))
+        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.group.sum(found.masked_fill(elsewhere[:, None], 0.0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocab] float32. The padding is at the end of the last parts."""
+        parts = self.group.gather(F.linear(hidden, self.weight))
+        if parts.shape[1] > self.size:
+            parts = parts[:, : self.size].contiguous()
+        return parts.float()
