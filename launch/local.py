@@ -1,7 +1,8 @@
 """`launch local`: a whole fleet on this machine, started together, kept alive, and stopped in order.
 
 Owns the order of start and stop, and the children. Does not know what a child does inside, nor when to start one again: the
-supervisor decides that (`launch/supervisor.py`).
+supervisor decides that (`launch/supervisor.py`). `launch ray` starts its instances elsewhere (`launch/ray_fleet.py`); all else is
+the same.
 
     start   routers (with their detokenizers), then every instance at once, then wait until each router sees all of them, linked
     watch   a process that ended is started again with the same flags, a router on the same ports
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, assert_never
 
 import msgspec
@@ -35,9 +37,9 @@ from common.config import (
 from common.cores import core_count, divide_cores, place_on_gpus
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
-from common.processes.child import Exited, Reported, stop_children
+from common.processes.child import Exited, Reported, Running, stop_children
 from common.processes.parent import Parent
-from launch import logs, signals
+from launch import signals
 from launch.fleet_page import FleetPage, curl_line
 from launch.processes import Child, ChildEvent, launch_command
 from launch.reports import Broken, CloseIntake, IntakeClosed, News, Order, Progress, Ready, Report
@@ -54,13 +56,17 @@ Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 """In the order in which they are stopped."""
 Command = Callable[[str, Sequence[str]], list[str]]
+OnEvent = Callable[[ChildEvent], object]
+StartInstance = Callable[[str, Role, Sequence[str], OnEvent], Running]
+"""Start the instance of that name and role with these flags, and tell its events."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlan:
-    """What to start. gpus: of this host. Raises ConfigError when the counts cannot make a fleet."""
+    """What to start. gpus: of this host. here: its address, as instances reach it. Raises ConfigError when the counts cannot make
+    a fleet."""
 
     prefill: int
     decode: int
@@ -73,6 +79,7 @@ class LocalPlan:
     security: SecurityConfig = SecurityConfig()
     access: AccessConfig = AccessConfig()
     gpus: int = 0
+    here: str = LOOPBACK
 
     def __post_init__(self) -> None:
         if self.prefill < 0:
@@ -132,16 +139,22 @@ class _Signal:
     number: int
 
 
-class LocalFleet:
-    """The children of `launch local`. `signalled` is called on a thread of its own, so that nothing delays a second signal."""
+class Fleet:
+    """Routers on this host, and instances where `start_instance` starts them.
 
-    def __init__(self, plan: LocalPlan, command: Command) -> None:
+    `signalled` is called on a thread of its own, so that nothing delays a second signal.
+    """
+
+    def __init__(self, plan: LocalPlan, command: Command, start_instance: StartInstance) -> None:
         self._plan = plan
         self._command = command
+        self._start_instance = start_instance
         self._events: queue.SimpleQueue[ChildEvent | _Signal] = queue.SimpleQueue()
         self._supervisor = Supervisor(plan.parts())
-        self._commands: dict[str, list[str]] = {}
-        self._children: dict[str, Child] = {}
+        self._starts: dict[str, Callable[[], Running]] = {}
+        """How each part is started, the first time and again."""
+        self._children: dict[str, Running] = {}
+        self._routers: dict[str, Child] = {}
         self._signals = 0
         self._serving = False
 
@@ -164,12 +177,13 @@ class LocalFleet:
         deadline = time.monotonic() + plan.instance.startup_timeout_s
         routers = self._start_routers(deadline)
         self._serving = True
-        controls = ",".join(reachable(addresses["control"], LOOPBACK) for addresses in routers)
+        controls = ",".join(reachable(addresses["control"], plan.here) for addresses in routers)
         engines = plan.engines()
         for role in ROLES:
             for name in plan.names(role):
                 config = replace(plan.instance, router=controls, name=name)
-                self._commands[name] = self._command(role, to_flags(config, plan.model, engines[name], plan.log, plan.security))
+                flags = to_flags(config, plan.model, engines[name], plan.log, plan.security)
+                self._starts[name] = partial(self._start_instance, name, role, flags, self._events.put)
                 self._spawn(name)
         prefill, decode = plan.names("prefill"), plan.names("decode")
         self._wait_until_ready([*prefill, *decode], deadline)
@@ -189,7 +203,7 @@ class LocalFleet:
             for name in group:
                 number = names.index(name)
                 control_port = config.control_port and config.control_port + number
-                self._commands[name] = self._router_command(replace(config, control_port=control_port))
+                self._starts[name] = partial(self._start_router, name, replace(config, control_port=control_port))
                 self._spawn(name)
             ready = self._wait_until_ready(group, deadline)
             for name in group:
@@ -197,7 +211,7 @@ class LocalFleet:
                 config = replace(config, port=port_of(addresses["http"]))
                 own = port_of(addresses["own"]) if "own" in addresses else 0
                 same_ports = replace(config, control_port=port_of(addresses["control"]), own_port=own)
-                self._commands[name] = self._router_command(same_ports)
+                self._starts[name] = partial(self._start_router, name, same_ports)
                 found.append(addresses)
         return found
 
@@ -212,7 +226,7 @@ class LocalFleet:
     def stop(self) -> None:
         """Stop every child in order. Kill those that do not stop in time."""
         if self._serving:
-            self._close_intake([self._children[name] for name in self._plan.router_names])
+            self._close_intake([self._routers[name] for name in self._plan.router_names])
         drained_s = self._plan.instance.drain_timeout_s + STOP_S
         for role in ROLES:
             self._stop_stage(self._plan.names(role), drained_s)
@@ -220,11 +234,13 @@ class LocalFleet:
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _router_command(self, config: RouterConfig) -> list[str]:
-        return self._command(ROUTER, to_flags(config, self._plan.model, self._plan.log, self._plan.security, self._plan.access))
+    def _start_router(self, name: str, config: RouterConfig) -> Running:
+        flags = to_flags(config, self._plan.model, self._plan.log, self._plan.security, self._plan.access)
+        router = self._routers[name] = Child(name, self._command(ROUTER, flags), self._events.put)
+        return router
 
     def _spawn(self, name: str) -> None:
-        child = self._children[name] = Child(name, self._commands[name], self._events.put)
+        child = self._children[name] = self._starts[name]()
         if self.killed:  # the second signal may have come too early for this one
             child.kill()
 
@@ -318,13 +334,16 @@ class LocalFleet:
                 drained.add(event.child)
 
 
-def run(plan: LocalPlan, command: Command = launch_command) -> int:
-    """Start, watch and stop. command: what runs a role with its flags.
+def run(plan: LocalPlan, command: Command = launch_command, start_instance: StartInstance | None = None) -> int:
+    """Start, watch and stop. command: what runs a role with its flags. start_instance: without it, instances are children too.
 
     Returns the exit status: 0 after an orderly stop, 1 when a part failed, 130 when killed in haste.
     """
-    logs.configure(plan.log, "local")
-    fleet = LocalFleet(plan, command)
+
+    def start_here(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> Running:
+        return Child(name, command(role, flags), on_event)
+
+    fleet = Fleet(plan, command, start_instance or start_here)
     parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
     signals.watch(fleet.signalled)
     if parent.exists:
@@ -359,7 +378,7 @@ def _check_free(host: str, port: int) -> None:
             raise ConfigError(f"cannot listen for HTTP on {where}. Choose another --port, or 0") from error
 
 
-def _stop_without(parent: Parent[Order, Report], fleet: LocalFleet) -> None:
+def _stop_without(parent: Parent[Order, Report], fleet: Fleet) -> None:
     """Stop the fleet in order when the process that started it is gone."""
     while parent.read_orders() is not None:
         pass

@@ -21,29 +21,22 @@ from bench.offline import plan as offline_plan
 from bench.router import plan as router_plan
 from bench.serve import plan as serve_plan
 from bench.trace import plan as trace_plan
-from common.access import read_access, require_guarded
-from common.addresses import LOOPBACK, bind_address, check_address
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.flags import ConfigClass, add_flags, read_config, to_flags, with_defaults
 from common.names import check_instance_id
-from common.trust import Trust, read_trust, write_key
-from launch import chat, environment, logs
+from common.trust import write_key
+from launch import chat, environment, fleets, logs
 from launch.child import ChildProcess, run_child
+from launch.commands import Command, add_command, read_guarded_access, read_security
 from launch.reports import BAD_FLAG
 from simulation import plan as simulation_plan
 
 if TYPE_CHECKING:
     from common.ids import Role  # its module imports numpy
 
-DECIDED_BY_LOCAL = ("router", "host", "inbox_port", "name")
-"""Fields that `launch local` sets for its instances."""
-DECIDED_FOR_ROUTERS = ("share_port", "own_port")
-"""Fields that it sets for its routers."""
 OF_TIMED = ("executor", "step_cost")
 """Fields that benchmarks of the engine do not have: they measure what computes."""
-OF_ALL = ("max_request_timeout_s", "drain_timeout_s")
-"""Fields that the router and its instances have in common: one flag of `launch local` is for both."""
 SIMULATED = (
     "dispatch",
     "prefill_policy",
@@ -62,10 +55,6 @@ INSTANCE_LIFE = (
 ROUTER_LIFE = (
     "SIGTERM or Ctrl-C drains it: it refuses new requests, lets the open ones finish, then ends. A second signal ends it at once."
 )
-LOCAL_LIFE = (
-    "A process that dies is started again, a router on the same ports. An instance that was drained, by the router or by "
-    "SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once."
-)
 SERVE_PLANS = (serve_plan.Target, serve_plan.Workload, serve_plan.Load, serve_plan.Results)
 SERVE_LIFE = "The flags are named as in `vllm bench serve`, and so are the keys of the JSON file."
 KEY_LIFE = "Copy the file to every host of the fleet, and give each process --cluster-key FILE. Who has the file is let in."
@@ -78,40 +67,27 @@ TRANSFER_SWITCHES = {
     "--namespaces": "also measure between two network namespaces, which stand for two hosts (needs root)",
 } | BENCH_SWITCHES
 
-Command = Callable[[argparse.Namespace], int]
-
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launch", description="Starts Tandem: LLM serving with prefill and decode on separate machines.", allow_abbrev=False
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    local = _add(commands, "local", "start routers, prefill and decode instances on this machine", _local, LOCAL_LIFE)
-    counts = local.add_argument_group("How many")
-    counts.add_argument(
-        "--prefill", type=int, default=1, metavar="N", help="number of prefill instances; 0 means colocated serving (default: 1)"
-    )
-    counts.add_argument("--decode", type=int, default=1, metavar="M", help="number of decode instances (default: 1)")
-    counts.add_argument(
-        "--routers", type=int, default=1, metavar="R", help="number of routers, which share the HTTP port (default: 1)"
-    )
-    add_flags(local, RouterConfig, without=DECIDED_FOR_ROUTERS)
-    add_flags(local, ModelConfig, EngineConfig)
-    add_flags(local, InstanceConfig, without=(*DECIDED_BY_LOCAL, *OF_ALL))
-    add_flags(local, LogConfig, SecurityConfig, AccessConfig)
-    router = _add(
+    fleets.add_local(commands)
+    fleets.add_ray(commands)
+    router = add_command(
         commands, "router", "start the router: it serves the HTTP API, and instances register with it", _router, ROUTER_LIFE
     )
     add_flags(router, RouterConfig, ModelConfig, LogConfig, SecurityConfig, AccessConfig)
     instances = (
-        _add(commands, "prefill", "start one prefill instance", _instance("prefill"), INSTANCE_LIFE),
-        _add(commands, "decode", "start one decode instance", _instance("decode"), INSTANCE_LIFE),
+        add_command(commands, "prefill", "start one prefill instance", _instance("prefill"), INSTANCE_LIFE),
+        add_command(commands, "decode", "start one decode instance", _instance("decode"), INSTANCE_LIFE),
     )
     for instance in instances:
         add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig, SecurityConfig)
-    add_flags(_add(commands, "chat", "talk with the served model in this terminal", _chat), chat.ChatPlan)
+    add_flags(add_command(commands, "chat", "talk with the served model in this terminal", _chat), chat.ChatPlan)
     _add_simulate(commands)
-    key = _add(commands, "key", "make the key of a fleet in a new file that only its owner can read", _key, KEY_LIFE)
+    key = add_command(commands, "key", "make the key of a fleet in a new file that only its owner can read", _key, KEY_LIFE)
     key.add_argument("file", metavar="FILE", help="the file to make")
     _add_bench(commands)
     detokenizer = commands.add_parser("detokenizer", allow_abbrev=False)  # without help: the router starts it, no person does
@@ -123,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_simulate(commands: Any) -> None:
-    simulate = _add(
+    simulate = add_command(
         commands,
         "simulate",
         "run a whole fleet in this process on simulated time, and report what its clients and its control plane see",
@@ -139,42 +115,44 @@ def _add_simulate(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure this machine, or a server", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
-    transfer = _add(benches, "transfer", "measure how fast each transport moves KV pages between two processes", _bench_transfer)
+    transfer = add_command(
+        benches, "transfer", "measure how fast each transport moves KV pages between two processes", _bench_transfer
+    )
     add_flags(transfer, transfer_plan.TransferBench)
-    overlap = _add(
+    overlap = add_command(
         benches,
         "overlap",
         "measure how much of the KV transfer overlaps with computing, and when the first token arrives",
         _bench_overlap,
     )
     add_flags(overlap, overlap_plan.OverlapBench, EngineConfig, without=OF_TIMED)
-    engine = _add(
+    engine = add_command(
         benches, "engine", "build, check and time the engine on one device: decode steps, prefill, memory, pushes", _bench_engine
     )
     add_flags(engine, engine_plan.EngineBench, EngineConfig, without=OF_TIMED)
-    control = _add(
+    control = add_command(
         benches, "control", "measure what the control plane costs at the router, for fleets of different sizes", _bench_control
     )
     add_flags(control, control_plan.ControlBench)
-    router = _add(
+    router = add_command(
         benches, "router", "measure what a router adds to requests and tokens, and how many streams it carries", _bench_router
     )
     add_flags(router, router_plan.RouterBench)
-    offline = _add(
+    offline = add_command(
         benches, "offline", "measure the throughput of one engine, with its scheduler and without HTTP", _bench_offline
     )
     add_flags(offline, offline_plan.OfflineBench, ModelConfig)
     add_flags(offline, EngineConfig, without=OF_TIMED)
-    serve = _add(
+    serve = add_command(
         benches, "serve", "send a load to any server with OpenAI's API, and report what its clients see", _bench_serve, SERVE_LIFE
     )
     add_flags(serve, *SERVE_PLANS)
-    compare = _add(
+    compare = add_command(
         benches, "compare", "send the same load through several layouts in turn, and draw what their clients see", _bench_compare
     )
     add_flags(compare, compare_plan.CompareBench, *SERVE_PLANS, without=compare_plan.DECIDED_BY_COMPARE)
     compare.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
-    trace = _add(
+    trace = add_command(
         benches, "trace", "record what every process of a fleet does, and write a trace that Perfetto shows", _bench_trace
     )
     add_flags(trace, trace_plan.TraceBench)
@@ -204,42 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_FLAG
 
 
-def _add(commands: Any, name: str, explanation: str, command: Command, life: str = "") -> argparse.ArgumentParser:
-    """explanation: what the command does. life: what happens after the start, and how it ends."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=explanation, description=f"{explanation[0].upper()}{explanation[1:]}. {life}".rstrip(), allow_abbrev=False
-    )
-    parser.set_defaults(command=command, prog=parser.prog)
-    return parser
-
-
-def _local(flags: argparse.Namespace) -> int:
-    from launch.gpus import count_gpus
-    from launch.local import LocalPlan, run
-
-    security, _ = _security(flags)
-    access = _access(flags, security)
-    engine = read_config(EngineConfig, flags)
-    plan = LocalPlan(
-        prefill=flags.prefill,
-        decode=flags.decode,
-        routers=flags.routers,
-        router=read_config(RouterConfig, flags),
-        instance=read_config(InstanceConfig, flags, host=LOOPBACK),
-        model=read_config(ModelConfig, flags),
-        engine=engine,
-        log=read_config(LogConfig, flags),
-        security=security,
-        access=access,
-        gpus=count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0,
-    )
-    return run(plan)
-
-
 def _router(flags: argparse.Namespace) -> int:
     config, model, log = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
-    security, _ = _security(flags)
-    access = _access(flags, security)
+    security, _ = read_security(flags)
+    access = read_guarded_access(flags, security)
 
     def body(process: ChildProcess) -> None:
         from launch.router_process import serve
@@ -377,7 +323,7 @@ def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs:
 
 def _detokenizer(flags: argparse.Namespace) -> int:
     config, model, log = read_config(RouterConfig, flags), read_config(ModelConfig, flags), read_config(LogConfig, flags)
-    _, trust = _security(flags)
+    _, trust = read_security(flags)
 
     def body(process: ChildProcess) -> None:
         from common.ids import InstanceId
@@ -392,7 +338,7 @@ def _instance(role: "Role") -> Command:
     def command(flags: argparse.Namespace) -> int:
         instance, model = read_config(InstanceConfig, flags), read_config(ModelConfig, flags)
         engine, log = read_config(EngineConfig, flags), read_config(LogConfig, flags)
-        _, trust = _security(flags)
+        _, trust = read_security(flags)
         name = instance.name or f"{role}-{secrets.token_hex(3)}"
         try:
             check_instance_id(name)
@@ -414,27 +360,6 @@ def _key(flags: argparse.Namespace) -> int:
     write_key(flags.file)
     print(f"wrote {flags.file}: {KEY_LIFE}")
     return 0
-
-
-def _security(flags: argparse.Namespace) -> tuple[SecurityConfig, Trust]:
-    """Raises ConfigError, before anything is started, when the key cannot be used or an address needs one."""
-    config = read_config(SecurityConfig, flags)
-    trust = read_trust(config)
-    if "host" in flags:
-        trust.check(f"tcp://{bind_address(flags.host, '--host')}:0")
-    if "router" in flags:
-        for address in flags.router.split(","):
-            trust.check(check_address(address.strip()))
-    return config, trust
-
-
-def _access(flags: argparse.Namespace, security: SecurityConfig) -> AccessConfig:
-    """Raises ConfigError, before anything is started, when a file cannot be used or HTTP would be open to everybody."""
-    config = read_config(AccessConfig, flags)
-    read_access(config)
-    address = f"tcp://{bind_address(flags.host, '--host')}:0"
-    require_guarded(config, address, insecure=security.insecure == "on")
-    return config
 
 
 def _run(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:

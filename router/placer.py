@@ -52,7 +52,7 @@ class Placer:
         self._dispatch = config.dispatch
         self._prefill = make_policy(config.prefill_policy, candidates, "prefill")
         self._decode = make_policy(config.decode_policy, candidates, "decode")
-        self._alone = CacheAware(candidates, "decode")
+        self._alone = CacheAware(candidates, "decode", random=2, deepest=2)  # in addition to the pair, so few
 
     def choose(self, ask: Ask) -> Placement:
         """The members to avoid are used only when no other, not even a decode instance alone, can serve the request.

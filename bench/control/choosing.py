@@ -16,20 +16,24 @@ from router.core import RouterCore
 from router.metrics import RouterMetrics
 from router.placer import Placer
 
-PROMPT_TOKENS, ANSWER_TOKENS = 1000, 200
+PROMPT_TOKENS, ANSWER_TOKENS, BLOCKS = 1000, 200, 7
 ROUNDS, CHOICES = 5, 100
+HELD = 10
+"""One instance in so many has a prompt in its cache."""
 
 
 def choose_us(infos: Sequence[InstanceInfo]) -> dict[str, float]:
-    """Microseconds for one choice among these instances, each linked with all of the other role, by the policy of both roles: the
-    best of some rounds."""
+    """Microseconds for one choice among these instances, each linked with all of the other role, by the policy of both roles,
+    and with conditional dispatch: the best of some rounds."""
     core = _filled(infos)
-    return {policy: _choose_us(core, RouterConfig(prefill_policy=policy, decode_policy=policy)) for policy in POLICIES}
+    of_policies = {policy: _choose_us(core, RouterConfig(prefill_policy=policy, decode_policy=policy)) for policy in POLICIES}
+    return of_policies | {"conditional": _choose_us(core, RouterConfig(dispatch="conditional"))}
 
 
 def _choose_us(core: RouterCore, config: RouterConfig) -> float:
-    placer, rounds = Placer(core.fleet.candidates, config), list[float]()
-    asks = [Ask(PROMPT_TOKENS, ANSWER_TOKENS, session=f"session {number}") for number in range(CHOICES)]
+    placer, rounds, caches = Placer(core.fleet.candidates, config), list[float](), core.fleet.caches
+    overlaps = [caches.match(_blocks(number)) for number in range(CHOICES)]
+    asks = [Ask(PROMPT_TOKENS, ANSWER_TOKENS, each, session=f"session {number}") for number, each in enumerate(overlaps)]
     for _ in range(ROUNDS):
         began = time.perf_counter()
         for ask in asks:
@@ -39,7 +43,7 @@ def _choose_us(core: RouterCore, config: RouterConfig) -> float:
 
 
 def _filled(infos: Sequence[InstanceInfo]) -> RouterCore:
-    core = RouterCore(ROUTER, ["tcp://127.0.0.1:1"], RouterConfig(), RouterMetrics())
+    core = RouterCore(ROUTER, ["tcp://127.0.0.1:1"], RouterConfig(dispatch="conditional"), RouterMetrics())
     for info in infos:
         core.receive(Register(instance=info), 0.0)
     told: dict[InstanceId, Peers] = {}
@@ -49,7 +53,8 @@ def _filled(infos: Sequence[InstanceInfo]) -> RouterCore:
         peers = told[info.id]
         links = tuple(_link(peer) for peer in peers.joined)
         core.receive(LinkReport(id=info.id, incarnation=info.incarnation, version=1, links=links), 0.0)
-        load = Load(pages_free=info.total_pages, pages_total=info.total_pages)
+        pages = info.total_pages
+        load = Load(pages_free=pages, pages_total=pages, step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)
         beat = Heartbeat(
             id=info.id,
             incarnation=info.incarnation,
@@ -59,7 +64,15 @@ def _filled(infos: Sequence[InstanceInfo]) -> RouterCore:
             links_version=1,
         )
         core.receive(beat, 0.0)
+    for number, member in enumerate(core.fleet.members()):
+        for prompt in range(number % HELD, CHOICES, HELD):
+            core.fleet.caches.expect(member, _blocks(prompt), 0.0)
     return core
+
+
+def _blocks(prompt: int) -> range:
+    """The names of a prompt's blocks."""
+    return range(BLOCKS * prompt, BLOCKS * (prompt + 1))
 
 
 def _link(peer: InstanceInfo) -> LinkInfo:

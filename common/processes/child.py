@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeAlias
+from typing import Generic, Protocol, TypeAlias
 
 import msgspec
 
@@ -204,7 +204,25 @@ class Respondent(Child[OrderT, ReportT]):
         return event.report
 
 
-def stop_children(children: Sequence[Child[OrderT, ReportT]], deadline_s: float) -> list[str]:
+class Running(Protocol):
+    """Something that was started, is watched and can be stopped, as a `Child` is."""
+
+    name: str
+
+    def terminate(self) -> None:
+        """Ask it to stop in order."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended and its last event was taken. Returns False when that takes longer."""
+
+    def account(self) -> str:
+        """What it did last, or why it ended, for people."""
+
+
+def stop_children(children: Sequence[Running], deadline_s: float) -> list[str]:
     """Ask all of them to stop, wait, and kill those that still run after `deadline_s`. Returns the names of those killed."""
     for child in children:
         child.terminate()

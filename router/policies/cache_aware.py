@@ -15,23 +15,25 @@ from router.cost import alone, at_decode, at_prefill
 from router.members import Member
 from router.policies.port import Suits
 
-RANDOM, DEEPEST = 5, 3
+RANDOM, DEEPEST = 4, 3
 """How many random members it compares, and how many of those that have most of the prompt."""
 
 
 class CacheAware:
     """The cheapest of some random members and of those with most of the prompt. Among equals, the one chosen longest ago."""
 
-    def __init__(self, candidates: Candidates, role: Role) -> None:
+    def __init__(self, candidates: Candidates, role: Role, random: int = RANDOM, deepest: int = DEEPEST) -> None:
         self._candidates = candidates
         self._role = role
+        self._random = random
+        self._deepest = deepest
 
     def groups(self, pool: Pool, suits: Suits, ask: Ask, source: Member | None) -> Iterator[Sequence[Member]]:
         def rank(member: Member) -> tuple[float, int]:
             return cost(member), member.chosen
 
         cost = self._cost(ask, source)
-        drawn = chain(self._candidates.some(pool, RANDOM), ask.overlap.deepest(self._role, DEEPEST))
+        drawn = chain(self._candidates.some(pool, self._random), ask.overlap.deepest(self._role, self._deepest))
         some = list(filter(suits, dict.fromkeys(drawn)))
         if some:
             yield sorted(some, key=rank)

@@ -18,9 +18,9 @@ TRACE_S = 2.0
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
-    with running_fleet(
-        "--executor", "timed", "--step-cost", "0.002,0,0", "--kv-memory", "16MiB", "--verify-pages", "on"
-    ) as running:
+    by_caches = ("--prefill-policy", "cache_aware", "--decode-policy", "cache_aware")
+    timed = ("--executor", "timed", "--step-cost", "0.002,0,0", "--kv-memory", "16MiB", "--verify-pages", "on")
+    with running_fleet(*timed, *by_caches) as running:
         yield running
 
 

@@ -175,13 +175,13 @@ def fleet(prefill: int, decode: int) -> int:
 
 def jump_to_deadline(awaited: set[tuple[str, type[Report]]]) -> None:
     """Move the clock of `launch local` beyond its deadlines when these children have made these reports."""
-    show = local.LocalFleet._show
+    show = local.Fleet._show
 
-    def watched(self: local.LocalFleet, child: str, report: Report) -> None:
+    def watched(self: local.Fleet, child: str, report: Report) -> None:
         show(self, child, report)
         awaited.discard((child, type(report)))
 
-    local.LocalFleet._show = watched  # type: ignore[method-assign]
+    local.Fleet._show = watched  # type: ignore[method-assign]
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + (0.0 if awaited else PATIENCE_S))
     local.time = clock  # type: ignore[assignment, attr-defined]
 

@@ -1,0 +1,102 @@
+"""Cache aware is held against seconds that are computed by hand. Its members have blocks of 32 tokens."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import RouterConfig
+from common.messages import Load
+from router.ask import Ask
+from router.cache_index import CacheIndex
+from router.members import Member
+from router.placer import Placer
+from router.policies.cache_aware import CacheAware
+from tests.router.bench import D0, D1, P0, new_fleet
+from tests.router.fakes import hear
+from tests.router.policies.lines import line_of, member, ranked
+
+BLOCK = 32
+PROMPT = range(5)
+"""Names of the blocks of a prompt."""
+
+
+def index_of(held: dict[Member, int]) -> CacheIndex:
+    """Each member holds so many of the prompt's first blocks."""
+    index = CacheIndex(follows=True)
+    for each, blocks in held.items():
+        index.join(each)
+        index.expect(each, PROMPT[:blocks], now=0.0)
+    assert index.block_tokens == BLOCK
+    return index
+
+
+def load(step_s: float = 0.01, chunk_token_s: float = 0.001, tokens: int = 0, rows: int = 0) -> Load:
+    return Load(
+        step_s=step_s, chunk_token_s=chunk_token_s, tokens_to_compute=tokens, pages_free=64, pages_total=64, running_requests=rows
+    )
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 400), st.integers(0, 5)), min_size=1, max_size=4))
+def test_the_order_is_that_of_the_seconds_until_the_first_token(of_members: list[tuple[int, int, int]]) -> None:
+    held, seconds = dict[Member, int](), dict[str, float]()
+    for number, (pace, queue, blocks) in enumerate(of_members):
+        each = member(f"p{number}", load=load(chunk_token_s=pace / 1000, tokens=queue))
+        each.chosen, held[each] = number, blocks
+        steps = 2 if queue else 1
+        seconds[each.info.id] = 0.01 * steps + (queue + 170 - BLOCK * blocks) * pace / 1000
+    candidates = line_of(held)
+    names = ranked(CacheAware(candidates, "prefill"), candidates, Ask(170, 8, index_of(held).match(PROMPT)))
+    assert sorted(names) == sorted(seconds)
+    assert [seconds[name] for name in names] == pytest.approx(sorted(seconds.values()))
+
+
+def test_in_a_crowd_the_one_that_holds_the_prompt_is_found() -> None:
+    held = {member(f"p{number:02}", load=load()): 4 if number == 42 else 0 for number in range(100)}
+    candidates = line_of(held)
+    assert ranked(CacheAware(candidates, "prefill"), candidates, Ask(170, 8, index_of(held).match(PROMPT)))[0] == "p42"
+
+
+def test_a_prompt_that_all_begin_with_makes_no_crowd() -> None:
+    """Many requests come at once, each with 32 tokens of its own behind 160 that one member has."""
+    held = {member(f"p{number}", load=load()): 5 if number == 0 else 0 for number in range(4)}
+    candidates, index, computed = line_of(held), index_of(held), Counter[str]()
+    policy = CacheAware(candidates, "prefill")
+    for _ in range(100):
+        overlap = index.match(PROMPT)
+        (group,) = policy.groups(candidates.line("prefill"), lambda each: True, Ask(192, 8, overlap), None)
+        tokens = 192 - overlap.tokens(group[0])
+        group[0].computing_tokens += tokens
+        index.expect(group[0], PROMPT, now=0.0)
+        candidates.chose(group[0])
+        computed[group[0].info.id] += tokens
+    assert computed.total() == 100 * 32 + 3 * 160, "each other one computes the common part once"
+    assert max(computed.values()) - min(computed.values()) <= 192
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(0, ("d0", ())), (2, ("d0", ())), (4, ("p0", ("d0", "d1"))), (9, ("p0", ("d0", "d1")))]
+)
+def test_a_request_is_served_alone_where_that_delays_fewer_than_it_helps(
+    rows: int, expected: tuple[str, tuple[str, ...]]
+) -> None:
+    """d0 lacks 32 of 128 tokens, each of which takes a millisecond and delays every row that runs there; p0 lacks all. So d0
+    alone costs 32 ms for itself and for each row, and the pair 128 ms: with three rows they are equal."""
+    fleet = new_fleet(P0, D0, D1)
+    hear(fleet, P0, D0, D1, load=load(), now=1.0)
+    hear(fleet, D0, P0, load=load(rows=rows), now=1.0)
+    hear(fleet, D1, P0, load=load(rows=rows, step_s=0.02), now=1.0)
+    d0 = next(each for each in fleet.members() if each.info.id == "d0")
+    overlap = index_of({each: 3 if each is d0 else 0 for each in fleet.members()}).match(PROMPT[:4])
+    for dispatch, placed in (("conditional", expected), ("auto", ("p0", ("d0", "d1")))):
+        config = RouterConfig(dispatch=dispatch, decode_policy="cache_aware")  # type: ignore[arg-type]
+        placement = Placer(fleet.candidates, config).choose(Ask(128, 8, overlap))
+        assert (placement.first.info.id, tuple(each.info.id for each in placement.decodes)) == placed
+
+
+def test_as_long_as_nobody_has_measured_anything_conditional_dispatch_uses_pairs() -> None:
+    fleet = new_fleet(P0, D0)
+    overlap = index_of({each: 4 * (each.info.role == "decode") for each in fleet.members()}).match(PROMPT[:4])
+    placement = Placer(fleet.candidates, RouterConfig(dispatch="conditional")).choose(Ask(128, 8, overlap))
+    assert placement.decode is not None

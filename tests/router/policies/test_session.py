@@ -1,0 +1,62 @@
+"""Sessions are held against a ring that is written out: every point of every member, sorted by how far it is behind the key."""
+
+from collections import Counter
+from dataclasses import replace
+from hashlib import blake2b
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policies.load import LeastLoaded
+from router.policies.ring import POINTS
+from router.policies.session import BySession
+from tests.router.policies.lines import ASK, line_of, member, ranked
+
+NAMES = [f"p{number}" for number in range(10)]
+SESSIONS = [f"session {number}" for number in range(300)]
+
+
+def place(text: str) -> int:
+    return int(blake2b(text.encode(), digest_size=16).hexdigest(), 16)
+
+
+def reference(names: list[str], session: str) -> list[str]:
+    behind = {(place(f"{name}#{point}") - place(session)) % 2**128: name for name in names for point in range(POINTS)}
+    return list(dict.fromkeys(behind[distance] for distance in sorted(behind)))
+
+
+@given(st.lists(st.sampled_from(NAMES), unique=True, min_size=1), st.sets(st.sampled_from(NAMES)), st.sampled_from(SESSIONS))
+def test_a_session_has_an_order_of_the_members_in_whatever_order_they_came(
+    names: list[str], barred: set[str], session: str
+) -> None:
+    candidates = line_of(map(member, names), seed=len(barred))
+    expected = [name for name in reference(names, session) if name not in barred]
+    assert ranked(BySession(candidates, "prefill"), candidates, replace(ASK, session=session), barred) == expected
+
+
+def test_a_member_that_leaves_moves_its_own_sessions_only_and_gets_them_back_in_its_next_life() -> None:
+    members = {name: member(name) for name in NAMES}
+    candidates = line_of(members.values())
+    policy = BySession(candidates, "prefill")
+
+    def homes() -> dict[str, str]:
+        return {session: ranked(policy, candidates, replace(ASK, session=session))[0] for session in SESSIONS}
+
+    before = homes()
+    share = Counter(before.values())
+    assert set(share) == set(NAMES) and max(share.values()) <= 2 * len(SESSIONS) / len(NAMES)
+    candidates.leave(members["p3"])
+    without = homes()
+    assert {session for session in SESSIONS if without[session] != before[session]} == {
+        session for session in SESSIONS if before[session] == "p3"
+    }
+    candidates.judge(member("p3"))
+    assert homes() == before
+
+
+def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
+    candidates = line_of(map(member, NAMES[:5]))
+    for number, each in enumerate(candidates.line("prefill")):
+        each.assigned_tokens = (number * 3) % 5
+    assert ranked(BySession(candidates, "prefill"), candidates) == ranked(LeastLoaded(candidates, "prefill"), candidates)
+    assert ranked(BySession(candidates, "prefill"), candidates)[0] == "p0"

@@ -1,0 +1,55 @@
+"""The header by which a session is known, over HTTP."""
+
+import pytest
+
+from common.config import RouterConfig
+from common.errors import ConfigError
+from tests.router.calls import assert_error, completion
+from tests.router.fakes import Site
+
+pytestmark = pytest.mark.anyio
+
+
+async def asked(config: RouterConfig, path: str = "/v1/completions", **headers: str) -> tuple[int, set[str]]:
+    """The status, and the sessions of the requests that were placed."""
+    sessions = set[str]()
+    async with Site(config=config) as site:
+        choose = site.core.requests.placer.choose
+        site.core.requests.placer.choose = lambda ask: sessions.add(ask.session) or choose(ask)  # type: ignore[method-assign, func-returns-value]
+        async with site.client() as client:
+            body = {"text": "hello"} if path == "/generate" else completion(n=2)
+            response = await client.post(path, json=body, headers=headers)
+    if response.status_code == 400:
+        assert "visible ASCII" in assert_error(response, 400, "invalid_request_error", next(iter(headers)))
+    return response.status_code, sessions
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+async def test_the_header_names_the_session_of_every_choice(path: str) -> None:
+    config = RouterConfig(decode_policy="session", dead_after_s=60.0)
+    assert await asked(config, path, **{"x-session-id": "mine"}) == (200, {"mine"})
+    assert await asked(config, path) == (200, {""})
+
+
+async def test_the_flag_says_which_header_and_a_value_that_is_no_id_is_refused() -> None:
+    config = RouterConfig(prefill_policy="session", session_header="X-Chat", dead_after_s=60.0)
+    assert await asked(config, **{"X-Chat": "mine", "X-Session-Id": "other"}) == (200, {"mine"})
+    assert await asked(config, **{"X-Chat": "two words"}) == (400, set())
+
+
+async def test_without_a_policy_that_asks_for_it_the_header_means_nothing() -> None:
+    assert await asked(RouterConfig(dead_after_s=60.0), **{"X-Session-Id": "two words"}) == (200, {""})
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"session_header": "X-Chat"}, "--session-header"),
+        ({"session_header": "a b", "decode_policy": "session"}, "--session-header"),
+        ({"dispatch": "colocated", "prefill_policy": "round_robin"}, "--prefill-policy"),
+        ({"decode_policy": "best"}, "--decode-policy"),
+    ],
+)
+async def test_flags_that_mean_nothing_are_refused(flags: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        RouterConfig(**flags)  # type: ignore[arg-type]
