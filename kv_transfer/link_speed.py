@@ -32,7 +32,7 @@ class LinkProbe:
 
     def __init__(self, ours: PoolDescriptor, theirs: PoolDescriptor) -> None:
         source, target = (np.array([pool.total_pages], dtype=np.int32) for pool in (ours, theirs))
-        self._page = plan_runs(source, target, PageSlice(ours.layout), PageSlice(theirs.layout))
+        self._page = plan_runs(source, target, PageSlice.of(ours), PageSlice.of(theirs))
         self._page_bytes = int(self._page[:, 2].sum())
         self._on_devices = ours.device != "cpu" and theirs.device != "cpu"
         self._wanted_bytes = FIRST_BYTES

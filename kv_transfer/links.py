@@ -15,7 +15,7 @@ from common.ids import Incarnation, InstanceId
 from common.instance.ports import LinkChanged
 from common.messages import InstanceInfo, LinkInfo, LinkState, PoolDescriptor
 from kv_transfer.link_speed import LinkProbe, slowness
-from kv_transfer.planner import check_pool, mismatch
+from kv_transfer.planner import PageSlice, check_pool, mismatch, shared_heads
 from kv_transfer.transport import Transport
 
 STALL_S = 10.0
@@ -234,15 +234,17 @@ class Links:
         return link
 
     def _open(self, link: Link) -> None:
+        pool = link.pool
         try:
             if len(link.info.pools) != 1:
-                raise TransferError(f"it has {len(link.info.pools)} ranks")
-            pool = link.pool
+                raise TransferError(f"it has {len(link.info.pools)} ranks, and a link leads to one")
             if pool.backend != self._ours.backend:
                 raise TransferError(f"it uses {pool.backend} and we use {self._ours.backend}")
             difference = mismatch(self._ours.layout, pool.layout)
             if difference is not None:
                 raise TransferError(f"its KV layout differs: {difference}")
+            if not shared_heads(PageSlice.of(self._ours).heads, PageSlice.of(pool).heads):
+                raise TransferError("its pages hold other KV heads")
             check_pool(pool)
         except TransferError as error:
             self._lose(link, str(error))

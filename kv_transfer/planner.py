@@ -10,6 +10,7 @@ and `writers` says which of them writes to whom.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 
@@ -27,6 +28,10 @@ class PageSlice:
 
     layout: KVLayout
     first_head: int = 0
+
+    @classmethod
+    def of(cls, pool: PoolDescriptor) -> Self:
+        return cls(pool.layout, pool.first_head)
 
     @property
     def heads(self) -> range:
@@ -50,13 +55,13 @@ def writers(source_ranks: int, target_ranks: int, kv_heads: int) -> list[HeadRan
     for target in range(target_ranks):
         wanted = heads_of(target, target_ranks, kv_heads)
         for source in range(target % replicas, source_ranks, replicas):
-            heads = _shared(heads_of(source, source_ranks, kv_heads), wanted)
+            heads = shared_heads(heads_of(source, source_ranks, kv_heads), wanted)
             if heads:
                 plan.append(HeadRange(source, target, heads))
     return plan
 
 
-def _shared(ours: range, theirs: range) -> range:
+def shared_heads(ours: range, theirs: range) -> range:
     """The heads in both ranges; may be empty."""
     return range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
 
@@ -88,7 +93,7 @@ def _runs_of_a_page(source: PageSlice, target: PageSlice, layers: range) -> Int6
     for name in ("layers", "head_dim", "page_size", "dtype"):
         if getattr(ours, name) != getattr(theirs, name):
             raise TransferError(f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")
-    heads = _shared(source.heads, target.heads)
+    heads = shared_heads(source.heads, target.heads)
     layer, part, head = np.meshgrid(
         np.arange(layers.start, layers.stop), np.arange(2), np.arange(heads.start, heads.stop), indexing="ij"
     )
@@ -109,9 +114,9 @@ def _block_offsets(held: PageSlice, layer: Int64Array, part: Int64Array, head: I
 
 
 def mismatch(ours: KVLayout, theirs: KVLayout) -> str | None:
-    """The first field in which two layouts differ, with both values; None when they are equal."""
+    """The first field but kv_heads in which two layouts differ, with both values; None when they are equal."""
     for name in KVLayout.__struct_fields__:
-        if getattr(ours, name) != getattr(theirs, name):
+        if name != "kv_heads" and getattr(ours, name) != getattr(theirs, name):
             return f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here"
     return None
 

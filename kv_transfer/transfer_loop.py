@@ -53,7 +53,7 @@ class LeaseOverrun(TransferError):
 
 
 class TransferLoop:
-    """One transport, its links and its pushes. measures: see `Links`."""
+    """One transport, its links and its pushes. measures: see `Links`. first_head: see `PoolDescriptor`."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class TransferLoop:
         total_pages: int,
         clock: Callable[[], float],
         measures: bool = False,
+        first_head: int = 0,
     ) -> None:
         self._transport = transport
         self._clock = clock
@@ -77,6 +78,7 @@ class TransferLoop:
             layout=layout,
             wire=wire,
             spare_pages=region.region_bytes // layout.page_bytes - total_pages,
+            first_head=first_head,
         )
         self._commands: deque[TransferCommand] = deque()
         self._events: deque[TransferEvent] = deque()
@@ -224,7 +226,7 @@ class TransferLoop:
                 raise TransferError(f"the lease to write to {push.peer} has ended")
             check_pages(push.source_pages, self.descriptor.total_pages, "our")
             check_pages(push.target_pages, link.pool.total_pages, f"{push.peer}'s")
-            ours, theirs = PageSlice(self.descriptor.layout), PageSlice(link.pool.layout)
+            ours, theirs = PageSlice.of(self.descriptor), PageSlice.of(link.pool)
             runs = plan_runs(push.source_pages, push.target_pages, ours, theirs, push.layers)
         except TransferError as error:
             self._events.append(PushFailed(push.ticket, str(error), quiescent=True, begun=False))

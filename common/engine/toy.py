@@ -3,11 +3,14 @@
 Owns its memory, the rows and the steps in flight. Computes no model: the KV of a slot is a hash of token, position and place, and
 the next token is a digest over the slots of the row, in order, as they are in memory at that moment. numpy only. For tests and
 simulation: a step completes when the caller or a clock says so.
+
+With several ranks, each toy holds some heads of every slot. A step completes on a rank when all have written what it computes,
+and the token depends on the memory of all of them, as if their parts had been gathered.
 """
 
 import struct
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +24,7 @@ from common.engine.timed import Pace
 from common.ids import Int32Array, Int64Array
 from common.messages import ModelIdentity, TokenLogprob
 from common.pages.digest import digest
+from common.pages.heads import heads_of
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import Grammar, SamplingParams
 
@@ -28,13 +32,17 @@ TOY_VOCAB = 1000
 FIRST_TOKEN = 10
 """Sampled tokens are FIRST_TOKEN or more: smaller ones are free for ends of sequence."""
 
+TOY_HEADS = 2
 _PAGE_SIZE, _CONTEXT_TOKENS = 4, 256
-_PLACES = 2 * 2 * 2
-"""(layer, key or value, head): in each of these a slot has four bytes, which is one word."""
-_SLOT_BYTES = 4 * _PLACES
+_PARTS = 2 * 2
+"""(layer, key or value). In each part and head, which is a place, a slot has four bytes: one word."""
 _TOKEN, _POSITION = np.int64(0x9E3779B1), np.int64(0x85EBCA77)
-_PLACE = (2 * np.arange(_PLACES, dtype=np.uint32) + 1) * np.uint32(0xC2B2AE3D)
-"""Odd factors: what differs in token or position then differs in every place."""
+_DIFFERENCE = np.uint32(0x27D4EB2F)
+
+
+def _factors(kv_heads: int) -> NDArray[np.uint32]:
+    """[parts, heads]. Odd factors: what differs in token or position then differs in every place."""
+    return ((2 * np.arange(_PARTS * kv_heads, dtype=np.uint32) + 1) * np.uint32(0xC2B2AE3D)).reshape(_PARTS, kv_heads)
 
 
 def toy_logprob(token_id: int, position: int, alternatives: int) -> TokenLogprob:
@@ -45,11 +53,13 @@ def toy_logprob(token_id: int, position: int, alternatives: int) -> TokenLogprob
 
 
 class ToyStep:
-    """A step in flight. Its forward runs when it completes, not before. catch_up: completes all steps whose time has come."""
+    """A step in flight. Its forward runs when it completes, not before. catch_up: completes all steps whose time has come.
+    is_written: its forward has run, and it waits for other ranks."""
 
     def __init__(self, plan: Plan, ends_s: float | None, catch_up: Callable[[], None]) -> None:
         self.plan = plan
         self.ends_s = ends_s
+        self.is_written = False
         self.result: StepResult | None = None
         self.layers_done = 0
         self._catch_up = catch_up
@@ -59,21 +69,68 @@ class ToyStep:
         return self.result
 
 
+class ToyRanks:
+    """The ranks of one instance, which share this. wake: called when the last one has written a step, so that those that wait
+    are polled. members: their toys, in order."""
+
+    def __init__(self, ranks: int, wake: Callable[[], None]) -> None:
+        self.ranks = ranks
+        self.members: list[ToyExecutor] = []
+        self._wake = wake
+        self._written: Counter[int] = Counter()
+        """Step → how many ranks have written it."""
+
+    def wrote(self, step: int) -> None:
+        self._written[step] += 1
+        if self.have_written(step):
+            self._wake()
+
+    def have_written(self, step: int) -> bool:
+        """Whether every rank has written the step."""
+        return self._written[step] == self.ranks
+
+    def gather(self, pages: Int32Array, kv_heads: int) -> NDArray[np.uint32]:
+        """What all ranks have in these pages: [..., token, part, head] of [...]. Where ranks hold the same head and differ, it is
+        what neither of them has."""
+        whole = np.zeros((*pages.shape, _PAGE_SIZE, _PARTS, kv_heads), dtype=np.uint32)
+        held: set[int] = set()
+        for member in self.members:
+            heads = slice(member.heads.start, member.heads.stop)
+            part = member.read(pages)
+            whole[..., heads] = part if heads.start not in held else part + (part ^ whole[..., heads]) * _DIFFERENCE
+            held.update(member.heads)
+        return whole
+
+
 class ToyExecutor:
     """Implements `common.engine.executor.Executor`. Steps complete at launch.
 
     manual: they complete only by `complete`. pace: they complete when they are polled after the time that it says.
     prepare_s: with a pace, how long a grammar takes to be ready. It knows that of any text.
+    kv_heads: of the whole model. ranks: it is the next one of these; None: it is alone.
     """
 
     def __init__(
-        self, total_pages: int, max_rows: int, pace: Pace | None = None, manual: bool = False, prepare_s: float = 0.0
+        self,
+        total_pages: int,
+        max_rows: int,
+        pace: Pace | None = None,
+        manual: bool = False,
+        prepare_s: float = 0.0,
+        kv_heads: int = TOY_HEADS,
+        ranks: ToyRanks | None = None,
     ) -> None:
-        self._layout = KVLayout(layers=2, kv_heads=2, head_dim=4, page_size=_PAGE_SIZE, dtype="uint8")
-        self.pages: NDArray[np.uint8] = np.zeros((total_pages, 2, 2, 2, _PAGE_SIZE, 4), dtype=np.uint8)
+        self.heads = range(kv_heads) if ranks is None else heads_of(len(ranks.members), ranks.ranks, kv_heads)
+        if ranks is not None:
+            ranks.members.append(self)
+        self._ranks, self._kv_heads = ranks, kv_heads
+        held = len(self.heads)
+        self._layout = KVLayout(layers=2, kv_heads=held, head_dim=4, page_size=_PAGE_SIZE, dtype="uint8")
+        self.pages: NDArray[np.uint8] = np.zeros((total_pages, 2, 2, held, _PAGE_SIZE, 4), dtype=np.uint8)
         """[pages, layer, key or value, head, token, dim]"""
-        self._slots = self.pages.view(np.uint32).reshape(total_pages, _PLACES, _PAGE_SIZE).swapaxes(1, 2)
+        self._slots = self.pages.view(np.uint32).reshape(total_pages, _PARTS * held, _PAGE_SIZE).swapaxes(1, 2)
         """The same memory: [pages, token, place], a word for the four dims."""
+        self._factors = _factors(kv_heads)[:, self.heads].ravel()
         self._page_table = np.zeros((max_rows, self._layout.pages_for(_CONTEXT_TOKENS)), dtype=np.int32)
         self._held = np.zeros(max_rows, dtype=np.int64)
         self._length = np.zeros(max_rows, dtype=np.int64)
@@ -91,7 +148,7 @@ class ToyExecutor:
                 dtype="uint8",
                 vocab_size=TOY_VOCAB,
                 context_tokens=_CONTEXT_TOKENS,
-                kv_heads=self._layout.kv_heads,
+                kv_heads=kv_heads,
             ),
             layout=self._layout,
             total_pages=total_pages,
@@ -111,8 +168,13 @@ class ToyExecutor:
     def complete(self, steps: int = 1) -> None:
         """Let the oldest steps in flight complete, in the order of their launch."""
         for _ in range(min(steps, len(self._in_flight))):
-            step = self._in_flight.popleft()
-            tokens = self._forward(step.plan)
+            step = self._in_flight[0]
+            if not step.is_written:
+                self._forward(step)
+            if self._ranks is not None and not self._ranks.have_written(step.plan.step):
+                return
+            self._in_flight.popleft()
+            tokens = self._sample(step.plan.sampled_rows)
             step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens), self._embeddings(step.plan, tokens))
 
     def prepare(self, grammar: Grammar) -> AnythingGoes:
@@ -127,14 +189,24 @@ class ToyExecutor:
     def close(self) -> None:
         self._in_flight.clear()
 
+    def read(self, pages: Int32Array) -> NDArray[np.uint32]:
+        """What lies in these pages: [..., token, part, head] of [...]."""
+        return self._slots[pages].reshape(*pages.shape, _PAGE_SIZE, _PARTS, len(self.heads))
+
     def _catch_up(self) -> None:
-        while self._pace and self._in_flight and self._pace.clock() >= (self._in_flight[0].ends_s or 0.0):
+        while self._in_flight and self._is_due(step := self._in_flight[0]):
             self.complete()
+            if step.result is None:
+                return  # other ranks have not written it
+
+    def _is_due(self, step: ToyStep) -> bool:
+        return step.is_written or (self._pace is not None and self._pace.clock() >= (step.ends_s or 0.0))
 
     # --- one step ----------------------------------------------------------------------------------------------------------
 
-    def _forward(self, plan: Plan) -> Int32Array:
-        """The tokens of the plan's `sampled_rows`."""
+    def _forward(self, step: ToyStep) -> None:
+        """Write the KV of the step's tokens."""
+        plan = step.plan
         for start in plan.starts:
             self._start(start)
         grown, decode = plan.grown_rows, plan.decode_rows
@@ -146,7 +218,10 @@ class ToyExecutor:
             self._write(chunk.row, chunk.token_ids, np.arange(chunk.start, self._length[chunk.row]))
         self._write(decode, self._last[decode], self._length[decode])
         self._length[decode] += 1
-        return self._sample(plan.sampled_rows)
+        step.is_written = True
+        if self._ranks is not None:
+            step.ends_s = None  # the last rank to write wakes the others
+            self._ranks.wrote(plan.step)
 
     def _logprobs(self, plan: Plan, tokens: Int32Array) -> tuple[Logprobs, Logprobs]:
         """Of the sampled tokens and of the prompts' tokens in this step's chunks, for the rows that ask."""
@@ -185,17 +260,19 @@ class ToyExecutor:
         nth, slots = np.divmod(positions, self._layout.page_size)
         assert (nth < self._held[rows]).all(), "a row would write beyond its pages"
         words = (tokens * _TOKEN + positions * _POSITION + 1).astype(np.uint32)
-        self._slots[self._page_table[rows, nth], slots] = words[:, None] * _PLACE
+        self._slots[self._page_table[rows, nth], slots] = words[:, None] * self._factors
 
     def _sample(self, rows: Int32Array) -> Int32Array:
         """The next token of each row: a digest of all that lies in its slots."""
         lengths = self._length[rows]
         width = self._layout.pages_for(int(lengths.max(initial=0)))
-        memory = memoryview(self._slots[self._page_table[rows, :width]].tobytes())
-        row_bytes = width * self._layout.page_size * _SLOT_BYTES
+        pages = self._page_table[rows, :width]
+        slots = self._slots[pages] if self._ranks is None else self._ranks.gather(pages, self._kv_heads)
+        memory, slot_bytes = memoryview(slots.tobytes()), 4 * _PARTS * self._kv_heads
+        row_bytes = width * self._layout.page_size * slot_bytes
         tokens = np.empty(len(rows), dtype=np.int32)
         for n, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-            kv = memory[n * row_bytes : n * row_bytes + length * _SLOT_BYTES]
+            kv = memory[n * row_bytes : n * row_bytes + length * slot_bytes]
             tokens[n] = FIRST_TOKEN + zlib.crc32(kv, self._noise(row, length)) % (TOY_VOCAB - FIRST_TOKEN)
         self._last[rows] = tokens
         return tokens

@@ -1,0 +1,183 @@
+"""Target ranks: a peer whose KV is divided among ranks is several targets for the transfers of one rank.
+
+Owns which ranks of a peer this rank writes to, and joins what becomes of these writes. Implements
+`common.instance.ports.Transfers` over the transfers of this rank, to which each target is a peer with one pool. Knows neither
+requests nor transports.
+
+    Push(ticket, peer) ─┬─► Push(ticket + 1 · STRIDE, peer/0)  ──PushDone──►┬─► PushDone(ticket)
+                        └─► Push(ticket + 2 · STRIDE, peer/1)  ──PushDone──►┘
+
+Where we and a peer have one rank each, commands and events pass as they are. A rank that writes nothing to a peer, because others
+hold the same heads, has done its part of a push at once: the next `poll` says so.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from common.errors import TransferError
+from common.ids import Incarnation, InstanceId, Ticket
+from common.instance.ports import (
+    Allow,
+    Connect,
+    LinkChanged,
+    Push,
+    PushDone,
+    PushFailed,
+    TransferCommand,
+    TransferEvent,
+    Transfers,
+)
+from common.messages import InstanceInfo, LinkInfo, PoolDescriptor
+from common.pages.heads import heads_of
+from kv_transfer.joined_ends import JoinedLinks, JoinedPushes
+from kv_transfer.planner import writers
+
+STRIDE = 2**40
+"""More than an instance has tickets. The multiple says which target a ticket of ours belongs to; 0: a peer that is one target."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """A peer of several targets. targets: name and number of each rank of its that we write to."""
+
+    incarnation: Incarnation
+    targets: tuple[tuple[InstanceId, int], ...]
+
+
+class TargetRanks:
+    """transfers: of this rank, whose number among `ranks` is `rank`. kv_heads: of the whole model."""
+
+    def __init__(self, transfers: Transfers, rank: int, ranks: int, kv_heads: int) -> None:
+        self._transfers = transfers
+        self._rank, self._ranks, self._kv_heads = rank, ranks, kv_heads
+        self._spread: dict[InstanceId, _Spread] = {}
+        self._peers: dict[InstanceId, tuple[InstanceId, str]] = {}
+        """Each target's peer, and its name for people."""
+        self._pushes = JoinedPushes()
+        self._links = JoinedLinks(min)  # the targets share what carries our bytes
+        self._known: list[TransferEvent] = []
+        """Events that needed no transfer."""
+
+    def submit(self, command: TransferCommand) -> None:
+        match command:
+            case Connect():
+                self._connect(command)
+            case Push() if command.peer in self._spread:
+                self._push(command, self._spread[command.peer])
+            case Allow() if command.peer in self._spread:
+                for name, _ in self._spread[command.peer].targets:
+                    self._transfers.submit(replace(command, peer=name))
+            case _:
+                self._transfers.submit(command)
+
+    def poll(self) -> list[TransferEvent]:
+        events, self._known = [*self._known, *self._transfers.poll()], []
+        return [joined for event in events if (joined := self._joined(event)) is not None]
+
+    @property
+    def progress_s(self) -> float:
+        return self._transfers.progress_s
+
+    def close(self) -> None:
+        self._transfers.close()
+
+    # --- commands --------------------------------------------------------------------------------------------------------------
+
+    def _connect(self, command: Connect) -> None:
+        left: list[InstanceId] = []
+        for gone in command.left:
+            left += self._leave(gone)
+        peers: list[InstanceInfo] = []
+        for info in command.peers:
+            former = self._spread.get(info.id)
+            if former is not None and former.incarnation == info.incarnation:
+                continue  # its links stay as they are
+            left += self._leave(info.id)
+            try:
+                targets = self._targets(info)
+            except TransferError as error:
+                self._known.append(_link(info, "lost", str(error)))
+                continue
+            if targets is None:
+                peers.append(info)
+            else:
+                peers += self._expand(info, targets)
+        stay = {info.id for info in peers}  # it replaces the link to a former life by itself, and keeps one to the same life
+        self._transfers.submit(Connect(tuple(peers), tuple(name for name in left if name not in stay)))
+
+    def _leave(self, peer: InstanceId) -> list[InstanceId]:
+        """Forget the peer: the names under which our transfers know it."""
+        spread = self._spread.pop(peer, None)
+        if spread is None:
+            return [peer]
+        self._links.forget(peer)
+        for name, _ in spread.targets:
+            del self._peers[name]
+        return [name for name, _ in spread.targets]
+
+    def _targets(self, info: InstanceInfo) -> list[int] | None:
+        """The ranks of a peer that this rank writes to; None: we and the peer have one rank. Raises TransferError."""
+        ranks = len(info.pools)
+        theirs = info.model.kv_heads or info.pools[0].layout.kv_heads
+        if theirs != self._kv_heads:
+            raise TransferError(f"its model has {theirs} KV heads, and ours has {self._kv_heads}")
+        for rank, pool in enumerate(info.pools):
+            _check_heads(pool, heads_of(rank, ranks, theirs))
+        if ranks == self._ranks == 1:
+            return None
+        return [part.target for part in writers(self._ranks, ranks, self._kv_heads) if part.source == self._rank]
+
+    def _expand(self, info: InstanceInfo, targets: list[int]) -> list[InstanceInfo]:
+        """What our transfers see of the peer."""
+        names = [InstanceId(f"{info.id}/{target}") for target in targets]
+        self._spread[info.id] = _Spread(info.incarnation, tuple(zip(names, targets, strict=True)))
+        self._links.expect(info.id, info.incarnation, len(targets))
+        if not targets:
+            self._known.append(_link(info, "ready", "other ranks write"))
+        for name, target in zip(names, targets, strict=True):
+            self._peers[name] = info.id, f"to rank {target}"
+        return [
+            msgspec.structs.replace(info, id=name, pools=(info.pools[target],))
+            for name, target in zip(names, targets, strict=True)
+        ]
+
+    def _push(self, push: Push, spread: _Spread) -> None:
+        if not spread.targets:
+            self._known.append(_nothing_to_write(push, spread.incarnation))
+            return
+        self._pushes.begin(push.ticket, len(spread.targets))
+        for name, target in spread.targets:
+            self._transfers.submit(replace(push, ticket=Ticket(push.ticket + (target + 1) * STRIDE), peer=name))
+
+    # --- events ----------------------------------------------------------------------------------------------------------------
+
+    def _joined(self, event: TransferEvent) -> TransferEvent | None:
+        match event:
+            case PushDone() | PushFailed() if event.ticket >= STRIDE:
+                target, ticket = divmod(event.ticket, STRIDE)
+                return self._pushes.ended(Ticket(ticket), f"to rank {target - 1}", event)
+            case LinkChanged(link=link) if link.peer in self._peers:
+                peer, part = self._peers[link.peer]
+                return self._links.changed(part, msgspec.structs.replace(link, peer=peer))
+            case LinkChanged(link=link) if "/" in link.peer:
+                return None  # of a target that has left
+            case _:
+                return event
+
+
+def _check_heads(pool: PoolDescriptor, heads: range) -> None:
+    held = range(pool.first_head, pool.first_head + pool.layout.kv_heads)
+    if held != heads:
+        raise TransferError(f"a rank of its holds the KV heads {held.start}–{held.stop - 1}, not {heads.start}–{heads.stop - 1}")
+
+
+def _link(info: InstanceInfo, state: Literal["lost", "ready"], detail: str) -> LinkChanged:
+    return LinkChanged(LinkInfo(peer=info.id, incarnation=info.incarnation, state=state, detail=detail))
+
+
+def _nothing_to_write(push: Push, life: Incarnation) -> PushDone | PushFailed:
+    if push.incarnation != life:
+        return PushFailed(push.ticket, f"there is no link to {push.peer}", quiescent=True, begun=False)
+    return PushDone(push.ticket, 0, 0.0, 0)
