@@ -36,6 +36,7 @@ from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
 from decode.scheduler import DecodeScheduler
 from kv_transfer.backends import make_transport
+from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 from launch.child import ChildProcess
@@ -82,7 +83,7 @@ def serve(
             Memberships(info, instance.routers, max(0.0, starts_until - now), now),
             _scheduler(info, instance, engine, executor),
             executor,
-            transfers,
+            TargetRanks(transfers, 0, 1, executor.description.model.kv_heads),
             mailbox,
             unix_s=time.time() - now,
         )

@@ -7,9 +7,10 @@ may hold any value, so nothing here may raise.
 from collections.abc import Hashable, Iterable
 
 from common.addresses import check_address
-from common.errors import ConfigError
+from common.errors import ConfigError, TransferError
 from common.messages import WIRE_VERSION, InstanceInfo, PoolDescriptor
 from common.names import INSTANCE_NAME, check_instance_id
+from common.pages.heads import heads_of
 
 INT32_END = 2**31
 """Page ids and sizes travel as int32."""
@@ -36,6 +37,7 @@ def _malformed_numbers(info: InstanceInfo) -> str | None:
         ("vocabulary", info.model.vocab_size),
         ("context", info.model.context_tokens),
         ("max_running", info.max_running),
+        ("model's kv_heads", _kv_heads(info)),
     )
     return _out_of_range(numbers)
 
@@ -47,7 +49,34 @@ def _out_of_range(numbers: Iterable[tuple[str, int]]) -> str | None:
 
 
 def _malformed_pools(info: InstanceInfo) -> str | None:
-    return next((reason for pool in info.pools if (reason := _malformed_pool(pool)) is not None), None)
+    if len(info.ranks) != len(info.pools):
+        return f"it has {len(info.ranks)} ranks and {len(info.pools)} pools: each rank must have one"
+    wrong = (_malformed_pool(pool) or _misfit(info, rank) for rank, pool in enumerate(info.pools))
+    return next((reason for reason in wrong if reason is not None), None)
+
+
+def _misfit(info: InstanceInfo, rank: int) -> str | None:
+    """Why the pool of this rank does not fit those before it."""
+    pool, first, ranks = info.pools[rank], info.pools[0], len(info.pools)
+    if pool.total_pages != first.total_pages:
+        return f"its ranks must have equally many pages: rank 0 has {first.total_pages}, rank {rank} has {pool.total_pages}"
+    if pool.backend != first.backend:
+        return f"its ranks must have one transport: rank 0 has {first.backend[:80]!r}, rank {rank} has {pool.backend[:80]!r}"
+    if pool.layout != first.layout:
+        return f"its ranks must have one KV layout: rank 0 has {first.layout}, rank {rank} has {pool.layout}"
+    try:
+        must = heads_of(rank, ranks, _kv_heads(info))
+    except TransferError as error:
+        return f"its {error}"
+    if range(pool.first_head, pool.first_head + pool.layout.kv_heads) != must:
+        held = f"{pool.layout.kv_heads} from {pool.first_head} on"
+        return f"its rank {rank} must hold {len(must)} KV heads from {must.start} on, holds {held}"
+    return None
+
+
+def _kv_heads(info: InstanceInfo) -> int:
+    """Of the whole model."""
+    return info.model.kv_heads or info.pools[0].layout.kv_heads
 
 
 def _malformed_pool(pool: PoolDescriptor) -> str | None:
@@ -85,7 +114,7 @@ def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:
         ("KV dtype", layout.dtype),
         ("page order", layout.order),
         ("layout version", layout.version),
-        ("KV layout", (layout.layers, layout.kv_heads, layout.head_dim)),
+        ("KV layout", (layout.layers, _kv_heads(info), layout.head_dim)),
         ("transport", pool.backend),
     )
 

@@ -41,6 +41,7 @@ from decode.scheduler import DecodeScheduler
 from kv_transfer import transfer_thread
 from kv_transfer.memory import MemoryNetwork, MemoryTransport
 from kv_transfer.pushes import Pushes
+from kv_transfer.target_ranks import TargetRanks
 from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 from prefill.scheduler import PrefillScheduler
@@ -183,7 +184,9 @@ class WalkedInstance:
         kind = PrefillScheduler if role == "prefill" else DecodeScheduler
         self.scheduler = kind(info, engine, LIMITS)
         memberships = Memberships(info, [router], HANG_S, clock())
-        self.worker: InstanceWorker[Any] = InstanceWorker(memberships, self.scheduler, executor, transfers, self._mailbox)
+        self.worker: InstanceWorker[Any] = InstanceWorker(
+            memberships, self.scheduler, executor, TargetRanks(transfers, 0, 1, engine.model.kv_heads), self._mailbox
+        )
 
     def act(self) -> None:
         self.worker.turn(self._clock())

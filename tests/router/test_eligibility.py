@@ -158,3 +158,45 @@ def test_a_refusal_that_is_repeated_changes_no_address_unless_it_comes_from_anot
     assert fleet.take_moves() == []
     refusal_of(fleet, replace(stranger, inbox="tcp://127.0.0.1:77"))
     assert fleet.take_moves() == [(to, "tcp://127.0.0.1:77")]
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def ranked(ranks: int, kv_heads: int, **changes: object) -> InstanceInfo:
+    """d1 of so many ranks, which has so many KV heads in all; changes: of its last pool."""
+    pool, rank = D1.pools[0], D1.ranks[0]
+    layout = replace(pool.layout, kv_heads=max(1, kv_heads // ranks))
+    pools = [replace(pool, layout=layout, first_head=rank * kv_heads // ranks) for rank in range(ranks)]
+    pools[-1] = replace(pools[-1], **changes)
+    model = replace(D1.model, kv_heads=kv_heads)
+    return replace(D1, model=model, ranks=tuple(replace(rank, rank=n) for n in range(ranks)), pools=tuple(pools))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_members_may_differ_in_their_number_of_ranks_if_their_models_have_as_many_heads(ranks: int) -> None:
+    heads = D0.pools[0].layout.kv_heads
+    fleet = new_fleet(P0, D0)
+    fleet.register(Register(instance=ranked(ranks, heads)), 1.0)
+    assert ids(fleet) == ["p0", "d0", "d1"]
+    reason = refusal_of(new_fleet(P0, D0), ranked(ranks, 8 * heads))[1]
+    assert f"its KV layout is (2, {8 * heads}, 4), but that of p0 in this fleet is (2, {heads}, 4)" in reason
+
+
+@pytest.mark.parametrize(
+    ("asking", "reason"),
+    [
+        (replace(ranked(2, 2), ranks=D1.ranks), "it has 1 ranks and 2 pools"),
+        (ranked(2, 2, total_pages=63), "rank 0 has 64, rank 1 has 63"),
+        (ranked(2, 2, backend="pigeons"), "rank 1 has 'pigeons'"),
+        (ranked(2, 2, layout=replace(D1.pools[0].layout, kv_heads=1, page_size=8)), "its ranks must have one KV layout"),
+        (ranked(2, 2, first_head=0), "its rank 1 must hold 1 KV heads from 1 on, holds 1 from 0 on"),
+        (ranked(2, 4, first_head=1), "its rank 1 must hold 2 KV heads from 2 on, holds 2 from 1 on"),
+        (ranked(3, 8), "its 8 KV heads cannot be divided among 3 ranks"),
+        (d1("model.kv_heads", 4), "its rank 0 must hold 4 KV heads from 0 on, holds 2 from 0 on"),
+        (d1("model.kv_heads", -4), "kv_heads must be between 1 and"),
+    ],
+    ids=["a pool too many", "pages", "transport", "layout", "a rank twice", "shifted", "odd", "half of the heads", "negative"],
+)
+def test_an_instance_whose_ranks_do_not_fit_each_other_is_refused(asking: InstanceInfo, reason: str) -> None:
+    assert reason in refusal_of(new_fleet(P0, D0), asking)[1]
