@@ -90,6 +90,7 @@ class Attempt:
         for member, tokens in self._assigned.items():
             member.assigned_tokens += tokens
         self.first.computing_tokens += self._computing
+        self.first.computing_requests += 1
         self._growth_tokens = ask.growth_tokens
         self._bearer.growth_tokens += self._growth_tokens
         self._asked_where = False
@@ -203,6 +204,7 @@ class Attempt:
     def _computed(self) -> None:
         """Nothing of its prompt is to be computed any more."""
         self.first.computing_tokens -= self._computing
+        self.first.computing_requests -= self._computing > 0
         self._computing = 0
 
     def _grow_less(self, tokens: int) -> None:

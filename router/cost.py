@@ -44,6 +44,12 @@ def at_prefill(member: Member, ask: Ask) -> float:
     return _pace(member).step_s * steps + (queue + to_compute(member, ask)) * _chunk_token_s(member)
 
 
+def of_prefill(member: Member, ask: Ask) -> float:
+    """Seconds that computing the prompt there costs: until its first token, and for those that come behind it. While the queue is
+    as long as now, as many come behind it as are in front."""
+    return at_prefill(member, ask) + member.prompts_to_compute * to_compute(member, ask) * _chunk_token_s(member)
+
+
 def at_decode(decode: Member, prefill: Member, ask: Ask) -> float:
     """Seconds that decoding there costs: the second token waits for room and for KV that does not arrive while the prompt is
     computed, and every step of it and of the rows beside it takes longer."""
@@ -58,8 +64,7 @@ def at_decode(decode: Member, prefill: Member, ask: Ask) -> float:
 
 def apart(prefill: Member, decode: Member, ask: Ask) -> Estimate:
     """One computes the prompt, the other one decodes."""
-    ttft_s = at_prefill(prefill, ask)
-    return Estimate(ttft_s, ttft_s + at_decode(decode, prefill, ask))
+    return Estimate(at_prefill(prefill, ask), of_prefill(prefill, ask) + at_decode(decode, prefill, ask))
 
 
 def alone(decode: Member, ask: Ask) -> Estimate:

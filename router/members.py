@@ -93,6 +93,8 @@ class Member:
     growth_tokens: int = 0
     computing_tokens: int = 0
     computing_before: int = 0
+    computing_requests: int = 0
+    requests_before: int = 0
     computes_since_s: float = 0.0
     chosen: int = 0
     life: Life = field(init=False)
@@ -124,6 +126,12 @@ class Member:
         return max(self.load.tokens_to_compute + self.computing_tokens - self.computing_before, self.computing_tokens)
 
     @property
+    def prompts_to_compute(self) -> int:
+        """How many prompts that is, on a prefill instance."""
+        reported = self.load.waiting_requests + self.load.running_requests
+        return max(reported + self.computing_requests - self.requests_before, self.computing_requests)
+
+    @property
     def tokens_free(self) -> int:
         """How many tokens of its memory nobody needs, if the assigned requests grow as expected. Less than 0 when it has too much
         to do."""
@@ -133,6 +141,7 @@ class Member:
     def take_report(self, report: Heartbeat) -> None:
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
         self.assigned_before, self.computing_before = self.assigned_tokens, self.computing_tokens
+        self.requests_before = self.computing_requests
         self.pace.hear(report.load)
         self._judge()
 

@@ -11,7 +11,7 @@ from itertools import chain
 from common.ids import Role
 from router.ask import Ask
 from router.candidates import Candidates, Pool
-from router.cost import alone, at_decode, at_prefill
+from router.cost import alone, at_decode, of_prefill
 from router.members import Member
 from router.policies.port import Suits
 
@@ -46,7 +46,7 @@ class CacheAware:
     def _cost(self, ask: Ask, source: Member | None) -> Callable[[Member], float]:
         """In seconds."""
         if self._role == "prefill":
-            return lambda member: at_prefill(member, ask)
+            return lambda member: of_prefill(member, ask)
         if source is None:
             return lambda member: alone(member, ask).cost_s
         return lambda member: at_decode(member, source, ask)

@@ -38,14 +38,14 @@ def load(step_s: float = 0.01, chunk_token_s: float = 0.001, tokens: int = 0, ro
     )
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 400), st.integers(0, 5)), min_size=1, max_size=4))
-def test_the_order_is_that_of_the_seconds_until_the_first_token(of_members: list[tuple[int, int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 400), st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=4))
+def test_the_order_is_that_of_the_seconds_for_the_request_and_for_those_behind_it(of: list[tuple[int, int, int, int]]) -> None:
     held, seconds = dict[Member, int](), dict[str, float]()
-    for number, (pace, queue, blocks) in enumerate(of_members):
-        each = member(f"p{number}", load=load(chunk_token_s=pace / 1000, tokens=queue))
+    for number, (pace, queue, prompts, blocks) in enumerate(of):
+        each = member(f"p{number}", load=load(chunk_token_s=pace / 1000, tokens=queue, rows=prompts))
         each.chosen, held[each] = number, blocks
-        steps = 2 if queue else 1
-        seconds[each.info.id] = 0.01 * steps + (queue + 170 - BLOCK * blocks) * pace / 1000
+        steps, compute_s = 2 if queue else 1, (170 - BLOCK * blocks) * pace / 1000
+        seconds[each.info.id] = 0.01 * steps + queue * pace / 1000 + compute_s + prompts * compute_s
     candidates = line_of(held)
     names = ranked(CacheAware(candidates, "prefill"), candidates, Ask(170, 8, index_of(held).match(PROMPT)))
     assert sorted(names) == sorted(seconds)
