@@ -30,6 +30,7 @@ ReasoningParserName = Literal["auto", "think", "none"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
+MOST_RANKS = 64
 STEP_COST = "0.005,0.00001,0.00002"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -159,8 +160,15 @@ class InstanceConfig:
     transport: TransportName = option(
         "nixl", "how KV pages move; the same in the whole fleet (cma: one host and CPU memory only)"
     )
-    tp: int = option(1, "tensor-parallel ranks of the instance (only 1 for now)")
-    rank: str = option("0", "which of those ranks this host starts (only 0 for now)")
+    tp: int = option(
+        1, "tensor-parallel ranks of the instance: processes that share out its model and KV, each with a device of its own"
+    )
+    rank: str = option("", "which of those ranks this command starts, such as 2 or 0-3; default: all of them")
+    leader: str = option(
+        "",
+        "where rank 0 listens for ranks that other commands start, the same for all: tcp://host:port; default, for rank 0: "
+        "pick a free port and print it",
+    )
     max_waiting: int = option(1024, "most requests that wait in this instance; more are refused")
     max_request_timeout_s: float = option(
         DAY_S, "most seconds that a request may take in this instance, whatever the router says"
@@ -181,9 +189,13 @@ class InstanceConfig:
         """The control address of each router."""
         return tuple(address.strip() for address in self.router.split(","))
 
+    @property
+    def ranks(self) -> range:
+        """Those that this command starts."""
+        return parse_ranks(self.rank, self.tp)
+
     def __post_init__(self) -> None:
-        require(self.tp == 1, "tp", "1 (tensor parallelism is not built yet)", self.tp)
-        require(self.rank in ("0", "0-0"), "rank", "0 (tensor parallelism is not built yet)", self.rank)
+        self._check_ranks()
         for address in self.routers:
             check_address(address)
         require(len(set(self.routers)) == len(self.routers), "router", "addresses that differ", self.router)
@@ -193,6 +205,18 @@ class InstanceConfig:
         require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
         require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
         _require_choices(self)
+
+    def _check_ranks(self) -> None:
+        require(1 <= self.tp <= MOST_RANKS, "tp", f"between 1 and {MOST_RANKS}", self.tp)
+        require(self.tp == 1 or self.verify_pages == "off", "verify-pages", "off with --tp above 1", self.verify_pages)
+        if len(self.ranks) == self.tp:
+            refuse_without_effect(self, ("leader",), "where one command starts all ranks")
+        if self.ranks[0] > 0:
+            refuse_without_effect(self, ("inbox_port",), "without rank 0")
+            where = f"the address where rank 0 listens, because --rank {self.rank} starts other ranks"
+            require(self.leader != "", "leader", where, self.leader)
+        if self.leader:
+            check_address(self.leader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,6 +378,14 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         _require_choices(self)
+
+
+def parse_ranks(text: str, ranks: int) -> range:
+    """The ranks of "2" or "0-3"; "": all. ranks: of the instance. Raises ConfigError."""
+    first, _, last = text.partition("-") if text else ("0", "-", str(ranks - 1))
+    valid = first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < ranks
+    require(valid, "rank", f"one rank or a range such as 0-1, all below --tp {ranks}", text)
+    return range(int(first), int(last or first) + 1)
 
 
 _SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")

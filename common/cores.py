@@ -4,6 +4,8 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 
+from common.errors import ConfigError
+
 
 def core_count() -> int:
     """Cores that this process may run on."""
@@ -15,15 +17,30 @@ def divide_cores(cores: int, instances: int) -> int:
     return max(1, cores // max(1, instances))
 
 
-def place_on_gpus(device: str, instances: int, gpus: int) -> list[tuple[str, int]]:
-    """For each instance its device, and how many instances share a GPU at most: all take equal parts of memory, because the
-    instances of a fleet must agree on the context.
+def place_on_gpus(device: str, instances: int, gpus: int, ranks: int = 1) -> list[tuple[str, int]]:
+    """For each instance the device of its first rank, and how many instances share a GPU at most: all take equal parts of memory,
+    because the instances of a fleet must agree on the context. Raises ConfigError.
 
     device: as `--device`. With auto, instances take the GPUs in turn, so that neighbours are on different ones; without a GPU
-    each of them finds the processor.
+    each of them finds the processor. ranks: of each instance, on GPUs side by side.
     """
     devices: Sequence[str] = [device] * instances
     if device == "auto" and gpus:
-        devices = [f"cuda:{number % gpus}" for number in range(instances)]
+        devices_of_ranks("cuda", ranks, gpus)
+        devices = [f"cuda:{number % (gpus // ranks) * ranks}" for number in range(instances)]
     sharers = max(Counter(name for name in devices if name.startswith("cuda")).values(), default=1)
     return [(name, sharers) for name in devices]
+
+
+def devices_of_ranks(device: str, ranks: int, gpus: int) -> list[str]:
+    """The device of each rank that one host starts: GPUs side by side, from that of `--device` on, or the processor for all.
+    Raises ConfigError when there are not enough GPUs."""
+    if device == "cpu" or (device == "auto" and not gpus):
+        return [device] * ranks
+    first = int(device.partition(":")[2] or 0)
+    if ranks > 1 and first + ranks > gpus:
+        raise ConfigError(
+            f"{ranks} ranks need the GPUs {first} to {first + ranks - 1}, and this host has {gpus}: lower --tp, start some "
+            f"of the ranks on another host with --rank, or give --device cpu"
+        )
+    return [f"cuda:{first + number}" for number in range(ranks)] if ranks > 1 else [device]

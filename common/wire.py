@@ -163,6 +163,8 @@ class Mailbox(Generic[M]):
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
+        self._others: list[Mailbox[Any]] = []
+        """Those whose mail ends our waits."""
         self.address: str = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where this inbox listens, with the real port."""
 
@@ -259,8 +261,15 @@ class Mailbox(Generic[M]):
         """Block until mail is there, `wake` is called, or the time is over."""
         timeout_ms = math.ceil(1_000 * min(max(timeout_s, 0.0), _LONGEST_WAIT_S))
         ready = dict(self._poller.poll(timeout_ms))
-        if self._woken.fileno() in ready:
-            self._sleep_again()
+        for mailbox in (self, *self._others):
+            if mailbox._woken.fileno() in ready:
+                mailbox._sleep_again()
+
+    def wait_for_mail_of(self, other: "Mailbox[Any]") -> None:
+        """From now on, `wait` ends for the other mailbox's reasons too. One thread owns both."""
+        self._others.append(other)
+        self._poller.register(other._inbox, zmq.POLLIN)
+        self._poller.register(other._woken.fileno(), zmq.POLLIN)
 
     def wake(self) -> None:
         """End the current or the next `wait`. Any thread may call it, any number of times, even after `close`."""

@@ -19,9 +19,10 @@ from types import FrameType
 
 import msgspec
 
+from common.config import LogConfig
 from common.errors import ConfigError, TandemError
 from common.processes.parent import Parent
-from launch import signals
+from launch import environment, logs, signals
 from launch.reports import BAD_FLAG, Broken, IntakeClosed, News, Order, Progress, Ready, Report
 
 ORPHAN_S = 15.0
@@ -168,6 +169,14 @@ class ChildProcess:
                 self._early_orders.append(order)
         if act is not None:
             act(order)
+
+
+def run_process(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:
+    """Run the body as this process, with its environment, log and signals. The body does the heavy imports. threads: the size of
+    a thread pool; 0: one for each core. Returns the exit status."""
+    environment.prepare(threads)
+    logs.configure(log, name)
+    return run_child(name, body)
 
 
 def run_child(name: str, body: Callable[[ChildProcess], None]) -> int:

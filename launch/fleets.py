@@ -13,9 +13,9 @@ from launch import logs
 from launch.commands import add_command, read_guarded_access, read_security
 from launch.ray_plan import RayConfig
 
-DECIDED_FOR_INSTANCES = ("router", "host", "inbox_port", "name")
+DECIDED_FOR_INSTANCES = ("router", "host", "inbox_port", "name", "rank", "leader")
 """Fields that both commands set for their instances."""
-DECIDED_BY_RAY = (*DECIDED_FOR_INSTANCES, "rank", "sharers")
+DECIDED_BY_RAY = (*DECIDED_FOR_INSTANCES, "sharers")
 DECIDED_FOR_ROUTERS = ("share_port", "own_port")
 """Fields that they set for their routers."""
 OF_ALL = ("max_request_timeout_s", "drain_timeout_s")

@@ -6,40 +6,37 @@ Owns the composition and the order of start and stop. Decides nothing.
     engine thread    TorchExecutor: the model (--executor timed has no such thread, but one that waits for the ends of steps)
     transfer thread  TransferThread: everything of the transport
 
+With --tp above 1 this is rank 0, the leader: its executor and transfers reach over all ranks (`rank_leader.py`), and the loop
+takes in what the followers say before each of its turns. Followers are processes of their own (`follower_process.py`).
+
 However the loop ends (drained, told to end at once, or because another thread failed), the router is told, everything is closed,
 and the process is gone within CLOSE_S.
 """
 
 import contextlib
-import os
 import secrets
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from common.addresses import bind_address, check_address, host_for_peers, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
-from common.engine.executor import EngineDescription, Executor
-from common.engine.step_size import with_step_size
+from common.engine.executor import Executor
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.limits import InstanceLimits
 from common.instance.memberships import Memberships
-from common.instance.ports import Scheduler
+from common.instance.ports import Scheduler, Transfers
 from common.instance.worker import InstanceWorker
 from common.instance.worker import run as run_worker
-from common.messages import DecodeInbox, InstanceInfo, PoolDescriptor, PrefillInbox, RankInfo
+from common.messages import DecodeInbox, InstanceInfo, PoolDescriptor, PrefillInbox
 from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
 from decode.scheduler import DecodeScheduler
-from kv_transfer.backends import make_transport
-from kv_transfer.target_ranks import TargetRanks
-from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transfer_thread import TransferThread
 from launch.child import ChildProcess
+from launch.parts import WHOLE, make_executor, make_transfers
+from launch.rank_children import RankCommands, no_ranks
+from launch.rank_leader import LeaderRanks, describe_rank
 from launch.reports import Ready
 from prefill.scheduler import PrefillScheduler
 
@@ -56,12 +53,15 @@ def serve(
     engine: EngineConfig,
     name: InstanceId,
     trust: Trust = LOOPBACK_ONLY,
+    others: RankCommands = no_ranks,
 ) -> None:
-    """Serve until told to stop, which drains the instance. Raises what the engine or the transport failed with."""
+    """Serve until told to stop, which drains the instance. others: how to start the other ranks on this host. Raises what the
+    engine or the transport failed with, and RankLost."""
     for address in instance.routers:
         trust.check(check_address(address))
     bind = f"tcp://{bind_address(instance.host, '--host')}:{instance.inbox_port}"
     starts_until = time.monotonic() + instance.startup_timeout_s
+    life = Incarnation(secrets.token_hex(8))
     inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
     with contextlib.ExitStack() as stack:
         timeout_s = instance.startup_timeout_s
@@ -69,33 +69,44 @@ def serve(
         try:
             mailbox: Mailbox[Any] = Mailbox(name, inbox, bind, trust=trust)
             stack.callback(mailbox.close)
-            engine, executor = _executor(role, model, engine, mailbox.wake, process.progress)
+            ranks: LeaderRanks | None = None
+            if instance.tp > 1:
+                ranks = LeaderRanks(process, role, name, life, instance, model, engine, trust, others)
+                stack.callback(ranks.close)
+            share = WHOLE if ranks is None else ranks.share
+            engine, executor = make_executor(role, model, engine, mailbox.wake, process.progress, share)
             stack.callback(executor.close)
             process.progress("registering memory for transfers")
-            transfers = _transfers(instance, executor.description, mailbox)
-            stack.callback(transfers.close)
-            pool = transfers.start(TRANSPORT_START_S)
+            thread, own = make_transfers(instance, executor.description, mailbox.wake, share)
+            transfers: Transfers = own
+            stack.callback(thread.close)
+            pool = thread.start(TRANSPORT_START_S)
+            if ranks is not None:
+                stack.callback(ranks.end)
+                executor, transfers = ranks.join(executor, own, pool)
         finally:
             timer.cancel()
-        info = _describe(role, name, instance, executor, pool, reachable(mailbox.address, host_for_peers()))
+        info = _describe(role, name, life, instance, executor, pool, reachable(mailbox.address, host_for_peers()), ranks)
         now = time.monotonic()
         worker: InstanceWorker[Any] = InstanceWorker(
             Memberships(info, instance.routers, max(0.0, starts_until - now), now),
             _scheduler(info, instance, engine, executor),
             executor,
-            TargetRanks(transfers, 0, 1, executor.description.model.kv_heads),
+            transfers,
             mailbox,
             unix_s=time.time() - now,
         )
         process.progress(f"joining the fleet at {instance.router}")
         try:
-            _turn_until_drained(process, worker, mailbox, info)
+            _turn_until_drained(process, worker, mailbox, info, ranks)
         finally:
             process.end_within(CLOSE_S, f"closing took longer than {CLOSE_S:g} s, after: {sys.exception() or 'a drain'}")
 
 
-def _turn_until_drained(process: ChildProcess, worker: InstanceWorker[Any], mailbox: Mailbox[Any], info: InstanceInfo) -> None:
-    """Raises StoppedAtOnce."""
+def _turn_until_drained(
+    process: ChildProcess, worker: InstanceWorker[Any], mailbox: Mailbox[Any], info: InstanceInfo, ranks: LeaderRanks | None
+) -> None:
+    """Raises StoppedAtOnce, RankLost."""
     told = threading.Event()
     reported = False
 
@@ -111,35 +122,20 @@ def _turn_until_drained(process: ChildProcess, worker: InstanceWorker[Any], mail
         process.check_hurry()
         mailbox.wait(timeout_s)
 
+    def wait_with_ranks(timeout_s: float) -> None:
+        """Their mail is taken in before the worker's turn."""
+        assert ranks is not None
+        wait(min(timeout_s, ranks.followers.next_deadline() - time.monotonic()))
+        ranks.turn(time.monotonic())
+        if ranks.followers.drain_asked:
+            told.set()
+
     process.on_stop(drain)
-    run_worker(worker, wait, time.monotonic, told.is_set)
-
-
-def _executor(
-    role: Role, model: ModelConfig, engine: EngineConfig, wake: Callable[[], None], progress: Callable[[str], None]
-) -> tuple[EngineConfig, Executor]:
-    """The executor, and the config that it follows. torch is imported only for an executor that computes: that takes seconds."""
-    if engine.executor == "timed":
-        from common.engine.timed_checkpoint import TimedCheckpoint
-
-        engine = with_step_size(engine, "cpu")
-        return engine, TimedCheckpoint(model, engine, wake)
-    from common.engine.device import with_device_defaults
-    from common.engine.torch_executor import TorchExecutor
-
-    engine = with_device_defaults(engine)
-    if role == "prefill":  # it computes no decode steps
-        engine = replace(engine, graphs="off")
-    return engine, TorchExecutor(model, engine, wake, progress)
-
-
-def _transfers(instance: InstanceConfig, engine: EngineDescription, mailbox: Mailbox[Any]) -> TransferThread:
-    def make_loop() -> TransferLoop:
-        transport = make_transport(instance.transport, instance.host)
-        region, layout, total_pages = engine.memory, engine.layout, engine.total_pages
-        return TransferLoop(transport, instance.transport, region, layout, total_pages, time.monotonic, measures=True)
-
-    return TransferThread(make_loop, mailbox.wake)
+    if ranks is None:
+        run_worker(worker, wait, time.monotonic, told.is_set)
+    else:
+        mailbox.wait_for_mail_of(ranks.mailbox)
+        run_worker(worker, wait_with_ranks, time.monotonic, told.is_set)
 
 
 def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfig, executor: Executor) -> Scheduler[Any]:
@@ -156,18 +152,24 @@ def _scheduler(info: InstanceInfo, instance: InstanceConfig, engine: EngineConfi
 
 
 def _describe(
-    role: Role, name: InstanceId, instance: InstanceConfig, executor: Executor, pool: PoolDescriptor, inbox: str
+    role: Role,
+    name: InstanceId,
+    life: Incarnation,
+    instance: InstanceConfig,
+    executor: Executor,
+    pool: PoolDescriptor,
+    inbox: str,
+    ranks: LeaderRanks | None,
 ) -> InstanceInfo:
     engine = executor.description
-    rank = RankInfo(rank=0, pid=os.getpid(), host=socket.gethostname(), device=engine.device)
     return InstanceInfo(
         id=name,
-        incarnation=Incarnation(secrets.token_hex(8)),
+        incarnation=life,
         role=role,
         inbox=inbox,
-        ranks=(rank,),
+        ranks=(describe_rank(0, engine.device), *(() if ranks is None else ranks.infos)),
         model=engine.model,
-        pools=(pool,),
+        pools=(pool, *(() if ranks is None else ranks.pools)),
         max_running=engine.max_rows,
         started_ns=time.time_ns(),
     )

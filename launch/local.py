@@ -106,7 +106,7 @@ class LocalPlan:
         """The engine's config of each instance, by name: they share the cores and the GPUs."""
         names = [name for role in ROLES for name in self.names(role)]
         threads = self.engine.threads or divide_cores(core_count(), len(names))
-        places = place_on_gpus(self.engine.device, len(names), self.gpus)
+        places = place_on_gpus(self.engine.device, len(names), self.gpus, self.instance.tp)
         return {
             name: replace(self.engine, threads=threads, device=device, sharers=max(sharers, self.engine.sharers))
             for name, (device, sharers) in zip(names, places, strict=True)
@@ -115,11 +115,12 @@ class LocalPlan:
     def _check_shares(self) -> None:
         """Each instance takes its share of the whole device, so all on a device must fit together. Raises ConfigError."""
         percent = parse_share(self.engine.kv_memory, "kv-memory")
-        places = place_on_gpus(self.engine.device, self.prefill + self.decode, self.gpus)
-        most = max(Counter(device for device, _ in places).values())
+        places = place_on_gpus(self.engine.device, self.prefill + self.decode, self.gpus, self.instance.tp)
+        on_gpus = places[0][0].startswith("cuda")
+        most = max(Counter(device for device, _ in places).values()) * (1 if on_gpus else self.instance.tp)
         if percent is not None and percent * most > 100:
             raise ConfigError(
-                f"--kv-memory {self.engine.kv_memory} is the share of one instance, and {most} instances are on one device: give "
+                f"--kv-memory {self.engine.kv_memory} is the share of one rank, and {most} ranks are on one device: give "
                 f"at most {100 // most}%"
             )
 

@@ -6,10 +6,9 @@ answers at once.
 
 import argparse
 import dataclasses
-import secrets
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench import overlap_plan
@@ -24,10 +23,9 @@ from bench.trace import plan as trace_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
 from common.flags import ConfigClass, add_flags, read_config, to_flags, with_defaults
-from common.names import check_instance_id
 from common.trust import write_key
-from launch import chat, environment, fleets, logs
-from launch.child import ChildProcess, run_child
+from launch import chat, environment, fleets, instance_command
+from launch.child import ChildProcess, run_process
 from launch.commands import Command, add_command, read_guarded_access, read_security
 from launch.reports import BAD_FLAG
 from simulation import plan as simulation_plan
@@ -192,7 +190,7 @@ def _router(flags: argparse.Namespace) -> int:
 
         serve(process, config, model, log, security, access)
 
-    return _run("router", log, 1, body)
+    return run_process("router", log, 1, body)
 
 
 def _chat(flags: argparse.Namespace) -> int:
@@ -331,27 +329,21 @@ def _detokenizer(flags: argparse.Namespace) -> int:
 
         serve(process, config, model, InstanceId(flags.of), flags.shard, trust)
 
-    return _run(f"detokenizer-{flags.shard}" if config.detokenizers > 1 else "detokenizer", log, 1, body)
+    return run_process(f"detokenizer-{flags.shard}" if config.detokenizers > 1 else "detokenizer", log, 1, body)
 
 
 def _instance(role: "Role") -> Command:
     def command(flags: argparse.Namespace) -> int:
-        instance, model = read_config(InstanceConfig, flags), read_config(ModelConfig, flags)
-        engine, log = read_config(EngineConfig, flags), read_config(LogConfig, flags)
-        _, trust = read_security(flags)
-        name = instance.name or f"{role}-{secrets.token_hex(3)}"
-        try:
-            check_instance_id(name)
-        except ConfigError as error:
-            raise ConfigError(f"--name: {error}") from None
-
-        def body(process: ChildProcess) -> None:
-            from common.ids import InstanceId
-            from launch.instance_process import serve
-
-            serve(process, role, instance, model, engine, InstanceId(name), trust)
-
-        return _run(name, log, engine.threads, body)
+        security, trust = read_security(flags)
+        return instance_command.run(
+            role,
+            read_config(InstanceConfig, flags),
+            read_config(ModelConfig, flags),
+            read_config(EngineConfig, flags),
+            read_config(LogConfig, flags),
+            security,
+            trust,
+        )
 
     return command
 
@@ -360,13 +352,6 @@ def _key(flags: argparse.Namespace) -> int:
     write_key(flags.file)
     print(f"wrote {flags.file}: {KEY_LIFE}")
     return 0
-
-
-def _run(name: str, log: LogConfig, threads: int, body: Callable[[ChildProcess], None]) -> int:
-    """Run the body as this process, with its environment, log and signals. The body does the heavy imports."""
-    environment.prepare(threads)
-    logs.configure(log, name)
-    return run_child(name, body)
 
 
 if __name__ == "__main__":

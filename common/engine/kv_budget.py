@@ -3,6 +3,7 @@
 Owns the arithmetic, and what `--kv-memory` means. Allocates nothing. What a GPU has left is measured in `kv_meter.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from common.config import parse_memory
 from common.errors import ConfigError, MemoryShort
 from common.pages.layout import KVLayout
 
+Agree = Callable[[int], int]
+"""Pages that this rank can hold → pages that all ranks use."""
 _CPU_SHARE, _CPU_MOST, _CPU_FREE_SHARE = 0.125, 2**30, 0.5
 
 
@@ -19,6 +22,11 @@ class KVBudget:
 
     total_pages: int
     context_tokens: int
+
+
+def as_offered(pages: int) -> int:
+    """What a rank that is alone agrees on with itself."""
+    return pages
 
 
 def kv_budget(layout: KVLayout, kv_bytes: int, own_context: int, asked_context: int, measured: bool = False) -> KVBudget:

@@ -19,7 +19,7 @@ from common.engine.grammar_process import CompilerProcess
 from common.engine.grammars import Grammars
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.kernels.choice import make_kernels
-from common.engine.kv_budget import KVBudget, auto_host_kv_bytes, check_context, given_kv_bytes, kv_budget
+from common.engine.kv_budget import Agree, KVBudget, as_offered, auto_host_kv_bytes, check_context, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.kv_meter import KVMemoryMeter, total_bytes
 from common.engine.logits.choice import make_processors
@@ -40,13 +40,6 @@ from common.pages.heads import heads_of
 from common.pages.layout import KVLayout
 
 Progress = Callable[[str], None]
-Agree = Callable[[int], int]
-"""Pages that this rank can hold → pages that all ranks use."""
-
-
-def as_offered(pages: int) -> int:
-    """What a rank that is alone agrees on with itself."""
-    return pages
 
 
 class ModelRunner:

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.config import EngineConfig, ModelConfig, parse_step_cost
 from common.engine.checkpoint import fingerprint
 from common.engine.executor import EngineDescription
-from common.engine.kv_budget import auto_host_kv_bytes, given_kv_bytes, host_bytes, kv_budget
+from common.engine.kv_budget import Agree, as_offered, auto_host_kv_bytes, given_kv_bytes, host_bytes, kv_budget
 from common.engine.models.end_of_sequence import TOKENIZER
 from common.engine.models.served_shape import read_served_shape
 from common.engine.plan import Plan
@@ -22,6 +22,7 @@ from common.engine.timed import Pace, StepCost, TimedExecutor, TimedStep
 from common.errors import ConfigError, MemoryShort
 from common.messages import ModelIdentity
 from common.model_path import model_name, read_json, resolve_model_path
+from common.pages.heads import heads_of
 from common.pages.host_memory import host_memory
 from common.pages.layout import SPARE_PAGES, KVDtype, KVLayout, MemoryRegion
 
@@ -33,22 +34,33 @@ _STOP_S = 5.0
 
 
 class TimedCheckpoint(TimedExecutor):
-    """wake: called when a step ends, on a thread of its own: a loop that only waits for its deadline is woken up to 1 ms late."""
+    """wake: called when a step ends, on a thread of its own: a loop that only waits for its deadline is woken up to 1 ms late.
+    rank, ranks, agree: of an instance with several ranks; the pages hold this rank's heads."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        wake: Callable[[], None],
+        rank: int = 0,
+        ranks: int = 1,
+        agree: Agree = as_offered,
+    ) -> None:
         """Raises ConfigError for a checkpoint that cannot be described, and MemoryShort."""
         path = resolve_model_path(model.model, weights=False)
         shape = read_served_shape(path)
         layout = KVLayout(
             layers=shape.layers,
-            kv_heads=shape.kv_heads,
+            kv_heads=len(heads_of(rank, ranks, shape.kv_heads)),
             head_dim=shape.head_dim,
             page_size=engine.page_size,
             dtype="float8_e4m3fn" if engine.kv_dtype == "fp8_e4m3" else _dtype(engine),
         )
         given = given_kv_bytes(engine.kv_memory, "cpu", host_bytes("MemTotal"))
-        kv_bytes = auto_host_kv_bytes(engine.sharers) if given is None else given
-        budget = kv_budget(layout, kv_bytes, shape.context_tokens, engine.context_tokens, measured=given is None)
+        kv_bytes = auto_host_kv_bytes(engine.sharers * ranks) if given is None else given
+        limits = shape.context_tokens, engine.context_tokens, given is None
+        pages = agree(kv_budget(layout, kv_bytes, *limits).total_pages)
+        budget = kv_budget(layout, pages * layout.page_bytes, *limits)
         pool_bytes = (budget.total_pages + SPARE_PAGES) * layout.page_bytes
         try:
             memory = host_memory(pool_bytes)

@@ -16,7 +16,8 @@ import torch
 from common.config import EngineConfig, ModelConfig
 from common.engine.executor import ExecutorFailed
 from common.engine.grammars import CompiledSoon
-from common.engine.model_runner import Agree, ModelRunner, as_offered
+from common.engine.kv_budget import Agree, as_offered
+from common.engine.model_runner import ModelRunner
 from common.engine.parallel import ALONE, Group
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan, StepResult

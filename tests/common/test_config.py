@@ -65,8 +65,12 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (EngineConfig, "kv_memory", "40 percent"),
         (EngineConfig, "kv_memory", "%"),
         (EngineConfig, "sharers", 0),
-        (InstanceConfig, "tp", 2),
+        (InstanceConfig, "tp", 0),
+        (InstanceConfig, "tp", 65),
         (InstanceConfig, "rank", "0-7"),
+        (InstanceConfig, "rank", "1"),
+        (InstanceConfig, "rank", "all"),
+        (InstanceConfig, "leader", "tcp://127.0.0.1:9"),
         (InstanceConfig, "inbox_port", 65536),
         (InstanceConfig, "inbox_port", -1),
         (InstanceConfig, "max_waiting", 0),
@@ -205,3 +209,34 @@ def test_the_timed_executor_refuses_what_it_would_ignore(flag: str, given: dict[
 def test_a_step_cost_is_three_numbers_of_seconds() -> None:
     assert parse_step_cost("0.5,0.25,0") == (0.5, 0.25, 0.0)
     assert parse_step_cost("") == parse_step_cost(STEP_COST)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ({}, range(4)),
+        ({"rank": "0"}, range(1)),
+        ({"rank": "0-1", "leader": "tcp://h:9"}, range(2)),
+        ({"rank": "2-3", "leader": "tcp://h:9"}, range(2, 4)),
+    ],
+)
+def test_a_command_starts_the_ranks_that_it_names(flags: dict[str, str], ranks: range) -> None:
+    assert InstanceConfig(tp=4, **flags).ranks == ranks  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"rank": "2-1"}, "--rank"),
+        ({"rank": "1-4", "leader": "tcp://h:9"}, "--rank"),
+        ({"rank": "-1"}, "--rank"),
+        ({"rank": "2-3"}, "--leader"),
+        ({"rank": "2-3", "leader": "h:9"}, "tcp://"),
+        ({"rank": "2-3", "leader": "tcp://h:9", "inbox_port": 9}, "--inbox-port"),
+        ({"leader": "tcp://h:9"}, "--leader"),
+        ({"verify_pages": "on"}, "--verify-pages"),
+    ],
+)
+def test_ranks_that_cannot_be_started_so_are_refused_with_the_flag(flags: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        InstanceConfig(tp=4, **flags)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
-from common.cores import core_count, divide_cores, place_on_gpus
+from common.cores import core_count, devices_of_ranks, divide_cores, place_on_gpus
 from common.errors import ConfigError
 from launch import environment
 from launch.gpus import count_gpus
@@ -30,6 +30,14 @@ def test_cores_are_divided_and_every_instance_has_one(cores: int, instances: int
 )
 def test_instances_take_the_gpus_in_turn(device: str, instances: int, gpus: int, places: list[tuple[str, int]]) -> None:
     assert place_on_gpus(device, instances, gpus) == places
+
+
+def test_the_ranks_of_an_instance_take_gpus_side_by_side() -> None:
+    assert place_on_gpus("auto", 3, 5, ranks=2) == [("cuda:0", 2), ("cuda:2", 2), ("cuda:0", 2)]
+    assert devices_of_ranks("cuda:2", 2, 4) == ["cuda:2", "cuda:3"]
+    assert devices_of_ranks("auto", 2, 0) == ["auto", "auto"]
+    with pytest.raises(ConfigError, match="GPUs 3 to 4, and this host has 4"):
+        devices_of_ranks("cuda:3", 2, 4)
 
 
 def test_a_local_fleet_shares_cores_and_gpus_by_name() -> None:

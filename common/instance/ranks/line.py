@@ -14,6 +14,8 @@ PING_S = 0.5
 SILENCE_S = 3.0
 """An instance whose ranks do not hear from each other for so long ends. A rank that computes still answers: its loop does not
 wait for steps."""
+START_SILENCE_S = 30.0
+"""The same while a model is loaded: importing and compiling keep the interpreter for seconds."""
 PONGS_KEPT = 16
 """So many of the latest answers tell how two clocks differ. Clocks drift by less than a millisecond in that time."""
 

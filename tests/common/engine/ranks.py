@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from common.config import EngineConfig, ModelConfig
-from common.engine.model_runner import Agree, ModelRunner
+from common.engine.kv_budget import Agree
+from common.engine.model_runner import ModelRunner
 from common.engine.models.decoder import Decoder
 from common.engine.parallel import Group, TorchGroup, open_store, reach_store
 from common.engine.plan import Plan, StepResult

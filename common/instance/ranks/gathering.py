@@ -1,0 +1,232 @@
+"""The leader's side of the start: the ranks of an instance gather, agree on a number of pages, and are ready.
+
+Owns who has said hello, and what they offer. Opens no socket and reads no clock: `turn` takes in mail, and sends what has become
+due. Another thread may load the model meanwhile, and say what this rank offers.
+
+    missing ─hello of every rank, and open()─► welcome ─► rounds of offers: the least is agreed ─► ready() of all ─► complete
+
+Before the welcome a rank may leave and come again. After it, a rank that is lost ends the instance.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from common.errors import ConfigError
+from common.ids import InstanceId
+from common.instance.ports import Mail
+from common.instance.ranks.leader import Followers
+from common.instance.ranks.line import PING_S, START_SILENCE_S, Line, RankLost
+from common.messages import ModelIdentity, PoolDescriptor, RankInfo
+from common.messages.base import WIRE_VERSION
+from common.messages.ranks import (
+    Agreed,
+    AskDrain,
+    End,
+    Offer,
+    Ping,
+    Pong,
+    RankFailed,
+    RankHello,
+    RankReady,
+    RankRefused,
+    RankWelcome,
+    ToLeader,
+)
+
+MOST_REFUSED = 64
+"""So many that cannot be ranks of the instance are answered."""
+
+
+@dataclass(slots=True, eq=False)
+class _Joined:
+    """A follower that has said hello. offers: in the order of rounds."""
+
+    name: InstanceId
+    info: RankInfo
+    line: Line
+    offers: list[int] = field(default_factory=list)
+    ready: RankReady | None = None
+
+
+class Gathering:
+    """ranks: of the instance. setup: what must be equal on all of them (`RankHello.setup`)."""
+
+    def __init__(self, mail: Mail[ToLeader], ranks: int, setup: Mapping[str, str]) -> None:
+        self._mail = mail
+        self._ranks = ranks
+        self._setup = setup
+        self._joined: dict[int, _Joined] = {}
+        self._refused: dict[InstanceId, str] = {}
+        self._meeting: str | None = None
+        self._welcomed = False
+        self._own_offers: list[int] = []
+        self._agreed: list[int] = []
+        self._own: tuple[ModelIdentity, PoolDescriptor] | None = None
+        self._ping_s = 0.0
+
+    # --- what the thread that loads says ---------------------------------------------------------------------------------------
+
+    def open(self, meeting: str) -> None:
+        """The ranks' collectives may meet there: welcome the followers as soon as all are here."""
+        self._meeting = meeting
+
+    def offer(self, pages: int) -> int:
+        """This rank can hold so many pages. Returns the number of the round."""
+        self._own_offers.append(pages)
+        return len(self._own_offers) - 1
+
+    def ready(self, model: ModelIdentity, pool: PoolDescriptor) -> None:
+        """This rank can take plans and writes."""
+        self._own = model, pool
+
+    # --- what it learns --------------------------------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not said hello."""
+        return [rank for rank in range(1, self._ranks) if rank not in self._joined]
+
+    @property
+    def welcomed(self) -> bool:
+        return self._welcomed
+
+    def agreed(self, number: int) -> int | None:
+        """The pages that all ranks use, of that round; None: not all have offered."""
+        return self._agreed[number] if number < len(self._agreed) else None
+
+    @property
+    def complete(self) -> bool:
+        """All ranks are ready."""
+        return self._own is not None and self._welcomed and all(each.ready is not None for each in self._joined.values())
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        """Of the followers, in the order of ranks. Only when it is complete."""
+        infos = (self._joined[rank].info for rank in range(1, self._ranks))
+        return tuple(replace(info, device=pool.device) for info, pool in zip(infos, self.pools, strict=True))
+
+    @property
+    def pools(self) -> tuple[PoolDescriptor, ...]:
+        """Of the followers, in the order of ranks. Only when it is complete."""
+        told = [self._joined[rank].ready for rank in range(1, self._ranks)]
+        return tuple(each.pool for each in told if each is not None)
+
+    def followers(self, now: float) -> Followers:
+        """Those that serve from now on. Only when it is complete; this object is not used any more."""
+        return Followers(self._mail, [self._joined[rank].line for rank in range(1, self._ranks)], now)
+
+    # --- the protocol ----------------------------------------------------------------------------------------------------------
+
+    def turn(self, now: float) -> None:
+        """Raises RankLost, ConfigError."""
+        for sender, message in self._mail.receive():
+            if isinstance(message, RankHello):
+                self._hello(sender, message, now)
+                continue
+            joined = next((each for each in self._joined.values() if each.name == sender), None)
+            if joined is not None and self._welcomed:
+                joined.line.take(message, now)
+                self._take(joined, message, now)
+        self._part(self._mail.refused())
+        if not self._welcomed and self._meeting is not None and not self.missing:
+            self._welcomed = True
+            for each in self._joined.values():
+                each.line.heard_s = now
+                self._mail.send(each.name, RankWelcome(meeting=self._meeting))
+        if self._welcomed:
+            self._go_on(now)
+
+    def next_deadline(self, now: float) -> float:
+        return self._ping_s if self._welcomed else now + PING_S
+
+    def end(self, reason: str) -> None:
+        """Tell all that were welcomed to exit."""
+        if self._welcomed:
+            for each in self._joined.values():
+                self._mail.send(each.name, End(number=each.line.next(), reason=reason))
+
+    def _go_on(self, now: float) -> None:
+        for each in self._joined.values():
+            each.line.check(now, START_SILENCE_S)
+            if now >= self._ping_s:
+                self._mail.send(each.name, Ping(number=each.line.next(), sent_s=now))
+        if now >= self._ping_s:
+            self._ping_s = now + PING_S
+        number = len(self._agreed)
+        if len(self._own_offers) > number and all(len(each.offers) > number for each in self._joined.values()):
+            pages = min(self._own_offers[number], *(each.offers[number] for each in self._joined.values()))
+            self._agreed.append(pages)
+            for each in self._joined.values():
+                self._mail.send(each.name, Agreed(number=each.line.next(), pages=pages))
+        if self._own is not None:
+            for rank, each in self._joined.items():
+                if each.ready is not None:
+                    _compare(rank, each.ready, *self._own)
+
+    def _hello(self, sender: InstanceId, hello: RankHello, now: float) -> None:
+        known = self._joined.get(hello.rank)
+        if known is not None and known.name == sender:
+            return
+        reason = self._why_not(hello)
+        if reason is None:
+            self._mail.route(sender, hello.address, watch=True)
+            who = f"rank {hello.rank} (pid {hello.info.pid} on {hello.info.host}, {hello.info.device})"
+            self._joined[hello.rank] = _Joined(sender, hello.info, Line(sender, who, now))
+        elif sender in self._refused or len(self._refused) < MOST_REFUSED:
+            self._refused[sender] = reason
+            self._mail.route(sender, hello.address)
+            self._mail.send(sender, RankRefused(reason=reason))
+
+    def _why_not(self, hello: RankHello) -> str | None:
+        if hello.wire_version != WIRE_VERSION:
+            return f"it has wire version {hello.wire_version}, and rank 0 has {WIRE_VERSION}: all ranks need the same version"
+        if hello.ranks != self._ranks:
+            return f"it was started with --tp {hello.ranks}, and rank 0 with --tp {self._ranks}"
+        if not 1 <= hello.rank < self._ranks:
+            return f"there is no rank {hello.rank} besides rank 0 with --tp {self._ranks}"
+        for name in sorted({*self._setup, *hello.setup}):
+            ours, theirs = self._setup.get(name, "nothing"), hello.setup.get(name, "nothing")
+            if ours != theirs:
+                return f"{name} is {theirs} there, and {ours} on rank 0: all ranks need the same"
+        known = self._joined.get(hello.rank)
+        return None if known is None else f"{known.line.who} is there already"
+
+    def _part(self, gone: list[InstanceId]) -> None:
+        """The processes of these are gone."""
+        for rank, each in list(self._joined.items()):
+            if each.name in gone:
+                if self._welcomed:
+                    raise RankLost(f"{each.line.who} is gone")
+                del self._joined[rank]
+
+    def _take(self, joined: _Joined, message: ToLeader, now: float) -> None:
+        match message:
+            case Offer(pages=pages):
+                joined.offers.append(pages)
+            case RankReady():
+                joined.ready = message
+            case Pong(heard_s=heard_s):
+                joined.line.compare_clocks(heard_s, now)
+            case RankFailed(reason=reason):
+                raise RankLost(f"{joined.line.who} failed: {reason}")
+            case AskDrain():
+                raise RankLost(f"{joined.line.who} was told to stop")
+            case _:
+                raise RankLost(f"{joined.line.who} sent {type(message).__name__} while the instance starts")
+
+
+def _compare(rank: int, theirs: RankReady, model: ModelIdentity, pool: PoolDescriptor) -> None:
+    """Raises ConfigError that names the first difference."""
+    ours = {"the model": model, "the transport": pool.backend, "a page": pool.layout, "the number of pages": pool.total_pages}
+    other = theirs.pool
+    told = {
+        "the model": theirs.model,
+        "the transport": other.backend,
+        "a page": other.layout,
+        "the number of pages": other.total_pages,
+    }
+    for name, value in ours.items():
+        if told[name] != value:
+            raise ConfigError(f"rank {rank} differs from rank 0 in {name}: {told[name]} there, {value} on rank 0")

@@ -1,0 +1,70 @@
+"""The commands `prefill` and `decode`: an instance, or some of its ranks.
+
+Owns which process a command becomes. Imports nothing heavy: the process does when it runs.
+"""
+
+import secrets
+from typing import TYPE_CHECKING
+
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig
+from common.cores import core_count, divide_cores
+from common.errors import ConfigError
+from common.names import check_instance_id
+from common.trust import Trust
+from launch.child import ChildProcess, run_process
+
+if TYPE_CHECKING:
+    from common.ids import Role  # its module imports numpy
+
+
+def run(
+    role: "Role",
+    instance: InstanceConfig,
+    model: ModelConfig,
+    engine: EngineConfig,
+    log: LogConfig,
+    security: SecurityConfig,
+    trust: Trust,
+) -> int:
+    """Returns the exit status. Raises ConfigError for a name that cannot be one."""
+    name = instance.name or f"{role}-{secrets.token_hex(3)}"
+    try:
+        check_instance_id(name)
+    except ConfigError as error:
+        raise ConfigError(f"--name: {error}") from None
+    if instance.tp > 1:
+        return _run_ranks(role, name, instance, model, engine, log, security, trust)
+
+    def body(process: ChildProcess) -> None:
+        from common.ids import InstanceId
+        from launch.instance_process import serve
+
+        serve(process, role, instance, model, engine, InstanceId(name), trust)
+
+    return run_process(name, log, engine.threads, body)
+
+
+def _run_ranks(
+    role: "Role",
+    name: str,
+    instance: InstanceConfig,
+    model: ModelConfig,
+    engine: EngineConfig,
+    log: LogConfig,
+    security: SecurityConfig,
+    trust: Trust,
+) -> int:
+    """This process is the first of the ranks that the command starts. It starts the others."""
+    first, threads = instance.ranks[0], divide_cores(engine.threads or core_count(), len(instance.ranks))
+
+    def body(process: ChildProcess) -> None:
+        from common.ids import InstanceId
+        from launch import follower_process, instance_process
+        from launch.rank_setup import commands_of_ranks, engines_of_ranks
+
+        engines = engines_of_ranks(instance, engine)
+        others = commands_of_ranks(role, name, instance, model, engines, log, security)
+        serve = instance_process.serve if first == 0 else follower_process.serve
+        serve(process, role, instance, model, engines[first], InstanceId(name), trust, others)
+
+    return run_process(name if first == 0 else f"{name}.rank-{first}", log, threads, body)

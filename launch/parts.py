@@ -1,0 +1,76 @@
+"""What a rank computes and writes with: its executor and its transfers, as its flags say.
+
+Owns the choice. torch is imported only for an executor that computes: that takes seconds.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from common.config import EngineConfig, InstanceConfig, ModelConfig
+from common.engine.executor import EngineDescription, Executor
+from common.engine.kv_budget import Agree, as_offered
+from common.engine.step_size import with_step_size
+from common.ids import Role
+from common.pages.heads import heads_of
+from kv_transfer.backends import make_transport
+from kv_transfer.target_ranks import TargetRanks
+from kv_transfer.transfer_loop import TransferLoop
+from kv_transfer.transfer_thread import TransferThread
+
+if TYPE_CHECKING:
+    from common.engine.parallel import Group
+
+Wake = Callable[[], None]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of its instance a rank is. agree: on a number of pages with the other ranks. meet: the device → the group of all
+    ranks; None: it computes alone."""
+
+    rank: int = 0
+    ranks: int = 1
+    agree: Agree = as_offered
+    meet: "Callable[[str], Group] | None" = None
+
+
+WHOLE = Share()
+
+
+def make_executor(
+    role: Role, model: ModelConfig, engine: EngineConfig, wake: Wake, progress: Progress, share: Share = WHOLE
+) -> tuple[EngineConfig, Executor]:
+    """The executor, and the config that it follows."""
+    if engine.executor == "timed":
+        from common.engine.timed_checkpoint import TimedCheckpoint
+
+        engine = with_step_size(engine, "cpu")
+        return engine, TimedCheckpoint(model, engine, wake, share.rank, share.ranks, share.agree)
+    from common.engine.device import with_device_defaults
+    from common.engine.parallel import ALONE
+    from common.engine.torch_executor import TorchExecutor
+
+    engine = with_device_defaults(engine)
+    if role == "prefill":  # it computes no decode steps
+        engine = replace(engine, graphs="off")
+    group = ALONE if share.meet is None else share.meet(engine.device)
+    return engine, TorchExecutor(model, engine, wake, progress, group, share.agree)
+
+
+def make_transfers(
+    instance: InstanceConfig, engine: EngineDescription, wake: Wake, share: Share = WHOLE
+) -> tuple[TransferThread, TargetRanks]:
+    """The thread of the transport, and the transfers over it to peers of any number of ranks."""
+    kv_heads = engine.model.kv_heads
+    first_head = heads_of(share.rank, share.ranks, kv_heads).start
+
+    def make_loop() -> TransferLoop:
+        transport = make_transport(instance.transport, instance.host)
+        parts = engine.memory, engine.layout, engine.total_pages
+        return TransferLoop(transport, instance.transport, *parts, time.monotonic, measures=True, first_head=first_head)
+
+    thread = TransferThread(make_loop, wake)
+    return thread, TargetRanks(thread, share.rank, share.ranks, kv_heads)

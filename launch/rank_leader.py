@@ -1,0 +1,160 @@
+"""The leader's part in an instance with several ranks: it starts the others, gathers them, and ends with them.
+
+Owns the mailbox for the followers, the processes of those on this host, the group of collectives, and the order in which all of
+this comes and goes. What is said is decided in `common/instance/ranks`.
+
+    start   mailbox ─► children ─► gathering (a thread) ─► the group's meeting ─► load, agree, register ─► all are ready
+    turn    followers' mail, then the worker's turn
+    end     the followers are told why ─► the group is closed, so that no step waits for a rank ─► children are waited for
+"""
+
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from common.addresses import ANY, LOOPBACK, bind_address, host_for_peers, port_of, reachable
+from common.config import EngineConfig, InstanceConfig, ModelConfig
+from common.engine.executor import Executor
+from common.ids import Incarnation, InstanceId, Role
+from common.instance.ports import Transfers
+from common.instance.ranks.executor import RankedExecutor
+from common.instance.ranks.gathering import Gathering
+from common.instance.ranks.leader import Followers, remote_transfers
+from common.messages import PoolDescriptor, RankInfo
+from common.messages.ranks import ToLeader, rank_name
+from common.trust import Trust
+from common.wire import Mailbox
+from kv_transfer.ranked_transfers import RankedTransfers
+from launch.child import ChildProcess
+from launch.parts import Share
+from launch.rank_children import RankChildren, RankCommands
+from launch.rank_setup import rank_setup
+from launch.rank_start import StartThread
+
+if TYPE_CHECKING:
+    from common.engine.parallel import Group, TorchGroup
+
+REMIND_S = 5.0
+"""How often the start says which ranks are missing."""
+CHILDREN_S = 3.0
+"""How long ranks on this host may take to end after they were told."""
+
+
+class LeaderRanks:
+    """Rank 0, seen from its process. life: of the instance."""
+
+    def __init__(
+        self,
+        process: ChildProcess,
+        role: Role,
+        name: InstanceId,
+        life: Incarnation,
+        instance: InstanceConfig,
+        model: ModelConfig,
+        engine: EngineConfig,
+        trust: Trust,
+        commands: RankCommands,
+    ) -> None:
+        self._process = process
+        self._instance = instance
+        self._is_timed = engine.executor == "timed"
+        self._host = LOOPBACK if len(instance.ranks) == instance.tp else bind_address(instance.host, "--host")
+        bind = f"tcp://{self._host}:{port_of(instance.leader) if instance.leader else 0}"
+        self.mailbox: Mailbox[ToLeader] = Mailbox(rank_name(name, 0, life), ToLeader, bind, trust=trust)
+        self._address = instance.leader or reachable(self.mailbox.address, host_for_peers())
+        self._gathering = Gathering(self.mailbox, instance.tp, rank_setup(role, instance, model, engine))
+        self._group: TorchGroup | None = None
+        self._followers: Followers | None = None
+        self._reminder_s = time.monotonic() + REMIND_S
+        self._children = RankChildren(process, name, commands(self._address), self.mailbox.wake)
+        self._start = StartThread(process, self.mailbox, self._gathering, self._watch_start)
+
+    # --- start -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def share(self) -> Share:
+        """Loading with it waits until every rank is there."""
+        if self._is_timed:
+            self._start.say(lambda: self._gathering.open(""))
+        return Share(0, self._instance.tp, self._start.agree, None if self._is_timed else self._meet)
+
+    def join(self, executor: Executor, transfers: Transfers, pool: PoolDescriptor) -> tuple[Executor, Transfers]:
+        """This rank can take plans: wait until all can. Returns the executor and the transfers over all of them."""
+        model = executor.description.model
+        self._start.say(lambda: self._gathering.ready(model, pool))
+        self._start.finish()
+        self._followers = self._gathering.followers(time.monotonic())
+        return RankedExecutor(executor, self._followers), RankedTransfers([transfers, *remote_transfers(self._followers)])
+
+    @property
+    def pools(self) -> tuple[PoolDescriptor, ...]:
+        """Of the followers, in the order of ranks."""
+        return self._gathering.pools
+
+    @property
+    def infos(self) -> tuple[RankInfo, ...]:
+        return self._gathering.infos
+
+    # --- turns -----------------------------------------------------------------------------------------------------------------
+
+    def turn(self, now: float) -> None:
+        """Take in what the followers say, once they serve. Raises RankLost, ConfigError."""
+        self._children.check()
+        self.followers.turn(now)
+
+    @property
+    def followers(self) -> Followers:
+        """Only when all ranks are ready."""
+        assert self._followers is not None
+        return self._followers
+
+    # --- end -------------------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Tell the followers why this process ends, and leave the group: no step may wait for a rank that is gone. Idempotent."""
+        error = sys.exception()
+        self._start.close()
+        if self._followers is not None:
+            self._followers.end("drained" if error is None else str(error), orderly=error is None)
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.close()
+
+    def close(self) -> None:
+        """Wait for the processes on this host, and close the mailbox."""
+        self.end()
+        self._children.close(CHILDREN_S)
+        self.mailbox.close()
+
+    # --- inside ----------------------------------------------------------------------------------------------------------------
+
+    def _watch_start(self, now: float) -> None:
+        """On the start's thread, before each of its turns."""
+        self._children.check()
+        missing = self._gathering.missing
+        if not missing or now < self._reminder_s:
+            return
+        self._reminder_s = now + REMIND_S
+        elsewhere = [rank for rank in missing if rank not in self._instance.ranks]
+        names = ", ".join(map(str, missing))
+        how = f": start rank {elsewhere[0]} with the same command, --rank {elsewhere[0]} and --leader {self._address}"
+        self._process.progress(f"waiting for rank {names} of {self._instance.tp}{how if elsewhere else ''}")
+
+    def _meet(self, device: str) -> "Group":
+        from torch import device as torch_device
+
+        from common.engine.parallel import TorchGroup, open_store
+
+        host = host_for_peers() if self._host == ANY else self._host
+        store = open_store(host)
+        self._start.say(lambda: self._gathering.open(f"{host}:{store.port}"))
+        self._start.wait_for(lambda: self._gathering.welcomed or None)
+        self._group = TorchGroup(store, 0, self._instance.tp, torch_device(device), host, self._instance.startup_timeout_s)
+        return self._group
+
+
+def describe_rank(rank: int, device: str) -> RankInfo:
+    """This process, for people."""
+    return RankInfo(rank=rank, pid=os.getpid(), host=socket.gethostname(), device=device)

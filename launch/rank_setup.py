@@ -1,0 +1,73 @@
+"""What must be equal on all ranks of an instance before they load anything, and the command that starts each.
+
+Owns the list, and how one command's cores and GPUs are divided among the ranks that it starts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError, version
+
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig
+from common.cores import core_count, devices_of_ranks, divide_cores
+from common.engine.checkpoint import fingerprint
+from common.flags import flag_of, to_flags
+from common.model_path import resolve_model_path
+from launch.gpus import count_gpus
+from launch.processes import launch_command
+from launch.rank_children import RankCommands
+
+OF_A_HOST = ("device", "threads", "sharers", "kv_memory")
+"""Flags of the engine that ranks may differ in."""
+LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "flashinfer-python", "triton")
+"""Their versions decide what is computed."""
+
+
+def rank_setup(role: str, instance: InstanceConfig, model: ModelConfig, engine: EngineConfig) -> dict[str, str]:
+    """What `RankHello` says of a rank, each by its name. Raises ConfigError for a checkpoint that cannot be read."""
+    weights = engine.executor != "timed" and engine.load_format != "dummy"
+    flags = {flag_of(field.name): str(vars(engine)[field.name]) for field in fields(engine) if field.name not in OF_A_HOST}
+    return {
+        **flags,
+        "the command": role,
+        "--served-name": model.served_name,
+        "--transport": instance.transport,
+        "the checkpoint (its fingerprint)": fingerprint(resolve_model_path(model.model, weights=weights), weights=weights),
+        **{f"the version of {library}": _version(library) for library in LIBRARIES},
+    }
+
+
+def engines_of_ranks(instance: InstanceConfig, engine: EngineConfig) -> dict[int, EngineConfig]:
+    """The engine of each rank that this command starts: they share its cores, and each has a device. Raises ConfigError."""
+    ranks = instance.ranks
+    gpus = count_gpus() if engine.device != "cpu" and engine.executor == "torch" else 0
+    devices = devices_of_ranks(engine.device, len(ranks), gpus)
+    threads = divide_cores(engine.threads or core_count(), len(ranks))
+    return {rank: replace(engine, device=device, threads=threads) for rank, device in zip(ranks, devices, strict=True)}
+
+
+def commands_of_ranks(
+    role: str,
+    name: str,
+    instance: InstanceConfig,
+    model: ModelConfig,
+    engines: Mapping[int, EngineConfig],
+    log: LogConfig,
+    security: SecurityConfig,
+) -> RankCommands:
+    """How the first of the ranks that this command starts starts the others."""
+
+    def commands(leader: str) -> dict[int, Sequence[str]]:
+        others = replace(instance, name=name, leader=leader, inbox_port=0, rank=str(instance.ranks[-1]))
+        return {
+            rank: launch_command(role, to_flags(replace(others, rank=str(rank)), model, engines[rank], log, security))
+            for rank in instance.ranks[1:]
+        }
+
+    return commands
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "none"

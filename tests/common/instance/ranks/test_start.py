@@ -1,0 +1,176 @@
+"""The start of an instance with several ranks: who is let in, what they agree on, and what ends it."""
+
+import pytest
+from msgspec.structs import replace
+
+from common.errors import ConfigError, PeerRefused
+from common.ids import Incarnation, InstanceId
+from common.instance.ranks.gathering import Gathering
+from common.instance.ranks.joining import HELLO_S, SOMEBODY, Joining
+from common.instance.ranks.line import START_SILENCE_S, RankLost
+from common.messages import PoolDescriptor, RankInfo
+from common.messages.base import WIRE_VERSION
+from common.messages.ranks import RankHello, ToFollower, ToLeader, rank_name
+from tests.builders import engine, instance
+from tests.common.instance.ranks.rig import LEADER, take, travelled
+from tests.common.mailboxes import FakeMail
+
+SETUP = {"--page-size": "16", "the version of torch": "2.9"}
+MODEL, POOL = engine().model, instance("decode-0", "decode").pools[0]
+LEADERS_ADDRESS = "tcp://h:1"
+
+
+def hello(rank: int, life: str = "a") -> RankHello:
+    info = RankInfo(rank=rank, pid=100 + rank, host="gpu-7", device="auto")
+    return RankHello(rank=rank, ranks=3, address=f"tcp://h:{rank}{len(life)}", info=info, setup=SETUP)
+
+
+class Side:
+    """A follower that joins."""
+
+    def __init__(self, said: RankHello, life: str = "a") -> None:
+        self.name = rank_name("decode-0", said.rank, Incarnation(life))
+        self.mail: FakeMail[ToFollower] = FakeMail()
+        self.joining = Joining(self.mail, LEADERS_ADDRESS, said)
+
+
+class Start:
+    """A leader that gathers, and whoever wants to join. Mail that was sent arrives with the next turn."""
+
+    def __init__(self, *sides: Side) -> None:
+        self.now = 0.0
+        self.mail: FakeMail[ToLeader] = FakeMail()
+        self.gathering = Gathering(self.mail, 3, SETUP)
+        self.sides = list(sides)
+
+    def turn(self) -> None:
+        for side in self.sides:
+            self.mail.arriving += [(side.name, travelled(message, ToLeader)) for _, message in take(side.mail)]
+        self.gathering.turn(self.now)
+        for to, message in take(self.mail):
+            for side in self.sides:
+                if side.name == to:
+                    side.mail.arriving.append((LEADER, travelled(message, ToFollower)))
+        for side in self.sides:
+            side.joining.turn(self.now)
+        self.now += HELLO_S
+
+    def welcomed(self) -> "Start":
+        self.gathering.open("h:9")
+        for _ in range(3):
+            self.turn()
+        assert all(side.joining.welcome is not None and side.joining.welcome.meeting == "h:9" for side in self.sides)
+        return self
+
+
+def test_ranks_are_welcome_when_all_are_there_agree_on_the_least_and_serve_when_all_are_ready() -> None:
+    first, second = Side(hello(1)), Side(hello(2))
+    start = Start(first)
+    start.gathering.open("h:9")
+    start.turn()
+    start.turn()
+    assert start.gathering.missing == [2] and first.joining.welcome is None
+    start.sides.append(second)
+    start.welcomed()
+    for round_number, offers in enumerate(((50, 40, 60), (7, 8, 9))):
+        speakers: tuple[Gathering | Joining, ...] = (start.gathering, first.joining, second.joining)
+        for speaker, pages in zip(speakers, offers, strict=True):
+            assert speaker.agreed(round_number) is None
+            assert speaker.offer(pages) == round_number
+            start.turn()
+        start.turn()
+        assert [each.agreed(round_number) for each in (start.gathering, first.joining, second.joining)] == [min(offers)] * 3
+    start.gathering.ready(MODEL, POOL)
+    for side, device in ((second, "cuda:1"), (first, "cuda:0")):
+        assert not start.gathering.complete
+        side.joining.ready(MODEL, pool(side, device))
+        start.turn()
+        assert side.joining.complete
+        start.turn()
+    assert start.gathering.complete
+    assert [pool.agent for pool in start.gathering.pools] == [first.name, second.name]
+    assert [(info.rank, info.device) for info in start.gathering.infos] == [(1, "cuda:0"), (2, "cuda:1")]
+    assert len(start.gathering.followers(start.now)) == 2
+
+
+def pool(side: Side, device: str) -> PoolDescriptor:
+    return replace(POOL, agent=side.name, device=device)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (replace(hello(2), setup=SETUP | {"--page-size": "32"}), "--page-size is 32 there, and 16 on rank 0"),
+        (replace(hello(2), setup={"--page-size": "16"}), "the version of torch is nothing there, and 2.9 on rank 0"),
+        (replace(hello(2), ranks=4), "started with --tp 4, and rank 0 with --tp 3"),
+        (replace(hello(2), rank=3), "there is no rank 3"),
+        (replace(hello(2), wire_version=WIRE_VERSION + 1), "wire version"),
+        (hello(1), r"rank 1 \(pid 101 on gpu-7, auto\) is there already"),
+    ],
+)
+def test_a_rank_that_does_not_fit_is_refused_with_the_reason_and_the_others_wait_for_the_right_one(
+    wrong: RankHello, reason: str
+) -> None:
+    good, bad = Side(hello(1)), Side(wrong, "other")
+    start = Start(good, bad)
+    with pytest.raises(PeerRefused, match=reason):
+        for _ in range(3):
+            start.turn()
+    start.sides = [good, Side(hello(2))]
+    start.welcomed()
+
+
+def test_a_rank_that_leaves_before_all_are_there_may_come_again_and_afterwards_it_ends_the_start() -> None:
+    first, second = Side(hello(1)), Side(hello(2))
+    start = Start(first)
+    start.turn()
+    start.turn()
+    start.mail.gone = [first.name]
+    start.turn()
+    assert start.gathering.missing == [1, 2]
+    start.sides = [Side(hello(1), "again"), second]
+    start.welcomed()
+    start.mail.gone = [second.name]
+    with pytest.raises(RankLost, match=r"rank 2 \(pid 102 on gpu-7, auto\) is gone"):
+        start.turn()
+    start.gathering.end("rank 2 is gone")
+    with pytest.raises(RankLost, match="rank 0 at tcp://h:1 has ended the start: rank 2 is gone"):
+        start.mail.arriving.clear()
+        deliver_end(start)
+
+
+def deliver_end(start: Start) -> None:
+    for to, message in take(start.mail):
+        for side in start.sides:
+            if side.name == to:
+                side.mail.arriving.append((LEADER, travelled(message, ToFollower)))
+    start.sides[0].joining.turn(start.now)
+
+
+def test_both_sides_end_the_start_when_the_other_falls_silent() -> None:
+    start = Start(Side(hello(1)), Side(hello(2))).welcomed()
+    silent = start.sides.pop(0)
+    silent.mail.arriving.clear()
+    with pytest.raises(RankLost, match=r"rank 0 .* has been silent"):
+        silent.joining.turn(start.now + START_SILENCE_S)
+    with pytest.raises(RankLost, match=r"rank 1 .* has been silent"):
+        for _ in range(40):
+            start.turn()
+
+
+def test_a_rank_that_is_unlike_the_leader_when_it_is_loaded_is_named_with_the_difference() -> None:
+    start = Start(Side(hello(1)), Side(hello(2))).welcomed()
+    start.gathering.ready(MODEL, POOL)
+    start.sides[1].joining.ready(replace(MODEL, dtype="bfloat16"), POOL)
+    with pytest.raises(ConfigError, match=r"rank 2 differs from rank 0 in the model: .*bfloat16"):
+        for _ in range(3):
+            start.turn()
+
+
+def test_nobody_is_there_at_first_and_the_follower_says_hello_until_somebody_answers() -> None:
+    side = Side(hello(1))
+    assert side.mail.routes == {SOMEBODY: LEADERS_ADDRESS}
+    for now in (0.0, HELLO_S / 2, HELLO_S, 2 * HELLO_S):
+        side.joining.turn(now)
+    assert [type(message) for _, message in take(side.mail)] == [RankHello] * 3
+    assert InstanceId(LEADER) not in side.mail.routes
