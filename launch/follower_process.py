@@ -38,6 +38,8 @@ from launch.rank_start import StartThread
 from launch.reports import Ready
 
 if TYPE_CHECKING:
+    import torch
+
     from common.engine.parallel import Group, TorchGroup
 
 
@@ -51,16 +53,14 @@ class _Meeting:
         self._group: TorchGroup | None = None
         self.welcome: RankWelcome | None = None
 
-    def meet(self, device: str) -> "Group":
-        from torch import device as torch_device
-
+    def meet(self, device: "torch.device") -> "Group":
         from common.engine.parallel import TorchGroup, reach_store
 
         assert self.welcome is not None
         host, _, port = self.welcome.meeting.rpartition(":")
         timeout_s = self._instance.startup_timeout_s
         store = reach_store(host, int(port), timeout_s)
-        self._group = TorchGroup(store, self._rank, self._instance.tp, torch_device(device), self._host, timeout_s)
+        self._group = TorchGroup(store, self._rank, self._instance.tp, device, self._host, timeout_s)
         return self._group
 
     def leave(self) -> None:

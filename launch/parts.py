@@ -20,6 +20,8 @@ from kv_transfer.transfer_loop import TransferLoop
 from kv_transfer.transfer_thread import TransferThread
 
 if TYPE_CHECKING:
+    import torch
+
     from common.engine.parallel import Group
 
 Wake = Callable[[], None]
@@ -34,7 +36,7 @@ class Share:
     rank: int = 0
     ranks: int = 1
     agree: Agree = as_offered
-    meet: "Callable[[str], Group] | None" = None
+    meet: "Callable[[torch.device], Group] | None" = None
 
 
 WHOLE = Share()
@@ -49,14 +51,14 @@ def make_executor(
 
         engine = with_step_size(engine, "cpu")
         return engine, TimedCheckpoint(model, engine, wake, share.rank, share.ranks, share.agree)
-    from common.engine.device import with_device_defaults
+    from common.engine.device import device_of, with_device_defaults
     from common.engine.parallel import ALONE
     from common.engine.torch_executor import TorchExecutor
 
     engine = with_device_defaults(engine)
     if role == "prefill":  # it computes no decode steps
         engine = replace(engine, graphs="off")
-    group = ALONE if share.meet is None else share.meet(engine.device)
+    group = ALONE if share.meet is None else share.meet(device_of(engine.device))
     return engine, TorchExecutor(model, engine, wake, progress, group, share.agree)
 
 

@@ -34,6 +34,8 @@ from launch.rank_setup import rank_setup
 from launch.rank_start import StartThread
 
 if TYPE_CHECKING:
+    import torch
+
     from common.engine.parallel import Group, TorchGroup
 
 REMIND_S = 5.0
@@ -142,16 +144,14 @@ class LeaderRanks:
         how = f": start rank {elsewhere[0]} with the same command, --rank {elsewhere[0]} and --leader {self._address}"
         self._process.progress(f"waiting for rank {names} of {self._instance.tp}{how if elsewhere else ''}")
 
-    def _meet(self, device: str) -> "Group":
-        from torch import device as torch_device
-
+    def _meet(self, device: "torch.device") -> "Group":
         from common.engine.parallel import TorchGroup, open_store
 
         host = host_for_peers() if self._host == ANY else self._host
         store = open_store(host)
         self._start.say(lambda: self._gathering.open(f"{host}:{store.port}"))
         self._start.wait_for(lambda: self._gathering.welcomed or None)
-        self._group = TorchGroup(store, 0, self._instance.tp, torch_device(device), host, self._instance.startup_timeout_s)
+        self._group = TorchGroup(store, 0, self._instance.tp, device, host, self._instance.startup_timeout_s)
         return self._group
 
 
