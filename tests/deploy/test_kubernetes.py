@@ -1,0 +1,171 @@
+"""The Kubernetes manifests: valid by the schemas, commands that `launch` takes, and names that fit together."""
+
+import copy
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.commands import Command, calls_of, read_command, write_program
+from tests.router.calls import get
+from tests.router.fakes import Site
+
+FOLDER = Path(__file__).parents[2] / "deploy/kubernetes"
+VERSIONS = ("1.29", "1.37")
+"""The oldest and the newest that are meant."""
+ROLES = ("prefill", "decode")
+PREFILL_0 = {"HOST_IP": "10.0.0.2", "GROUP": "0", "LWS_LEADER_ADDRESS": "tandem-prefill-0.tandem-prefill.tandem"}
+
+Manifest = dict[str, Any]
+
+
+def read(name: str) -> list[Manifest]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+KUSTOMIZATION = read("kustomization.yaml")[0]
+MANIFESTS = [manifest for name in KUSTOMIZATION["resources"] for manifest in read(name)]
+SETTINGS = dict(line.split("=", 1) for line in KUSTOMIZATION["configMapGenerator"][0]["literals"])
+
+
+def find(kind: str, name: str) -> Manifest:
+    (found,) = [manifest for manifest in MANIFESTS if (manifest["kind"], manifest["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pods() -> Iterator[tuple[str, Manifest]]:
+    """Every kind of pod, as a PodTemplateSpec, with its name."""
+    yield "router", find("Deployment", "tandem-router")["spec"]["template"]
+    for role in ROLES:
+        yield role, find("LeaderWorkerSet", f"tandem-{role}")["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+
+
+def valid_kinds() -> list[Manifest]:
+    """What Kubernetes itself has schemas for. A LeaderWorkerSet is none of its kinds, but its pods are: as a PodTemplate."""
+    known = [manifest for manifest in MANIFESTS if manifest["kind"] in ("Deployment", "Service")]
+    templates = [
+        {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": f"tandem-{name}"}, "template": template}
+        for name, template in pods()
+    ]
+    return known + templates
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(version: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for manifest in valid_kinds():
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "Service", "PodTemplate"])
+def test_a_wrong_word_in_a_manifest_is_found(kind: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    manifest = next(copy.deepcopy(manifest) for manifest in valid_kinds() if manifest["kind"] == kind)
+    (manifest["template"]["spec"] if kind == "PodTemplate" else manifest["spec"])["colour"] = "red"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+
+
+def router_command() -> Command:
+    (container,) = find("Deployment", "tandem-router")["spec"]["template"]["spec"]["containers"]
+    words = list(container["args"])
+    for name, value in SETTINGS.items():
+        words = [word.replace(f"$({name})", value) for word in words]
+    assert not any("$(" in word for word in words)
+    return read_command(words)
+
+
+def instance_command(role: str, programs: Path, **environment: str) -> Command:
+    """What a pod of the role runs, with the environment that Kubernetes and LeaderWorkerSet give it."""
+    (container,) = dict(pods())[role]["spec"]["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    given = {**variables, **SETTINGS, **PREFILL_0, **environment, "PATH": f"{programs}:{os.environ['PATH']}"}
+    subprocess.run([*container["command"], *container["args"]], env=given, check=True, timeout=60)
+    (words,) = calls_of(programs)
+    return read_command(words)
+
+
+def test_the_routers_ports_are_those_that_the_services_and_the_instances_ask_for(programs: Path) -> None:
+    router = router_command().router
+    (container,) = find("Deployment", "tandem-router")["spec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": router.port, "control": router.control_port}
+    services = {
+        name: {port["name"]: port for port in find("Service", name)["spec"]["ports"]} for name in ("tandem", "tandem-control")
+    }
+    assert all(port["targetPort"] in ports for each in services.values() for port in each.values())
+    control = services["tandem-control"]["control"]["port"]
+    assert instance_command("prefill", programs, LWS_WORKER_INDEX="0").instance.routers == (f"tcp://tandem-control:{control}",)
+
+
+def test_instances_reach_a_router_that_is_not_ready_which_it_becomes_by_them() -> None:
+    assert find("Service", "tandem-control")["spec"]["publishNotReadyAddresses"] is True
+    assert "publishNotReadyAddresses" not in find("Service", "tandem")["spec"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_pod_of_an_instance_starts_all_its_ranks(role: str, programs: Path) -> None:
+    command = instance_command(role, programs, LWS_WORKER_INDEX="0")
+    assert command.role == role and command.flags.name == f"{role}-0" and command.flags.host == "10.0.0.2"
+    assert not command.flags.rank or command.flags.rank == "0"
+
+
+@pytest.mark.anyio
+async def test_an_instance_is_ready_when_the_router_says_that_it_is_up(site: Site, programs: Path) -> None:
+    text = (await get(site, "/metrics")).text.replace('"p0"', '"prefill-0"')
+    write_program(programs / "curl", f"cat {programs}/metrics")
+    (container,) = dict(pods())["prefill"]["spec"]["containers"]
+
+    def is_ready(metrics: str, group: str) -> bool:
+        (programs / "metrics").write_text(metrics)
+        environment = {"GROUP": group, "PATH": f"{programs}:{os.environ['PATH']}"}
+        return subprocess.run(container["readinessProbe"]["exec"]["command"], env=environment, timeout=60).returncode == 0
+
+    up = 'tandem_instance_up{instance="prefill-0",role="prefill"} '
+    assert is_ready(text, "0") and not is_ready(text, "1") and not is_ready("", "0")
+    assert not is_ready(text.replace(f"{up}1", f"{up}0"), "0"), "it drains or is stuck"
+
+
+@pytest.mark.parametrize("name", ["router", *ROLES])
+def test_a_pod_has_the_time_that_a_drain_takes(name: str, programs: Path) -> None:
+    template = dict(pods())[name]
+    (container,) = template["spec"]["containers"]
+    command = router_command() if name == "router" else instance_command(name, programs, LWS_WORKER_INDEX="0")
+    before_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1]) if name == "router" else 0.0
+    closing_s = 10.0
+    assert template["spec"]["terminationGracePeriodSeconds"] >= before_s + command.flags.drain_timeout_s + closing_s
+
+
+@pytest.mark.parametrize("name", ["router", *ROLES])
+def test_keys_come_from_the_secret_and_are_readable_by_their_owner_alone(name: str, programs: Path) -> None:
+    (secret,) = KUSTOMIZATION["secretGenerator"]
+    template = dict(pods())[name]["spec"]
+    (volume,) = [volume["secret"] for volume in template["volumes"] if "secret" in volume]
+    assert volume["secretName"] == secret["name"] and volume["defaultMode"] == 0o400
+    assert "securityContext" not in template, "with fsGroup, Kubernetes would let the group read them, and launch refuses that"
+    command = router_command() if name == "router" else instance_command(name, programs, LWS_WORKER_INDEX="0")
+    files = [command.flags.cluster_key] + ([command.flags.control_key, command.flags.api_keys] if name == "router" else [])
+    assert {f"keys/{Path(file).name}" for file in files} <= set(secret["files"])
+    mounts = {mount["name"]: mount["mountPath"] for mount in template["containers"][0]["volumeMounts"]}
+    assert {str(Path(file).parent) for file in files} == {mounts["keys"]}
+    assert KUSTOMIZATION["generatorOptions"]["disableNameSuffixHash"], "a LeaderWorkerSet would keep the name without its hash"
+
+
+def test_prometheus_scrapes_the_router_whether_it_is_ready_or_not_and_keeps_the_names_of_instances() -> None:
+    spec = find("ServiceMonitor", "tandem")["spec"]
+    wanted = spec["selector"]["matchLabels"].items()
+    services = [each for each in MANIFESTS if each["kind"] == "Service" and wanted <= each["metadata"]["labels"].items()]
+    assert [service["metadata"]["name"] for service in services] == ["tandem-control"]
+    (endpoint,) = spec["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in services[0]["spec"]["ports"]}
+    assert endpoint["path"] == "/metrics" and endpoint["honorLabels"] is True
+
+
+@pytest.mark.parametrize("service", ["tandem", "tandem-control"])
+def test_the_services_select_the_routers_pods(service: str) -> None:
+    labels = dict(pods())["router"]["metadata"]["labels"]
+    assert find("Service", service)["spec"]["selector"].items() <= labels.items()
