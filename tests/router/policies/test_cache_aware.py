@@ -1,19 +1,22 @@
 """Cache aware is held against seconds that are computed by hand. Its members have blocks of 32 tokens."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
+from common.ids import pack_ids
 from common.messages import Load
 from router.ask import Ask
 from router.cache_index import CacheIndex
 from router.members import Member
 from router.placer import Placer
 from router.policies.cache_aware import CacheAware
-from tests.router.bench import D0, D1, P0, new_fleet
+from tests.builders import instance
+from tests.router.bench import D0, D1, P0, Bench, generates, new_fleet, spec
 from tests.router.fakes import hear
 from tests.router.policies.lines import line_of, member, ranked
 
@@ -100,3 +103,19 @@ def test_as_long_as_nobody_has_measured_anything_conditional_dispatch_uses_pairs
     overlap = index_of({each: 4 * (each.info.role == "decode") for each in fleet.members()}).match(PROMPT[:4])
     placement = Placer(fleet.candidates, RouterConfig(dispatch="conditional")).choose(Ask(128, 8, overlap))
     assert placement.decode is not None
+
+
+def test_requests_follow_what_was_asked_under_their_salt_only() -> None:
+    """Two tenants send the same prompt, again and again. Each finds its own way, although nothing else tells them apart."""
+    bench = Bench(P0, instance("p1", "prefill"), D0, config=RouterConfig(prefill_policy="cache_aware"))
+
+    def served(name: str, salt: str) -> str:
+        sends = bench.submit(replace(spec(name), prompt=pack_ids(range(100, 200)), salt=salt))
+        bench.text(0, "a", name=name)  # computed
+        return generates(sends)[0][0]
+
+    one = served("a", "one")
+    assert [served(name, "one") for name in "bcd"] == [one] * 3
+    other = served("e", "other")
+    assert other != one
+    assert [served(*asked) for asked in (("f", "one"), ("g", "other"), ("h", "one"), ("i", "other"))] == [one, other] * 2
