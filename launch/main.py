@@ -39,6 +39,7 @@ SIMULATED = (
     "dispatch",
     "prefill_policy",
     "decode_policy",
+    "early_rejection",
     "heartbeat_s",
     "dead_after_s",
     "max_attempts",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from common.ids import Role
 from common.messages import Counters
@@ -29,7 +30,7 @@ class Times(msgspec.Struct, frozen=True):
     most: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Times":
+    def of(cls, seconds: Sequence[float] | NDArray[np.float64]) -> "Times":
         """Zeros when there are none."""
         values = np.asarray(seconds, dtype=np.float64) if len(seconds) else np.zeros(1)
         return cls(*(float(value) for value in np.percentile(values, (50, 90, 99, 100))))
@@ -58,6 +59,18 @@ class Caches(msgspec.Struct, frozen=True, kw_only=True):
     pages_asked: int
     pages_hit: int
     pages_evicted: int
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """How well times to first tokens were predicted, where they were. error_s: whatever its sign. error_share: of the real time.
+    mean_error_s: above 0 where first tokens came sooner than predicted."""
+
+    answers: int
+    predicted_s: Times
+    real_s: Times
+    error_s: Times
+    error_share: Times
+    mean_error_s: float
 
 
 class TurnFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +127,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     kv_bytes: int
     cut_short: int
+    prediction: Prediction | None
     turns: tuple[TurnFigures, ...]
     caches: tuple[Caches, ...]
     engines: tuple[Engines, ...]
@@ -152,6 +166,7 @@ def figures(simulation: Simulation) -> Figures:
         tokens=measured.tokens,
         kv_bytes=fleet.wires.bytes_written,
         cut_short=simulation.cut_short,
+        prediction=_prediction(fleet.observer.predictions),
         turns=tuple(_turn(measured, turn) for turn in sorted(set(measured.turn))),
         caches=tuple(_caches(role, counters) for role in ROLES),
         engines=tuple(_engines(simulation, role) for role in ROLES),
@@ -166,6 +181,22 @@ def figures(simulation: Simulation) -> Figures:
     )
 
 
+def _prediction(pairs: Sequence[tuple[float, float]]) -> Prediction | None:
+    """Of predicted and real times. None: there are none."""
+    if not pairs:
+        return None
+    predicted_s, real_s = np.asarray(pairs, dtype=np.float64).T
+    error_s = predicted_s - real_s
+    return Prediction(
+        answers=len(pairs),
+        predicted_s=Times.of(predicted_s),
+        real_s=Times.of(real_s),
+        error_s=Times.of(np.abs(error_s)),
+        error_share=Times.of(np.abs(error_s) / real_s),
+        mean_error_s=float(error_s.mean()),
+    )
+
+
 def _turn(measured: Measured, turn: int) -> TurnFigures:
     its = np.equal(measured.turn, turn)
     sums = (int(np.asarray(each)[its].sum()) for each in (measured.prompt_tokens, measured.cached_tokens, measured.pushed_bytes))
@@ -173,7 +204,7 @@ def _turn(measured: Measured, turn: int) -> TurnFigures:
     return TurnFigures(
         turn=turn + 1,
         answers=int(np.count_nonzero(its)),
-        first_token_s=Times.of(np.asarray(measured.first_s)[its].tolist()),
+        first_token_s=Times.of(np.asarray(measured.first_s)[its]),
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         pushed_bytes=pushed_bytes,
@@ -219,6 +250,7 @@ def tables(found: Figures) -> list[tuple[str, Lines]]:
     return [
         ("Requests", _requests(found)),
         ("Time, ms", _times(found)),
+        *([("Time to first token, ms, and its prediction", _predictions(found.prediction))] if found.prediction else []),
         *([("Turns", _turns(found))] if len(found.turns) > 1 else []),
         ("Prefix caches", _cache_lines(found)),
         ("Instances", _instances(found)),
@@ -252,6 +284,14 @@ def _times(found: Figures) -> Lines:
     )
     shown = [(name, *(f"{1e3 * value:.1f}" for value in (t.p50, t.p90, t.p99, t.most))) for name, t in named]
     return [("", "p50", "p90", "p99", "most"), *shown]
+
+
+def _predictions(found: Prediction) -> Lines:
+    named = (("predicted", found.predicted_s), ("real", found.real_s), ("error, whatever its sign", found.error_s))
+    lines: Lines = [("", "p50", "p90", "p99", "most")]
+    lines += [(name, *(f"{1e3 * value:.1f}" for value in (t.p50, t.p90, t.p99, t.most))) for name, t in named]
+    share = found.error_share
+    return [*lines, ("error / real", *(f"{value:.1%}" for value in (share.p50, share.p90, share.p99, share.most)))]
 
 
 def _turns(found: Figures) -> Lines:

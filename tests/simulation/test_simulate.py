@@ -182,6 +182,16 @@ def test_goodput_counts_the_answers_that_keep_to_both_limits() -> None:
         assert figures(simulate(FLEET, **load, slo_ttft_s=first_s, slo_itl_s=pace_s)).good_requests == good
 
 
+def test_predicted_times_are_held_against_those_of_the_clients() -> None:
+    load = {"requests": 12, "rate": 1.0, "arrivals": "even", "lengths": "constant", "mean_input": 4000, "mean_output": 5}
+    simulation = simulate(FLEET, **load)
+    found = figures(simulation).prediction
+    assert found is not None and 0 < found.answers <= 12
+    assert found.real_s.p50 == pytest.approx(steps_s(4000), abs=6 * TURN_S)
+    assert found.predicted_s.p50 == pytest.approx(steps_s(4000), rel=0.2)
+    assert found.error_share.p50 == pytest.approx(found.error_s.p50 / found.real_s.p50, rel=0.1)
+
+
 def test_a_request_that_no_instance_could_hold_is_refused_and_counted() -> None:
     found = figures(simulate(replace(FLEET, kv_pages=10), requests=2, mean_input=10_000, mean_output=2, lengths="constant"))
     assert (found.requests, sum(found.endings.values())) == (2, 2)
