@@ -8,6 +8,7 @@ from common.config import RouterConfig
 from common.errors import Overloaded
 from common.ids import RequestId
 from common.messages import Load
+from router.api.errors import response_to
 from tests.router.bench import D0, P0, P1, Bench, spec
 
 STEP_S, TOKEN_S = 0.5, 0.1
@@ -64,6 +65,7 @@ def test_a_request_that_would_be_too_late_is_refused_whole_and_told_when_to_come
     with pytest.raises(Overloaded, match="too late") as refused:
         bench.submit(*specs)
     assert refused.value.retry_after_s == 2
+    assert (response_to(refused.value).status_code, response_to(refused.value).headers["retry-after"]) == (429, "2")
     requests = bench.core.requests
     assert (requests.predictions.rejected, len(requests)) == (choices, 0)
     assert set(bench.assigned().values()) == {0}

@@ -46,6 +46,15 @@ def test_a_single_first_token_takes_its_chunks_and_the_messages_of_the_ring(toke
     assert 0 <= first_s - steps_s(tokens) - ring_s <= 3 * TURN_S, "each of the three may be at its turn when the message arrives"
 
 
+@pytest.mark.parametrize("rate", [1.0, 3.5])
+def test_the_router_predicts_first_tokens_from_what_instances_have_measured(rate: float) -> None:
+    """Prompts take 0.2 s in the mean. At the higher rate most of them wait, and what comes next may join their step."""
+    simulation = simulate(FLEET, requests=60, rate=rate, arrivals="even", mean_input=2000, mean_output=1)
+    found = figures(simulation)
+    assert found.predicted >= 40, "all but the first ones, of which nothing is measured"
+    assert found.prediction_error_share.p50 < (0.05 if rate == 1.0 else 0.25)
+
+
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
 def test_a_prompt_that_begins_as_another_takes_the_time_of_the_rest(tmp_path: Path, prefix_cache: Any) -> None:
     """Of the same four blocks of 512 tokens; the second prompt has one more, cut short."""
