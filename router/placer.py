@@ -17,7 +17,7 @@ from router.cost import alone, apart, predict_ttft
 from router.members import Member
 from router.policies.cache_aware import CacheAware
 from router.policies.choice import make_policy
-from router.policies.port import CANDIDATES, Policy, Suits
+from router.policies.port import CANDIDATES, Suits
 from router.sample_set import SampleSet
 
 REASONS = 4
@@ -58,6 +58,8 @@ class Placer:
         """The members to avoid are used only when no other, not even a decode instance alone, can serve the request.
         Raises Unavailable when nobody can serve it now, BadRequest when no instance's memory could ever hold it."""
         placement = self._find(ask)
+        if self._dispatch == "conditional":
+            placement = self._or_alone(placement, ask)
         for member in (placement.first, *placement.decodes[:1]):
             self._candidates.chose(member)
             (self._prefill if member.info.role == "prefill" else self._decode).chose(member)
@@ -93,20 +95,24 @@ class Placer:
         spared: Set[Life] = frozenset()
         if any(holder.life not in ask.avoid for holder in islice(holders, len(ask.avoid) + 1)):
             spared = ask.avoid
-        pair = self._pair(able, holders, ask, spared)
-        if pair is None:
-            return self._decode_alone(self._decode, holders, ask, spared)
-        if self._dispatch != "conditional" or pair.decode is None or predict_ttft(pair.first, ask) is None:
+        return self._pair(able, holders, ask, spared) or self._decode_alone(holders, ask, spared)
+
+    def _or_alone(self, pair: Placement, ask: Ask) -> Placement:
+        """A decode instance alone, if one costs less than this pair. Nobody knows as long as nobody has measured its pace."""
+        if pair.decode is None or predict_ttft(pair.first, ask) is None:
             return pair
-        single = self._decode_alone(self._alone, holders, ask, spared)
-        return single if alone(single.first, ask).cost_s < apart(pair.first, pair.decode, ask).cost_s else pair
+        holders = self._candidates.able("decode", ask.most_tokens)
+        group = next(self._alone.groups(holders, _able(ask.most_tokens, ask.avoid), ask, None), ())
+        if group and alone(group[0], ask).cost_s < apart(pair.first, pair.decode, ask).cost_s:
+            return Placement(group[0])
+        return pair
 
     def _prefill_alone(self, able: list[Member], ask: Ask, avoid: Set[Life]) -> Member | None:
         groups = self._prefill.groups(able, _able(ask.prompt_tokens, avoid), ask, None)
         return next((group[0] for group in groups), None)
 
-    def _decode_alone(self, policy: Policy, holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement:
-        return Placement(next(policy.groups(holders, _able(ask.most_tokens, spared), ask, None))[0])
+    def _decode_alone(self, holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement:
+        return Placement(next(self._decode.groups(holders, _able(ask.most_tokens, spared), ask, None))[0])
 
     def _pair(self, able: list[Member], holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement | None:
         """A prefill instance, and decode instances that can take over from it."""
@@ -140,7 +146,7 @@ def _nobody_holds(candidates: Candidates, dispatch: Dispatch, tokens: int) -> Un
     """No decode instance that takes requests has so much memory."""
     line = candidates.line("decode")
     if not line:
-        nobody = "no decode instance is live" if dispatch == "auto" and candidates.line("prefill") else "no instance is live"
+        nobody = "no decode instance is live" if dispatch != "colocated" and candidates.line("prefill") else "no instance is live"
         return Unavailable(_all_in_trouble(candidates, "decode") or nobody)
     large = next((member for member in candidates.ailing("decode") if member.capacity_tokens >= tokens), None)
     if large is not None and large.trouble is not None:

@@ -98,6 +98,14 @@ def test_a_request_is_served_alone_where_that_delays_fewer_than_it_helps(
         assert (placement.first.info.id, tuple(each.info.id for each in placement.decodes)) == placed
 
 
+def test_a_router_that_would_serve_alone_is_ready_while_it_could_use_a_pair() -> None:
+    fleet = new_fleet(P0, D0)
+    hear(fleet, P0, D0, load=load(step_s=0.05), now=1.0)
+    hear(fleet, D0, P0, load=load(), now=1.0)
+    placer = Placer(fleet.candidates, RouterConfig(dispatch="conditional"))
+    assert placer.choose(Ask(1, 2)).decode is None and placer.unready() == []
+
+
 def test_as_long_as_nobody_has_measured_anything_conditional_dispatch_uses_pairs() -> None:
     fleet = new_fleet(P0, D0)
     overlap = index_of({each: 4 * (each.info.role == "decode") for each in fleet.members()}).match(PROMPT[:4])
