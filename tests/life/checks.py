@@ -6,8 +6,11 @@ Owns the verdicts. Changes nothing.
 from collections.abc import Iterator
 from itertools import pairwise
 
+from common.ids import pack_ids
 from common.messages import Failed, Finished
+from common.pages.blocks import pages_of_block
 from common.pages.pool import PageLease, count_pages
+from common.pages.radix_cache import PageKeys, block_names
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.timelines import RequestTimes
@@ -34,6 +37,8 @@ def unsettled(trial: Trial) -> Iterator[str]:
             yield f"{name} is away"
     for instance in trial.instances.values():
         yield from _not_home(trial, instance)
+    for router in trial.routers:
+        yield from _not_informed(trial, router)
 
 
 def _not_settled(router: RouterProcess) -> Iterator[str]:
@@ -63,6 +68,36 @@ def _not_home(trial: Trial, instance: Instance) -> Iterator[str]:
         yield f"{name} has {load.running_requests} requests running and {load.reservations} reservations"
     if load.pages_quarantined != stuck:
         yield f"{name} reports {load.pages_quarantined} pages in quarantine, and {stuck} are stuck"
+
+
+def _not_informed(trial: Trial, router: RouterProcess) -> Iterator[str]:
+    """What a router does not know of the prefix caches that it follows."""
+    for member, told in router.core.fleet.caches.told.items():
+        instance = trial.instances.get(member.info.id)
+        if instance is None or instance.info.incarnation != member.info.incarnation:
+            yield f"{router.name} follows the cache of {member.life}, which is away"
+            continue
+        blocks = set(instance.pool.cache.blocks(pages_of_block(member.info.page_size)))
+        if told.held != blocks or told.expected:
+            known = f"{len(told.held)} blocks and expects {len(told.expected)}"
+            yield f"{router.name} knows of {known} in the cache of {member.info.id}, which has {len(blocks)}"
+
+
+def misinformed(trial: Trial) -> Iterator[str]:
+    """Prompts of which a router takes another part to be cached than that which an instance would hit."""
+    for router in trial.routers if trial.schedule.follows_caches else ():
+        caches = router.core.fleet.caches
+        for asked in trial.asked:
+            for choice, expected in zip(asked.ask.choices, asked.expected, strict=True):
+                tokens = pack_ids([*choice.prompt, *expected.token_ids])
+                overlap = caches.match(block_names(tokens, caches.page_size, choice.salt))
+                for member in caches.told:
+                    keys = PageKeys(caches.page_size, choice.salt, tokens)
+                    hit = trial.instances[member.info.id].pool.cache.match(keys, len(keys.pages))
+                    cached = len(hit) * caches.page_size
+                    if overlap.tokens(member) != cached - cached % caches.block_tokens:
+                        known = f"{overlap.tokens(member)} tokens of {choice.request_id}"
+                        yield f"{router.name} takes {known} to be in the cache of {member.info.id}, which has {cached}"
 
 
 def stuck_pages(trial: Trial, instance: Instance) -> int:

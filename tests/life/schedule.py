@@ -31,6 +31,7 @@ TRIGGERS = (
     *("Renew", "Renewed", "Withdraw", "Cancel", "Probe"),
 )
 """Kinds of letters upon which a fault may strike, so that it strikes within the protocol."""
+CACHE_TRIGGERS = ("TellCache", "CacheChanges")
 TEXT_TRIGGERS = ("ExpectAnswer", "TokenBatch", "TextBatch", "Repeat")
 
 
@@ -94,7 +95,8 @@ class Rough:
 class Schedule:
     """heartbeat_s: of the instances. peers_per_instance: few, or more than there are. survivor: a decode
     instance that nothing befalls but the weather, if there is one. only_routers: nothing befalls anybody else. strangers: so many
-    that serve another model ask first at a router that starts again."""
+    that serve another model ask first at a router that starts again. follows_caches: routers know what is in whose prefix cache.
+    """
 
     seed: int
     prefill: int
@@ -111,6 +113,7 @@ class Schedule:
     detokenizers: int = 1
     only_routers: bool = False
     strangers: int = 0
+    follows_caches: bool = False
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -123,7 +126,8 @@ def draw_schedule(seed: int) -> Schedule:
     flushes = _flushes(schedule, Random(f"flushes {seed}"))
     faults = (*schedule.faults, *text_faults, *slowness, *returns, *watches, *flushes)
     strangers = Random(f"strangers {seed}").choice((0, 0, 1, 3))
-    return _with_grammars(replace(schedule, asks=asks, faults=faults, strangers=strangers), Random(f"grammars {seed}"))
+    schedule = replace(schedule, asks=asks, faults=faults, strangers=strangers)
+    return _with_caches(_with_grammars(schedule, Random(f"grammars {seed}")), Random(f"caches {seed}"))
 
 
 def _draw(seed: int) -> Schedule:
@@ -318,6 +322,18 @@ def _with_grammars(schedule: Schedule, random: Random) -> Schedule:
         asks.append(replace(ask, choices=tuple(replace(choice, has_grammar=has_grammar) for choice in ask.choices)))
     size = replace(schedule.size, prepare_s=random.choice((0.0, 0.05, random.uniform(0.1, 1.0), random.uniform(1.0, 5.0))))
     return replace(schedule, asks=tuple(asks), size=size)
+
+
+def _with_caches(schedule: Schedule, random: Random) -> Schedule:
+    """In half of the fleets the routers follow prefix caches, and some faults strike upon the messages about these."""
+    if random.random() < 0.5:
+        return schedule
+
+    def moved(fault: Fault) -> Fault:
+        is_moved = fault.trigger is not None and random.random() < 0.3
+        return replace(fault, trigger=random.choice(CACHE_TRIGGERS)) if is_moved else fault
+
+    return replace(schedule, follows_caches=True, faults=tuple(map(moved, schedule.faults)))
 
 
 def _with_routers(schedule: Schedule, random: Random) -> Schedule:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
 from simulation.network import MEMBERSHIP, Letter
-from tests.life.checks import disturbed, misanswered, misplaced, mistimed, needless, unsettled
+from tests.life.checks import disturbed, misanswered, misinformed, misplaced, mistimed, needless, unsettled
 from tests.life.schedule import draw_schedule
 from tests.life.trial import Trial
 
@@ -55,7 +55,7 @@ def run_schedule(seed: int, trace: bool = False) -> Report:
         _settle(trial)
         trial.ask_once_more()
         _settle(trial)
-        checks = (unsettled, misanswered, misplaced, disturbed, needless, mistimed)
+        checks = (unsettled, misanswered, misplaced, disturbed, needless, mistimed, misinformed)
         problems = [problem for check in checks for problem in check(trial)]
     except _BUGS:
         problems = [traceback.format_exc()]
@@ -85,6 +85,10 @@ def _counts(trial: Trial) -> Counter[str]:
         counts["pages evicted"] += total.pages_evicted
         counts["pages spared"] += total.pages_spared
         counts["caches flushed"] += life.pool.cache.epoch
+    for kind, letters in trial.cache_letters.items():
+        counts[f"letters about caches: {kind}"] += letters
+    for router in trial.routers:
+        counts["cached blocks known"] += sum(len(told.held) for told in router.core.fleet.caches.told.values())
     counts["lives"] += len(trial.lives)
     counts["timelines told"] += trial.told.total()
     counts["timelines taken"] += len(trial.observer.durations)

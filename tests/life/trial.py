@@ -14,9 +14,10 @@ import msgspec
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId, Role
-from common.messages import AnyMessage, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve
+from common.messages import AnyMessage, CacheChanges, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve, TellCache
 from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
+from router.cache_index import CacheIndex
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from router.traces import TraceRuns
@@ -94,6 +95,8 @@ class Trial(Fleet):
         """Who serves the last attempt of each request."""
         self._routers: dict[RequestId, InstanceId] = {}
         """Who asked for it."""
+        self.cache_letters: Counter[str] = Counter()
+        """Letters about prefix caches, by their kind, and those that were lost."""
         self.orphans = self.detokenizers_killed = 0
         """Requests that instances served when their router died."""
         self.problems: list[str] = []
@@ -148,6 +151,11 @@ class Trial(Fleet):
         self._look()
 
     # --- who is there ------------------------------------------------------------------------------------------------------
+
+    def _make_router(self, seat: int, seats: int, former: RouterProcess | None = None) -> RouterProcess:
+        router = super()._make_router(seat, seats, former)
+        router.core.fleet.caches = CacheIndex(self.schedule.follows_caches, self.schedule.heartbeat_s)
+        return router
 
     def ledger_of(self, instance: Instance) -> Ledger:
         return self.ledgers[instance.info.pools[0].agent]
@@ -238,6 +246,8 @@ class Trial(Fleet):
             self.blows[message.key.request_id] += 1  # a Renew may overtake it, and then it is taken for lost
         if isinstance(message, Heartbeat):
             self.told.update((message.incarnation, timeline.key) for timeline in message.timelines)
+        if isinstance(message, TellCache | CacheChanges):
+            self.cache_letters[letter.kind if delays else "lost"] += 1
         if not delays:
             self.blows.update({key.request_id for key in keys_of(message)})
         for deed in self._armed.pop(letter.kind, ()):
