@@ -81,8 +81,8 @@ def frame_bytes(sender: InstanceId) -> int:
 class Weather(Protocol):
     """Who says what becomes of letters."""
 
-    def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
-        """After how many seconds a letter arrives, once for each time that it does; none: it is lost."""
+    def delays(self, sender: InstanceId, to: InstanceId, now: float, kind: str) -> tuple[float, ...]:
+        """After how many seconds a letter of this kind arrives, once for each time that it does; none: it is lost."""
 
 
 class Calm:
@@ -91,7 +91,7 @@ class Calm:
     def __init__(self, delay_s: float = DELAY_S) -> None:
         self._delays = (delay_s,)
 
-    def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
+    def delays(self, sender: InstanceId, to: InstanceId, now: float, kind: str) -> tuple[float, ...]:
         return self._delays
 
 
@@ -158,7 +158,7 @@ class Network:
         """He tries to connect again, until it is refused, or somebody is there."""
         if mailbox.is_open:
             return
-        delays = self.weather.delays(mailbox.owner, watcher.me, self.clock.now)
+        delays = self.weather.delays(mailbox.owner, watcher.me, self.clock.now, "knock")
         answered_s = self.clock.now + KNOCKS_S + (delays[0] if delays else 0.0)
         again = partial(self._knock, address, mailbox, watcher)
         self.clock.at(answered_s, partial(watcher.knocked, address, mailbox) if delays else again)
@@ -185,7 +185,7 @@ class Network:
         mailbox = self._mailboxes.get(address)
         to = to if mailbox is None else mailbox.owner
         letter = Letter(sender, to, type(message).__name__, message, self._last_body)
-        delays = self.weather.delays(sender, to, self.clock.now)
+        delays = self.weather.delays(sender, to, self.clock.now, letter.kind)
         if not self.brief and letter.kind not in MEMBERSHIP:
             self.log.append((sender, letter.kind, to))
         for tap in self.taps:

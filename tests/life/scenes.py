@@ -37,7 +37,7 @@ class SlowGrants:
     def __init__(self) -> None:
         self.seconds = DELAY_S
 
-    def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
+    def delays(self, sender: InstanceId, to: InstanceId, now: float, kind: str) -> tuple[float, ...]:
         return (self.seconds if sender.startswith("decode") and to.startswith("prefill") else DELAY_S,)
 
 

@@ -325,7 +325,7 @@ def _with_grammars(schedule: Schedule, random: Random) -> Schedule:
 
 
 def _with_caches(schedule: Schedule, random: Random) -> Schedule:
-    """In half of the fleets the routers follow prefix caches, and some faults strike upon the messages about these."""
+    """In half of the fleets the routers follow prefix caches. Some faults strike upon the messages about these, and many are lost."""
     if random.random() < 0.5:
         return schedule
 
@@ -333,7 +333,8 @@ def _with_caches(schedule: Schedule, random: Random) -> Schedule:
         is_moved = fault.trigger is not None and random.random() < 0.3
         return replace(fault, trigger=random.choice(CACHE_TRIGGERS)) if is_moved else fault
 
-    return replace(schedule, follows_caches=True, faults=tuple(map(moved, schedule.faults)))
+    chances = replace(schedule.chances, caches_lost=random.choice((0.0, 0.2, 0.5)))
+    return replace(schedule, follows_caches=True, faults=tuple(map(moved, schedule.faults)), chances=chances)
 
 
 def _with_routers(schedule: Schedule, random: Random) -> Schedule:

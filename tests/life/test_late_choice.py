@@ -25,7 +25,7 @@ class Gaps:
 
     until_s: dict[tuple[InstanceId, InstanceId], float] = field(default_factory=dict)
 
-    def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
+    def delays(self, sender: InstanceId, to: InstanceId, now: float, kind: str) -> tuple[float, ...]:
         return () if now < self.until_s.get((sender, to), 0.0) else (DELAY_S,)
 
 

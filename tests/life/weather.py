@@ -21,13 +21,14 @@ APART_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Chances:
-    """Of each letter. overtaking: whether letters of one sender to one receiver may overtake each other; those of a
+    """Of each letter. caches_lost: of those that tell of prefix caches. overtaking: whether letters of one sender to one receiver may overtake each other; those of a
     detokenizer and to one never do, for gaps in text and answers to probes tell the router what was lost."""
 
     lost: float
     twice: float
     slow: float
     overtaking: bool
+    caches_lost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Storm:
         cut = self.cuts.get(frozenset((one, other)))
         return now if cut is None else max(now, cut.until_s)
 
-    def delays(self, sender: InstanceId, to: InstanceId, now: float) -> tuple[float, ...]:
+    def delays(self, sender: InstanceId, to: InstanceId, now: float, kind: str) -> tuple[float, ...]:
         chances, draw = self.chances, self.random.random
         passes_s = now
         if self.cuts:
@@ -67,7 +68,7 @@ class Storm:
                 passes_s = cut.until_s
         if now >= self.ends_s:
             return (self._ordered(sender, to, passes_s + DELAY_S) - now,)
-        if draw() < chances.lost:
+        if draw() < (max(chances.lost, chances.caches_lost) if kind == "CacheChanges" else chances.lost):
             return ()
         arrivals = 2 if draw() < chances.twice else 1
         return tuple(self._ordered(sender, to, passes_s + self._delay()) - now for _ in range(arrivals))
