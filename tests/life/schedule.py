@@ -325,7 +325,7 @@ def _with_grammars(schedule: Schedule, random: Random) -> Schedule:
 
 
 def _with_caches(schedule: Schedule, random: Random) -> Schedule:
-    """In half of the fleets the routers follow prefix caches. Some faults strike upon the messages about these, and many are lost."""
+    """In half of the fleets the routers follow prefix caches. Faults strike upon the messages about these, and many are lost."""
     if random.random() < 0.5:
         return schedule
 

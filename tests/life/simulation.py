@@ -16,12 +16,14 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 from common.errors import TandemError
 from common.messages import AnyMessage, Failed
+from common.pages import blocks
 from simulation.network import MEMBERSHIP, Letter
 from tests.life.checks import disturbed, misanswered, misinformed, misplaced, mistimed, needless, unsettled
-from tests.life.schedule import draw_schedule
+from tests.life.schedule import Schedule, draw_schedule
 from tests.life.trial import Trial
 
 LOOK_S = 0.5
@@ -44,7 +46,11 @@ class Report:
 
 def run_schedule(seed: int, trace: bool = False) -> Report:
     """Run the schedule of this seed, let everything settle, and check what must hold."""
-    schedule = draw_schedule(seed)
+    with patch.object(blocks, "BLOCK_PAGES", 1):  # prompts are short
+        return _run(draw_schedule(seed), trace)
+
+
+def _run(schedule: Schedule, trace: bool) -> Report:
     trial = Trial(schedule)
     if trace:
         _say(str(schedule))
@@ -59,7 +65,7 @@ def run_schedule(seed: int, trace: bool = False) -> Report:
         problems = [problem for check in checks for problem in check(trial)]
     except _BUGS:
         problems = [traceback.format_exc()]
-    return Report(seed, tuple(problems), _counts(trial))
+    return Report(schedule.seed, tuple(problems), _counts(trial))
 
 
 def _settle(trial: Trial) -> None:

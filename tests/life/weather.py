@@ -21,8 +21,9 @@ APART_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Chances:
-    """Of each letter. caches_lost: of those that tell of prefix caches. overtaking: whether letters of one sender to one receiver may overtake each other; those of a
-    detokenizer and to one never do, for gaps in text and answers to probes tell the router what was lost."""
+    """Of each letter. caches_lost: of those that tell of prefix caches. overtaking: whether letters of one sender to one receiver
+    may overtake each other; those of a detokenizer and to one never do, for gaps in text and answers to probes tell the router
+    what was lost."""
 
     lost: float
     twice: float
