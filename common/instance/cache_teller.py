@@ -26,7 +26,7 @@ PART_NAMES = 2**16
 
 
 class CacheTeller:
-    """version: of the cache as it was told last; 0: nobody has asked yet."""
+    """Routers that were taken for lost, and live, see by the version that they must ask again."""
 
     def __init__(self, me: InstanceInfo, cache: RadixCache) -> None:
         self._me = me
@@ -35,13 +35,18 @@ class CacheTeller:
         self._asking: dict[InstanceId, None] = {}
         """Followers that are to be told everything."""
         self._told_s = 0.0
-        self.version = 0
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Of the cache as it was told last; 0 while nobody follows."""
+        return 0 if self._cache.log is None else self._version
 
     def ask(self, router: InstanceId) -> None:
         """This life of a router wants to know everything now, and what changes from now on."""
         if self._cache.log is None:
             self._cache.log = BlockLog(pages_of_block(self._me.page_size))
-            self.version += 1  # nobody knows what has changed meanwhile
+            self._version += 1  # nobody knows what has changed meanwhile
         self._followers[router] = self._asking[router] = None
 
     def forget(self, router: InstanceId) -> None:
@@ -74,7 +79,7 @@ class CacheTeller:
 
     def _changes(self, log: BlockLog) -> list[Send]:
         """What has changed, to all who need not be told everything."""
-        self.version += 1
+        self._version += 1
         if log.overflowed:
             self._asking = dict(self._followers)
         stored, gone = _pack(log.names(stored=True)), _pack(log.names(stored=False))
@@ -82,8 +87,8 @@ class CacheTeller:
         changes = CacheChanges(
             id=self._me.id,
             incarnation=self._me.incarnation,
-            version=self.version,
-            since=self.version - 1,
+            version=self._version,
+            since=self._version - 1,
             stored=stored,
             gone=gone,
         )
@@ -97,7 +102,7 @@ class CacheTeller:
             yield CacheChanges(
                 id=self._me.id,
                 incarnation=self._me.incarnation,
-                version=self.version,
+                version=self._version,
                 stored=_pack(names[begin:end]),
                 part=part,
                 more=end < len(names),

@@ -85,8 +85,10 @@ def _not_informed(trial: Trial, router: RouterProcess) -> Iterator[str]:
 
 def misinformed(trial: Trial) -> Iterator[str]:
     """Prompts of which a router takes another part to be cached than that which an instance would hit."""
-    for router in trial.routers if trial.schedule.follows_caches else ():
+    for router in trial.routers:
         caches = router.core.fleet.caches
+        if not caches.follows:
+            continue
         for asked in trial.asked:
             for choice, expected in zip(asked.ask.choices, asked.expected, strict=True):
                 tokens = pack_ids([*choice.prompt, *expected.token_ids])

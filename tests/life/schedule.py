@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
+from common.config import Dispatch, PolicyName
 from common.engine.timed import StepCost
 from common.ids import DETOKENIZER, ROUTER, RequestId
 from common.sampling_params import ANSWER_TOKENS
@@ -95,8 +96,7 @@ class Rough:
 class Schedule:
     """heartbeat_s: of the instances. peers_per_instance: few, or more than there are. survivor: a decode
     instance that nothing befalls but the weather, if there is one. only_routers: nothing befalls anybody else. strangers: so many
-    that serve another model ask first at a router that starts again. follows_caches: routers know what is in whose prefix cache.
-    """
+    that serve another model ask first at a router that starts again. policy: of both roles."""
 
     seed: int
     prefill: int
@@ -113,7 +113,8 @@ class Schedule:
     detokenizers: int = 1
     only_routers: bool = False
     strangers: int = 0
-    follows_caches: bool = False
+    policy: PolicyName = "least_loaded"
+    dispatch: Dispatch = "auto"
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -334,7 +335,9 @@ def _with_caches(schedule: Schedule, random: Random) -> Schedule:
         return replace(fault, trigger=random.choice(CACHE_TRIGGERS)) if is_moved else fault
 
     chances = replace(schedule.chances, caches_lost=random.choice((0.0, 0.2, 0.5)))
-    return replace(schedule, follows_caches=True, faults=tuple(map(moved, schedule.faults)), chances=chances)
+    policy: PolicyName = random.choice(("least_loaded", "cache_aware", "cache_aware"))
+    dispatch: Dispatch = "conditional" if policy == "least_loaded" else random.choice(("auto", "conditional"))
+    return replace(schedule, policy=policy, dispatch=dispatch, faults=tuple(map(moved, schedule.faults)), chances=chances)
 
 
 def _with_routers(schedule: Schedule, random: Random) -> Schedule:

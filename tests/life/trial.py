@@ -17,7 +17,6 @@ from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, Reques
 from common.messages import AnyMessage, CacheChanges, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve, TellCache
 from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
-from router.cache_index import CacheIndex
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from router.traces import TraceRuns
@@ -109,6 +108,9 @@ class Trial(Fleet):
             request_timeout_s=REQUEST_TIMEOUT_S,
             peers_per_instance=schedule.peers_per_instance,
             detokenizers=schedule.detokenizers,
+            prefill_policy=schedule.policy,
+            decode_policy=schedule.policy,
+            dispatch=schedule.dispatch,
         )
         super().__init__(
             schedule.prefill,
@@ -151,11 +153,6 @@ class Trial(Fleet):
         self._look()
 
     # --- who is there ------------------------------------------------------------------------------------------------------
-
-    def _make_router(self, seat: int, seats: int, former: RouterProcess | None = None) -> RouterProcess:
-        router = super()._make_router(seat, seats, former)
-        router.core.fleet.caches = CacheIndex(self.schedule.follows_caches, self.schedule.heartbeat_s)
-        return router
 
     def ledger_of(self, instance: Instance) -> Ledger:
         return self.ledgers[instance.info.pools[0].agent]

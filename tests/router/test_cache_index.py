@@ -100,22 +100,21 @@ class Followed(RuleBasedStateMachine):
         self.lives = 0
         self.routers = [Router("router-a"), Router("router-b")]
         self.holders = [Holder(new_member(f"{role}-0", role)) for role in ROLES]
+        self.served: list[list[int]] = []
+        self.all_is_quiet()
 
     # --- what happens --------------------------------------------------------------------------------------------------
 
     @rule(which=st.integers(0, 1), pages=PROMPTS)
     def serve(self, which: int, pages: list[int]) -> None:
         self.holders[which].serve(pages)
+        self.served.append(pages)
 
     @rule(which=st.integers(0, 1), pages=st.integers(1, PAGES))
     def need_memory(self, which: int, pages: int) -> None:
         lease = self.holders[which].pool.lease(pages)
         assert lease is not None
         lease.close()
-
-    @rule(which=st.integers(0, 1))
-    def flush(self, which: int) -> None:
-        self.holders[which].pool.flush()
 
     @rule(which=st.integers(0, 1), seconds=st.sampled_from([0.0, GATHER_S, EXPECT_S]))
     def turn(self, which: int, seconds: float) -> None:
@@ -139,28 +138,31 @@ class Followed(RuleBasedStateMachine):
             if fate != "is lost":
                 self.deliver(*letter)
 
-    @rule(which=st.integers(0, 1))
-    def start_instance_again(self, which: int) -> None:
+    @rule(
+        what=st.sampled_from(["flush", "instance", "router", "silent router", "missed", "despairs", "despairs of all"]),
+        which=st.integers(0, 1),
+        router=st.integers(0, 1),
+    )
+    def something_befalls(self, what: str, which: int, router: int) -> None:
+        """One starts again, or takes the other for lost that lives. A router may be gone without a sign."""
+        holder, known = self.holders[which], self.routers[router]
         self.lives += 1
-        self.holders[which] = Holder(new_member(f"{ROLES[which]}-0", ROLES[which], self.lives))
-
-    @rule(router=st.integers(0, 1), noticed=st.booleans())
-    def start_router_again(self, router: int, noticed: bool) -> None:
-        """Instances that do not notice go on telling the former life."""
-        self.lives += 1
-        former, self.routers[router] = self.routers[router], Router(f"router-{router}-{self.lives}")
-        for holder in self.holders if noticed else ():
-            holder.teller.forget(former.name)
-
-    @rule(which=st.integers(0, 1), router=st.integers(0, 1))
-    def misses(self, which: int, router: int) -> None:
-        """The router takes a member for lost that lives; it comes back with its next heartbeat."""
-        self.routers[router].part(self.holders[which].member.info.id)
-
-    @rule(which=st.integers(0, 1), router=st.integers(0, 1))
-    def despairs(self, which: int, router: int) -> None:
-        """The instance takes a router for lost that lives."""
-        self.holders[which].teller.forget(self.routers[router].name)
+        match what:
+            case "flush":
+                holder.pool.flush()
+            case "instance":
+                self.holders[which] = Holder(new_member(f"{ROLES[which]}-0", ROLES[which], self.lives))
+            case "router":
+                self.routers[router] = Router(f"router-{router}-{self.lives}")
+                for each in self.holders:
+                    each.teller.forget(known.name)
+            case "silent router":
+                self.routers[router] = Router(f"router-{router}-{self.lives}")
+            case "missed":
+                known.part(holder.member.info.id)
+            case _:
+                for lost in self.routers if what == "despairs of all" else [known]:
+                    holder.teller.forget(lost.name)
 
     @rule(which=st.integers(0, 1), router=st.integers(0, 1), pages=PROMPTS)
     def expect(self, which: int, router: int, pages: list[int]) -> None:
@@ -178,8 +180,8 @@ class Followed(RuleBasedStateMachine):
                     counted[name] = counted.get(name, 0) | told.bit
             assert counted == router.index._holders
 
-    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=3))
-    def all_is_quiet(self, prompts: list[list[int]]) -> None:
+    @rule()
+    def all_is_quiet(self) -> None:
         """Nothing is lost any more: after a few heartbeats, every router knows what is cached, and nothing else."""
         for _ in range(4):
             self.now += EXPECT_S
@@ -187,13 +189,16 @@ class Followed(RuleBasedStateMachine):
                 for holder in self.holders:
                     self.deliver(router.name, holder, holder.teller.version)
             self.settle()
-        for pages in prompts:
+        for pages in self.served:
             for router in self.routers:
                 overlap = router.index.match(block_names(packed(pages), PAGE_TOKENS))
                 for holder in self.holders:
                     member = router.members[holder.member.info.id]
                     assert overlap.tokens(member) == holder.tokens(pages)
         assert self.settle() == 0, "who knows everything is told nothing"
+
+    def teardown(self) -> None:
+        self.all_is_quiet()
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
