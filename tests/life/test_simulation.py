@@ -36,6 +36,8 @@ HAPPENS = (
     "pages evicted",
     "pages spared",
     "caches flushed",
+    "letters about caches: lost",
+    "cached blocks known",
     "unproven writes",
     "routers killed",
     "requests of a dead router",
