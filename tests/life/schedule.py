@@ -32,7 +32,6 @@ TRIGGERS = (
     *("Renew", "Renewed", "Withdraw", "Cancel", "Probe"),
 )
 """Kinds of letters upon which a fault may strike, so that it strikes within the protocol."""
-CACHE_TRIGGERS = ("TellCache", "CacheChanges")
 TEXT_TRIGGERS = ("ExpectAnswer", "TokenBatch", "TextBatch", "Repeat")
 
 
@@ -332,7 +331,7 @@ def _with_caches(schedule: Schedule, random: Random) -> Schedule:
 
     def moved(fault: Fault) -> Fault:
         is_moved = fault.trigger is not None and random.random() < 0.3
-        return replace(fault, trigger=random.choice(CACHE_TRIGGERS)) if is_moved else fault
+        return replace(fault, trigger=random.choice(("TellCache", "CacheChanges"))) if is_moved else fault
 
     chances = replace(schedule.chances, caches_lost=random.choice((0.0, 0.2, 0.5)))
     policy: PolicyName = random.choice(("least_loaded", "cache_aware", "cache_aware"))
