@@ -108,9 +108,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """What a simulation has found. seconds: simulated. cpu: the only part that differs from run to run.
 
     good_requests: answers that finished and kept to both limits. first_token_s: of answers that finished. between_tokens_s: of
-    all answers. mean_between_tokens_s: one for each answer that finished. predicted: first tokens whose time the router had
-    predicted. prediction_error_s, prediction_error_share: of these, whatever the sign, in seconds and of the real time.
-    cut_short: conversations that ended before their last turn, because an answer failed or was refused.
+    all answers. mean_between_tokens_s: one for each answer that finished. cut_short: conversations that ended before their last
+    turn, because an answer failed or was refused.
     """
 
     seconds: float
@@ -121,9 +120,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: Times
     between_tokens_s: Times
     mean_between_tokens_s: Times
-    predicted: int
-    prediction_error_s: Times
-    prediction_error_share: Times
     good_requests: int
     slo_ttft_s: float
     slo_itl_s: float
@@ -149,8 +145,6 @@ def figures(simulation: Simulation) -> Figures:
     """Of a simulation that has run."""
     measured, fleet, load = simulation.measured, simulation.fleet, simulation.load
     good = np.less_equal(measured.first_s, load.slo_ttft_s) & np.less_equal(measured.pace_s, load.slo_itl_s)
-    predicted, real = np.array(fleet.observer.predictions).reshape(-1, 2).T
-    error = np.abs(predicted - real)
     traffic, counters = fleet.network.traffic, {role: simulation.counters(role) for role in ROLES}
     ways = [
         Way(kind=kind, sender=sender, receiver=receiver, messages=tally.messages, frame_bytes=tally.frame_bytes)
@@ -165,9 +159,6 @@ def figures(simulation: Simulation) -> Figures:
         first_token_s=Times.of(measured.first_s),
         between_tokens_s=Times.of(measured.between_s),
         mean_between_tokens_s=Times.of(measured.pace_s),
-        predicted=len(error),
-        prediction_error_s=Times.of(error.tolist()),
-        prediction_error_share=Times.of((error / np.maximum(real, 1e-9)).tolist()),
         good_requests=int(np.count_nonzero(good)),
         slo_ttft_s=load.slo_ttft_s,
         slo_itl_s=load.slo_itl_s,
@@ -280,21 +271,14 @@ def _requests(found: Figures) -> Lines:
         ("prompt tokens", f"{found.prompt_tokens} ({found.prompt_tokens / found.seconds:.0f}/s)"),
         ("answer tokens", f"{found.tokens} ({found.tokens / found.seconds:.0f}/s)"),
         ("KV pushed", _rate(found.kv_bytes / found.seconds)),
-        ("first tokens predicted", _predicted(found)),
         ("preemptions", str(found.preemptions)),
         *([("conversations that ended before their last turn", str(found.cut_short))] if found.cut_short else []),
     ]
 
 
-def _predicted(found: Figures) -> str:
-    error = found.prediction_error_share
-    return f"{found.predicted}, with an error of {error.p50:.1%} (p50), {error.p90:.1%} (p90)" if found.predicted else "0"
-
-
 def _times(found: Figures) -> Lines:
     named = (
         ("time to first token", found.first_token_s),
-        ("error of the predicted time to first token", found.prediction_error_s),
         ("between two tokens", found.between_tokens_s),
         ("mean between tokens of an answer", found.mean_between_tokens_s),
     )

@@ -9,7 +9,9 @@ from common.errors import Overloaded
 from common.ids import RequestId
 from common.messages import Load
 from router.api.errors import response_to
+from router.metrics import RouterMetrics
 from tests.router.bench import D0, P0, P1, Bench, spec
+from tests.router.calls import metric
 
 STEP_S, TOKEN_S = 0.5, 0.1
 PROMPT_S = STEP_S + 20 * TOKEN_S
@@ -86,3 +88,11 @@ def test_where_nothing_is_in_front_a_request_is_always_taken_whatever_is_predict
     bench.join(P1, 1.0)
     bench.submit(replace(spec("s"), timeout_s=0.1), at=1.0)
     assert RequestId("s") in {record.spec.request_id for record in bench.core.requests.records()}
+
+
+def test_predictions_are_in_the_metrics() -> None:
+    metrics = RouterMetrics()
+    metrics.predicted(1.0, 4.0)
+    text = metrics.text().decode()
+    assert metric(text, "tandem_predicted_time_to_first_token_seconds_sum") == 1.0
+    assert metric(text, 'tandem_time_to_first_token_prediction_ratio_bucket{le="0.25"}') == 1.0

@@ -50,9 +50,9 @@ def test_a_single_first_token_takes_its_chunks_and_the_messages_of_the_ring(toke
 def test_the_router_predicts_first_tokens_from_what_instances_have_measured(rate: float) -> None:
     """Prompts take 0.2 s in the mean. At the higher rate most of them wait, and what comes next may join their step."""
     simulation = simulate(FLEET, requests=60, rate=rate, arrivals="even", mean_input=2000, mean_output=1)
-    found = figures(simulation)
-    assert found.predicted >= 40, "all but the first ones, of which nothing is measured"
-    assert found.prediction_error_share.p50 < (0.05 if rate == 1.0 else 0.25)
+    found = figures(simulation).prediction
+    assert found is not None and found.answers >= 40, "all but the first ones, of which nothing is measured"
+    assert found.error_share.p50 < (0.05 if rate == 1.0 else 0.25)
 
 
 @pytest.mark.parametrize("prefix_cache", ["on", "off"])
