@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 import msgspec
 
@@ -99,15 +100,16 @@ class ChildProcess:
         """End this process with status 1 and that reason after `timeout_s`, unless the timer is cancelled: for calls into
         libraries that may hang and that nothing can interrupt."""
 
-        def give_up() -> None:
-            _log.critical("%s", reason)
-            self.report(Broken(reason=reason))
-            os._exit(1)
-
-        timer = threading.Timer(timeout_s, give_up)
+        timer = threading.Timer(timeout_s, self.end_now, (reason,))
         timer.daemon = True
         timer.start()
         return timer
+
+    def end_now(self, reason: str) -> NoReturn:
+        """End this process with status 1 and that reason, without asking its threads and libraries."""
+        _log.critical("%s", reason)
+        self.report(Broken(reason=reason))
+        os._exit(1)
 
     def ended(self) -> None:
         """The main thread is done, and must not be interrupted any more."""

@@ -59,12 +59,16 @@ def _run_ranks(
 
     def body(process: ChildProcess) -> None:
         from common.ids import InstanceId
+        from common.instance.ranks.line import RankLost
         from launch import follower_process, instance_process
         from launch.rank_setup import commands_of_ranks, engines_of_ranks
 
         engines = engines_of_ranks(instance, engine)
         others = commands_of_ranks(role, name, instance, model, engines, log, security)
         serve = instance_process.serve if first == 0 else follower_process.serve
-        serve(process, role, instance, model, engines[first], InstanceId(name), trust, others)
+        try:
+            serve(process, role, instance, model, engines[first], InstanceId(name), trust, others)
+        except RankLost as error:
+            process.end_now(str(error))  # threads may wait in a library for the rank that is lost
 
     return run_process(name if first == 0 else f"{name}.rank-{first}", log, threads, body)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 REMIND_S = 5.0
 """How often the start says which ranks are missing."""
-CHILDREN_S = 3.0
+CHILDREN_S = 2.0
 """How long ranks on this host may take to end after they were told."""
 
 

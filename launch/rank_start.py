@@ -4,6 +4,7 @@ Owns the thread. What is said is decided by `common/instance/ranks/gathering.py`
 When the start fails, the main thread may be deep in a library that waits for the other ranks: then the process ends without it.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -82,7 +83,10 @@ class StartThread:
         self._thread.join()
 
     def close(self) -> None:
-        """Stop, whatever is open; so the mailbox can be closed. Idempotent."""
+        """Stop, whatever is open; so the mailbox can be closed. When an error unwinds, the other side hears of it. Idempotent."""
+        error = sys.exception()
+        if error is not None and self._failure is None and not self._start.complete:
+            self.say(lambda: self._start.end(str(error)))
         self._stopped = True
         self._mailbox.wake()
         self._thread.join(CLOSE_S)

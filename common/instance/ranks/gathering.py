@@ -172,7 +172,7 @@ class Gathering:
         reason = self._why_not(hello)
         if reason is None:
             self._mail.route(sender, hello.address, watch=True)
-            who = f"rank {hello.rank} (pid {hello.info.pid} on {hello.info.host}, {hello.info.device})"
+            who = f"rank {hello.rank} (pid {hello.info.pid} on {hello.info.host})"
             self._joined[hello.rank] = _Joined(sender, hello.info, Line(sender, who, now))
         elif sender in self._refused or len(self._refused) < MOST_REFUSED:
             self._refused[sender] = reason

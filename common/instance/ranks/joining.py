@@ -42,7 +42,7 @@ class Joining:
         self._ready: tuple[ModelIdentity, PoolDescriptor] | None = None
         self._complete = False
         self.welcome: RankWelcome | None = None
-        mail.route(SOMEBODY, leader)
+        mail.route(SOMEBODY, leader, watch=True)
 
     # --- what the thread that loads says ---------------------------------------------------------------------------------------
 

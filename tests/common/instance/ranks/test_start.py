@@ -105,7 +105,7 @@ def pool(side: Side, device: str) -> PoolDescriptor:
         (replace(hello(2), ranks=4), "started with --tp 4, and rank 0 with --tp 3"),
         (replace(hello(2), rank=3), "there is no rank 3"),
         (replace(hello(2), wire_version=WIRE_VERSION + 1), "wire version"),
-        (hello(1), r"rank 1 \(pid 101 on gpu-7, auto\) is there already"),
+        (hello(1), r"rank 1 \(pid 101 on gpu-7\) is there already"),
     ],
 )
 def test_a_rank_that_does_not_fit_is_refused_with_the_reason_and_the_others_wait_for_the_right_one(
@@ -131,7 +131,7 @@ def test_a_rank_that_leaves_before_all_are_there_may_come_again_and_afterwards_i
     start.sides = [Side(hello(1), "again"), second]
     start.welcomed()
     start.mail.gone = [second.name]
-    with pytest.raises(RankLost, match=r"rank 2 \(pid 102 on gpu-7, auto\) is gone"):
+    with pytest.raises(RankLost, match=r"rank 2 \(pid 102 on gpu-7\) is gone"):
         start.turn()
     start.gathering.end("rank 2 is gone")
     with pytest.raises(RankLost, match="rank 0 at tcp://h:1 has ended the start: rank 2 is gone"):
