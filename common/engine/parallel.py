@@ -79,19 +79,25 @@ class TorchGroup:
         self._sum_options.asyncOp = self._gather_options.asyncOp = False
 
     def sum(self, x: Tensor) -> Tensor:
-        self._group.allreduce([x], self._sum_options).wait()
+        _finish(self._group.allreduce([x], self._sum_options))
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         rows, part = x.shape
         parts = x.new_empty((self.ranks * rows, part))
-        self._group._allgather_base(parts, x, self._gather_options).wait()
+        _finish(self._group._allgather_base(parts, x, self._gather_options))
         return parts.view(self.ranks, rows, part).transpose(0, 1).reshape(rows, self.ranks * part)
 
     def close(self) -> None:
         """Leave: from any thread, for good. Kernels on CUDA that wait for other ranks end."""
         self._group.abort()
         self._group = None  # Gloo keeps its connections while this is held
+
+
+def _finish(work: Any) -> None:
+    """NCCL returns no work for a call that is synchronous to the stream."""
+    if work is not None:
+        work.wait()
 
 
 def open_store(host: str) -> TCPStore:
