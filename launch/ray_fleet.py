@@ -49,8 +49,8 @@ class RayPlan(LocalPlan):
         self.bundles()
 
     def engines(self) -> dict[str, EngineConfig]:
-        """Each rank has the processors, and the GPU, that Ray reserves for it."""
-        engine = replace(self.engine, threads=self.engine.threads or self.ray.cpus_per_rank)
+        """The ranks of an instance on one node share the processors that Ray reserves for them there."""
+        engine = replace(self.engine, threads=self.engine.threads or self.bundles()[0].cpus)
         return {name: engine for role in ROLES for name in self.names(role)}
 
     def bundles(self) -> list[Bundle]:
@@ -58,7 +58,7 @@ class RayPlan(LocalPlan):
         return bundles_of(self.ray, self.instance.tp, on_gpus=self.engine.device != "cpu" and self.engine.executor != "timed")
 
     def _check_shares(self) -> None:
-        """No two instances share a device: there is nothing to add up."""
+        """Only GPUs count, which Ray gives to one rank each."""
 
 
 class RayHost:

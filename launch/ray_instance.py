@@ -132,10 +132,9 @@ class RayInstance:
         common = [[*self._flags, f"--host={host.node}"] for host in hosts]
         if len(hosts) == 1:
             return common
-        port = hosts[0].free_port()
-        leaders = [f"--leader-port={port}"] + [f"--leader=tcp://{hosts[0].node}:{port}"] * (len(hosts) - 1)
+        leader = f"--leader=tcp://{hosts[0].node}:{hosts[0].free_port()}"
         ranks = [f"--rank={bundle.first}-{bundle.last}" for bundle in self._place.bundles]
-        return [[*flags, *which] for flags, *which in zip(common, ranks, leaders, strict=True)]
+        return [[*flags, which, leader] for flags, which in zip(common, ranks, strict=True)]
 
     def _listen(self, host: Host, leads: bool, ends: "queue.SimpleQueue[Ended]") -> None:
         """Pass on what this host reports, until its process has ended. leads: it has rank 0, which says when all are ready."""

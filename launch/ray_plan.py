@@ -17,7 +17,9 @@ class RayConfig:
     nodes_per_instance: int = option(
         1, "nodes that share the ranks of an instance equally; 1: all ranks on one node; 2 or more: on as many different nodes"
     )
-    cpus_per_rank: int = option(1, "processors that Ray reserves for each rank; its threads too, unless --threads says otherwise")
+    cpus_per_rank: int = option(
+        1, "processors that Ray reserves for each rank: its threads too, if --threads does not give others"
+    )
 
     def __post_init__(self) -> None:
         shown = self.ray_address

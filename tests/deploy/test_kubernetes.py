@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +112,14 @@ def test_instances_reach_a_router_that_is_not_ready_which_it_becomes_by_them() -
 def test_the_pod_of_an_instance_starts_all_its_ranks(role: str, programs: Path) -> None:
     command = instance_command(role, programs, LWS_WORKER_INDEX="0")
     assert command.role == role and command.flags.name == f"{role}-0" and command.flags.host == "10.0.0.2"
-    assert not command.flags.rank or command.flags.rank == "0"
+    assert len(command.instance.ranks) == command.instance.tp == 8
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_pods_of_an_instance_start_their_parts_of_the_ranks_and_meet_at_the_first(number: int, programs: Path) -> None:
+    instance = instance_command("prefill", programs, LWS_WORKER_INDEX=str(number), TP="16").instance
+    assert instance.ranks == range(8 * number, 8 * number + 8)
+    assert re.fullmatch(r"tcp://tandem-prefill-0\.tandem-prefill\.tandem:81\d\d", instance.leader)
 
 
 @pytest.mark.anyio

@@ -73,7 +73,15 @@ def fleet_of(programs: Path) -> dict[str, tuple[str, list[str]]]:
 
 def test_a_job_starts_the_router_and_the_instances_on_the_gpus_of_its_nodes_in_order(start: Start, programs: Path) -> None:
     write_program(programs / "launch", 'set -- "$NODE:$CUDA_VISIBLE_DEVICES" "$@"\n' + note_call(programs))
-    script = start(GPUS="2", PREFILL="1", DECODE="3", DECODE_FLAGS="--max-running 128 --page-size 32", CUDA_VISIBLE_DEVICES="")
+    script = start(
+        GPUS="2",
+        PREFILL="1",
+        DECODE="3",
+        DECODE_FLAGS="--max-running 128 --page-size 32",
+        CUDA_VISIBLE_DEVICES="",
+        PREFILL_TP="1",
+        DECODE_TP="1",
+    )
     assert script.status() == 0
     fleet = fleet_of(programs)
     places = {name: where for name, (where, _) in fleet.items() if name != "router"}
@@ -86,8 +94,20 @@ def test_a_job_starts_the_router_and_the_instances_on_the_gpus_of_its_nodes_in_o
     assert commands["decode-2"].flags.max_running == 128 and commands["decode-2"].flags.page_size == 32
 
 
+def test_ranks_share_a_node_when_they_fit_and_take_whole_nodes_otherwise(start: Start, programs: Path) -> None:
+    write_program(programs / "launch", 'set -- "$NODE:$CUDA_VISIBLE_DEVICES" "$@"\n' + note_call(programs))
+    assert start(GPUS="4", PREFILL_TP="2", DECODE="0").status() == 0
+    (where, words) = fleet_of(programs)["prefill-0"]
+    assert where == "node-1:0,1" and read_command(words).instance.ranks == range(2)
+    (programs / "calls").unlink()
+    assert start(GPUS="4", PREFILL="0", DECODE_TP="8").status() == 0
+    parts = {where: read_command(words).instance for where, *words in calls_of(programs) if words[0] == "decode"}
+    assert {where: part.ranks for where, part in parts.items()} == {"node-1:0,1,2,3": range(4), "node-2:0,1,2,3": range(4, 8)}
+    assert {part.leader for part in parts.values()} == {"tcp://10.0.0.1:8100"}
+
+
 def test_a_job_without_enough_gpus_says_which_instance_has_no_place(start: Start) -> None:
-    script = start(GPUS="1", PREFILL="1", DECODE="2")
+    script = start(GPUS="8", PREFILL="1", DECODE="2")
     assert script.status() == 2 and "decode-1" in script.errors
 
 
@@ -108,7 +128,7 @@ def test_what_fails_is_started_again_but_not_what_cannot_run(start: Start, progr
     script = start()
     assert script.status() == 0
     assert sorted(words[0] for words in calls_of(programs) if words[0] != "key") == ["decode", "prefill", "prefill", "router"]
-    assert "prefill-0 on node-1 ended with status 1" in script.errors and "decode-0 on node-1 cannot run" in script.errors
+    assert "prefill-0 on node-1 ended with status 1" in script.errors and "decode-0 on node-2 cannot run" in script.errors
 
 
 def test_term_drains_the_router_before_the_instances(start: Start, programs: Path) -> None:

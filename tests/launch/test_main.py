@@ -24,7 +24,7 @@ def test_the_parser_is_built_without_heavy_imports() -> None:
 
 def test_help_lists_the_commands_that_people_use_and_no_other() -> None:
     text = build_parser().format_help()
-    for command in ("local", "router", "prefill", "decode", "chat", "simulate", "key", "bench"):
+    for command in ("local", "ray", "router", "prefill", "decode", "chat", "simulate", "key", "bench"):
         assert f"    {command} " in text
     for hidden in ("detokenizer", "==SUPPRESS=="):
         assert hidden not in text
@@ -39,7 +39,7 @@ def test_the_module_and_its_help_can_be_run() -> None:
     assert "started again" in done.stdout and "SIGTERM" in done.stdout, "how a fleet lives on is said where it is started"
 
 
-@pytest.mark.parametrize("flag", ["--router", "--name", "--inbox-port"])
+@pytest.mark.parametrize("flag", ["--router", "--name", "--inbox-port", "--rank", "--leader"])
 def test_what_launch_local_decides_itself_is_no_flag_of_it(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["local", flag, "x"])

@@ -135,7 +135,7 @@ def hosts() -> Iterator[list[FakeHost]]:
 
 def test_the_ranks_of_an_instance_meet_at_its_first_node(hosts: list[FakeHost]) -> None:
     Life(*hosts)
-    assert hosts[0].started == ["decode", "--tp=4", "--host=10.0.0.1", "--rank=0-1", "--leader-port=4321"]
+    assert hosts[0].started == ["decode", "--tp=4", "--host=10.0.0.1", "--rank=0-1", "--leader=tcp://10.0.0.1:4321"]
     assert hosts[1].started == ["decode", "--tp=4", "--host=10.0.0.2", "--rank=2-3", "--leader=tcp://10.0.0.1:4321"]
 
 
