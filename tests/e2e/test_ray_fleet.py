@@ -113,7 +113,10 @@ def fleet(cluster: Cluster, tmp_path: Path) -> Iterator[RayFleet]:
 
 
 class Clients:
-    """Streams of openai's client, all open at once. texts: what each has read so far."""
+    """Streams of openai's client, all open at once. A timed executor's tokens depend on seed and position, so answers repeat.
+
+    texts: what each has read so far.
+    """
 
     def __init__(self, url: str) -> None:
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
@@ -136,9 +139,9 @@ class Clients:
 
     def _read(self, number: int) -> None:
         stream = self._client.completions.create(
-            model="demo", prompt=PROMPTS[number], max_tokens=ANSWER_TOKENS, temperature=0, stream=True
+            model="demo", prompt=PROMPTS[number], max_tokens=ANSWER_TOKENS, seed=number, stream=True
         )
-        reason = None
+        reason: str | None = None
         for chunk in stream:
             (choice,) = chunk.choices
             if not self.texts[number]:
