@@ -147,7 +147,7 @@ class Clients:
             if not self.texts[number]:
                 self._begun.release()
             self.texts[number] += choice.text
-            reason = choice.finish_reason or reason
+            reason = choice.finish_reason
         assert reason == "length", f"the answer ended with {reason}"
 
 
