@@ -67,7 +67,8 @@ class TorchGroup:
 
     def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, host: str, connect_s: float) -> None:
         """Meet the other ranks; blocks until all are here. store: see `open_store`. host: our own address, for Gloo; NCCL finds
-        its interfaces itself (NCCL_SOCKET_IFNAME). connect_s: the longest wait. Raises ConfigError."""
+        its interfaces itself (NCCL_SOCKET_IFNAME). connect_s: the longest wait for a rank that does not come; NCCL waits without
+        limit for one that ends while they connect. Raises ConfigError."""
         self.rank, self.ranks = rank, ranks
         make = _nccl if device.type == "cuda" else _gloo
         try:
