@@ -5,13 +5,13 @@ tokens depend on every byte of its KV, and pages move by memmove. A fleet of ano
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.config import RouterConfig
 from common.engine.executor import Executor
 from common.engine.timed import Pace
-from common.engine.toy import ToyExecutor
+from common.engine.toy import ToyExecutor, ToyRanks
 from common.errors import Unavailable
 from common.ids import InstanceId, RequestId, Role, pack_ids
 from common.sampling_params import SamplingParams
@@ -22,9 +22,11 @@ from router.core import RouterCore
 from router.requests import RequestSpec
 from simulation.client import Client, Observer
 from simulation.clock import Clock, LocalClock
-from simulation.instance import Instance, Name, Size
+from simulation.instance import Instance
 from simulation.network import Calm, Network, Weather
 from simulation.processes import FIRST_TEXT_PORT, Place, RouterProcess, router_name
+from simulation.rank import Follower, Name
+from simulation.size import Size
 
 FIRST_PORT = 1000
 JOIN_S, JOIN_LOOK_S = 5.0, 0.01
@@ -46,7 +48,8 @@ class World:
 class Fleet:
     """Routers, detokenizers and instances. `clock.turn` moves the clock to what happens next, and those to whom it happens act.
 
-    size: what each instance is made of. routers: how many; `config` is that of each of them.
+    size: what each instance is made of. routers: how many; `config` is that of each of them. ranks: of the instances of a role;
+    one where it is not said.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Fleet:
         size: Size | None = None,
         world: World | None = None,
         routers: int = 1,
+        ranks: Mapping[Role, int] | None = None,
     ) -> None:
         world = world or World()
         self.clock = world.clock
@@ -65,6 +69,7 @@ class Fleet:
         self.observer = world.observer
         self.size = size or Size()
         self._config = config or RouterConfig()
+        self._ranks = ranks or {}
         self.routers = [self._make_router(seat, routers) for seat in range(routers)]
         """The last life of each."""
         self.routers_killed = 0
@@ -76,6 +81,8 @@ class Fleet:
         """Every incarnation that there was."""
         self.ends: list[tuple[str, str]] = []
         """(name, reason) of instances that ended by themselves."""
+        self.rank_ends: list[tuple[str, str]] = []
+        """(name, reason) of followers that did."""
         for number in range(prefill):
             self.start(f"prefill-{number}", "prefill")
         for number in range(decode):
@@ -103,18 +110,27 @@ class Fleet:
         """An instance starts, or starts again. address: that of a former incarnation, whose mail it gets. began_s: see `Name`."""
         life = len(self.lives)
         inbox, routers = address or f"tcp://127.0.0.1:{FIRST_PORT + life}", tuple(each.address for each in self.routers)
-        full_name = Name(InstanceId(name), role, life, inbox, began_s, routers)
+        full_name = Name(InstanceId(name), role, life, inbox, began_s, routers, self._ranks.get(role, 1))
         instance = Instance(full_name, self.size, self.clock, self.network, self, self.instance_ended)
         self.instances[name] = instance
         self.lives.append(instance)
         return instance
 
     def kill(self, name: str) -> Instance:
-        """The process is gone, and its memory with it."""
+        """The processes of all its ranks are gone, and their memory with them."""
         instance = self.instances.pop(name)
         instance.kill()
-        self.memory.regions.pop(instance.info.pools[0].agent)
+        for follower in instance.followers:
+            follower.kill()
+        for pool in instance.info.pools:
+            self.memory.regions.pop(pool.agent, None)
         return instance
+
+    def kill_rank(self, name: str, rank: int) -> None:
+        """The process of a follower is gone; the instance ends by itself."""
+        instance = self.instances[name]
+        instance.followers[rank - 1].kill()
+        self.memory.regions.pop(instance.info.pools[rank].agent, None)
 
     def kill_router(self, seat: int) -> None:
         """The process is gone, with its detokenizers. Its clients get nothing more."""
@@ -139,11 +155,15 @@ class Fleet:
             if router.alive:
                 router.connection_broken(InstanceId(name))
 
-    def make_engine(self, clock: LocalClock) -> Executor:
-        return ToyExecutor(self.size.pages, self.size.rows, Pace(self.size.cost, clock), prepare_s=self.size.prepare_s)
+    def make_engine(self, clock: LocalClock, ranks: ToyRanks | None) -> Executor:
+        pace = Pace(self.size.cost, clock)
+        return ToyExecutor(self.size.pages, self.size.rows, pace, prepare_s=self.size.prepare_s, ranks=ranks)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return MemoryTransport(self.memory)
+
+    def follower_ended(self, follower: Follower, reason: str) -> None:
+        self.rank_ends.append((follower.name, reason))
 
     def instance_ended(self, instance: Instance, reason: str) -> None:
         self.ends.append((instance.name.id, reason))

@@ -1,83 +1,38 @@
-"""One life of a simulated instance: its real scheduler, worker and transfer loop, over the engine and transport of its fleet.
+"""One life of a simulated instance: its real scheduler, worker and transfer loops, over the engine and transport of its fleet.
 
-Owns the two loops of the process, the worker's and the transfers'. Whoever made it is told when it ends by itself.
+Owns the processes of its ranks: the leader's, with the worker's loop, and those of its followers, which are made at the welcome:
+how ranks find each other is not simulated. Whoever made it is told when it ends by itself.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from common.engine.executor import Executor
-from common.engine.timed import StepCost
+from common.engine.toy import ToyRanks
 from common.errors import TandemError
-from common.ids import Incarnation, InstanceId, Role
-from common.instance.limits import InstanceLimits
 from common.instance.memberships import Memberships
+from common.instance.ports import Transfers
+from common.instance.ranks.executor import RankedExecutor
+from common.instance.ranks.leader import Followers, remote_transfers
+from common.instance.ranks.line import Line
 from common.instance.worker import InstanceWorker
-from common.messages import DecodeInbox, InstanceInfo, PrefillInbox, RankInfo
+from common.messages import DecodeInbox, InstanceInfo, PrefillInbox
+from common.messages.ranks import ToLeader, rank_name
 from common.pages.pool import PagePool
 from decode.scheduler import DecodeScheduler
-from kv_transfer.transfer_loop import TransferLoop
-from kv_transfer.transport import Transport
+from kv_transfer.ranked_transfers import RankedTransfers
 from prefill.scheduler import PrefillScheduler
 from simulation.clock import Clock, LocalClock, Loop
 from simulation.network import Network, Post
 from simulation.page_use import PageUse
+from simulation.rank import Follower, Name, Parts, Rank
+from simulation.size import Size
 
 STARTUP_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Looks:
-    """How often a transfer loop looks what has become of its pushes, when it has none but awaits others', and when there are
-    none."""
-
-    busy_s: float = 0.025
-    expecting_s: float = 0.2
-    idle_s: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size(InstanceLimits):
-    """What an instance is made of, with its limits. pages: of 4 tokens each in the toy. rows: requests that run at once.
-    prepare_s: how long a grammar takes to be ready."""
-
-    pages: int = 64
-    rows: int = 4
-    chunk_tokens: int = 8
-    max_waiting: int = 64
-    request_timeout_s: float = 60.0
-    drain_timeout_s: float = 30.0
-    cost: StepCost = StepCost(step_s=0.001, chunk_token_s=0.0, decode_row_s=0.0)
-    verify_pages: bool = False
-    looks: Looks = Looks()
-    prepare_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """Who an instance is. life: the number of its incarnation. address: of its inbox. began_s: what its clock showed when the
-    simulated one showed 0. routers: the addresses at which it registers."""
-
-    id: InstanceId
-    role: Role
-    life: int
-    address: str
-    began_s: float = 0.0
-    routers: tuple[str, ...] = ()
-
-
-class Parts(Protocol):
-    """Who makes what an instance computes and writes with."""
-
-    def make_engine(self, clock: LocalClock) -> Executor: ...
-
-    def make_transport(self, wake: Callable[[], None]) -> Transport:
-        """wake: makes the instance look at its transfers; for a transport that knows when something has happened."""
-
-
 class Instance:
-    """A process. ended: called with the reason when it has drained or something in it raised a TandemError."""
+    """The leader's process. ended: called with the reason when it has drained or something in it raised a TandemError."""
 
     def __init__(
         self,
@@ -89,30 +44,34 @@ class Instance:
         ended: Callable[["Instance", str], None],
     ) -> None:
         self.name = name
-        self._ended = ended
+        self._ended, self._network = ended, network
+        self._leads: Followers | None = None
+        self._rank_mail: Post[Any] | None = None
         self.should_drain = False
         self.stopped_until_s = 0.0
         self._clock = LocalClock(clock, name.began_s)
         self._loop = Loop(clock, self)
-        self._transfer_thread = Loop(clock, _TransferThread(self, self._clock, size.looks))
-        self.engine = parts.make_engine(self._clock)
-        self.transport = parts.make_transport(lambda: self._transfer_thread.wake(0.0))
-        engine = self.engine.description
-        self.transfers = TransferLoop(self.transport, "memory", engine.memory, engine.layout, size.pages, self._clock)
+        share = None if name.ranks == 1 else ToyRanks(name.ranks, self._wake_ranks)
+        self.rank = Rank(0, share, size, self._clock, parts, self)
+        self.engine, self.transport = self.rank.engine, self.rank.transport
+        self.followers = [Follower(number, share, name, size, clock, network, parts) for number in range(1, name.ranks) if share]
+        executor, transfers = self._spread()
+        engine = executor.description
+        ranks = [self.rank, *(follower.rank for follower in self.followers)]
         self.info = InstanceInfo(
             id=name.id,
-            incarnation=Incarnation(f"{name.id}-{name.life}"),
+            incarnation=name.incarnation,
             role=name.role,
             inbox=name.address,
-            ranks=(RankInfo(rank=0, pid=1, host="here", device="cpu"),),
+            ranks=tuple(rank.info for rank in ranks),
             model=engine.model,
-            pools=(self.transfers.descriptor,),
+            pools=tuple(rank.loop.descriptor for rank in ranks),
             max_running=size.rows,
             started_ns=round((clock.now + 1.0) * 1e9),  # 0 would say nothing
         )
         is_prefill = name.role == "prefill"
         kind = PrefillScheduler if is_prefill else DecodeScheduler
-        digest = self.engine.digest_pages if size.verify_pages else None
+        digest = executor.digest_pages if size.verify_pages else None
         self.scheduler = kind(self.info, engine, size, digest)
         self.page_use = PageUse(self.pool, clock.now)
         inbox: Any = PrefillInbox if is_prefill else DecodeInbox
@@ -121,10 +80,23 @@ class Instance:
         self._mail: Post[Any] = Post(name.id, inbox, network, mailbox, {})
         memberships = Memberships(self.info, name.routers, STARTUP_TIMEOUT_S, self._clock())
         self.worker: InstanceWorker[Any] = InstanceWorker(
-            memberships, self.scheduler, self.engine, self.transfers, self._mail, unix_s=-name.began_s
+            memberships, self.scheduler, executor, transfers, self._mail, unix_s=-name.began_s
         )
         self._loop.wake(clock.now)
-        self._transfer_thread.wake(clock.now)
+
+    def _spread(self) -> tuple[Executor, Transfers]:
+        """The executor and the transfers over all ranks."""
+        if not self.followers:
+            return self.engine, self.rank.transfers
+        me, address, now = rank_name(self.name.id, 0, self.name.incarnation), self.name.rank_address(0), self._clock()
+        inbox: Any = ToLeader
+        mail: Post[Any] = Post(me, inbox, self._network, self._network.open(address, me, self._loop.wake, "rank"), {})
+        for follower in self.followers:
+            mail.route(follower.name, follower.address, watch=True)
+        lines = [Line(follower.name, f"rank {number}", now) for number, follower in enumerate(self.followers, 1)]
+        self._leads, self._rank_mail = Followers(mail, lines, now), mail
+        transfers = RankedTransfers([self.rank.transfers, *remote_transfers(self._leads)])
+        return RankedExecutor(self.engine, self._leads), transfers
 
     @property
     def pool(self) -> PagePool:
@@ -136,7 +108,9 @@ class Instance:
         self.page_use.look(self._clock.clock.now)
         self._meter.begin()
         try:
-            if self.should_drain:
+            if self._leads is not None:
+                self._leads.turn(now)
+            if self.should_drain or (self._leads is not None and self._leads.drain_asked):
                 self.worker.drain(now)
             self.worker.turn(now)
             self._meter.lap("turns")
@@ -145,11 +119,20 @@ class Instance:
             return
         if self.worker.drained:
             self.leave("drained")
-        elif self.transfers.active:
-            self._transfer_thread.wake(0.0)
+        elif self.rank.loop.active:
+            self.rank.look()
 
     def next_deadline(self) -> float:
-        return min(self._clock.simulated(self.worker.next_deadline()), self._mail.next_deadline())
+        deadline = min(self._clock.simulated(self.worker.next_deadline()), self._mail.next_deadline())
+        if self._leads is None or self._rank_mail is None:
+            return deadline
+        return min(deadline, self._clock.simulated(self._leads.next_deadline()), self._rank_mail.next_deadline())
+
+    def _wake_ranks(self) -> None:
+        """All ranks have written a step, as a collective ends on all of them."""
+        self.wake()
+        for follower in self.followers:
+            follower.wake()
 
     def wake(self) -> None:
         """Something has happened: act as soon as may be."""
@@ -161,43 +144,24 @@ class Instance:
         self.wake()
 
     def stop_until(self, until_s: float) -> None:
-        """As SIGSTOP does, and SIGCONT then."""
+        """As SIGSTOP does to the leader, and SIGCONT then."""
         self.stopped_until_s = max(self.stopped_until_s, until_s)
         self._loop.stop_until(until_s)
-        self._transfer_thread.stop_until(until_s)
+        self.rank.stop_until(until_s)
 
     def leave(self, reason: str) -> None:
         """The process ends by itself, and says so."""
-        self.worker.leave()
-        self.transfers.close()
+        self.worker.leave("" if reason == "drained" else reason)
+        if self._leads is not None:
+            self._leads.end(reason, orderly=reason == "drained")
+        self.rank.transfers.close()
         self.kill()
         self._ended(self, reason)
 
     def kill(self) -> None:
-        """As SIGKILL does: it never acts again. What is under way from and to its memory is not its own to end."""
+        """As SIGKILL does to the leader: it never acts again. What is under way from and to its memory is not its own to end."""
         self.page_use.look(self._clock.clock.now)
         self._loop.end()
-        self._transfer_thread.end()
-
-
-class _TransferThread:
-    """The thread of an instance that drives its transfers."""
-
-    def __init__(self, instance: Instance, clock: LocalClock, looks: Looks) -> None:
-        self._instance = instance
-        self._clock = clock
-        self._looks = looks
-
-    def act(self) -> None:
-        try:
-            if self._instance.transfers.step():
-                self._instance.wake()
-        except TandemError as error:
-            self._instance.leave(f"{type(error).__name__}: {error}")
-
-    def next_deadline(self) -> float:
-        transfers, looks = self._instance.transfers, self._looks
-        pace_s = looks.busy_s if transfers.active else looks.expecting_s if transfers.expecting else looks.idle_s
-        looks_s = self._clock() + pace_s
-        deadline = transfers.next_deadline()
-        return self._clock.simulated(looks_s if deadline is None else min(looks_s, deadline))
+        self.rank.end()
+        if self._leads is not None:
+            self._network.close(self.name.rank_address(0))

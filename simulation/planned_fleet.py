@@ -12,6 +12,7 @@ from common.config import RouterConfig, parse_step_cost
 from common.engine.executor import EngineDescription, Executor
 from common.engine.plan import Plan
 from common.engine.timed import Pace, StepCost, TimedExecutor
+from common.engine.toy import ToyRanks
 from common.ids import Role
 from common.messages import ModelIdentity
 from common.pages.layout import KVLayout, MemoryRegion
@@ -19,10 +20,11 @@ from kv_transfer.transport import Transport
 from simulation.client import Observer
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import Fleet, World
-from simulation.instance import Instance, Looks, Size
+from simulation.instance import Instance
 from simulation.network import Calm
 from simulation.page_use import PageUse
 from simulation.plan import FleetPlan
+from simulation.size import Looks, Size
 from simulation.wires import Wires, WireSpeed, WireTransport
 
 VOCAB_SIZE = 128_256
@@ -59,6 +61,7 @@ def describe(plan: FleetPlan) -> EngineDescription:
         dtype="bfloat16",
         vocab_size=VOCAB_SIZE,
         context_tokens=plan.context_tokens,
+        kv_heads=1,
     )
     memory = MemoryRegion(address=BASE_ADDRESS, region_bytes=plan.kv_pages * layout.page_bytes, device="cpu")
     return EngineDescription(model, layout, plan.kv_pages, plan.max_running, memory, eos_token_ids=(END,), device="simulated")
@@ -123,7 +126,7 @@ class PlannedFleet(Fleet):
         self._role = role
         return super().start(name, role, address, began_s)
 
-    def make_engine(self, clock: LocalClock) -> Executor:
+    def make_engine(self, clock: LocalClock, ranks: ToyRanks | None) -> Executor:
         return TimedExecutor(self._description, BusyPace(self.size.cost, clock, self.work[self._role]), self._words)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:

@@ -16,8 +16,9 @@ from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.clock import TURN_S
 from simulation.fleet import Fleet, World
-from simulation.instance import Instance, Size
+from simulation.instance import Instance
 from simulation.network import DELAY_S, Letter
+from simulation.size import Size
 from tests.life.expected import undisturbed
 from tests.life.toys import transport_of
 

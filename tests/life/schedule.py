@@ -12,8 +12,8 @@ from common.engine.timed import StepCost
 from common.ids import DETOKENIZER, ROUTER, RequestId
 from common.sampling_params import ANSWER_TOKENS
 from router.partners import AT_LEAST
-from simulation.instance import Size
 from simulation.network import KNOCKS_S
+from simulation.size import Size
 from tests.life.deeds import Deed, Flush, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
 from tests.life.weather import Chances
 

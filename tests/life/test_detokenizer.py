@@ -7,7 +7,7 @@ from common.engine.timed import StepCost
 from common.messages import Finished
 from simulation.client import Client
 from simulation.fleet import Fleet
-from simulation.instance import Size
+from simulation.size import Size
 from tests.life.expected import undisturbed
 
 TOKENS = 100

@@ -9,8 +9,8 @@ from common.messages import AnyMessage, Placed, Reserve
 from router.attempts import ResumeReason
 from simulation.client import Client
 from simulation.fleet import Fleet, World
-from simulation.instance import Size
 from simulation.network import DELAY_S, Letter
+from simulation.size import Size
 from tests.life.expected import undisturbed
 from tests.life.toys import transport_of
 

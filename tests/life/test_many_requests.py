@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from simulation.fleet import Fleet
-from simulation.instance import Size
+from simulation.size import Size
 from tests.life.expected import undisturbed
 
 

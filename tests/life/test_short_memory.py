@@ -10,7 +10,7 @@ from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
 from simulation.client import Client
 from simulation.fleet import Fleet
-from simulation.instance import Size
+from simulation.size import Size
 
 COST = StepCost(step_s=0.01, chunk_token_s=0.0001, decode_row_s=0.0)
 

@@ -8,7 +8,7 @@ from kv_transfer.write_lease import WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
 from simulation.client import Client
 from simulation.fleet import Fleet, World
-from simulation.instance import Size
+from simulation.size import Size
 from tests.life.expected import undisturbed
 from tests.life.fabric import PAGE_BYTES
 from tests.life.toys import toy_of, transport_of
