@@ -4,7 +4,7 @@ Owns the processes of its ranks: the leader's, with the worker's loop, and those
 how ranks find each other is not simulated. Whoever made it is told when it ends by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.engine.executor import Executor
@@ -137,6 +137,17 @@ class Instance:
     def wake(self) -> None:
         """Something has happened: act as soon as may be."""
         self._loop.wake(0.0)
+
+    @property
+    def processes(self) -> "Sequence[Instance | Follower]":
+        """Of all ranks, in order."""
+        return [self, *self.followers]
+
+    @property
+    def is_up(self) -> bool:
+        """The processes of all ranks run."""
+        now = self._clock.clock.now
+        return now >= self.stopped_until_s and all(each.alive and now >= each.stopped_until_s for each in self.followers)
 
     def drain(self) -> None:
         """As SIGTERM does."""

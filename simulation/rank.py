@@ -126,6 +126,7 @@ class Follower:
         self.name = rank_name(name.id, number, name.incarnation)
         self.address = name.rank_address(number)
         self.alive = True
+        self.stopped_until_s = 0.0
         self._network, self._parts = network, parts
         self._clock = LocalClock(clock, name.began_s + number * APART_S)
         self._loop = Loop(clock, self)
@@ -157,8 +158,13 @@ class Follower:
     def wake(self) -> None:
         self._loop.wake(0.0)
 
+    def drain(self) -> None:
+        """As SIGTERM does."""
+        self._follower.ask_drain()
+
     def stop_until(self, until_s: float) -> None:
         """As SIGSTOP does, and SIGCONT then."""
+        self.stopped_until_s = max(self.stopped_until_s, until_s)
         self._loop.stop_until(until_s)
         self.rank.stop_until(until_s)
 

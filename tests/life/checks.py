@@ -17,9 +17,10 @@ from router.timelines import RequestTimes
 from simulation.client import Answer
 from simulation.instance import Instance
 from simulation.processes import RouterProcess
+from tests.life.asked import Asked
 from tests.life.deeds import Flush, KillDetokenizer, Slow, Stall
 from tests.life.expected import Expected
-from tests.life.trial import Asked, Trial
+from tests.life.trial import Trial
 
 FEW = 10
 """Where so few may wait, some may be refused."""
@@ -39,6 +40,11 @@ def unsettled(trial: Trial) -> Iterator[str]:
         yield from _not_home(trial, instance)
     for router in trial.routers:
         yield from _not_informed(trial, router)
+    for life in trial.lives:
+        lives = trial.instances.get(life.name.id) is life
+        for follower in life.followers:
+            if follower.alive != lives:
+                yield f"{follower.name} is gone and its instance lives" if lives else f"{follower.name} outlives its instance"
 
 
 def _not_settled(router: RouterProcess) -> Iterator[str]:
@@ -105,13 +111,14 @@ def misinformed(trial: Trial) -> Iterator[str]:
 def stuck_pages(trial: Trial, instance: Instance) -> int:
     """Pages of the leases that a write held which failed without proof, and that have not come home since: as long as writer
     and reader live they cannot, unless the reader has not heard the writer for longer than a write can take."""
-    agent, ledger = instance.info.pools[0].agent, trial.ledger_of(instance)
+    agents, ledger = {pool.agent for pool in instance.info.pools}, trial.ledger_of(instance)
     leases: list[PageLease] = []
     for flight in trial.fabric.unproven:
-        is_ours = flight.write.writer == agent
-        page, tenancy = (flight.source_page if is_ours else flight.target_page), flight.tenancies[0 if is_ours else 1]
-        if agent in (flight.write.writer, flight.write.reader) and ledger.tenancy(page) == tenancy:
-            leases += ledger.leases_of(page)
+        if agents.isdisjoint((flight.write.writer, flight.write.reader)):
+            continue
+        for page, tenancy in (flight.read if flight.write.writer in agents else flight.written).items():
+            if ledger.tenancy(page) == tenancy:
+                leases += ledger.leases_of(page)
     return count_pages(leases)
 
 

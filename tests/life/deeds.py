@@ -107,4 +107,35 @@ class Flush:
     router: int = 0
 
 
-Deed: TypeAlias = Kill | Hang | Supplant | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer | Watch | Flush
+@dataclass(frozen=True, kw_only=True)
+class KillRank:
+    """The process of one rank is gone, so the instance ends by itself, and is started again. noticed_s: see Kill. back_s: until a
+    successor starts, if it is the leader."""
+
+    name: str
+    rank: int
+    noticed_s: float
+    back_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangRank:
+    """The process of one rank is stopped, and goes on after so many seconds. The instance may have ended by then."""
+
+    name: str
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRanks:
+    """Nothing passes between the leader and a follower for so many seconds; letters are lost, or queued until then."""
+
+    name: str
+    rank: int
+    seconds: float
+    queued: bool
+
+
+RankDeed: TypeAlias = KillRank | HangRank | PartRanks
+Deed: TypeAlias = Kill | Hang | Supplant | Stall | Slow | Leave | Part | KillRouter | KillDetokenizer | Watch | Flush | RankDeed

@@ -15,7 +15,7 @@ from common.ids import Int32Array, pack_ids
 from common.messages import Finished, TokenLogprob
 from common.sampling_params import SamplingParams
 from router.requests import RequestSpec
-from tests.life.schedule import Ask, Choice
+from tests.life.asks import Ask, Choice
 
 CONTEXT_PAGES = 64
 

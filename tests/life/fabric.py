@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from common.engine.toy import ToyExecutor
-from common.ids import InstanceId
+from common.ids import InstanceId, Int64Array
 from common.pages.layout import MemoryRegion
 from kv_transfer.memory import MemoryNetwork, MemoryTransport, Write
 from kv_transfer.transport import TransportEvent
@@ -64,26 +64,27 @@ class Tides:
 
 @dataclass(slots=True, eq=False)
 class Host:
-    """An agent's place in the fabric. died_s: when its process ended. buffer: what came for it and waits for its polls."""
+    """An agent's place in the fabric: a rank of instance `id`, with its part of every page. died_s: when its process ended.
+    buffer: what came for it and waits for its polls."""
 
     id: InstanceId
     ledger: Ledger
+    page_bytes: int
     died_s: float = NEVER
     buffer: deque[Callable[[], None]] = field(default_factory=deque)
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A write of one page under way. tenancies: of its source and target page when it was posted."""
+    """A write under way. read, written: its source and target pages, each with its tenancy when the write was posted."""
 
     write: Write
     fate: Fate
     writer: Host
     reader: Host
     posted_s: float
-    source_page: int
-    target_page: int
-    tenancies: tuple[int, int]
+    read: dict[int, int]
+    written: dict[int, int]
     has_moved: bool = False
 
     @property
@@ -92,7 +93,9 @@ class Flight:
 
 
 class Fabric(MemoryNetwork):
-    """A slice is a page. buffered: what arrives at a host is in its memory only when its transport polls, as over TCP.
+    """A slice is as large as a page that no ranks share.
+
+    buffered: what arrives at a host is in its memory only when its transport polls, as over TCP.
 
     failed: called with the writer and the reader of a write that fails. problems: writes that read or wrote a page which had
     changed hands. unproven: writes that failed without proof that they have ended.
@@ -114,12 +117,8 @@ class Fabric(MemoryNetwork):
 
     def carry(self, write: Write) -> None:
         writer, reader = self.hosts[write.writer], self.hosts[write.reader]
-        (run,) = write.runs.tolist()
-        source_page, target_page = run[0] // PAGE_BYTES, run[1] // PAGE_BYTES
-        tenancies = writer.ledger.tenancy(source_page), reader.ledger.tenancy(target_page)
-        flight = Flight(
-            write, self._tides.fate(self._clock.now), writer, reader, self._clock.now, source_page, target_page, tenancies
-        )
+        read, written = _pages(writer, write.runs[:, 0]), _pages(reader, write.runs[:, 1])
+        flight = Flight(write, self._tides.fate(self._clock.now), writer, reader, self._clock.now, read, written)
         self._flights.setdefault(write.writer, []).append(flight)
         if not flight.fate.by_hand:
             self._clock.at(flight.due_s, lambda: self._move(flight))
@@ -172,16 +171,19 @@ class Fabric(MemoryNetwork):
     def _deliver(self, flight: Flight) -> None:
         """The bytes are read now, and written when the reader takes them in; then the write is done, if it has not failed."""
         write = flight.write
-        ((source, target, run_bytes),) = write.runs.tolist()
         if flight.writer.died_s == NEVER:
-            self._check("read", flight.writer, flight.source_page, flight.tenancies[0])
-        payload = ctypes.string_at(write.source.address + source, run_bytes)
+            self._check("read", flight.writer, flight.read)
+        payloads = [
+            (write.target.address + target, ctypes.string_at(write.source.address + source, run_bytes))
+            for source, target, run_bytes in write.runs.tolist()
+        ]
 
         def take_in() -> None:
             if flight.reader.died_s <= self._clock.now:
                 return
-            self._check("wrote", flight.reader, flight.target_page, flight.tenancies[1])
-            ctypes.memmove(write.target.address + target, payload, run_bytes)
+            self._check("wrote", flight.reader, flight.written)
+            for address, payload in payloads:
+                ctypes.memmove(address, payload, len(payload))
             if not write.landed.done():
                 write.landed.set_result(None)
 
@@ -190,9 +192,8 @@ class Fabric(MemoryNetwork):
         else:
             take_in()
 
-    def _check(self, did: str, host: Host, page: int, tenancy: int) -> None:
-        present = host.ledger.tenancy(page)
-        if present != tenancy:
+    def _check(self, did: str, host: Host, tenancies: dict[int, int]) -> None:
+        for page in (page for page, tenancy in tenancies.items() if host.ledger.tenancy(page) != tenancy):
             self.problems.append(f"{self._clock.now:.3f}: a write {did} page {page} of {host.id}, which had changed hands")
 
     def _give_up(self, flight: Flight) -> None:
@@ -211,6 +212,11 @@ class Fabric(MemoryNetwork):
         self._failed(flight.writer.id, flight.reader.id)
         if not flight.fate.proven:
             self.unproven.append(flight)
+
+
+def _pages(host: Host, offsets: Int64Array) -> dict[int, int]:
+    """The pages at these offsets, each with its present tenancy."""
+    return {page: host.ledger.tenancy(page) for page in dict.fromkeys((offsets // host.page_bytes).tolist())}
 
 
 class FabricTransport(MemoryTransport):

@@ -4,6 +4,8 @@ Owns a number for each page, its tenancy, which changes when the page comes home
 requests.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from common.engine.plan import Chunk, Plan, RowStart
@@ -17,15 +19,16 @@ POISON = 0xA5
 
 
 class Ledger:
-    """Keeps watch over one pool and its memory from the moment of its making."""
+    """Keeps watch over one pool and the memory of all ranks from the moment of its making."""
 
-    def __init__(self, pool: PagePool, engine: ToyExecutor) -> None:
+    def __init__(self, pool: PagePool, toys: Sequence[ToyExecutor]) -> None:
         self._pool = pool
-        self._memory = engine.pages
+        self._toys = toys
         self._tenancies = [0] * pool.total_pages
         self._leases: list[PageLease] = []
         self._lease, self._put = pool.lease, pool._put
-        self._memory[:] = POISON
+        for toy in toys:
+            toy.pages[:] = POISON
         pool.lease, pool._put = self._goes_out, self._comes_home  # type: ignore[method-assign]
 
     @property
@@ -42,8 +45,8 @@ class Ledger:
 
     def spoiled(self) -> list[int]:
         """Free pages that somebody has written to."""
-        free = self._free()
-        clean = (self._memory.reshape(self._pool.total_pages, -1)[free] == POISON).all(axis=1)
+        free, pages = self._free(), self._pool.total_pages
+        clean = np.all([(toy.pages.reshape(pages, -1)[free] == POISON).all(axis=1) for toy in self._toys], axis=0)
         return [int(page) for page in free[~clean]]
 
     def miscached(self) -> list[int]:
@@ -58,7 +61,8 @@ class Ledger:
             alone = ToyExecutor(len(tokens), 1)
             start = RowStart(0, np.arange(len(tokens), dtype=np.int32), SamplingParams(max_new_tokens=1))
             alone.launch(Plan(1, (start,), (Chunk(0, 0, np.concatenate(tokens), last=False),)))
-            if not np.array_equal(alone.pages[-1], self._memory[cached.page]):
+            whole = alone.pages[-1]
+            if not all(np.array_equal(whole[:, :, toy.heads], toy.pages[cached.page]) for toy in self._toys):
                 wrong.append(cached.page)
         return wrong
 
@@ -74,6 +78,7 @@ class Ledger:
     def _comes_home(self, pages: Int32Array) -> None:
         for page in pages.tolist():
             self._tenancies[page] += 1
-        self._memory[pages] = POISON
+        for toy in self._toys:
+            toy.pages[pages] = POISON
         self._leases = [lease for lease in self._leases if lease._open]
         self._put(pages)

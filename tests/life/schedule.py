@@ -5,22 +5,37 @@ Owns the draw and its ranges. Pure data: the same seed is the same schedule. Kno
 
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
 
 from common.config import Dispatch, PolicyName
 from common.engine.timed import StepCost
-from common.ids import DETOKENIZER, ROUTER, RequestId
+from common.ids import DETOKENIZER, ROUTER, Role
 from common.sampling_params import ANSWER_TOKENS
 from router.partners import AT_LEAST
 from simulation.network import KNOCKS_S
 from simulation.size import Size
-from tests.life.deeds import Deed, Flush, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
+from tests.life.asks import Ask, draw_asks, with_embeddings, with_extras, with_shared_prompts
+from tests.life.deeds import (
+    Deed,
+    Flush,
+    Hang,
+    HangRank,
+    Kill,
+    KillDetokenizer,
+    KillRank,
+    KillRouter,
+    Leave,
+    Part,
+    PartRanks,
+    Slow,
+    Stall,
+    Supplant,
+    Watch,
+)
 from tests.life.weather import Chances
 
 WINDOW_S = 12.0
 """Faults begin within it; the weather is bad during it."""
 FEW_PEERS = 2
-LONGEST_PROMPT, LONGEST_ANSWER = 44, 30
 FEWEST_PAGES, MOST_PAGES = 19, 32
 """The fewest hold the longest prompt with the longest answer."""
 LONGEST_HANG_S = 22.0
@@ -33,42 +48,6 @@ TRIGGERS = (
 )
 """Kinds of letters upon which a fault may strike, so that it strikes within the protocol."""
 TEXT_TRIGGERS = ("ExpectAnswer", "TokenBatch", "TextBatch", "Repeat")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One answer that a client wants. stop_after: ends it at its token of that number, if it is so long. stop_by: that token's
-    text, or the token. The text of tokens before min_tokens ends nothing. include_stop: what ends it stays in the text.
-    logprobs, prompt_logprobs: see `SamplingParams`. is_embedding: the client wants the prompt's embedding, no tokens.
-    has_grammar: its grammar allows any text, but must be made ready. salt: see `Generate`."""
-
-    request_id: RequestId
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
-    stop_after: int | None = None
-    stop_by: Literal["text", "token"] = "text"
-    min_tokens: int = 0
-    include_stop: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    is_embedding: bool = False
-    has_grammar: bool = False
-    salt: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What a client does. leaves_s: when it hangs up, if it does. timeout_s: what it gives the request, or None. router: the
-    number of the router that it asks, as long as that one lives."""
-
-    at_s: float
-    choices: tuple[Choice, ...]
-    priority: int = 0
-    timeout_s: float | None = None
-    leaves_s: float | None = None
-    router: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +74,8 @@ class Rough:
 class Schedule:
     """heartbeat_s: of the instances. peers_per_instance: few, or more than there are. survivor: a decode
     instance that nothing befalls but the weather, if there is one. only_routers: nothing befalls anybody else. strangers: so many
-    that serve another model ask first at a router that starts again. policy: of both roles."""
+    that serve another model ask first at a router that starts again. policy: of both roles. ranks: of each prefill and each
+    decode instance."""
 
     seed: int
     prefill: int
@@ -114,12 +94,13 @@ class Schedule:
     strangers: int = 0
     policy: PolicyName = "least_loaded"
     dispatch: Dispatch = "auto"
+    ranks: tuple[int, int] = (1, 1)
 
 
 def draw_schedule(seed: int) -> Schedule:
     schedule = _with_routers(_draw(seed), Random(f"routers {seed}"))
-    asks = _with_embeddings(_with_extras(schedule.asks, Random(f"extras {seed}")), Random(f"embeddings {seed}"))
-    asks = _with_shared_prompts(asks, Random(f"shared {seed}"))
+    asks = with_embeddings(with_extras(schedule.asks, Random(f"extras {seed}")), Random(f"embeddings {seed}"))
+    asks = with_shared_prompts(asks, Random(f"shared {seed}"))
     text_faults = _text_faults(schedule, Random(f"detokenizer {seed}"))
     slowness, returns = _slowness(schedule, Random(f"slow {seed}")), _returns(schedule, Random(f"returns {seed}"))
     watches = _watches(schedule, Random(f"watches {seed}"))
@@ -127,7 +108,8 @@ def draw_schedule(seed: int) -> Schedule:
     faults = (*schedule.faults, *text_faults, *slowness, *returns, *watches, *flushes)
     strangers = Random(f"strangers {seed}").choice((0, 0, 1, 3))
     schedule = replace(schedule, asks=asks, faults=faults, strangers=strangers)
-    return _with_caches(_with_grammars(schedule, Random(f"grammars {seed}")), Random(f"caches {seed}"))
+    schedule = _with_caches(_with_grammars(schedule, Random(f"grammars {seed}")), Random(f"caches {seed}"))
+    return _with_ranks(schedule, Random(f"ranks {seed}"))
 
 
 def _draw(seed: int) -> Schedule:
@@ -149,7 +131,7 @@ def _draw(seed: int) -> Schedule:
         peers_per_instance=peers_per_instance,
         chances=_chances(random),
         rough=_rough(random),
-        asks=_asks(random),
+        asks=draw_asks(random, WINDOW_S),
         faults=(
             *(_fault(random, names, victims, survivor) for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4)))),
             *_stalls(Random(f"stalls {seed}")),
@@ -193,78 +175,6 @@ def _rough(random: Random) -> Rough:
         by_hand=random.choice((0.0, 0.5, 1.0)),
         buffered=random.random() < 0.5,
     )
-
-
-def _asks(random: Random) -> tuple[Ask, ...]:
-    """All at once, or over the window."""
-    span_s = random.choice((0.5, 0.3 * WINDOW_S, 0.8 * WINDOW_S))
-    shortest = random.choice((1, 1, LONGEST_ANSWER // 2))
-    return tuple(_ask(random, number, random.uniform(0.0, span_s), shortest) for number in range(random.randint(3, 8)))
-
-
-def _ask(random: Random, number: int, at_s: float, shortest: int) -> Ask:
-    prompt = tuple(random.randrange(10, 1000) for _ in range(random.choice((random.randint(1, 10), random.randint(1, 44)))))
-    both = 2 if random.random() < 0.15 else 1
-    max_tokens = 1 if random.random() < 0.1 else random.randint(shortest, LONGEST_ANSWER)
-    is_sampled = random.random() < 0.3
-    choices = tuple(
-        Choice(
-            request_id=RequestId(f"r{number}.{index}"),
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=1.0 if is_sampled else 0.0,
-            seed=random.randrange(1000) if is_sampled else 0,
-            stop_after=random.randrange(LONGEST_ANSWER) if random.random() < 0.3 else None,
-            stop_by=random.choice(("text", "token")),
-        )
-        for index in range(both)
-    )
-    return Ask(
-        at_s=at_s,
-        choices=choices,
-        priority=random.choice((0, 0, 0, -1, 5)),
-        timeout_s=random.uniform(0.5, 4.0) if random.random() < 0.05 else None,
-        leaves_s=at_s + random.uniform(0.0, 5.0) if random.random() < 0.15 else None,
-    )
-
-
-def _with_extras(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
-    """Some of the clients ask for log probabilities, or for other rules of stop strings."""
-
-    def extended(choice: Choice) -> Choice:
-        return replace(
-            choice,
-            min_tokens=random.choice((0, 0, 0, random.randint(0, choice.max_tokens))) if choice.stop_by == "text" else 0,
-            include_stop=random.random() < 0.3,
-            logprobs=random.choice((None, None, 0, 3)),
-            prompt_logprobs=random.choice((None, None, None, 0, 2)),
-        )
-
-    return tuple(replace(ask, choices=tuple(map(extended, ask.choices))) for ask in asks)
-
-
-def _with_embeddings(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
-    """A few of the clients want no tokens, but embeddings."""
-
-    def extended(ask: Ask) -> Ask:
-        is_embedding = random.random() < 0.08
-        return replace(ask, choices=tuple(replace(choice, is_embedding=is_embedding) for choice in ask.choices))
-
-    return tuple(map(extended, asks))
-
-
-def _with_shared_prompts(asks: tuple[Ask, ...], random: Random) -> tuple[Ask, ...]:
-    """In most schedules, many prompts begin as one before them does, or are the same. A few clients share with no other."""
-    shares = random.choice((0.0, 0.5, 0.9))
-    done: list[Ask] = []
-    for ask in asks:
-        prompt, salt = ask.choices[0].prompt, random.choice(("", "", "", "tenant"))
-        if done and random.random() < shares:
-            before = random.choice(done).choices[0].prompt
-            kept = before[: random.choice((len(before), random.randint(1, len(before))))]
-            prompt = (*kept, *prompt[: random.choice((0, 1, LONGEST_PROMPT))])[:LONGEST_PROMPT]
-        done.append(replace(ask, choices=tuple(replace(choice, prompt=prompt, salt=salt) for choice in ask.choices)))
-    return tuple(done)
 
 
 def _fault(random: Random, names: list[str], victims: list[str], survivor: str | None) -> Fault:
@@ -421,6 +331,39 @@ def _returns(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
         return (supplant,)
     kill = KillRouter(router=random.randrange(2), back_s=random.uniform(0.0, 2.0))
     return supplant, Fault(at_s=at_s + random.uniform(next_s, seconds), trigger=None, deed=kill)
+
+
+def _with_ranks(schedule: Schedule, random: Random) -> Schedule:
+    """In half of the fleets, prefill or decode instances have several ranks. In most of these something befalls single ranks."""
+    ranks = random.choice((1, 2, 4)), random.choice((1, 2, 4))
+    if random.random() < 0.45 or ranks == (1, 1):
+        return schedule
+    schedule = replace(schedule, ranks=ranks, size=replace(schedule.size, verify_pages=False))
+    if schedule.only_routers:
+        return schedule
+    roles: tuple[tuple[Role, int, int], ...] = (("prefill", schedule.prefill, ranks[0]), ("decode", schedule.decode, ranks[1]))
+    victims = [(f"{role}-{n}", of) for role, number, of in roles for n in range(number) if of > 1]
+    victims = [(name, of) for name, of in victims if name != schedule.survivor]
+    faults = [
+        _strikes(random, _rank_deed(random, *random.choice(victims))) for _ in range(random.choice((0, 1, 1, 2, 3))) if victims
+    ]
+    lost = random.choice((0.0, 0.0, 0.0005))
+    if schedule.survivor is not None and lost:
+        schedule = replace(schedule, survivor=None)
+    return replace(schedule, faults=(*schedule.faults, *faults), chances=replace(schedule.chances, ranks_lost=lost))
+
+
+def _rank_deed(random: Random, name: str, ranks: int) -> Deed:
+    match random.choice(("kill", "kill", "hang", "part")):
+        case "kill":
+            noticed_s, back_s = random.choice((0.01, random.uniform(0.1, 9.0))), random.uniform(0.3, 6.0)
+            return KillRank(name=name, rank=random.randrange(ranks), noticed_s=noticed_s, back_s=back_s)
+        case "hang":
+            seconds = random.choice((random.uniform(0.2, 2.5), random.uniform(2.5, 12.0), random.uniform(2.5, LONGEST_HANG_S)))
+            return HangRank(name=name, rank=random.randrange(ranks), seconds=seconds)
+        case _:
+            seconds, queued = random.uniform(0.2, 8.0), random.random() < 0.5
+            return PartRanks(name=name, rank=random.randrange(1, ranks), seconds=seconds, queued=queued)
 
 
 def _strikes(random: Random, deed: Deed) -> Fault:

@@ -99,6 +99,8 @@ def _counts(trial: Trial) -> Counter[str]:
     counts["timelines told"] += trial.told.total()
     counts["timelines taken"] += len(trial.observer.durations)
     counts["schedules with several routers"] += len(trial.routers) > 1
+    counts["schedules with ranks"] += trial.schedule.ranks != (1, 1)
+    counts["ranks that ended by themselves"] += len(trial.rank_ends)
     counts["routers killed"] += trial.routers_killed
     counts["requests of a dead router"] += trial.orphans
     counts["clients cut off"] += sum(asked.client is not None and asked.client.cut_off for asked in trial.asked)

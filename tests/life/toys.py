@@ -13,6 +13,12 @@ def toy_of(instance: Instance) -> ToyExecutor:
     return instance.engine
 
 
+def toys_of(instance: Instance) -> list[ToyExecutor]:
+    """Those of all ranks."""
+    engines = [instance.engine, *(follower.rank.engine for follower in instance.followers)]
+    return [engine for engine in engines if isinstance(engine, ToyExecutor)]
+
+
 def transport_of(instance: Instance) -> MemoryTransport:
     assert isinstance(instance.transport, MemoryTransport)
     return instance.transport

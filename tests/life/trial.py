@@ -5,7 +5,7 @@ Owns the carrying out of a schedule, and when nobody could have served. Judges n
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import assert_never
 
@@ -15,26 +15,45 @@ from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Key, RequestId, Role
 from common.messages import AnyMessage, CacheChanges, ExpectAnswer, Generate, Handoff, Heartbeat, Register, Reserve, TellCache
+from common.messages.ranks import rank_name
 from kv_transfer.transport import Transport
 from prefill.scheduler import PrefillScheduler
 from router.fleet import UnknownInstance
 from router.members import QUARANTINE_DIVISOR
 from router.traces import TraceRuns
-from simulation.client import Client
 from simulation.clock import Clock
 from simulation.fleet import Fleet, World
 from simulation.instance import Instance
 from simulation.network import Letter, keys_of
 from simulation.processes import RouterProcess
-from tests.life.deeds import Deed, Flush, Hang, Kill, KillDetokenizer, KillRouter, Leave, Part, Slow, Stall, Supplant, Watch
-from tests.life.expected import Expected, expect, spec_of
+from simulation.rank import Follower
+from tests.life.asked import Asked
+from tests.life.asks import Ask
+from tests.life.deeds import (
+    Deed,
+    Flush,
+    Hang,
+    HangRank,
+    Kill,
+    KillDetokenizer,
+    KillRank,
+    KillRouter,
+    Leave,
+    Part,
+    PartRanks,
+    RankDeed,
+    Slow,
+    Stall,
+    Supplant,
+    Watch,
+)
+from tests.life.expected import expect, spec_of
 from tests.life.fabric import Fabric, FabricTransport, Host, Tides
 from tests.life.ledger import Ledger
-from tests.life.schedule import WINDOW_S, Ask, Fault, Schedule
-from tests.life.toys import toy_of
+from tests.life.schedule import WINDOW_S, Fault, Schedule
+from tests.life.toys import toys_of
 from tests.life.weather import Cut, Storm
 
-PAGE_TOKENS = 4
 LOOK_S = 0.25
 """How often it is looked who could serve."""
 LATE_S = 0.02
@@ -47,30 +66,6 @@ LEFT_S = 0.5
 REQUEST_TIMEOUT_S = 60.0
 ORPHANS_S = 3.0
 """Within which requests of a dead router are over, if nothing else befalls their instances."""
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """What a client asked for, and what became of it. client: None until the router has taken it in. gives_up_s: when it stops
-    asking. unserved: for some time no instance could have served it. seat: of the router that it asked last."""
-
-    ask: Ask
-    expected: tuple[Expected, ...]
-    client: Client | None = None
-    gives_up_s: float | None = None
-    left: bool = False
-    given_up: bool = False
-    unserved: bool = False
-    seat: int = 0
-
-    @property
-    def pages(self) -> int:
-        """What its largest answer takes in all."""
-        return max(-(-(len(choice.prompt) + choice.max_tokens) // PAGE_TOKENS) for choice in self.ask.choices)
-
-    @property
-    def over(self) -> bool:
-        return self.given_up or (self.client.ended if self.client is not None else self.left)
 
 
 class Trial(Fleet):
@@ -119,6 +114,7 @@ class Trial(Fleet):
             size=schedule.size,
             world=World(clock, self.storm, self.fabric),
             routers=schedule.routers,
+            ranks=dict(zip(("prefill", "decode"), schedule.ranks, strict=True)),
         )
         self.network.taps.append(self._on_letter)
 
@@ -162,22 +158,39 @@ class Trial(Fleet):
 
     def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> Instance:
         instance = super().start(name, role, address, began_s or self._random.uniform(1.0, 1000.0))
-        ledger = self.ledgers[instance.info.pools[0].agent] = Ledger(instance.pool, toy_of(instance))
-        self.fabric.hosts[instance.info.pools[0].agent] = Host(instance.name.id, ledger)
+        ledger = self.ledgers[instance.info.pools[0].agent] = Ledger(instance.pool, toys_of(instance))
+        for pool in instance.info.pools:
+            self.fabric.hosts[pool.agent] = Host(instance.name.id, ledger, pool.layout.page_bytes)
         self._note(f"{name} starts, life {instance.name.life}")
         return instance
 
     def kill(self, name: str, noticed_s: float = 0.0) -> Instance:
-        instance = self.instances.pop(name)
-        instance.kill()
-        self.fabric.died(instance.info.pools[0].agent, noticed_s)
+        instance = self.instances[name]
+        for rank in range(instance.name.ranks):
+            self.kill_rank(name, rank, noticed_s)
         return instance
+
+    def kill_rank(self, name: str, rank: int, noticed_s: float = 0.0) -> None:
+        """The process of this rank is gone; those of others end by themselves."""
+        instance = self.instances[name]
+        if rank:
+            instance.followers[rank - 1].kill()
+        else:
+            instance.kill()
+        self.fabric.died(instance.info.pools[rank].agent, noticed_s)
+
+    def follower_ended(self, follower: Follower, reason: str) -> None:
+        super().follower_ended(follower, reason)
+        self._note(f"{follower.name} ended by itself: {reason}")
+        self.fabric.died(follower.rank.loop.descriptor.agent, 0.0)
 
     def instance_ended(self, instance: Instance, reason: str) -> None:
         if self.instances.get(instance.name.id) is instance and "newer incarnation" in reason:
             self.problems.append(f"{instance.info.incarnation} is the last of its name, and ended: {reason}")
         super().instance_ended(instance, reason)
         self._note(f"{instance.name.id} ended by itself: {reason}")
+        if instance.followers:
+            self._strike(instance.name.id)  # by what befell one of its ranks before
         self.fabric.died(instance.info.pools[0].agent, 0.0)
         if instance.name.id not in self.instances:
             self.clock.at(self.clock.now + LEFT_S, lambda: self._start_again(instance, inherits=False))
@@ -259,18 +272,19 @@ class Trial(Fleet):
                 self._strike(deed.name)
                 if deed.name in self.instances:
                     killed = self.kill(deed.name, deed.noticed_s)
+                    del self.instances[deed.name]
                     if deed.breaks:
                         self.connection_broken(killed.name.id)
                     self.clock.at(now + deed.back_s, lambda: self._start_again(killed, deed.inherits))
             case Hang():
                 self._strike(deed.name)
                 if deed.name in self.instances:
-                    self.instances[deed.name].stop_until(now + deed.seconds)
+                    self._stop(self.instances[deed.name], deed.seconds)
             case Supplant():
                 self._strike(deed.name)
                 if deed.name in self.instances:
                     former = self.instances[deed.name]
-                    former.stop_until(now + deed.seconds)
+                    self._stop(former, deed.seconds)
                     self.clock.at(now + deed.next_s, lambda: self._supplant(former))
             case Stall():
                 self.routers[deed.router].stop_until(now + deed.seconds)
@@ -297,8 +311,32 @@ class Trial(Fleet):
                 self.storm.cut(one, InstanceId(other), Cut(now + deed.seconds, deed.queued))
                 if deed.breaks and deed.other == ROUTER and router.alive:
                     router.connection_broken(one)
+            case KillRank() | HangRank() | PartRanks():
+                self._strike(deed.name)
+                if deed.name in self.instances:
+                    self._befall(self.instances[deed.name], deed)
             case _:
                 assert_never(deed)
+
+    def _befall(self, instance: Instance, deed: RankDeed) -> None:
+        """Something befalls a single rank."""
+        now, name = self.clock.now, instance.name.id
+        match deed:
+            case KillRank():
+                self.kill_rank(name, deed.rank, deed.noticed_s)
+                if deed.rank == 0:
+                    del self.instances[name]
+                    self.clock.at(now + deed.back_s, lambda: self._start_again(instance, inherits=False))
+            case HangRank():
+                instance.processes[deed.rank].stop_until(now + deed.seconds)
+            case PartRanks():
+                leader, follower = rank_name(name, 0, instance.info.incarnation), instance.followers[deed.rank - 1].name
+                self.storm.cut(leader, follower, Cut(now + deed.seconds, deed.queued))
+
+    def _stop(self, instance: Instance, seconds: float) -> None:
+        """All its processes are stopped."""
+        for process in instance.processes:
+            process.stop_until(self.clock.now + seconds)
 
     def _supplant(self, former: Instance) -> None:
         if self.instances.get(former.name.id) is former:
@@ -368,7 +406,8 @@ class Trial(Fleet):
             return
         self._leaving.add(instance)
         if deed.by_signal:
-            instance.drain()
+            processes = instance.processes
+            (self._random.choice(processes) if len(processes) > 1 else instance).drain()
             return
         for router in self.routers:
             try:
@@ -399,7 +438,7 @@ class Trial(Fleet):
     def _is_up(self, name: InstanceId, router: InstanceId) -> bool:
         """Its process runs, and the router can reach it."""
         now, instance = self.clock.now, self.instances.get(name)
-        return instance is not None and now >= instance.stopped_until_s and self.storm.cut_until(name, router, now) <= now
+        return instance is not None and instance.is_up and self.storm.cut_until(name, router, now) <= now
 
     def _note(self, event: str) -> None:
         self.on_event(f"{self.clock.now:9.4f}  == {event}")

@@ -10,6 +10,8 @@ from random import Random
 from common.ids import InstanceId
 from simulation.network import DELAY_S
 
+RANK = ".rank-"
+"""In the name of a rank as a sender. Ranks have one connection for their lives, so nothing overtakes or comes twice there."""
 TEXT_NAME = re.compile(r"\.text-\d+$")
 """The end of a detokenizer's name."""
 SLOW_S = 1.5
@@ -23,13 +25,14 @@ APART_S = 1e-6
 class Chances:
     """Of each letter. caches_lost: of those that tell of prefix caches. overtaking: whether letters of one sender to one receiver
     may overtake each other; those of a detokenizer and to one never do, for gaps in text and answers to probes tell the router
-    what was lost."""
+    what was lost. ranks_lost: of a letter between ranks, which ends their instance."""
 
     lost: float
     twice: float
     slow: float
     overtaking: bool
     caches_lost: float = 0.0
+    ranks_lost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Storm:
                 passes_s = cut.until_s
         if now >= self.ends_s:
             return (self._ordered(sender, to, passes_s + DELAY_S) - now,)
+        if RANK in sender:
+            return () if draw() < chances.ranks_lost else (self._ordered(sender, to, passes_s + self._delay()) - now,)
         if draw() < (max(chances.lost, chances.caches_lost) if kind == "CacheChanges" else chances.lost):
             return ()
         arrivals = 2 if draw() < chances.twice else 1
@@ -82,7 +87,7 @@ class Storm:
 
     def _ordered(self, sender: InstanceId, to: InstanceId, arrives_s: float) -> float:
         """The arrival, put off until that of what was sent before on this link, if nothing may overtake there."""
-        if self.chances.overtaking and TEXT_NAME.search(sender) is None and TEXT_NAME.search(to) is None:
+        if self.chances.overtaking and RANK not in sender and TEXT_NAME.search(sender) is None and TEXT_NAME.search(to) is None:
             return arrives_s
         arrives_s = max(arrives_s, self._latest_s.get((sender, to), 0.0) + APART_S)
         self._latest_s[sender, to] = arrives_s
