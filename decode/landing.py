@@ -20,13 +20,13 @@ class Objection:
 
 
 def find_objection(
-    handoff: Handoff, reservation: Reservation, engine: EngineDescription, digest: Digest | None
+    handoff: Handoff, reservation: Reservation, engine: EngineDescription, page_bytes: int, digest: Digest | None
 ) -> Objection | None:
-    """The first thing in which a handoff does not fit its reservation. digest: if given, and the writer sent digests, the pages
-    are compared too."""
+    """The first thing in which a handoff does not fit its reservation. page_bytes: on all ranks together. digest: if given, and
+    the writer sent digests, the pages are compared too."""
     have = reservation.have_tokens // engine.layout.page_size
     pages = reservation.prompt_pages - have
-    if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * engine.layout.page_bytes:
+    if handoff.pushed_pages != pages or handoff.pushed_bytes != pages * page_bytes:
         return Objection(f"{handoff.pushed_pages} pages and {handoff.pushed_bytes} bytes were pushed for {pages} pages")
     if not 0 <= handoff.first_token < engine.model.vocab_size:
         return Objection(f"its first token {handoff.first_token} is not in the vocabulary")

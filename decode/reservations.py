@@ -27,6 +27,7 @@ class Reservations:
     def __init__(self, me: InstanceInfo, engine: EngineDescription, requests: DecodeRequests, digest: Digest | None) -> None:
         self._hosts = {rank.host for rank in me.ranks}
         self._engine = engine
+        self._page_bytes = me.page_bytes
         self._requests = requests
         self._target = requests.target
         self._digest = digest
@@ -74,7 +75,7 @@ class Reservations:
         if reservation is None:
             return []
         request = self._requests.table[reservation.key]
-        objection = find_objection(handoff, reservation, self._engine, self._digest)
+        objection = find_objection(handoff, reservation, self._engine, self._page_bytes, self._digest)
         if objection is not None:
             request.next_token += 1  # the writer has sent the first token, whatever it was
             self.pages_corrupt += objection.corrupt_pages

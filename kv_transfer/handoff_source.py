@@ -53,7 +53,7 @@ from kv_transfer.write_lease import RENEW_S, RENEWALS_AFTER
 
 class HandoffSource:
     """All outgoing handoffs of one prefill instance. stale: messages and events that match no handoff; they were dropped.
-    pages_spared: those that peers had already.
+    pages_pushed: those that were handed off. pages_spared: those that peers had already.
 
     digest: computes the digests that go with a handoff (--verify-pages).
     """
@@ -70,7 +70,7 @@ class HandoffSource:
         self._tickets = 0
         self.traffic = Traffic()
         self._news: list[SourceNews] = []
-        self.stale = self.pages_spared = 0
+        self.stale = self.pages_pushed = self.pages_spared = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -348,6 +348,7 @@ class HandoffSource:
 
     def _handoff(self, outgoing: Outgoing, first_token: int) -> Send:
         pushed = outgoing.source_pages[outgoing.have_pages :]
+        self.pages_pushed += len(pushed)
         handoff = Handoff(
             key=outgoing.key,
             generation=outgoing.generation,

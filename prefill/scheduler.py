@@ -262,7 +262,7 @@ class PrefillScheduler:
         shared = self._requests.counters()
         counters = msgspec.structs.replace(
             shared,
-            pages_pushed=traffic.total.bytes_pushed // self._engine.layout.page_bytes,
+            pages_pushed=self._source.pages_pushed,
             bytes_pushed=traffic.total.bytes_pushed,
             handoffs=traffic.total.handoffs,
             reservations_moved=self._moved,

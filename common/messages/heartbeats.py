@@ -125,9 +125,9 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     """Forwards."""
     pages_pushed: int = 0
-    """Pages written into peers."""
+    """Pages written into peers, and handed off."""
     bytes_pushed: int = 0
-    """Bytes of those pages."""
+    """Bytes written into peers, by all ranks."""
     pages_received: int = 0
     """Pages that peers handed off."""
     bytes_received: int = 0
