@@ -334,7 +334,7 @@ def _returns(schedule: Schedule, random: Random) -> tuple[Fault, ...]:
 
 
 def _with_ranks(schedule: Schedule, random: Random) -> Schedule:
-    """In a third of the fleets, prefill or decode instances have several ranks. In most of these something befalls single ranks."""
+    """In a third of the fleets, prefill or decode instances have several ranks, and often something befalls one."""
     ranks = random.choice((1, 2, 4)), random.choice((1, 2, 4))
     if random.random() < 0.6 or ranks == (1, 1):
         return schedule
