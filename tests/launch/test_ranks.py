@@ -1,0 +1,168 @@
+"""The ranks of a real instance, each a process: they start from one command or several, and end together, whichever ends first.
+
+The executor is the timed one, and the test is the router. Tokens of several ranks that compute are in `tests/e2e/test_ranks.py`.
+"""
+
+import os
+import queue
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from common.processes.child import Exited, Reported
+from launch.processes import Child, ChildEvent
+from launch.reports import BAD_FLAG, Progress, Ready
+from tests.launch.one_router import HANG_S, Router
+
+NAME = "decode-0"
+FLAGS = ("--executor=timed", "--transport=cma", "--kv-memory=16MiB", "--step-cost=0.002,0,0", "--tp=2", f"--name={NAME}")
+SOON_S = 20.0
+"""Three seconds of silence, two until children are killed, and what a busy machine adds. Nothing here waits for a drain."""
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "launch.main", "decode", *FLAGS, *flags]
+
+
+class Elsewhere:
+    """A rank that another command starts, as on another host."""
+
+    def __init__(self, *flags: str) -> None:
+        self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
+        self.child = Child(f"{NAME}.rank-1", command(*flags), self.events.put)
+
+    def end(self) -> Exited:
+        while True:
+            event = self.events.get(timeout=SOON_S)
+            if isinstance(event, Exited):
+                return event
+
+    def close(self) -> None:
+        self.child.kill()
+        assert self.child.wait(HANG_S)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[Router | Elsewhere], None]]:
+    started: list[Router | Elsewhere] = []
+    yield started.append
+    for each in started:
+        each.close()
+
+
+Start = Callable[[Router | Elsewhere], None]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def two_commands(start: Start) -> tuple[Router, Elsewhere]:
+    """An instance whose ranks were started by two commands, with a request that runs."""
+    leader = f"--leader=tcp://127.0.0.1:{free_port()}"
+    other = Elsewhere(leader, "--rank=1")
+    start(other)
+    router = Router(NAME, lambda address: command(f"--router={address}", leader, "--rank=0"))
+    start(router)
+    router.until_joined()
+    router.generate(1_800)
+    router.until_running()
+    return router, other
+
+
+def rank_pids(router: Router) -> list[int]:
+    assert router.info is not None
+    return [rank.pid for rank in router.info.ranks]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_follower_that_is_killed_ends_the_instance_and_the_router_is_told_which(start: Start) -> None:
+    router, other = two_commands(start)
+    assert rank_pids(router) == [router.child.pid, other.child.pid]
+    other.child.kill()
+    ended = router.end(SOON_S)
+    assert ended.status == 1 and ended.account.startswith("rank 1 (pid ") and ended.account.endswith("is gone")
+    assert [goodbye.reason for goodbye in router.goodbyes] == [ended.account]
+
+
+def test_a_follower_that_is_stopped_ends_the_instance_and_itself_when_it_goes_on(start: Start) -> None:
+    router, other = two_commands(start)
+    other.child.signal(signal.SIGSTOP)
+    ended = router.end(SOON_S)
+    assert ended.status == 1 and "rank 1" in ended.account and "has been silent for 3" in ended.account
+    other.child.signal(signal.SIGCONT)
+    assert other.end().status == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_follower_ends_by_itself_when_its_leader_is_gone_or_stopped(start: Start, number: signal.Signals) -> None:
+    router, other = two_commands(start)
+    router.child.signal(number)
+    ended = other.end()
+    assert ended.status == 1 and "rank 0 at tcp://127.0.0.1:" in ended.account, ended
+    assert ("is gone" if number == signal.SIGKILL else "has been silent for 3") in ended.account
+
+
+def test_ranks_of_one_command_drain_when_any_of_them_is_told_to_stop_and_leave_nobody_behind(start: Start) -> None:
+    router = Router(NAME, lambda address: command(f"--router={address}"))
+    start(router)
+    router.until_joined()
+    pids = rank_pids(router)
+    assert len(set(pids)) == 2 and pids[0] == router.child.pid
+    router.generate(300)
+    router.until_running()
+    os.kill(pids[1], signal.SIGTERM)
+    ended = router.end(HANG_S)
+    assert ended.status == 0 and sum(len(delta.token_ids) for delta in router.deltas) == 300
+    assert [goodbye.reason for goodbye in router.goodbyes] == [""]
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_the_ranks_of_one_command_die_with_their_leader(start: Start) -> None:
+    router = Router(NAME, lambda address: command(f"--router={address}"))
+    start(router)
+    router.until_joined()
+    pids = rank_pids(router)
+    os.kill(pids[0], signal.SIGKILL)
+    router.until(lambda: all(is_gone(pid) for pid in pids), "both are gone", SOON_S)
+
+
+def test_a_rank_that_does_not_fit_is_refused_by_name_and_the_leader_says_how_to_start_the_right_one(start: Start) -> None:
+    leader = f"tcp://127.0.0.1:{free_port()}"
+    router = Router(NAME, lambda address: command(f"--router={address}", f"--leader={leader}", "--rank=0"))
+    start(router)
+    wrong = Elsewhere(f"--leader={leader}", "--rank=1", "--page-size=32")
+    start(wrong)
+    ended = wrong.end()
+    assert "--page-size is 32 there, and 16 on rank 0" in ended.account
+
+    def asks() -> bool:
+        said = [event.report for event in drained(router.events) if isinstance(event, Reported)]
+        assert not any(isinstance(report, Ready) for report in said)
+        return any(isinstance(report, Progress) and f"--rank 1 and --leader {leader}" in report.text for report in said)
+
+    router.until(asks, "it says how", SOON_S)
+
+
+def test_a_rank_whose_flags_can_never_work_ends_its_command_for_good(start: Start) -> None:
+    router = Router(NAME, lambda address: command(f"--router={address}", "--context-tokens=100000000"))
+    start(router)
+    router.until(lambda: router.child.status is not None, "it has ended", SOON_S)
+    assert router.child.status == BAD_FLAG and "--context-tokens" in router.child.account()
+
+
+def drained(events: "queue.SimpleQueue[ChildEvent]") -> list[ChildEvent]:
+    return [events.get_nowait() for _ in range(events.qsize())]
