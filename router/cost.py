@@ -44,10 +44,10 @@ def at_prefill(member: Member, ask: Ask) -> float:
     return _pace(member).step_s * steps + (queue + to_compute(member, ask)) * _chunk_token_s(member)
 
 
-def of_prefill(member: Member, ask: Ask) -> float:
-    """Seconds that computing the prompt there costs: until its first token, and for those that come behind it. While the queue is
-    as long as now, as many come behind it as are in front."""
-    return at_prefill(member, ask) + member.prompts_to_compute * to_compute(member, ask) * _chunk_token_s(member)
+def of_prefill(member: Member, ask: Ask, behind: float) -> float:
+    """Seconds that computing the prompt there costs: until its first token, and for those that come behind it. behind: how many
+    these are. While queues are as long as now, as many come behind as are in front."""
+    return at_prefill(member, ask) + behind * to_compute(member, ask) * _chunk_token_s(member)
 
 
 def at_decode(decode: Member, prefill: Member, ask: Ask) -> float:
@@ -64,7 +64,9 @@ def at_decode(decode: Member, prefill: Member, ask: Ask) -> float:
 
 def apart(prefill: Member, decode: Member, ask: Ask) -> Estimate:
     """One computes the prompt, the other one decodes."""
-    return Estimate(at_prefill(prefill, ask), of_prefill(prefill, ask) + at_decode(decode, prefill, ask))
+    return Estimate(
+        at_prefill(prefill, ask), of_prefill(prefill, ask, prefill.prompts_to_compute) + at_decode(decode, prefill, ask)
+    )
 
 
 def alone(decode: Member, ask: Ask) -> Estimate:

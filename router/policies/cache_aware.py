@@ -32,9 +32,9 @@ class CacheAware:
         def rank(member: Member) -> tuple[float, int]:
             return cost(member), member.chosen
 
-        cost = self._cost(ask, source)
         drawn = chain(self._candidates.some(pool, self._random), ask.overlap.deepest(self._role, self._deepest))
         some = list(filter(suits, dict.fromkeys(drawn)))
+        cost = self._cost(ask, source, some)
         if some:
             yield sorted(some, key=rank)
         if rest := sorted((member for member in pool if suits(member) and member not in some), key=rank):
@@ -43,10 +43,13 @@ class CacheAware:
     def chose(self, member: Member) -> None:
         """Its cost grows by the request."""
 
-    def _cost(self, ask: Ask, source: Member | None) -> Callable[[Member], float]:
-        """In seconds."""
+    def _cost(self, ask: Ask, source: Member | None, some: Sequence[Member]) -> Callable[[Member], float]:
+        """In seconds. Behind a queue of so many tokens come as many prompts of the usual size. If the prompts in it were counted,
+        the short ones would gather where many wait, and the long ones elsewhere."""
         if self._role == "prefill":
-            return lambda member: of_prefill(member, ask)
+            prompts = sum(member.prompts_to_compute for member in some)
+            usual = max(1.0, sum(member.tokens_to_compute for member in some) / max(1, prompts))
+            return lambda member: of_prefill(member, ask, member.tokens_to_compute / usual)
         if source is None:
             return lambda member: alone(member, ask).cost_s
         return lambda member: at_decode(member, source, ask)

@@ -44,11 +44,12 @@ def load(step_s: float = 0.01, chunk_token_s: float = 0.001, tokens: int = 0, ro
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 400), st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=4))
 def test_the_order_is_that_of_the_seconds_for_the_request_and_for_those_behind_it(of: list[tuple[int, int, int, int]]) -> None:
     held, seconds = dict[Member, int](), dict[str, float]()
+    usual = max(1, sum(queue for _, queue, _, _ in of) / max(1, sum(prompts for _, _, prompts, _ in of)))
     for number, (pace, queue, prompts, blocks) in enumerate(of):
         each = member(f"p{number}", load=load(chunk_token_s=pace / 1000, tokens=queue, rows=prompts))
         each.chosen, held[each] = number, blocks
         steps, compute_s = 2 if queue else 1, (170 - BLOCK * blocks) * pace / 1000
-        seconds[each.info.id] = 0.01 * steps + queue * pace / 1000 + compute_s + prompts * compute_s
+        seconds[each.info.id] = 0.01 * steps + queue * pace / 1000 + compute_s + queue / usual * compute_s
     candidates = line_of(held)
     names = ranked(CacheAware(candidates, "prefill"), candidates, Ask(170, 8, index_of(held).match(PROMPT)))
     assert sorted(names) == sorted(seconds)
