@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,10 @@ WATCHFUL = {
 }
 """Ray notices the death of a node in two seconds, not in twenty."""
 FLAGS = (
-    *("--prefill", "2", "--decode", "2", "--tp", str(RANKS), "--port", "0", "--control-port", "0"),
+    *("--tp", str(RANKS), "--port", "0", "--control-port", "0"),
     *("--executor", "timed", "--step-cost", "0.02,0,0", "--kv-memory", "16MiB"),
 )
+Start = Callable[..., "RayFleet"]
 
 
 class Cluster:
@@ -70,9 +71,9 @@ class Cluster:
 class RayFleet:
     """`launch ray` in a child process, with its output in a file."""
 
-    def __init__(self, address: str, output: Path) -> None:
+    def __init__(self, address: str, output: Path, flags: Sequence[str]) -> None:
         self._output = output
-        command = [sys.executable, "-P", "-m", "launch.main", "ray", "--ray-address", address, *FLAGS]
+        command = [sys.executable, "-P", "-m", "launch.main", "ray", "--ray-address", address, *FLAGS, *flags]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         with output.open("w") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -97,7 +98,7 @@ class RayFleet:
         self._process.wait()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
@@ -105,11 +106,18 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def fleet(cluster: Cluster, tmp_path: Path) -> Iterator[RayFleet]:
-    fleet = RayFleet(cluster.address, tmp_path / "output")
-    yield fleet
-    print(fleet.output)  # noqa: T201 - pytest shows it when the test fails
-    fleet.end()
+def start(cluster: Cluster, tmp_path: Path) -> Iterator[Start]:
+    """Start a fleet with these flags."""
+    fleets: list[RayFleet] = []
+
+    def run(*flags: str) -> RayFleet:
+        fleets.append(RayFleet(cluster.address, tmp_path / "output", flags))
+        return fleets[-1]
+
+    yield run
+    for fleet in fleets:
+        print(fleet.output)  # noqa: T201 - pytest shows it when the test fails
+        fleet.end()
 
 
 class Clients:
@@ -162,7 +170,8 @@ def until(holds: Any, what: str) -> None:
         time.sleep(0.1)
 
 
-def test_a_node_dies_and_what_ran_there_comes_back_while_clients_see_no_error(cluster: Cluster, fleet: RayFleet) -> None:
+def test_a_node_dies_and_what_ran_there_comes_back_while_clients_see_no_error(cluster: Cluster, start: Start) -> None:
+    fleet = start("--prefill", "2", "--decode", "2")
     pages = fleet.pages()
     everybody = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
     assert members(pages) == everybody
@@ -182,5 +191,20 @@ def test_a_node_dies_and_what_ran_there_comes_back_while_clients_see_no_error(cl
     cluster.add_second()
     until(lambda: members(pages) == everybody, "the instances are back")
     until(pages.is_ready, "the fleet is ready")
+    assert Clients(pages.url).finish() == undisturbed
+    assert fleet.stop() == 0
+
+
+def test_an_instance_with_ranks_on_two_nodes_ends_with_either_and_comes_back_as_a_whole(cluster: Cluster, start: Start) -> None:
+    fleet = start("--prefill", "1", "--decode", "1", "--nodes-per-instance", "2")
+    pages = fleet.pages()
+    undisturbed = Clients(pages.url).finish()
+    incarnations = {instance["incarnation"] for instance in pages.cluster()["instances"]}
+    cluster.kill_second()
+    until(lambda: not members(pages), "both have lost a rank, and leave")
+    cluster.add_second()
+    until(lambda: members(pages) == {"prefill-0", "decode-0"}, "both are back")
+    until(pages.is_ready, "the fleet is ready")
+    assert not incarnations & {instance["incarnation"] for instance in pages.cluster()["instances"]}
     assert Clients(pages.url).finish() == undisturbed
     assert fleet.stop() == 0
