@@ -59,11 +59,15 @@ class TargetRanks:
         self._links = JoinedLinks(min)  # the targets share what carries our bytes
         self._known: list[TransferEvent] = []
         """Events that needed no transfer."""
+        self._passes = True
+        """No peer has had several targets so far, and no event is ours."""
 
     def submit(self, command: TransferCommand) -> None:
         match command:
             case Connect():
                 self._connect(command)
+            case _ if self._passes:
+                self._transfers.submit(command)
             case Push() if command.peer in self._spread:
                 self._push(command, self._spread[command.peer])
             case Allow() if command.peer in self._spread:
@@ -73,7 +77,10 @@ class TargetRanks:
                 self._transfers.submit(command)
 
     def poll(self) -> list[TransferEvent]:
-        events, self._known = [*self._known, *self._transfers.poll()], []
+        events = self._transfers.poll()
+        if self._passes:
+            return events
+        events, self._known = [*self._known, *events], []
         return [joined for event in events if (joined := self._joined(event)) is not None]
 
     @property
@@ -98,11 +105,13 @@ class TargetRanks:
             try:
                 targets = self._targets(info)
             except TransferError as error:
+                self._passes = False
                 self._known.append(_link(info, "lost", str(error)))
                 continue
             if targets is None:
                 peers.append(info)
             else:
+                self._passes = False
                 peers += self._expand(info, targets)
         stay = {info.id for info in peers}  # it replaces the link to a former life by itself, and keeps one to the same life
         self._transfers.submit(Connect(tuple(peers), tuple(name for name in left if name not in stay)))
