@@ -79,7 +79,7 @@ class RayHost:
         return [self._events.decode(line) for line in lines]
 
     def terminate(self) -> None:
-        self._answer(self._actor.terminate.remote())
+        self._actor.terminate.remote()  # who listens to the host learns when it is lost
 
     def kill(self) -> None:
         end_actor(self._ray, self._actor)

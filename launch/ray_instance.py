@@ -6,7 +6,6 @@ place (`launch/ray_fleet.py`) finds the hosts, and a host does what it is told (
     wait for a place ─► start every host's ranks ─► pass on what rank 0's host reports ─► one has ended ─► so do the others
 """
 
-import contextlib
 import queue
 import threading
 import time
@@ -29,7 +28,7 @@ class HostLost(TandemError):
 
 
 class Host(Protocol):
-    """Some ranks of an instance, on one node. Each method may raise HostLost, but for `kill` and `release`."""
+    """Some ranks of an instance, on one node. Methods that return something, and `start`, raise HostLost."""
 
     node: str
     """The address by which other nodes reach its ranks."""
@@ -44,7 +43,7 @@ class Host(Protocol):
         """Waits some seconds for the first one."""
 
     def terminate(self) -> None:
-        """Ask its process to stop in order."""
+        """Ask its process to stop in order. Waits for no answer."""
 
     def kill(self) -> None:
         """End its process and give the node's resources to the next host."""
@@ -71,7 +70,7 @@ class RayInstance:
         self._hosts: Sequence[Host] = ()
         self._account = "it waits for a place on the Ray cluster"
         self._lock = threading.Lock()
-        """Held while hosts are started, so that whoever stops the instance stops all of them."""
+        """Held while hosts are started, so that each is told to stop once: a second time would mean at once."""
         self._gone = threading.Event()
         threading.Thread(target=self._live, name=f"{name} on Ray", daemon=True).start()
 
@@ -79,13 +78,12 @@ class RayInstance:
         with self._lock:
             self._told = True
             for host in self._hosts:
-                self._terminate(host)
+                host.terminate()
 
     def kill(self) -> None:
-        self._killed = True  # seen by who holds the lock
-        with self._lock:
-            for host in self._hosts:
-                host.kill()
+        self._killed = True  # what is started after this is ended by `_live`
+        for host in self._hosts:
+            host.kill()
 
     def wait(self, timeout_s: float) -> bool:
         return self._gone.wait(timeout_s)
@@ -117,6 +115,8 @@ class RayInstance:
                 return Ended(status=0, account="it was stopped before its ranks were started")
             for host, flags in zip(hosts, self._flags_of(hosts), strict=True):
                 host.start(self._role, flags)
+        if self._killed:
+            return Ended(status=1, account="it was killed while its ranks were started")
         ends: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         for host in hosts:
             arguments = (host, host is hosts[0], ends)
@@ -156,10 +156,6 @@ class RayInstance:
 
     def _given_up(self) -> bool:
         return self._told or self._killed
-
-    def _terminate(self, host: Host) -> None:
-        with contextlib.suppress(HostLost):  # who listens to it learns that as well
-            host.terminate()
 
 
 def _next(ends: "queue.SimpleQueue[Ended]", until: float) -> Ended | None:

@@ -64,12 +64,16 @@ class FakeHost:
         self.node = node
         self.started: list[str] = []
         self.running, self.killed = threading.Event(), threading.Event()
+        self.begun, self.lets_start = threading.Event(), threading.Event()
+        self.lets_start.set()
         self._says: queue.SimpleQueue[HostEvent | HostLost] = queue.SimpleQueue()
 
     def free_port(self) -> int:
         return 4321
 
     def start(self, role: str, flags: Sequence[str]) -> None:
+        self.begun.set()
+        assert self.lets_start.wait(PATIENCE_S)
         self.started = [role, *flags]
         self.running.set()
 
@@ -113,7 +117,7 @@ class Life:
         self._events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
         self.instance = RayInstance("decode-0", "decode", ["--tp=4"], FakePlace(*hosts, full=full), self._events.put)
         if not full:
-            assert all(host.running.wait(PATIENCE_S) for host in hosts)
+            assert all(host.running.wait(PATIENCE_S) for host in hosts if host.lets_start.is_set())
 
     def next(self) -> ChildEvent:
         return self._events.get(timeout=PATIENCE_S)
@@ -168,6 +172,16 @@ def test_an_instance_drains_when_all_its_hosts_do(hosts: list[FakeHost]) -> None
     life = Life(*hosts)
     life.instance.terminate()
     assert life.end() == Exited("decode-0", 0, "drained")
+
+
+def test_an_instance_that_is_killed_while_its_ranks_are_started_leaves_none_behind(hosts: list[FakeHost]) -> None:
+    hosts[0].lets_start.clear()
+    life = Life(hosts[0])
+    assert hosts[0].begun.wait(PATIENCE_S)
+    life.instance.kill()
+    hosts[0].killed.clear()
+    hosts[0].lets_start.set()
+    assert life.end().status == 1 and hosts[0].killed.is_set(), "it was killed again after it had started"
 
 
 def test_a_host_that_cannot_run_as_it_was_started_gives_its_status(hosts: list[FakeHost]) -> None:
