@@ -14,8 +14,8 @@ from common.pages.heads import heads_of
 
 INT32_END = 2**31
 """Page ids and sizes travel as int32."""
-MAX_POOL_WIRE_BYTES = 2**20
-"""Limit on a transport's descriptor. One Peers message holds those of all peers and must fit a frame."""
+MAX_WIRE_BYTES = 2**20
+"""Limit on the transport's descriptors of an instance's pools together. One Peers message holds those of all peers and must fit a frame."""
 
 
 def malformed(info: InstanceInfo) -> str | None:
@@ -51,6 +51,9 @@ def _out_of_range(numbers: Iterable[tuple[str, int]]) -> str | None:
 def _malformed_pools(info: InstanceInfo) -> str | None:
     if len(info.ranks) != len(info.pools):
         return f"it has {len(info.ranks)} ranks and {len(info.pools)} pools: each rank must have one"
+    wire_bytes = sum(len(pool.wire) for pool in info.pools)
+    if wire_bytes > MAX_WIRE_BYTES:
+        return f"the transport descriptors of its pools have {wire_bytes} bytes, more than {MAX_WIRE_BYTES}"
     wrong = (_malformed_pool(pool) or _misfit(info, rank) for rank, pool in enumerate(info.pools))
     return next((reason for reason in wrong if reason is not None), None)
 
@@ -95,8 +98,6 @@ def _malformed_pool(pool: PoolDescriptor) -> str | None:
         return f"its pool of {pool.pool_bytes} bytes at address {pool.address} is not within 64-bit addresses"
     if not pool.has_known_device:
         return f"its pool's device must be cpu or cuda:N, is {pool.device[:80]!r}"
-    if len(pool.wire) > MAX_POOL_WIRE_BYTES:
-        return f"its pool's transport descriptor has {len(pool.wire)} bytes, more than {MAX_POOL_WIRE_BYTES}"
     return None
 
 

@@ -55,7 +55,7 @@ def d1(path: str, value: object) -> InstanceInfo:
         (d1("pools.device", "cuda:-1"), "device must be"),
         (d1("pools.device", "tpu:0"), "device must be"),
         (d1("pools.device", "x" * 100_000), "device must be"),
-        (d1("pools.wire", bytes(2**20 + 1)), "transport descriptor"),
+        (d1("pools.wire", bytes(2**20 + 1)), "transport descriptors"),
         (d1("model.context_tokens", 0), "context must be between"),
         (d1("model.vocab_size", 2**31), "vocabulary must be between"),
     ],
@@ -187,6 +187,7 @@ def test_members_may_differ_in_their_number_of_ranks_if_their_models_have_as_man
     ("asking", "reason"),
     [
         (replace(ranked(2, 2), ranks=D1.ranks), "it has 1 ranks and 2 pools"),
+        (ranked(2, 2, wire=bytes(2**20 + 1)), "transport descriptors"),
         (ranked(2, 2, total_pages=63), "rank 0 has 64, rank 1 has 63"),
         (ranked(2, 2, backend="pigeons"), "rank 1 has 'pigeons'"),
         (ranked(2, 2, layout=replace(D1.pools[0].layout, kv_heads=1, page_size=8)), "its ranks must have one KV layout"),
@@ -196,7 +197,18 @@ def test_members_may_differ_in_their_number_of_ranks_if_their_models_have_as_man
         (d1("model.kv_heads", 4), "its rank 0 must hold 4 KV heads from 0 on, holds 2 from 0 on"),
         (d1("model.kv_heads", -4), "kv_heads must be between 1 and"),
     ],
-    ids=["a pool too many", "pages", "transport", "layout", "a rank twice", "shifted", "odd", "half of the heads", "negative"],
+    ids=[
+        "a pool too many",
+        "large",
+        "pages",
+        "transport",
+        "layout",
+        "a rank twice",
+        "shifted",
+        "odd",
+        "half of the heads",
+        "negative",
+    ],
 )
 def test_an_instance_whose_ranks_do_not_fit_each_other_is_refused(asking: InstanceInfo, reason: str) -> None:
     assert reason in refusal_of(new_fleet(P0, D0), asking)[1]
