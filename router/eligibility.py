@@ -15,7 +15,8 @@ from common.pages.heads import heads_of
 INT32_END = 2**31
 """Page ids and sizes travel as int32."""
 MAX_WIRE_BYTES = 2**20
-"""Limit on the transport's descriptors of an instance's pools together. One Peers message holds those of all peers and must fit a frame."""
+"""Limit on the transport's descriptors of an instance, over its pools. One Peers message holds those of all peers and must fit a
+frame."""
 
 
 def malformed(info: InstanceInfo) -> str | None:
