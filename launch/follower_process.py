@@ -32,7 +32,7 @@ from launch.child import ChildProcess
 from launch.instance_process import CLOSE_S, TRANSPORT_START_S
 from launch.parts import Share, make_executor, make_transfers
 from launch.rank_children import RankChildren, RankCommands, no_ranks
-from launch.rank_leader import CHILDREN_S, describe_rank
+from launch.rank_leader import LOST_S, describe_rank
 from launch.rank_setup import rank_setup
 from launch.rank_start import StartThread
 from launch.reports import Ready
@@ -94,7 +94,7 @@ def serve(
             mailbox: Mailbox[ToFollower] = Mailbox(me, ToFollower, f"tcp://{host}:0", trust=trust)
             stack.callback(mailbox.close)
             children = RankChildren(process, name, others(instance.leader), mailbox.wake)
-            stack.callback(children.close, CHILDREN_S)
+            stack.callback(children.close, LOST_S)
             joining = Joining(mailbox, instance.leader, _hello(rank, role, instance, model, engine, mailbox.address))
             start = StartThread(process, mailbox, joining, lambda now: children.check())
             stack.callback(start.close)

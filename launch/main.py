@@ -17,6 +17,7 @@ from bench.compare import plan as compare_plan
 from bench.control import plan as control_plan
 from bench.engine import plan as engine_plan
 from bench.offline import plan as offline_plan
+from bench.ranks import plan as ranks_plan
 from bench.router import plan as router_plan
 from bench.serve import plan as serve_plan
 from bench.trace import plan as trace_plan
@@ -137,6 +138,10 @@ def _add_bench(commands: Any) -> None:
         benches, "router", "measure what a router adds to requests and tokens, and how many streams it carries", _bench_router
     )
     add_flags(router, router_plan.RouterBench)
+    ranks = add_command(
+        benches, "ranks", "measure what a step costs the processors beside the computing, for several ranks", _bench_ranks
+    )
+    add_flags(ranks, ranks_plan.RanksBench)
     offline = add_command(
         benches, "offline", "measure the throughput of one engine, with its scheduler and without HTTP", _bench_offline
     )
@@ -157,16 +162,9 @@ def _add_bench(commands: Any) -> None:
     add_flags(trace, trace_plan.TraceBench)
     add_flags(trace, serve_plan.Workload, serve_plan.Load, without=trace_plan.DECIDED_BY_TRACE)
     trace.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
-    parsers = (
-        (transfer, TRANSFER_SWITCHES),
-        (overlap, BENCH_SWITCHES),
-        (engine, BENCH_SWITCHES),
-        (control, BENCH_SWITCHES),
-        (router, BENCH_SWITCHES),
-        (offline, BENCH_SWITCHES),
-    )
-    for parser, switches in parsers:
-        for flag, explanation in switches.items():
+    parsers = (transfer, overlap, engine, control, router, ranks, offline)
+    for parser in parsers:
+        for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
             parser.add_argument(flag, action="store_true", help=explanation)
 
 
@@ -257,6 +255,15 @@ def _bench_router(flags: argparse.Namespace) -> int:
     bench = read_config(router_plan.RouterBench, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench)
     return run(with_defaults(bench, router_plan.QUICK if flags.quick else {}), command, flags.markdown)
+
+
+def _bench_ranks(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from bench.ranks.run import run
+
+    bench = read_config(ranks_plan.RanksBench, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench)
+    return run(with_defaults(bench, ranks_plan.QUICK if flags.quick else {}), command, flags.markdown)
 
 
 def _bench_offline(flags: argparse.Namespace) -> int:

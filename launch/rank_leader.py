@@ -5,7 +5,7 @@ this comes and goes. What is said is decided in `common/instance/ranks`.
 
     start   mailbox ─► children ─► gathering (a thread) ─► the group's meeting ─► load, agree, register ─► all are ready
     turn    followers' mail, then the worker's turn
-    end     the followers are told why ─► the group is closed, so that no step waits for a rank ─► children are waited for
+    end     the followers are told why ─► children are waited for ─► the group is left, so that no step waits for a lost rank
 """
 
 import os
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 REMIND_S = 5.0
 """How often the start says which ranks are missing."""
-CHILDREN_S = 2.0
-"""How long ranks on this host may take to end after they were told."""
+DRAINED_S, LOST_S = 5.0, 2.0
+"""How long ranks on this host may take to end after they were told: when the instance has drained, and when a rank is lost."""
 
 
 class LeaderRanks:
@@ -115,19 +115,20 @@ class LeaderRanks:
     # --- end -------------------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Tell the followers why this process ends, and leave the group: no step may wait for a rank that is gone. Idempotent."""
+        """Tell the followers why this process ends, wait for those on this host, and leave the group, so that no step waits for a
+        rank that is gone. In this order, because a group cannot be left while a process of it is stopped. Idempotent."""
         error = sys.exception()
         self._start.close()
         if self._followers is not None:
             self._followers.end("drained" if error is None else str(error), orderly=error is None)
+        self._children.close(DRAINED_S if error is None else LOST_S)
         if self._group is not None:
             group, self._group = self._group, None
             group.close()
 
     def close(self) -> None:
-        """Wait for the processes on this host, and close the mailbox."""
+        """Also when the start has failed."""
         self.end()
-        self._children.close(CHILDREN_S)
         self.mailbox.close()
 
     # --- inside ----------------------------------------------------------------------------------------------------------------

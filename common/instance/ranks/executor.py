@@ -8,7 +8,7 @@ import weakref
 from functools import partial
 from typing import NoReturn
 
-from common.engine.executor import EngineDescription, Executor, StepHandle
+from common.engine.executor import EngineDescription, Executor, ExecutorFailed, StepHandle
 from common.engine.grammars import Preparation
 from common.engine.plan import Plan, StepResult
 from common.errors import BadRequest, TandemError, Unavailable
@@ -42,9 +42,13 @@ class RankedStep:
         return min(own, *(own if step in each.returned else each.layers.get(step, 0) for each in self._followers))
 
     def poll(self) -> StepResult | None:
-        """Raises RankLost when a rank has sampled other tokens than the leader, and what the leader's own step raises."""
+        """Raises RankLost when a rank has sampled other tokens than the leader. A step of the leader's that fails never ends: the
+        followers' next turns say why the instance ends."""
         if self._result is None:
-            self._result = self._own.poll()
+            try:
+                self._result = self._own.poll()
+            except ExecutorFailed as error:
+                self._followers.failed(f"rank 0 failed: {error}")
         if self._result is None or any(self._step not in follower.returned for follower in self._followers):
             return None
         digest = digest_tokens(self._result.tokens)

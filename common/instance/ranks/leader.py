@@ -36,6 +36,10 @@ from common.messages.ranks import (
 )
 from common.sampling_params import Grammar
 
+PROOF_S = 1.0
+"""How long a failed step waits for the proof that a rank is gone. When one dies, the steps of all others fail at once, and only
+its end tells which it was: the host refuses connections after a third of a second."""
+
 
 @dataclass(slots=True, eq=False)
 class Follower:
@@ -64,6 +68,9 @@ class Followers:
         """Those that followers keep."""
         self._ping_s = now
         self._ended = False
+        self._now = now
+        self._failure: tuple[str, float] | None = None
+        """The first failure of a step, and until when it waits for the proof that another rank has caused it."""
         self.stale = 0
         """Messages from former lives of ranks."""
         self.drain_asked = False
@@ -77,6 +84,7 @@ class Followers:
 
     def turn(self, now: float) -> None:
         """Take in mail, and ping. Raises RankLost."""
+        self._now = now
         for sender, message in self._mail.receive():
             follower = self._by_name.get(sender)
             if follower is None or isinstance(message, RankHello):
@@ -87,6 +95,8 @@ class Followers:
         self.check_gone(self._mail.refused())
         for follower in self._all:
             follower.line.check(now)
+        if self._failure is not None and now >= self._failure[1]:
+            raise RankLost(self._failure[0])
         if now >= self._ping_s:
             self._ping_s = now + PING_S
             for follower in self._all:
@@ -94,7 +104,12 @@ class Followers:
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
-        return min(self._ping_s, *(follower.line.heard_s + SILENCE_S for follower in self._all))
+        proven_s = self._ping_s if self._failure is None else self._failure[1]
+        return min(self._ping_s, proven_s, *(follower.line.heard_s + SILENCE_S for follower in self._all))
+
+    def failed(self, reason: str) -> None:
+        """A step has failed on some rank: the instance ends, for this reason unless another rank proves to be gone."""
+        self._failure = self._failure or (reason, self._now + PROOF_S)
 
     def check_gone(self, names: Iterable[InstanceId]) -> None:
         """Raises RankLost when one of these, whose processes are gone, is a follower."""
@@ -155,7 +170,7 @@ class Followers:
             case AskDrain():
                 self.drain_asked = True
             case RankFailed(reason=reason):
-                raise RankLost(f"{follower.line.who} failed: {reason}")
+                self.failed(f"{follower.line.who} failed: {reason}")
             case Offer() | RankReady() | RankHello():
                 raise RankLost(f"{follower.line.who} sent {type(message).__name__} while the instance serves")
             case _:

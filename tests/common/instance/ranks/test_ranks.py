@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.engine.executor import ExecutorFailed
 from common.engine.grammars import ANY_TEXT
 from common.engine.plan import Chunk, Plan, RowStart, StepResult
 from common.errors import BadRequest
@@ -24,6 +25,7 @@ from common.instance.ports import (
     TransferCommand,
     TransferEvent,
 )
+from common.instance.ranks.leader import PROOF_S
 from common.instance.ranks.line import PING_S, SILENCE_S, RankLost
 from common.instance.ranks.plans import pack_plan, unpack_plan
 from common.messages import LinkInfo
@@ -233,8 +235,38 @@ def test_a_rank_that_fails_or_is_told_to_stop_says_so_and_the_leader_has_the_las
     ends = [loop.end for loop in rig.loops]
     assert all(end is not None and end.orderly and end.reason == "drained" for end in ends)
     rig.loops[1].fail("out of memory")
+    rig.to_leader()
+    rig.now += PROOF_S
     with pytest.raises(RankLost, match="rank 2 failed: out of memory"):
         rig.to_leader()
+
+
+def test_when_a_rank_dies_and_the_steps_of_the_others_fail_the_one_that_died_is_named() -> None:
+    rig = Rig(0.0, 0.0)
+    step = rig.executor.launch(decode_step(5))
+    rig.own.steps[0][1].poll = broken  # type: ignore[method-assign]
+    rig.loops[1].fail("connection closed by peer")
+    assert step.poll() is None
+    rig.to_leader()
+    rig.now += PROOF_S / 2
+    rig.mail.gone = [rig.names[0]]
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        rig.followers.turn(rig.now)
+
+
+def test_a_step_that_fails_on_the_leader_alone_ends_the_instance_with_its_reason() -> None:
+    rig = Rig()
+    step = rig.executor.launch(decode_step(5))
+    rig.own.steps[0][1].poll = broken  # type: ignore[method-assign]
+    assert step.poll() is None
+    assert rig.followers.next_deadline() <= rig.now + PROOF_S
+    rig.now += PROOF_S
+    with pytest.raises(RankLost, match="rank 0 failed: step 5 failed: the device fell off the bus"):
+        rig.followers.turn(rig.now)
+
+
+def broken() -> StepResult | None:
+    raise ExecutorFailed("step 5 failed: the device fell off the bus")
 
 
 def test_what_former_lives_of_ranks_say_is_dropped_and_counted() -> None:

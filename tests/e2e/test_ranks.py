@@ -1,0 +1,116 @@
+"""Instances of several ranks in a running fleet: the tokens of one rank, KV between unequal numbers of ranks, and ranks that die.
+
+Greedy, float32, and transformers is the reference, as in `test_token_exact.py`. Real processes: `launch local` starts the decode
+instances, and a command of its own starts a prefill instance that has another number of ranks.
+"""
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from demo.evaluate import MODEL
+from launch.processes import Child, launch_command
+from tests.e2e.test_supervision import DECODE, Streams, busiest, until
+from tests.e2e.test_token_exact import ANSWER_TOKENS, Reference, answers, demo_prompts
+from tests.fleet_pages import RunningFleet, running_fleet
+from tests.shared_memory import left_behind, shared_files
+
+FLAGS = ("--dtype=float32", "--kv-memory=64MiB")
+END_S = 60.0
+FAULTS = [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+
+
+@contextlib.contextmanager
+def unequal_fleet(prefill_ranks: int, decode_ranks: int, decode: int) -> Iterator[RunningFleet]:
+    before = shared_files()
+    with running_fleet(*FLAGS, "--prefill=0", f"--decode={decode}", f"--tp={decode_ranks}") as fleet:
+        (router,) = re.findall(r"control (tcp://\S+)", fleet.output)
+        flags = [*FLAGS, f"--router={router}", "--name=prefill-0", f"--tp={prefill_ranks}"]
+        prefill = Child("prefill-0", launch_command("prefill", flags), lambda event: None)
+        try:
+            until(lambda: is_whole(fleet, decode), "the prefill instance is linked")
+            yield fleet
+        finally:
+            prefill.terminate()
+            if not prefill.wait(END_S):
+                prefill.kill()
+                prefill.wait(END_S)
+        assert prefill.status == 0, prefill.account()
+    assert not left_behind(before)
+
+
+def is_whole(fleet: RunningFleet, decode: int) -> bool:
+    live = {each["id"]: each for each in fleet.cluster()["instances"] if each["state"] == "live"}
+    return len(live) == decode + 1 and live.get("prefill-0", {"usable": 0})["usable"] == decode
+
+
+def members(fleet: RunningFleet) -> dict[str, Any]:
+    return {each["id"]: each for each in fleet.cluster()["instances"]}
+
+
+@pytest.fixture(scope="module")
+def model() -> Reference:
+    return Reference.load(MODEL)
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (4, 1), (2, 4)])
+def test_the_tokens_are_those_of_transformers_whatever_the_numbers_of_ranks(
+    model: Reference, prefill_ranks: int, decode_ranks: int
+) -> None:
+    prompts = demo_prompts(16, 1500, seed=prefill_ranks)
+    with unequal_fleet(prefill_ranks, decode_ranks, 1) as fleet:
+        found = answers(fleet, prompts)
+        fleet.wait_until_home()
+        prefill, decode = members(fleet)["prefill-0"], members(fleet)["decode-0"]
+        assert (len(prefill["ranks"]), len(decode["ranks"])) == (prefill_ranks, decode_ranks)
+        assert decode["counters"]["prompt_tokens_computed"] == 0, "all KV was pushed"
+        assert prefill["counters"]["bytes_pushed"] == decode["counters"]["bytes_received"] > 0
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert len(answer) == model.length(answer, ANSWER_TOKENS)
+        assert answer == model.greedy(prompt, answer), prompt
+
+
+def test_a_rank_that_dies_or_stops_costs_no_client_a_token_and_is_named() -> None:
+    with unequal_fleet(1, 2, 2) as fleet:
+        undisturbed = Streams(fleet)
+        undisturbed.begin()
+        expected = undisturbed.end()
+        for rank, number in FAULTS:
+            until(lambda: is_whole(fleet, 2), "the fleet is whole")
+            streams = Streams(fleet)
+            streams.begin()
+            name = busiest(fleet)
+            victim = members(fleet)[name]
+            pids = [each["pid"] for each in victim["ranks"]]
+            os.kill(pids[rank], number)
+            reason = departure(fleet, victim["incarnation"])
+            assert "rank 1" in reason if rank else reason == "not heard of in time"
+            assert streams.end() == expected
+            until(lambda pids=pids: all(map(is_gone, pids)), "all of its ranks are gone")  # type: ignore[misc]
+        until(lambda: is_whole(fleet, len(DECODE)), "the fleet is whole again")
+
+
+def departure(fleet: RunningFleet, life: str) -> str:
+    """Why that incarnation has left, by /cluster. It is shown until the next one joins."""
+    found: list[str] = []
+
+    def left() -> bool:
+        found.extend(each["reason"] for each in fleet.cluster()["departed"] if each["incarnation"] == life)
+        return bool(found)
+
+    until(left, "the instance has left")
+    return found[0]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
