@@ -3,7 +3,7 @@
 Owns the sizes that follow from each other. Does not know who is asked, tokens or time.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 
 from common.ids import Life
@@ -16,15 +16,13 @@ class Ask:
     """One attempt of a request that is to be placed.
 
     prompt_tokens: of the prompt and what the answer has so far. max_new_tokens: how many tokens may still follow. overlap: who
-    has how much of the prompt in its cache. blocks: the names of the prompt's blocks, if somebody wants to know. session:
-    requests of one session follow each other, and share what came before; "": it has none. avoid: where it failed before, or
-    had to give up memory.
+    has how much of the prompt in its cache. session: requests of one session follow each other, and share what came before;
+    "": it has none. avoid: where it failed before, or had to give up memory.
     """
 
     prompt_tokens: int
     max_new_tokens: int
     overlap: Overlap = NO_OVERLAP
-    blocks: Sequence[int] = ()
     session: str = ""
     avoid: Set[Life] = frozenset()
 

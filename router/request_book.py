@@ -161,21 +161,18 @@ class RequestBook:
         record.attempt = attempt
         record.times.dispatched(record.attempts, placement.first.info.id, attempt.predicted_s, now)
         record.attempts += 1
-        for member in {placement.first, placement.decode or placement.first} if ask.blocks else ():
-            self._fleet.caches.expect(member, ask.blocks, now)
         return attempt
 
     def _ask(self, record: Record) -> Ask:
         """What the next attempt asks for. What is cached of a prompt is no help to who needs something of each of its tokens."""
-        spec, caches, blocks = record.spec, self._fleet.caches, list[int]()
+        spec, caches = record.spec, self._fleet.caches
         if caches.page_size:
-            blocks = self._block_names(record.prompt, caches.page_size, spec.salt)
-        is_helped = blocks and spec.sampling.prompt_logprobs is None and spec.sampling.pooling is None
+            record.blocks = self._block_names(record.prompt, caches.page_size, spec.salt)
+        is_helped = record.blocks and spec.sampling.prompt_logprobs is None and spec.sampling.pooling is None
         return Ask(
             record.prompt_tokens,
             record.remaining_tokens,
-            caches.match(blocks) if is_helped else NO_OVERLAP,
-            blocks,
+            caches.match(record.blocks) if is_helped else NO_OVERLAP,
             spec.session,
             record.avoid | record.crowded,
         )
@@ -183,6 +180,8 @@ class RequestBook:
     def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
         """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
         self._retelling.watch(attempt, now)
+        for member in {attempt.first, *attempt.candidates[:1]} if record.blocks else ():
+            self._fleet.caches.expect(member, record.blocks, now)
         spec, first = record.spec, len(record.token_ids)
         left_s = record.deadline_s - now
         # Log probabilities of the prompt have come with the answer's first token.

@@ -4,6 +4,7 @@ Owns the tokens and texts that were delivered, so that the next attempt is promp
 book says when an attempt starts and ends. Does not know HTTP or messages.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -51,7 +52,8 @@ class Record:
     attempt: the present one; None while the request waits for an instance. attempts: how many were started. preemptions: how many
     of them ended because their memory was needed. fruitless: how many in a row failed without a token. avoid: where attempts
     failed. crowded: where the last one was preempted. texts: what was delivered, in pieces. gap_since_s: when the client of a
-    resumed request began to wait for its next token; None when it does not wait.
+    resumed request began to wait for its next token; None when it does not wait. blocks: the names of the prompt's blocks, if a
+    policy wants to know.
     """
 
     spec: RequestSpec
@@ -67,6 +69,7 @@ class Record:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     gap_since_s: float | None = None
+    blocks: Sequence[int] = ()
 
     @property
     def deadline_s(self) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import Overloaded
-from common.ids import RequestId
+from common.ids import RequestId, pack_ids
 from common.messages import Load
 from router.api.errors import response_to
 from router.metrics import RouterMetrics
@@ -96,3 +96,16 @@ def test_predictions_are_in_the_metrics() -> None:
     text = metrics.text().decode()
     assert metric(text, "tandem_predicted_time_to_first_token_seconds_sum") == 1.0
     assert metric(text, 'tandem_time_to_first_token_prediction_ratio_bucket{le="0.25"}') == 1.0
+
+
+def test_a_prompt_that_was_refused_is_not_expected_to_be_cached_anywhere() -> None:
+    """Else it would be taken when it is asked again at once."""
+    bench = Bench(P0, D0, config=RouterConfig(prefill_policy="cache_aware"))
+    bench.report(P0, 0.0, measured(waiting_tokens=1, tokens_to_compute=1))
+    long = replace(spec(), prompt=pack_ids(range(100)), timeout_s=10.0)
+    for _ in range(2):
+        with pytest.raises(Overloaded, match="too late"):
+            bench.submit(long)
+    assert len(bench.core.fleet.caches) == 0
+    bench.submit(replace(long, timeout_s=12.0))
+    assert len(bench.core.fleet.caches) == 100 // 32
