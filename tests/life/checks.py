@@ -93,7 +93,7 @@ def misinformed(trial: Trial) -> Iterator[str]:
     """Prompts of which a router takes another part to be cached than that which an instance would hit."""
     for router in trial.routers:
         caches = router.core.fleet.caches
-        if not caches.follows:
+        if not caches.told:  # it follows none, or nobody has joined since it began
             continue
         for asked in trial.asked:
             for choice, expected in zip(asked.ask.choices, asked.expected, strict=True):
