@@ -172,4 +172,5 @@ def _describe(
         pools=(pool, *(() if ranks is None else ranks.pools)),
         max_running=engine.max_rows,
         started_ns=time.time_ns(),
+        caches_prefixes=instance.prefix_cache == "on",
     )

@@ -111,7 +111,7 @@ class Overlap:
 
 class CacheIndex:
     """follows: whether members are asked for their caches; if not, nobody holds anything. heartbeat_s: how long a missing message
-    is waited for. page_size, block_tokens: tokens of a page and of a block; 0 before anybody has joined.
+    is waited for. page_size, block_tokens: tokens of a page and of a block; 0 before anybody with a prefix cache has joined.
 
     For `Overlap`: told: what each member has said. seats: the members by the numbers of their bits. of_role: their bits.
     """
@@ -176,8 +176,8 @@ class CacheIndex:
     # --- who is there ------------------------------------------------------------------------------------------------------
 
     def join(self, member: Member) -> None:
-        """A new life; the former one of its name has left."""
-        if not self.follows:
+        """A new life; the former one of its name has left. Who has no prefix cache never holds anything."""
+        if not self.follows or not member.info.caches_prefixes:
             return
         self.page_size = member.info.page_size
         self.block_tokens = pages_of_block(self.page_size) * self.page_size

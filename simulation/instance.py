@@ -68,6 +68,7 @@ class Instance:
             pools=tuple(rank.loop.descriptor for rank in ranks),
             max_running=size.rows,
             started_ns=round((clock.now + 1.0) * 1e9),  # 0 would say nothing
+            caches_prefixes=size.prefix_cache,
         )
         is_prefill = name.role == "prefill"
         kind = PrefillScheduler if is_prefill else DecodeScheduler

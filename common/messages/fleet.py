@@ -109,6 +109,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The version it speaks."""
     started_ns: int = 0
     """When this life began: nanoseconds of Unix time, by its host's clock. 0: an older version, which does not say."""
+    caches_prefixes: bool = True
+    """Whether it has a prefix cache."""
 
     @property
     def total_pages(self) -> int:

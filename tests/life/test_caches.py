@@ -53,3 +53,12 @@ def test_a_router_that_has_not_welcomed_an_instance_is_told_nothing() -> None:
     for instance in fleet.instances.values():
         instance.scheduler.receive(InstanceId("a stranger"), TellCache(), fleet.clock.now)
         assert instance.pool.cache.log is None
+
+
+def test_a_prompt_is_not_taken_to_be_where_nothing_is_cached() -> None:
+    policy = RouterConfig(prefill_policy="cache_aware", decode_policy="cache_aware")
+    fleet = Fleet(1, 1, policy, Size(pages=64, prefix_cache=False))
+    client = fleet.submit("r", PROMPT, 4)
+    assert set(known(fleet, PROMPT).values()) == {0}, "also just after it was sent there"
+    fleet.run(client)
+    assert set(known(fleet, PROMPT).values()) == {0}

@@ -348,6 +348,16 @@ def test_a_member_is_asked_at_once_and_again_with_each_heartbeat_that_shows_that
     assert asked == [True, False, True, True, False, False, False, True]
 
 
+def test_who_has_no_prefix_cache_is_not_asked_and_nothing_is_expected_there() -> None:
+    index, member = CacheIndex(follows=True), new_member("m", "prefill")
+    member.info = replace(member.info, caches_prefixes=False)
+    index.join(member)
+    index.expect(member, [1, 2], now=0.0)
+    assert index.heard(member, 1, now=5.0) == [] and index.page_size == 0
+    assert index.match([1, 2]) is NO_OVERLAP
+    index.leave(member)
+
+
 def test_names_that_are_cut_off_are_no_names() -> None:
     index, member = CacheIndex(follows=True), new_member("m", "prefill")
     index.join(member)
