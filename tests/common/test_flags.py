@@ -153,7 +153,7 @@ def test_configs_survive_a_command_line() -> None:
         (["local", "--dead-after-s", "0.1"], "--dead-after-s"),
         (["router", "--port", "70000"], "--port"),
         (["router", "--max-body", "?"], "--max-body"),
-        (["prefill", "--tp", "2"], "--tp"),
+        (["prefill", "--tp", "0"], "--tp"),
         (["decode", "--rank", "1"], "--rank"),
         (["decode", "--name", "router"], "--name"),
         (["prefill", "--name", "a b"], "--name"),
