@@ -76,9 +76,9 @@ class Attempt:
         self._first_token = first_token
         self._bearer = placement.decode or self.first
         """To whom its later tokens are assigned: the best candidate, until it is known who decodes."""
-        if self.first.computing_tokens == 0:
+        if not self.first.computing:
             self.first.computes_since_s = now
-        self.predicted_s = predict_ttft(self.first, ask, now - self.first.computes_since_s)
+        self.predicted_s = predict_ttft(self.first, ask, self.first.computed_s(now))
         """Seconds from its start until its first token; None: there is nothing to predict it from."""
         self.is_next = self.first.tokens_to_compute == 0
         """No other prompt was in front of it when it was placed."""
@@ -89,8 +89,9 @@ class Attempt:
             self._assigned[self._bearer] = ask.prompt_tokens
         for member, tokens in self._assigned.items():
             member.assigned_tokens += tokens
+            member.assigned_requests += 1
         self.first.computing_tokens += self._computing
-        self.first.computing_requests += 1
+        self.first.computing[key] = None
         self._growth_tokens = ask.growth_tokens
         self._bearer.growth_tokens += self._growth_tokens
         self._asked_where = False
@@ -135,9 +136,9 @@ class Attempt:
         if self.decode is not None or not self.candidates:
             return
         self.decode = decode
-        tokens = self._assigned.pop(self._bearer)
-        self._bearer.assigned_tokens -= tokens
+        tokens = self._unassign(self._bearer)
         decode.assigned_tokens += tokens
+        decode.assigned_requests += 1
         self._assigned[decode] = tokens
         self._bearer.growth_tokens -= self._growth_tokens
         decode.growth_tokens += self._growth_tokens
@@ -148,10 +149,10 @@ class Attempt:
     def advance(self, tokens: int, now: float) -> None:
         """Take in that it brought this many tokens."""
         if self._computing:
+            self._computed()
             self.first.computes_since_s = now
-        self._computed()
-        if self.candidates:
-            self.first.assigned_tokens -= self._assigned.pop(self.first, 0)
+        if self.candidates and self.first in self._assigned:
+            self._unassign(self.first)
         self._bearer.assigned_tokens += tokens
         self._assigned[self._bearer] += tokens
         self._grow_less(tokens)
@@ -193,18 +194,27 @@ class Attempt:
         """complete: see `Cancel`."""
         return [Send(member.info.id, Cancel(key=self.key, complete=complete)) for member in self.members]
 
-    def release(self) -> None:
+    def release(self, now: float) -> None:
         """Take its tokens off its members. Idempotent."""
-        for member, tokens in self._assigned.items():
-            member.assigned_tokens -= tokens
-        self._assigned.clear()
-        self._computed()
+        for member in list(self._assigned):
+            self._unassign(member)
+        if self._computing:
+            if next(iter(self.first.computing)) == self.key:
+                self.first.computes_since_s = now
+            self._computed()
         self._grow_less(self._growth_tokens)
+
+    def _unassign(self, member: Member) -> int:
+        """Take it off this member. Returns how many tokens that was."""
+        tokens = self._assigned.pop(member)
+        member.assigned_tokens -= tokens
+        member.assigned_requests -= 1
+        return tokens
 
     def _computed(self) -> None:
         """Nothing of its prompt is to be computed any more."""
         self.first.computing_tokens -= self._computing
-        self.first.computing_requests -= self._computing > 0
+        del self.first.computing[self.key]
         self._computing = 0
 
     def _grow_less(self, tokens: int) -> None:

@@ -58,20 +58,18 @@ def at_decode(decode: Member, prefill: Member, ask: Ask) -> float:
     if speed:
         lacking = (ask.prompt_tokens - ask.overlap.tokens(decode)) * decode.info.page_bytes / decode.page_size
         exposed_s = max(0.0, lacking / speed - to_compute(prefill, ask) * _chunk_token_s(prefill))
-    rows = _rows(decode, ask)
+    rows = _rows(decode)
     return exposed_s + _room_s(decode, ask, rows) + _decoding_s(decode, ask, rows)
 
 
 def apart(prefill: Member, decode: Member, ask: Ask) -> Estimate:
     """One computes the prompt, the other one decodes."""
-    return Estimate(
-        at_prefill(prefill, ask), of_prefill(prefill, ask, prefill.prompts_to_compute) + at_decode(decode, prefill, ask)
-    )
+    return Estimate(at_prefill(prefill, ask), of_prefill(prefill, ask, prefill.requests_to_do) + at_decode(decode, prefill, ask))
 
 
 def alone(decode: Member, ask: Ask) -> Estimate:
     """A decode instance does both. Its steps with chunks of the prompt delay the next token of each row that runs there."""
-    rows = _rows(decode, ask)
+    rows = _rows(decode)
     compute_s = to_compute(decode, ask) * _chunk_token_s(decode)
     queue_s = decode.tokens_to_compute * _chunk_token_s(decode)
     steps = 1 + STEPS_AHEAD if rows else 1
@@ -88,27 +86,28 @@ def predict_ttft(first: Member, ask: Ask, since_s: float = 0.0) -> float | None:
     return (at_prefill(first, ask) if first.info.role == "prefill" else alone(first, ask).ttft_s) - done_s
 
 
-def _rows(decode: Member, ask: Ask) -> float:
-    """How many requests run there: those that it reported, and, in requests of this size, what was assigned since."""
-    load = decode.load
-    since = decode.tokens_to_do - load.waiting_tokens - load.running_tokens
-    return max(0.0, load.running_requests + since / ask.held_tokens)
+def _rows(decode: Member) -> int:
+    """How many requests run beside a new one."""
+    return min(decode.requests_to_do, decode.info.max_running - 1)
 
 
-def _room_s(decode: Member, ask: Ask, rows: float) -> float:
-    """Seconds until there is memory for it. What the others hold comes free, on average, while an answer is decoded."""
-    short = ask.held_tokens - decode.tokens_free
-    if short <= 0:
+def _room_s(decode: Member, ask: Ask, rows: int) -> float:
+    """Seconds until there are a row and memory for it. All that others have there comes free, on average, while an answer is
+    decoded: so of what is short it waits for a share of that time. Rows may be short by more than there are, where many wait."""
+    rows_short = decode.requests_to_do - rows
+    short = min(ask.held_tokens, decode.capacity_tokens) - decode.tokens_free
+    if short <= 0 and not rows_short:
         return 0.0
-    return short / max(decode.tokens_to_do, 1) * ask.growth_tokens * _token_s(decode, rows)
+    of_memory = min(1.0, max(0, short) / max(decode.tokens_to_do, 1))
+    return max(of_memory, rows_short / decode.info.max_running) * ask.growth_tokens * _token_s(decode, rows)
 
 
-def _decoding_s(decode: Member, ask: Ask, rows: float) -> float:
+def _decoding_s(decode: Member, ask: Ask, rows: int) -> float:
     """Seconds that its answer takes, and what its row adds meanwhile to the answers of the others."""
     return ask.growth_tokens * (_token_s(decode, rows) + rows * _pace(decode).decode_row_s)
 
 
-def _token_s(decode: Member, rows: float) -> float:
+def _token_s(decode: Member, rows: int) -> float:
     """Seconds of a step with one more row."""
     pace = _pace(decode)
     return pace.step_s + (rows + 1) * pace.decode_row_s

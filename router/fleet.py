@@ -249,7 +249,7 @@ class Fleet:
 
     def _take_report(self, member: Member, report: Heartbeat, change: Change, now: float) -> None:
         took_requests, was_stuck = member.trouble is None, member.stuck
-        member.take_report(report)
+        member.take_report(report, now)
         self.candidates.judge(member)
         more, sends = self._acquaintance.heard(report, now)
         change.sends += sends

@@ -7,7 +7,7 @@ number of tokens that the request book has assigned to it.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.ids import InstanceId, Life
+from common.ids import InstanceId, Key, Life
 from common.messages import Counters, Heartbeat, InstanceInfo, LinkState, Load
 from router.sample_set import SampleSet
 
@@ -66,11 +66,13 @@ class Member:
     it more time since it was last heard.
     was_welcome: a life of the router had welcomed it before it joined.
     capacity_tokens: how many tokens of KV fit its memory when it is empty.
-    assigned_tokens: tokens of the router's open requests that this member works on or will, kept by the request book.
-    assigned_before: as many were assigned when it last reported. growth_tokens: by how many tokens the assigned requests are
-    expected to grow here. computing_tokens: prompt tokens that it still is to compute for the router's open requests.
-    computing_before: as many it was to compute when it last reported. computes_since_s: since when it computes the first of them,
-    as far as this router knows: then it was given one while it had none, or the first token of another one came.
+    reported_s: when it last reported.
+    assigned_tokens, assigned_requests: of the router's open requests, those that this member works on or will, kept by the
+    attempts. assigned_before, requests_before: as many were assigned when it last reported. growth_tokens: by how many tokens
+    the assigned requests are expected to grow here. computing: the attempts whose prompts it still is to compute for this router,
+    in the order in which it got them. computing_tokens: of these prompts. computing_before: as many when it last reported.
+    computes_since_s: since when it computes the first of them, as far as this router knows: then it was given one while it had
+    none, or another one was computed or given up.
     chosen: number of the last choice of this member. Among equally loaded members, the one with the lowest number is next.
     """
 
@@ -88,13 +90,15 @@ class Member:
     was_welcome: bool = False
     told_to_drain: bool = False
     reports_draining: bool = False
+    reported_s: float = 0.0
     assigned_tokens: int = 0
     assigned_before: int = 0
+    assigned_requests: int = 0
+    requests_before: int = 0
     growth_tokens: int = 0
+    computing: dict[Key, None] = field(default_factory=dict)
     computing_tokens: int = 0
     computing_before: int = 0
-    computing_requests: int = 0
-    requests_before: int = 0
     computes_since_s: float = 0.0
     chosen: int = 0
     life: Life = field(init=False)
@@ -126,10 +130,10 @@ class Member:
         return max(self.load.tokens_to_compute + self.computing_tokens - self.computing_before, self.computing_tokens)
 
     @property
-    def prompts_to_compute(self) -> int:
-        """How many prompts that is, on a prefill instance."""
+    def requests_to_do(self) -> int:
+        """Those that wait or run there, counted as `tokens_to_do`."""
         reported = self.load.waiting_requests + self.load.running_requests
-        return max(reported + self.computing_requests - self.requests_before, self.computing_requests)
+        return max(reported + self.assigned_requests - self.requests_before, self.assigned_requests)
 
     @property
     def tokens_free(self) -> int:
@@ -138,10 +142,16 @@ class Member:
         free = self.load.pages_free * self.page_size - (self.assigned_tokens - self.assigned_before)
         return min(free, self.capacity_tokens - self.assigned_tokens) - self.growth_tokens
 
-    def take_report(self, report: Heartbeat) -> None:
+    def computed_s(self, now: float) -> float:
+        """For how long it has computed what `tokens_to_compute` counts. What a report counts was there when it came."""
+        counts_reported = self.load.tokens_to_compute > self.computing_before
+        return now - (max(self.computes_since_s, self.reported_s) if counts_reported else self.computes_since_s)
+
+    def take_report(self, report: Heartbeat, now: float) -> None:
+        self.reported_s = now
         self.load, self.counters, self.reports_draining = report.load, report.counters, report.draining
         self.assigned_before, self.computing_before = self.assigned_tokens, self.computing_tokens
-        self.requests_before = self.computing_requests
+        self.requests_before = self.assigned_requests
         self.pace.hear(report.load)
         self._judge()
 

@@ -140,7 +140,7 @@ class RequestBook:
             self.predictions.check([record for record, _ in started])
         except TandemError:
             for _, attempt in started:
-                attempt.release()
+                attempt.release(now)
             self.places.leave(owner, len(specs))
             raise
         sends: list[Send] = []
@@ -415,7 +415,7 @@ class RequestBook:
             self._alarms.clear((alarm, request_id))
         if record.attempt is not None:
             self._retelling.drop(record.attempt)
-            record.attempt.release()
+            record.attempt.release(now)
         record.outbox.put(ChoiceDelta(record.spec.index, "", (), ending) if last is None else _news(record, last, ending))
         record.times.ended(ending, now)
         self.timelines.end(record.times)

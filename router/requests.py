@@ -103,7 +103,7 @@ class Record:
 
     def set_back(self, attempt: Attempt, setback: Setback, now: float) -> None:
         """The attempt is over, but the request is not. A preemption is no failure: the instance is well, only full for now."""
-        attempt.release()
+        attempt.release(now)
         self.attempt = None
         self.times.resumed(setback.reason, setback.failed, now)
         places = {member.life for member in setback.at}

@@ -47,7 +47,7 @@ class CacheAware:
         """In seconds. Behind a queue of so many tokens come as many prompts of the usual size. If the prompts in it were counted,
         the short ones would gather where many wait, and the long ones elsewhere."""
         if self._role == "prefill":
-            prompts = sum(member.prompts_to_compute for member in some)
+            prompts = sum(member.requests_to_do for member in some)
             usual = max(1.0, sum(member.tokens_to_compute for member in some) / max(1, prompts))
             return lambda member: of_prefill(member, ask, member.tokens_to_compute / usual)
         if source is None:

@@ -18,7 +18,7 @@ from router.members import Member
 from tests.builders import instance
 
 STEP_S, TOKEN_S, ROW_S = 0.010, 0.001, 0.002
-PAGES = 1_000
+PAGES, ROWS = 1_000, 8
 TOKEN_BYTES = 32
 MEASURED = {"step_s": STEP_S, "chunk_token_s": TOKEN_S, "decode_row_s": ROW_S}
 
@@ -35,7 +35,8 @@ class Cached(Overlap):
 
 def member(name: str, role: Role, **load: Any) -> Member:
     info = instance(name, role)
-    large = msgspec.structs.replace(info, pools=(msgspec.structs.replace(info.pools[0], total_pages=PAGES),))
+    pools = (msgspec.structs.replace(info.pools[0], total_pages=PAGES),)
+    large = msgspec.structs.replace(info, pools=pools, max_running=ROWS)
     return Member(large, Load(**{"pages_free": PAGES, "pages_total": PAGES} | MEASURED | load))
 
 
@@ -74,7 +75,9 @@ def test_a_row_more_makes_every_step_longer_for_itself_and_for_all_others() -> N
     prefill = member("p0", "prefill")
     busy = member("d0", "decode", running_requests=5, running_tokens=500)
     assert at_decode(busy, prefill, ask(100)) == pytest.approx(20 * (STEP_S + 6 * ROW_S) + 20 * 5 * ROW_S)
-    busy.assigned_before, busy.assigned_tokens = 500, 620  # since the report, in requests of 120 tokens: one more
+    busy.assigned_requests = 6  # one more since the report, however long: it counts as a row
+    busy.requests_before = 5
+    busy.assigned_before, busy.assigned_tokens = 500, 1500
     assert at_decode(busy, prefill, ask(100)) == pytest.approx(20 * (STEP_S + 7 * ROW_S) + 20 * 6 * ROW_S)
 
 
@@ -85,6 +88,23 @@ def test_without_room_it_waits_until_so_much_of_what_others_hold_has_come_free()
     waits_s = (120 - 60) / 600 * answer_s
     assert at_decode(full, prefill, ask(100)) == pytest.approx(waits_s + answer_s + 20 * 5 * ROW_S)
     assert alone(full, ask(100)).ttft_s > waits_s
+
+
+def test_where_all_rows_run_it_waits_until_one_of_them_ends_for_each_that_waits() -> None:
+    prefill = member("p0", "prefill")
+    full = member("d0", "decode", running_requests=ROWS, waiting_requests=3, running_tokens=800)
+    answer_s = 20 * (STEP_S + ROWS * ROW_S)
+    assert at_decode(full, prefill, ask(100)) == pytest.approx(4 / ROWS * answer_s + answer_s + 20 * (ROWS - 1) * ROW_S)
+
+
+def test_nobody_waits_longer_for_memory_than_an_answer_takes_and_a_request_that_fits_exactly_not_at_all() -> None:
+    """A quarter of the pages is held by none of its requests."""
+    answer_s = 20 * (STEP_S + ROW_S)
+    short = member("d0", "decode", pages_free=PAGES * 3 // 4)
+    assert alone(short, ask(3000)).ttft_s == pytest.approx(answer_s + STEP_S + ROW_S + 3.0)
+    fits = ask(PAGES * 4 - 19)
+    assert fits.most_tokens == PAGES * 4
+    assert alone(member("d0", "decode"), fits).ttft_s == pytest.approx(STEP_S + ROW_S + fits.prompt_tokens * TOKEN_S)
 
 
 def test_alone_a_prompt_holds_up_every_row_that_runs() -> None:

@@ -7,7 +7,7 @@ import pytest
 from common.config import RouterConfig
 from common.errors import Overloaded
 from common.ids import RequestId, pack_ids
-from common.messages import Load
+from common.messages import Finished, Load
 from router.api.errors import response_to
 from router.metrics import RouterMetrics
 from tests.router.bench import D0, P0, P1, Bench, spec
@@ -49,6 +49,34 @@ def test_a_prompt_behind_another_waits_for_what_is_left_of_that() -> None:
     bench.submit(spec("s"), at=1.5)
     (_, second) = bench.core.requests.records()
     assert second.times.predicted_first_s == pytest.approx(2 * STEP_S + 40 * TOKEN_S - 0.5)
+
+
+@pytest.mark.parametrize("ending", ["token", "embedding", "cancel"])
+def test_however_the_prompt_in_front_ended_the_next_one_has_been_computed_since_then_only(ending: str) -> None:
+    bench = Bench(P0, D0)
+    bench.report(P0, 0.0, measured())
+    for name in "abc":
+        bench.submit(spec(name), at=0.0)
+    bench.core.requests.cancel([RequestId("c")], 1.5)  # behind another one: that goes on
+    if ending == "token":
+        bench.text(0, "a", now=2.0, name="a")
+    elif ending == "embedding":
+        bench.text(0, "", Finished(reason="length"), now=2.0, name="a")
+    else:
+        bench.core.requests.cancel([RequestId("a")], 2.0)
+    bench.submit(spec("d"), at=2.5)
+    (*_, last) = bench.core.requests.records()
+    assert last.times.predicted_first_s == pytest.approx(2 * STEP_S + 40 * TOKEN_S - 0.5)
+
+
+def test_what_a_report_counts_of_other_routers_prompts_was_still_there_when_it_came() -> None:
+    """The instance has computed for 59 s, of which this router's prompt got nothing: 510 tokens are left in front of the next."""
+    bench = busy_bench(1000)
+    bench.submit(spec("a"), at=0.0)
+    bench.report(P0, 59.0, measured(waiting_tokens=510, tokens_to_compute=510))
+    bench.submit(spec("b"), at=59.5)
+    (*_, last) = bench.core.requests.records()
+    assert last.times.predicted_first_s == pytest.approx(2 * STEP_S + (510 + 20) * TOKEN_S - 0.5)
 
 
 def test_without_a_measured_pace_nothing_is_predicted_and_nothing_refused() -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,10 +88,11 @@ def test_a_request_is_served_alone_where_that_delays_fewer_than_it_helps(
 ) -> None:
     """d0 lacks 32 of 128 tokens, each of which takes a millisecond and delays every row that runs there; p0 lacks all. So d0
     alone costs 32 ms for itself and for each row, and the pair 128 ms: with three rows they are equal."""
-    fleet = new_fleet(P0, D0, D1)
-    hear(fleet, P0, D0, D1, load=load(), now=1.0)
-    hear(fleet, D0, P0, load=load(rows=rows), now=1.0)
-    hear(fleet, D1, P0, load=load(rows=rows, step_s=0.02), now=1.0)
+    wide0, wide1 = (msgspec.structs.replace(each, max_running=64) for each in (D0, D1))
+    fleet = new_fleet(P0, wide0, wide1)
+    hear(fleet, P0, wide0, wide1, load=load(), now=1.0)
+    hear(fleet, wide0, P0, load=load(rows=rows), now=1.0)
+    hear(fleet, wide1, P0, load=load(rows=rows, step_s=0.02), now=1.0)
     d0 = next(each for each in fleet.members() if each.info.id == "d0")
     overlap = index_of({each: 3 if each is d0 else 0 for each in fleet.members()}).match(PROMPT[:4])
     for dispatch, placed in (("conditional", expected), ("auto", ("p0", ("d0", "d1")))):
