@@ -138,7 +138,7 @@ class CacheIndex:
     # --- for policies ------------------------------------------------------------------------------------------------------
 
     def match(self, names: Sequence[int]) -> Overlap:
-        """Who holds how much of a prompt. names: of its blocks (`common.pages.radix_cache.block_names`)."""
+        """Who holds how much of a prompt. names: of its blocks (`common.pages.radix_cache.BlockNames`)."""
         depths: list[int] = []
         common: list[int] = []
         holders, depth = -1, 0

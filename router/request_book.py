@@ -15,7 +15,6 @@ is started again, tokens are told again first (`retelling.py`); the book resumes
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from functools import lru_cache
 from typing import Protocol, assert_never
 
 from msgspec.structs import replace
@@ -26,7 +25,6 @@ from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError
 from common.ids import ID_BYTES, InstanceId, Key, Life, RequestId, shard_of
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
-from common.pages.radix_cache import block_names
 from common.tracing import Recorder
 from router.ask import Ask
 from router.attempts import Attempt, ResumeReason, Setback
@@ -100,8 +98,6 @@ class RequestBook:
         self._retelling = Retelling(self._find)
         self.timelines = Timelines(observer)
         self.placer = Placer(fleet.candidates, config)
-        self._block_names = lru_cache(maxsize=1)(block_names)
-        """The choices of one request have one prompt."""
         self.places = Places(config.max_requests, "requests")
         """Also for what will be requests when it has been tokenized."""
         self.predictions = Predictions(observer, rejects=config.early_rejection == "on")
@@ -165,23 +161,26 @@ class RequestBook:
 
     def _ask(self, record: Record) -> Ask:
         """What the next attempt asks for. What is cached of a prompt is no help to who needs something of each of its tokens."""
-        spec, caches = record.spec, self._fleet.caches
-        if caches.page_size:
-            record.blocks = self._block_names(record.prompt, caches.page_size, spec.salt)
-        is_helped = record.blocks and spec.sampling.prompt_logprobs is None and spec.sampling.pooling is None
+        spec, caches, names = record.spec, self._fleet.caches, self._block_names(record)
+        is_helped = names and spec.sampling.prompt_logprobs is None and spec.sampling.pooling is None
         return Ask(
             record.prompt_tokens,
             record.remaining_tokens,
-            caches.match(record.blocks) if is_helped else NO_OVERLAP,
+            caches.match(names) if is_helped else NO_OVERLAP,
             spec.session,
             record.avoid | record.crowded,
         )
 
+    def _block_names(self, record: Record) -> Sequence[int]:
+        """None where nobody wants to know what is cached."""
+        return record.block_names(size) if (size := self._fleet.caches.page_size) else ()
+
     def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
         """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
         self._retelling.watch(attempt, now)
-        for member in {attempt.first, *attempt.candidates[:1]} if record.blocks else ():
-            self._fleet.caches.expect(member, record.blocks, now)
+        if names := self._block_names(record):
+            for member in {attempt.first, *attempt.candidates[:1]}:
+                self._fleet.caches.expect(member, names, now)
         spec, first = record.spec, len(record.token_ids)
         left_s = record.deadline_s - now
         # Log probabilities of the prompt have come with the answer's first token.

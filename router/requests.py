@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.ids import ID_BYTES, Life, RequestId, pack_ids
+from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from router.attempts import Attempt, ResumeReason, Setback
 from router.outbox import Outbox
@@ -20,7 +21,7 @@ class RequestSpec:
     """One choice of a client's request. index: its number in the answer. prompt: packed token ids. priority: lower is earlier.
     timeout_s: counted from its arrival; None: the router's own limit. skip_special_tokens, include_stop, shown: see
     `ExpectAnswer`. owner: name of the client's API key; "": it has none. salt: see `Generate`. session: see
-    `Ask`."""
+    `Ask`. blocks: of the prompt; None: they were not named."""
 
     request_id: RequestId
     index: int
@@ -35,6 +36,7 @@ class RequestSpec:
     shown: tuple[int, ...] = ()
     salt: str = ""
     session: str = ""
+    blocks: BlockNames | None = None
 
 
 class Phase(StrEnum):
@@ -52,8 +54,7 @@ class Record:
     attempt: the present one; None while the request waits for an instance. attempts: how many were started. preemptions: how many
     of them ended because their memory was needed. fruitless: how many in a row failed without a token. avoid: where attempts
     failed. crowded: where the last one was preempted. texts: what was delivered, in pieces. gap_since_s: when the client of a
-    resumed request began to wait for its next token; None when it does not wait. blocks: the names of the prompt's blocks, if a
-    policy wants to know.
+    resumed request began to wait for its next token; None when it does not wait.
     """
 
     spec: RequestSpec
@@ -69,7 +70,10 @@ class Record:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     gap_since_s: float | None = None
-    blocks: Sequence[int] = ()
+    _blocks: BlockNames | None = None
+
+    def __post_init__(self) -> None:
+        self._blocks = self.spec.blocks
 
     @property
     def deadline_s(self) -> float:
@@ -96,6 +100,16 @@ class Record:
     def prompt_tokens(self) -> int:
         """Length of the next attempt's prompt."""
         return len(self.spec.prompt) // ID_BYTES + len(self.token_ids)
+
+    def block_names(self, page_size: int) -> Sequence[int]:
+        """Of the next attempt's prompt. They are kept, so only tokens of the answer that have come since are named."""
+        blocks = self._blocks
+        if blocks is None or blocks.page_size != page_size:
+            blocks = BlockNames.of(self.spec.prompt, page_size, self.spec.salt)
+        if blocks.tokens < self.prompt_tokens:
+            blocks = blocks.extended(pack_ids(self.token_ids[blocks.tokens - self.prompt_tokens :]))
+        self._blocks = blocks
+        return blocks.names
 
     @property
     def remaining_tokens(self) -> int:

@@ -41,7 +41,7 @@ class PageKeys:
 
     def __init__(self, page_tokens: int, salt: str = "", packed: bytes = b"") -> None:
         self._page_bytes = page_tokens * ID_BYTES
-        self._last = blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
+        self._last = _salted(salt)
         self._pages: list[PageKey] = []
         self._rest = packed
 
@@ -53,7 +53,7 @@ class PageKeys:
             last, end = self._last, len(rest) - len(rest) % size
             for begin in range(0, end, size):
                 tokens = rest[begin : begin + size]
-                last = blake2b(last + tokens, digest_size=DIGEST_BYTES).digest()
+                last = _digest(last, tokens)
                 self._pages.append(PageKey(last, tokens))
             self._last, self._rest = last, rest[end:]
         return self._pages
@@ -63,11 +63,44 @@ class PageKeys:
         self._rest += packed
 
 
-def block_names(packed: bytes, page_size: int, salt: str = "") -> list[int]:
-    """The names of a prompt's whole blocks, in order. packed: its token ids (`pack_ids`). page_size: tokens of a page. salt: see
-    `PageKeys`."""
-    each = pages_of_block(page_size)
-    return [block_name(key.digest) for key in PageKeys(page_size, salt, packed).pages[each - 1 :: each]]
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """The names of a prompt's whole blocks, in order, and what it takes to go on when the prompt grows. page_size: tokens of a
+    page. tokens: of the prompt."""
+
+    page_size: int
+    names: Sequence[int]
+    tokens: int
+    _last: bytes
+    """The digest of the last whole page."""
+    _rest: bytes
+    """The token ids behind it."""
+
+    @classmethod
+    def of(cls, packed: bytes, page_size: int, salt: str = "") -> "BlockNames":
+        """packed: the prompt's token ids (`pack_ids`). salt: see `PageKeys`."""
+        return cls(page_size, (), 0, _salted(salt), b"").extended(packed)
+
+    def extended(self, packed: bytes) -> "BlockNames":
+        """These token ids follow."""
+        names, last, rest = list(self.names), self._last, self._rest + packed
+        size, each = self.page_size * ID_BYTES, pages_of_block(self.page_size)
+        page, end = (self.tokens * ID_BYTES - len(self._rest)) // size, len(rest) - len(rest) % size
+        for begin in range(0, end, size):
+            last, page = _digest(last, rest[begin : begin + size]), page + 1
+            if page % each == 0:
+                names.append(block_name(last))
+        return BlockNames(self.page_size, names, self.tokens + len(packed) // ID_BYTES, last, rest[end:])
+
+
+def _salted(salt: str) -> bytes:
+    """What stands for all that is before the first page."""
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"salt").digest()
+
+
+def _digest(before: bytes, tokens: bytes) -> bytes:
+    """Of a page. before: the digest of the page before it."""
+    return blake2b(before + tokens, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(slots=True, eq=False)

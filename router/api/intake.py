@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.errors import BadRequest, UnknownModel
 from common.ids import ID_BYTES, RequestId, pack_ids, unpack_ids
+from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from common.text.tokenizer_manager import ChatOptions
 from router.api.bodies import LARGE_BODY_BYTES
@@ -24,7 +25,7 @@ from router.api.chat import ChatRequest
 from router.api.chat_plan import PLAIN_TEXT, TAIL_TOKENS, AnswerReading, ChatPlanner, ChatTemplate
 from router.api.completions import CompletionRequest, Prompt
 from router.api.errors import ContextExceeded, no_room, shown
-from router.api.fields import ALL_TOKENS, ReadRequest, biases_of
+from router.api.fields import ALL_TOKENS, ReadRequest, SamplingFields, biases_of
 from router.api.logprobs import MAX_PAIRS, TokenTexts, check_prompt_pairs, most_tokens_with
 from router.api.request_ids import AnswerId
 from router.api.threads import SharedThreads
@@ -92,10 +93,11 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt in packed token ids, and its text if the answer repeats it."""
+    """A prompt in packed token ids. echo: its text if the answer repeats it. blocks: their names, if the router needs them."""
 
     packed: bytes
     echo: str = ""
+    blocks: BlockNames | None = None
 
 
 class Intake:
@@ -132,7 +134,7 @@ class Intake:
         self._check(request, field, size, self.context_tokens)
         plan = self._chats.plan(request)
         encode = partial(self._tokenizer.encode_chat, options=plan.options)
-        prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields.n, field, answer.owner)
+        prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields, field, answer.owner)
         accepted = self._accept(answer, prompts, request, field, self._chat_max_tokens)
         if plan.is_plain:
             return accepted
@@ -155,7 +157,7 @@ class Intake:
             prompts,
             texts,
             size,
-            request.fields.n,
+            request.fields,
             field,
             answer.owner,
             echo=self._echo if request.echo else None,
@@ -232,22 +234,25 @@ class Intake:
         prompts: Sequence[P],
         texts: Sequence[Sequence[str]],
         size: int,
-        n: int,
+        fields: SamplingFields,
         prompt_field: str,
         owner: str,
         *,
         echo: Callable[[P], str] | None = None,
     ) -> list[_Encoded]:
         """Each prompt in tokens. texts: what each consists of. size: characters and token ids of all. echo: gives the text of a
-        prompt that the answer repeats. Choices that wait here, n for each prompt, count against --max-requests. Raises
+        prompt that the answer repeats. Choices that wait here, `fields.n` for each prompt, count against --max-requests. Raises
         Overloaded, BadRequest, and what `encode` raises."""
-        choices, context = len(prompts) * n, self.context_tokens
+        choices, context = len(prompts) * fields.n, self.context_tokens
+        page_size, salt = self._core.fleet.caches.page_size, fields.cache_salt or ""
 
         def encoded(prompt: P) -> _Encoded:
             ids = encode(prompt)
             _require_room(len(ids), context, prompt_field)
             self._check_ids(ids, prompt_field)
-            return _Encoded(pack_ids(ids), echo(prompt) if echo else "")
+            packed = pack_ids(ids)
+            blocks = BlockNames.of(packed, page_size, salt) if page_size else None
+            return _Encoded(packed, echo(prompt) if echo else "", blocks)
 
         def work() -> list[_Encoded]:
             for parts in texts:
@@ -329,6 +334,7 @@ class Intake:
                         answer.owner,
                         salt=fields.cache_salt or "",
                         session=answer.session,
+                        blocks=prompt.blocks,
                     )
                 )
         echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))

@@ -10,7 +10,7 @@ from common.ids import pack_ids
 from common.messages import Failed, Finished
 from common.pages.blocks import pages_of_block
 from common.pages.pool import PageLease, count_pages
-from common.pages.radix_cache import PageKeys, block_names
+from common.pages.radix_cache import BlockNames, PageKeys
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.timelines import RequestTimes
@@ -98,7 +98,7 @@ def misinformed(trial: Trial) -> Iterator[str]:
         for asked in trial.asked:
             for choice, expected in zip(asked.ask.choices, asked.expected, strict=True):
                 tokens = pack_ids([*choice.prompt, *expected.token_ids])
-                overlap = caches.match(block_names(tokens, caches.page_size, choice.salt))
+                overlap = caches.match(BlockNames.of(tokens, caches.page_size, choice.salt).names)
                 for member in caches.told:
                     keys = PageKeys(caches.page_size, choice.salt, tokens)
                     hit = trial.instances[member.info.id].pool.cache.match(keys, len(keys.pages))

@@ -5,7 +5,7 @@ import pytest
 from common.config import PolicyName, RouterConfig
 from common.ids import InstanceId, pack_ids
 from common.messages import TellCache
-from common.pages.radix_cache import block_names
+from common.pages.radix_cache import BlockNames
 from simulation.fleet import Fleet
 from simulation.size import Size
 
@@ -21,7 +21,7 @@ def fleet_of(policy: PolicyName) -> Fleet:
 def known(fleet: Fleet, tokens: list[int]) -> dict[str, int]:
     """How many of these tokens each instance holds, as far as the router knows."""
     caches = fleet.router.fleet.caches
-    overlap = caches.match(block_names(pack_ids(tokens), 4))
+    overlap = caches.match(BlockNames.of(pack_ids(tokens), 4).names)
     return {member.info.id: overlap.tokens(member) for member in fleet.router.fleet.members()}
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from common.messages import CacheChanges, InstanceInfo, Load
 from common.pages.blocks import NAME_BYTES
-from common.pages.radix_cache import block_names
+from common.pages.radix_cache import BlockNames
 from router.cache_index import CacheIndex
 from router.members import Member
 from tests.builders import LAYOUT, instance
@@ -94,7 +94,7 @@ def main() -> None:
         tokens = least(lambda o=overlap: o.tokens(members[1]))  # type: ignore[misc]
         say(f"{what}: match {match:.1f} us, the 4 deepest {deepest:.1f} us, tokens of one {tokens:.2f} us\n")
     packed = np.arange(PROMPT_BLOCKS * BLOCK_PAGES * PAGE_TOKENS, dtype="<i4").tobytes()
-    say(f"the names of a prompt of 32,768 tokens: {least(lambda: block_names(packed, PAGE_TOKENS)):.0f} us\n")
+    say(f"the names of a prompt of 32,768 tokens: {least(lambda: BlockNames.of(packed, PAGE_TOKENS).names):.0f} us\n")
 
     version, member, mine = 1, members[0], own[0]
     fresh = names(random, (RUNS + 1) * CHANGED)

@@ -16,9 +16,9 @@ from common.instance import cache_teller
 from common.instance.cache_teller import GATHER_S, CacheTeller
 from common.messages import CacheChanges, Load, TellCache
 from common.pages import blocks
-from common.pages.blocks import pages_of_block
+from common.pages.blocks import block_name, pages_of_block
 from common.pages.pool import PagePool
-from common.pages.radix_cache import PageKeys, block_names
+from common.pages.radix_cache import BlockNames, PageKeys
 from router import cache_index
 from router.cache_index import EXPECT_S, NO_OVERLAP, CacheIndex
 from router.members import Member
@@ -191,7 +191,7 @@ class Followed(RuleBasedStateMachine):
             self.settle()
         for pages in self.served:
             for router in self.routers:
-                overlap = router.index.match(block_names(packed(pages), PAGE_TOKENS))
+                overlap = router.index.match(BlockNames.of(packed(pages), PAGE_TOKENS).names)
                 for holder in self.holders:
                     member = router.members[holder.member.info.id]
                     assert overlap.tokens(member) == holder.tokens(pages)
@@ -234,7 +234,7 @@ class Followed(RuleBasedStateMachine):
     def expect_at(self, router: Router, holder: Holder, pages: list[int]) -> None:
         router.meet(holder.member)
         member = router.members[holder.member.info.id]
-        names = block_names(packed(pages), PAGE_TOKENS)
+        names = BlockNames.of(packed(pages), PAGE_TOKENS).names
         router.index.expect(member, names, self.now)
         assert router.index.match(names).tokens(member) == len(names) * BLOCK_TOKENS
 
@@ -374,9 +374,19 @@ def test_names_that_are_cut_off_are_no_names() -> None:
 def test_a_block_has_128_tokens_or_a_page_or_eight_pages(page_size: int, pages: int) -> None:
     assert pages_of_block(page_size) == pages
     tokens = pages * page_size
-    names = block_names(pack_ids(range(3 * tokens - 1)), page_size)
-    assert len(names) == 2 and len({*names, *block_names(pack_ids(range(3 * tokens - 1)), page_size, "salt")}) == 4
-    assert block_names(pack_ids(range(tokens)), page_size) == names[:1]
+    names = BlockNames.of(pack_ids(range(3 * tokens - 1)), page_size).names
+    assert len(names) == 2 and len({*names, *BlockNames.of(pack_ids(range(3 * tokens - 1)), page_size, "salt").names}) == 4
+    assert BlockNames.of(pack_ids(range(tokens)), page_size).names == names[:1]
+
+
+@given(st.integers(1, 40), st.lists(st.integers(0, 90), max_size=6))
+def test_blocks_are_named_as_an_instance_names_them_also_when_the_prompt_grows(page_size: int, parts: list[int]) -> None:
+    packed, each = pack_ids(range(sum(parts))), pages_of_block(page_size)
+    keys = PageKeys(page_size, "salt", packed).pages
+    growing, end = BlockNames.of(b"", page_size, "salt"), 0
+    for part in parts:
+        growing, end = growing.extended(packed[4 * end : 4 * (end + part)]), end + part
+    assert (list(growing.names), growing.tokens) == ([block_name(key.digest) for key in keys[each - 1 :: each]], sum(parts))
 
 
 def test_nothing_is_noted_while_nobody_follows() -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import BadRequest
+from common.ids import pack_ids
+from common.pages.radix_cache import BlockNames
 from router.api import intake
 from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest, read_chat
@@ -164,3 +166,24 @@ def test_ids_beyond_the_context_are_refused_before_there_is_an_object_for_each()
     finally:
         tracemalloc.stop()
     assert (refused.value.field, refused.value.code) == ("prompt", "context_length_exceeded")
+
+
+async def test_the_blocks_of_a_long_prompt_are_named_where_it_is_tokenized_once_for_all_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+
+    class Watched(BlockNames):
+        def extended(self, packed: bytes) -> BlockNames:
+            threads.append(threading.current_thread())
+            return BlockNames.extended(self, packed)
+
+    monkeypatch.setattr(intake, "BlockNames", Watched)
+    async with Site(config=RouterConfig(dead_after_s=60.0, prefill_policy="cache_aware")) as site:
+        tokenizer = WatchedTokenizer()
+        with closing(accepting(site, tokenizer)) as accepting_intake:
+            asked = read_completion(json.dumps(completion("x" * 90, n=2, cache_salt="salt")).encode())
+            accepted = await accepting_intake.accept_completion(asked, ANSWER)
+    names = BlockNames.of(pack_ids([ord("x")] * 90), site.core.fleet.caches.page_size, "salt").names
+    assert names and [spec.blocks.names for spec in accepted.specs if spec.blocks] == [names, names]
+    assert len(threads) == 1 and threads != [threading.current_thread()]

@@ -21,6 +21,7 @@ from common.messages import (
     TokenLogprob,
     TokenLogprobs,
 )
+from common.pages import radix_cache
 from router.attempts import ResumeReason
 from router.request_book import FRUITLESS_ATTEMPTS
 from router.requests import Phase, RequestSpec
@@ -400,3 +401,26 @@ def test_assigned_tokens_move_with_the_request_and_come_home(tokens: int) -> Non
     assert bench.assigned() == expected | {first: 0, str(decode): 21 + tokens}
     bench.text(tokens + 1, "z", Finished(reason="length"), attempt=1)
     assert bench.assigned() == dict.fromkeys(("p0", "d0", "p1", "d1"), 0)
+
+
+def test_a_request_that_waits_is_not_named_again_and_then_only_its_answer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+    digest = radix_cache._digest
+
+    def noted(before: bytes, tokens: bytes) -> bytes:
+        hashed.append(tokens)
+        return digest(before, tokens)
+
+    monkeypatch.setattr(radix_cache, "_digest", noted)
+    bench = Bench(P0, D0, config=RouterConfig(decode_policy="cache_aware")).serving(spec(max_new_tokens=40))
+    prompt_pages = len(PROMPT) // 4 // 4
+    assert len(hashed) == prompt_pages
+    bench.text(0, "abcdefgh")
+    bench.leave(D0, 1.0)
+    bench.leave(P0, 1.0)
+    for number in range(3):
+        bench.core.receive(Register(instance=instance(f"p{number}", "prefill")), 2.0 + number)
+    assert len(hashed) == prompt_pages + 2
+    bench.join(D1, 6.0)
+    (record,) = bench.core.requests.records()
+    assert record.attempt is not None and len(hashed) == prompt_pages + 2
