@@ -13,7 +13,7 @@ member is the only holder, the integer is its bit: one object for all its blocks
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -29,6 +29,9 @@ EXPECT_S = 2.0
 """How long a prompt that was sent to a member counts as if it were cached there, unless the member says so."""
 EXPECTED_NAMES = 2**18
 """Of how many such blocks the index knows at once; the oldest go first."""
+
+TRIES = 32
+"""Of so many holders of a prompt it is asked whether they suit: half a fleet may drain."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,18 +89,20 @@ class Overlap:
         fewer = bisect_left(self._holders, True, key=lambda holders: not holders & bit)
         return self._depths[fewer - 1] * self._index.block_tokens
 
-    def deepest(self, role: Role, most: int) -> list[Member]:
-        """The members of this role that hold most of the prompt, the deepest first: at most so many, and none that holds nothing.
-        Among equals, the first ones differ from call to call of `match`."""
+    def deepest(self, role: Role, most: int, suits: Callable[[Member], bool]) -> list[Member]:
+        """The members of this role that suit and hold most of the prompt, the deepest first: at most so many of the first TRIES,
+        and none that holds nothing. Among equals, the first ones differ from call to call of `match`."""
         found: list[Member] = []
-        left = self._index.of_role[role]
+        left, tries = self._index.of_role[role], TRIES
         for holders in reversed(self._holders):
             here = holders & left
             left ^= here
             for member in self._members(here):
-                if len(found) == most:
+                if len(found) == most or not tries:
                     return found
-                found.append(member)
+                tries -= 1
+                if suits(member):
+                    found.append(member)
         return found
 
     def _members(self, holders: int) -> Iterator[Member]:

@@ -32,8 +32,8 @@ class CacheAware:
         def rank(member: Member) -> tuple[float, int]:
             return cost(member), member.chosen
 
-        drawn = chain(self._candidates.some(pool, self._random), ask.overlap.deepest(self._role, self._deepest))
-        some = list(filter(suits, dict.fromkeys(drawn)))
+        drawn = filter(suits, self._candidates.some(pool, self._random))
+        some = list(dict.fromkeys(chain(drawn, ask.overlap.deepest(self._role, self._deepest, suits))))
         cost = self._cost(ask, source, some)
         if some:
             yield sorted(some, key=rank)

@@ -34,7 +34,7 @@ class BySession:
         if self._changes != (changes := self._candidates.changes(self._role)):
             self._ring.become(self._candidates.line(self._role))
             self._changes = changes
-        in_order = filter(suits, self._ring.order(ask.session))
+        in_order = filter(suits, self._ring.order(ask.session, pool))
         while group := list(islice(in_order, CANDIDATES)):
             yield group
 

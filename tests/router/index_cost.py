@@ -90,7 +90,8 @@ def main() -> None:
     }
     for what, prompt in prompts.items():
         overlap = index.match(prompt)
-        match, deepest = least(lambda prompt=prompt: index.match(prompt)), least(lambda o=overlap: o.deepest("prefill", 4))  # type: ignore[misc]
+        match = least(lambda prompt=prompt: index.match(prompt))  # type: ignore[misc]
+        deepest = least(lambda o=overlap: o.deepest("prefill", 4, lambda member: True))  # type: ignore[misc]
         tokens = least(lambda o=overlap: o.tokens(members[1]))  # type: ignore[misc]
         say(f"{what}: match {match:.1f} us, the 4 deepest {deepest:.1f} us, tokens of one {tokens:.2f} us\n")
     packed = np.arange(PROMPT_BLOCKS * BLOCK_PAGES * PAGE_TOKENS, dtype="<i4").tobytes()

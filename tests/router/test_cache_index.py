@@ -255,6 +255,10 @@ def told_all(index: CacheIndex, member: Member, names: set[int], version: int = 
     index.receive(member, CacheChanges(id=life.id, incarnation=life.incarnation, version=version, stored=stored))
 
 
+def anyone(member: Member) -> bool:
+    return True
+
+
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), members=st.integers(1, 80), most=st.integers(0, 12))
 def test_the_deepest_are_those_that_hold_most_of_the_prompt(seed: int, members: int, most: int) -> None:
@@ -273,12 +277,13 @@ def test_the_deepest_are_those_that_hold_most_of_the_prompt(seed: int, members: 
             gone = random.choice(list(depths))
             index.leave(gone)
             del depths[gone]
-    overlap = index.match(prompt)
+    overlap, barred = index.match(prompt), set(random.sample(list(depths), min(len(depths), random.randint(0, 20))))
     for member, depth in depths.items():
         assert overlap.tokens(member) == depth * BLOCK_TOKENS
     for role in ROLES:
-        found = overlap.deepest(role, most)
-        ranked = sorted((depth for member, depth in depths.items() if member.info.role == role and depth), reverse=True)
+        found = overlap.deepest(role, most, lambda member: member not in barred)
+        suiting = (member for member, depth in depths.items() if member.info.role == role and depth and member not in barred)
+        ranked = sorted((depths[member] for member in suiting), reverse=True)
         assert [depths[member] for member in found] == ranked[:most]
         assert len(set(found)) == len(found) and {member.info.role for member in found} <= {role}
 
@@ -288,7 +293,7 @@ def test_of_many_that_hold_the_same_each_is_named_first_at_times() -> None:
     for member in members:
         index.join(member)
         told_all(index, member, {1})
-    assert {index.match([1]).deepest("prefill", 1)[0] for _ in range(400)} == set(members)
+    assert {index.match([1]).deepest("prefill", 1, anyone)[0] for _ in range(400)} == set(members)
 
 
 def test_who_left_holds_nothing_though_the_prompt_was_looked_up_before() -> None:
@@ -297,8 +302,8 @@ def test_who_left_holds_nothing_though_the_prompt_was_looked_up_before() -> None
     told_all(index, member, {1})
     overlap = index.match([1])
     index.leave(member)
-    assert overlap.tokens(member) == 0 and overlap.deepest("decode", 1) == [] and len(index) == 0
-    assert NO_OVERLAP.tokens(member) == 0 and NO_OVERLAP.deepest("decode", 1) == []
+    assert overlap.tokens(member) == 0 and overlap.deepest("decode", 1, anyone) == [] and len(index) == 0
+    assert NO_OVERLAP.tokens(member) == 0 and NO_OVERLAP.deepest("decode", 1, anyone) == []
 
 
 # --- what is expected --------------------------------------------------------------------------------------------------------

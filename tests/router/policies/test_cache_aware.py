@@ -63,6 +63,14 @@ def test_in_a_crowd_the_one_that_holds_the_prompt_is_found() -> None:
     assert ranked(CacheAware(candidates, "prefill"), candidates, Ask(170, 8, index_of(held).match(PROMPT)))[0] == "p42"
 
 
+def test_holders_that_cannot_serve_do_not_hide_one_that_can() -> None:
+    """A rolling restart: those that hold most drain."""
+    held = {member(f"p{number:02}", load=load()): {42: 4, 7: 5, 8: 5, 9: 5}.get(number, 0) for number in range(100)}
+    candidates = line_of(held)
+    policy, request = CacheAware(candidates, "prefill"), Ask(170, 8, index_of(held).match(PROMPT))
+    assert ranked(policy, candidates, request, barred={"p07", "p08", "p09"})[0] == "p42"
+
+
 def test_a_prompt_that_all_begin_with_makes_no_crowd() -> None:
     """Many requests come at once, each with 32 tokens of its own behind 160 that one member has."""
     held = {member(f"p{number}", load=load()): 5 if number == 0 else 0 for number in range(4)}

@@ -2,26 +2,30 @@
 
 from collections import Counter
 from dataclasses import replace
-from hashlib import blake2b
+from hashlib import shake_128
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.members import Member
 from router.policies.load import LeastLoaded
 from router.policies.ring import POINTS
 from router.policies.session import BySession
 from tests.router.policies.lines import ASK, line_of, member, ranked
 
 NAMES = [f"p{number}" for number in range(10)]
+NAMES_OF_PARTNERS = [f"p{number}" for number in range(10, 18)]
 SESSIONS = [f"session {number}" for number in range(300)]
 
 
-def place(text: str) -> int:
-    return int(blake2b(text.encode(), digest_size=16).hexdigest(), 16)
+def places(text: str, count: int) -> list[int]:
+    digits = shake_128(text.encode()).hexdigest(16 * count)
+    return [int(digits[at : at + 32], 16) for at in range(0, len(digits), 32)]
 
 
 def reference(names: list[str], session: str) -> list[str]:
-    behind = {(place(f"{name}#{point}") - place(session)) % 2**128: name for name in names for point in range(POINTS)}
+    (start,) = places(session, 1)
+    behind = {(point - start) % 2**128: name for name in names for point in places(name, POINTS)}
     return list(dict.fromkeys(behind[distance] for distance in sorted(behind)))
 
 
@@ -32,6 +36,24 @@ def test_a_session_has_an_order_of_the_members_in_whatever_order_they_came(
     candidates = line_of(map(member, names), seed=len(barred))
     expected = [name for name in reference(names, session) if name not in barred]
     assert ranked(BySession(candidates, "prefill"), candidates, replace(ASK, session=session), barred) == expected
+
+
+def test_of_a_few_partners_among_many_members_each_is_ranked_without_a_look_at_the_others() -> None:
+    """A former life of a partner, which takes no requests any more, is not ranked."""
+    members = {name: member(name) for name in (f"p{number}" for number in range(100))}
+    candidates = line_of(members.values())
+    policy, partners = BySession(candidates, "prefill"), [*list(members.values())[10:18], member("p50")]
+    asked: list[Member] = []
+
+    def suits(each: Member) -> bool:
+        asked.append(each)
+        return each in partners
+
+    for session in SESSIONS[:20]:
+        asked.clear()
+        groups = policy.groups(partners, suits, replace(ASK, session=session), None)
+        assert [each.info.id for group in groups for each in group] == reference(NAMES_OF_PARTNERS, session)
+        assert len(asked) == len(NAMES_OF_PARTNERS)
 
 
 def test_a_member_that_leaves_moves_its_own_sessions_only_and_gets_them_back_in_its_next_life() -> None:
