@@ -7,7 +7,8 @@ Owns the fit of the seconds of steps to what they computed:
 Does not know who uses it, requests, or clocks.
 
 It is a least-squares fit over the latest steps: what is older counts less and less. Each step's error counts as a share of its
-seconds, so that a step that was held up for seconds, as when a kernel is compiled, weighs no more than another one. None of the
+seconds, so that a step that was held up for seconds, as when a kernel is compiled, weighs no more than another one. When steps
+get slower, those before count as if they had been as slow, for many fast ones would outweigh the slow ones else. None of the
 three is ever negative. What the latest steps do not tell stays as it was: an instance that has computed no prompt for an hour
 still knows how fast it was, and one whose steps are all alike divides their seconds in some way that is right for such steps.
 """
@@ -24,7 +25,7 @@ from common.engine.plan import Plan
 Vector = NDArray[np.float64]
 """[3]: of a step, a prompt token and a decode row. A matrix is [3, 3]."""
 
-HALF_LIFE_STEPS = 512
+HALF_LIFE_STEPS = 256
 """After as many steps, a step counts half."""
 MOST_STEPS = 4096
 """Steps between two fits that are looked at, the latest ones."""
@@ -53,6 +54,8 @@ class PaceMeter:
         self._count = 0
         self._told: Vector = np.zeros((3, 3))
         self._seconds: Vector = np.zeros(3)
+        self._weight = 0.0
+        """How many steps that is, where each counts by its share: as much as the fit expects it to take of its seconds."""
         self._most: Vector = np.zeros(3)
         """The largest that the diagonal of `_told` has been."""
         self._fit: Vector = np.zeros(3)
@@ -85,12 +88,19 @@ class PaceMeter:
             expected = np.full_like(seconds, seconds.mean())
         weights = 1 / np.maximum(np.maximum(seconds, expected), 1e-6)
         weighed = what * weights[:, None]
+        shares = weights * expected
         kept = 0.5 ** (len(seconds) / HALF_LIFE_STEPS)
         self._told = self._told * kept + weighed.T @ weighed
         self._seconds = self._seconds * kept + weighed.T @ (seconds * weights)
+        self._weight = self._weight * kept + float(shares @ shares)
         self._most = np.maximum(self._most, self._told.diagonal())
         former = self._most * FORMER_SHARE
         self._fit = _solve(self._told + np.diag(former), self._seconds + former * self._fit, np.flatnonzero(self._most).tolist())
+        told = float(self._fit @ self._told @ self._fit)
+        if told > self._weight > 0:  # older steps were faster, and would count for more than they are
+            scale = self._weight / told
+            self._told, self._seconds, self._most = self._told * scale, self._seconds * scale, self._most * scale
+        self._weight = min(self._weight, told)
 
 
 def _solve(matrix: Vector, right: Vector, seen: list[int]) -> Vector:

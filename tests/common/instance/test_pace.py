@@ -1,6 +1,7 @@
 """The pace that an instance measures, against steps whose cost is known."""
 
 from collections.abc import Iterable
+from itertools import cycle, islice
 from random import Random
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.engine.plan import Chunk, Plan
 from common.engine.timed import StepCost
-from common.instance.pace import LEAST_STEPS, PaceMeter, StepPace
+from common.instance.pace import HALF_LIFE_STEPS, LEAST_STEPS, PaceMeter, StepPace
 
 COST = StepCost(step_s=0.006, chunk_token_s=0.00004, decode_row_s=0.0001)
 WORK = ((0, 1), (500, 0), (0, 60), (8000, 0), (0, 20), (2000, 30))
@@ -88,6 +89,26 @@ def test_another_pace_is_learned() -> None:
     for _ in range(100):
         pace = engine.compute(WORK * 6, longer_s=0.01)
     assert pace.step_s == pytest.approx(COST.step_s + 0.01, rel=0.02)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 10), (10, 1)])
+def test_a_pace_that_changes_as_a_whole_is_learned_within_a_few_half_lives(before: int, after: int) -> None:
+    """As when a GPU is throttled, or is free again."""
+    meter, now = PaceMeter(), 0.0
+
+    def compute(steps: int, factor: int) -> StepPace:
+        nonlocal now
+        for tokens, rows in islice(cycle(WORK), steps):
+            began_s, what = now, plan(tokens, rows)
+            now += factor * COST.seconds(what)
+            meter.step(what, began_s, now)
+            if began_s // 1.0 != now // 1.0:
+                meter.read()
+        return meter.read()
+
+    assert compute(8 * HALF_LIFE_STEPS, before).chunk_token_s == pytest.approx(before * COST.chunk_token_s, rel=0.05)
+    pace = compute(5 * HALF_LIFE_STEPS, after)
+    assert (pace.step_s, pace.chunk_token_s) == pytest.approx((after * COST.step_s, after * COST.chunk_token_s), rel=0.25)
 
 
 def test_a_step_that_waited_for_the_one_before_began_when_that_ended_and_two_of_one_turn_count_as_one() -> None:
