@@ -4,14 +4,14 @@ Owns the sizes that follow from each other. Does not know who is asked, tokens o
 """
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.ids import Life
 from common.sampling_params import ANSWER_TOKENS
 from router.cache_index import NO_OVERLAP, Overlap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Ask:
     """One attempt of a request that is to be placed.
 
@@ -26,17 +26,14 @@ class Ask:
     session: str = ""
     avoid: Set[Life] = frozenset()
 
-    @property
-    def growth_tokens(self) -> int:
-        """How many tokens its answer is expected to have."""
-        return min(self.max_new_tokens, ANSWER_TOKENS)
+    growth_tokens: int = field(init=False)
+    """How many tokens its answer is expected to have."""
+    held_tokens: int = field(init=False)
+    """How many tokens of memory it is expected to need where it decodes."""
+    most_tokens: int = field(init=False)
+    """How many tokens it holds at most: the KV of its last token is never needed."""
 
-    @property
-    def held_tokens(self) -> int:
-        """How many tokens of memory it is expected to need where it decodes."""
-        return self.prompt_tokens + self.growth_tokens
-
-    @property
-    def most_tokens(self) -> int:
-        """How many tokens it holds at most: the KV of its last token is never needed."""
-        return self.prompt_tokens + self.max_new_tokens - 1
+    def __post_init__(self) -> None:
+        self.growth_tokens = min(self.max_new_tokens, ANSWER_TOKENS)
+        self.held_tokens = self.prompt_tokens + self.growth_tokens
+        self.most_tokens = self.prompt_tokens + self.max_new_tokens - 1

@@ -109,7 +109,13 @@ class Candidates:
 
     def some(self, members: Pool, most: int) -> list[Member]:
         """Random ones, in random order; all of them, if there are no more than so many."""
-        return [members[number] for number in self._random.sample(range(len(members)), min(most, len(members)))]
+        count, random = len(members), self._random.random
+        if count < 2 * most:
+            return [members[number] for number in self._random.sample(range(count), min(most, count))]
+        numbers: dict[int, None] = {}  # `sample` takes three times as long
+        while len(numbers) < most:
+            numbers[int(random() * count)] = None
+        return [members[number] for number in numbers]
 
 
 def _capacity(member: Member) -> int:

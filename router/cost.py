@@ -11,6 +11,7 @@ to tune. Holds no state, draws nobody and decides nothing: policies compare by i
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.messages import Load
 from router.ask import Ask
@@ -39,15 +40,15 @@ def to_compute(member: Member, ask: Ask) -> int:
 def at_prefill(member: Member, ask: Ask) -> float:
     """Seconds until the first token, if this prefill instance computes the prompt. Behind others it waits for the step that runs,
     and then for its own."""
-    queue = member.tokens_to_compute
-    steps = 2 if queue else 1
-    return _pace(member).step_s * steps + (queue + to_compute(member, ask)) * _chunk_token_s(member)
+    return of_prefill(member, ask, 0.0)
 
 
 def of_prefill(member: Member, ask: Ask, behind: float) -> float:
     """Seconds that computing the prompt there costs: until its first token, and for those that come behind it. behind: how many
     these are. While queues are as long as now, as many come behind as are in front."""
-    return at_prefill(member, ask) + behind * to_compute(member, ask) * _chunk_token_s(member)
+    queue = member.tokens_to_compute
+    steps = 2 if queue else 1
+    return _pace(member).step_s * steps + (queue + (1 + behind) * to_compute(member, ask)) * _chunk_token_s(member)
 
 
 def at_decode(decode: Member, prefill: Member, ask: Ask) -> float:
@@ -58,8 +59,8 @@ def at_decode(decode: Member, prefill: Member, ask: Ask) -> float:
     if speed:
         lacking = (ask.prompt_tokens - ask.overlap.tokens(decode)) * decode.info.page_bytes / decode.page_size
         exposed_s = max(0.0, lacking / speed - to_compute(prefill, ask) * _chunk_token_s(prefill))
-    rows = _rows(decode)
-    return exposed_s + _room_s(decode, ask, rows) + _decoding_s(decode, ask, rows)
+    beside = _beside(decode, ask)
+    return exposed_s + beside.room_s + beside.decoding_s
 
 
 def apart(prefill: Member, decode: Member, ask: Ask) -> Estimate:
@@ -69,48 +70,50 @@ def apart(prefill: Member, decode: Member, ask: Ask) -> Estimate:
 
 def alone(decode: Member, ask: Ask) -> Estimate:
     """A decode instance does both. Its steps with chunks of the prompt delay the next token of each row that runs there."""
-    rows = _rows(decode)
-    compute_s = to_compute(decode, ask) * _chunk_token_s(decode)
-    queue_s = decode.tokens_to_compute * _chunk_token_s(decode)
-    steps = 1 + STEPS_AHEAD if rows else 1
-    ttft_s = _room_s(decode, ask, rows) + queue_s + _token_s(decode, rows) * steps + compute_s
-    return Estimate(ttft_s, ttft_s + rows * compute_s + _decoding_s(decode, ask, rows))
+    beside, chunk_token_s = _beside(decode, ask), _chunk_token_s(decode)
+    compute_s = to_compute(decode, ask) * chunk_token_s
+    queue_s = decode.tokens_to_compute * chunk_token_s
+    steps = 1 + STEPS_AHEAD if beside.rows else 1
+    ttft_s = beside.room_s + queue_s + beside.token_s * steps + compute_s
+    return Estimate(ttft_s, ttft_s + beside.rows * compute_s + beside.decoding_s)
+
+
+def is_measured(first: Member) -> bool:
+    """Whether anybody has measured how fast prompts are. If not, nothing is predicted."""
+    return bool(first.load.chunk_token_s or first.pace.chunk_token_s or first.other_pace.chunk_token_s)
 
 
 def predict_ttft(first: Member, ask: Ask, since_s: float = 0.0) -> float | None:
     """Seconds until the first token, if this member computes the prompt; None: nobody has measured how fast prompts are. since_s:
     for how long it has computed what is first in its queue."""
-    if not (first.load.chunk_token_s or first.pace.chunk_token_s or first.other_pace.chunk_token_s):
+    if not is_measured(first):
         return None
     done_s = min(since_s, first.tokens_to_compute * _chunk_token_s(first))
     return (at_prefill(first, ask) if first.info.role == "prefill" else alone(first, ask).ttft_s) - done_s
 
 
-def _rows(decode: Member) -> int:
-    """How many requests run beside a new one."""
-    return min(decode.requests_to_do, decode.info.max_running - 1)
+class _Beside(NamedTuple):
+    """What a request finds on a decode instance. rows: how many others run beside it. token_s: seconds of a step, with its own
+    row. room_s: seconds until there are a row and memory for it. decoding_s: seconds that its answer takes, and what its row adds
+    meanwhile to the answers of the others."""
+
+    rows: int
+    token_s: float
+    room_s: float
+    decoding_s: float
 
 
-def _room_s(decode: Member, ask: Ask, rows: int) -> float:
-    """Seconds until there are a row and memory for it. All that others have there comes free, on average, while an answer is
-    decoded: so of what is short it waits for a share of that time. Rows may be short by more than there are, where many wait."""
-    rows_short = decode.requests_to_do - rows
+def _beside(decode: Member, ask: Ask) -> _Beside:
+    """All that others have there, rows and memory, comes free, on average, while an answer is decoded: so for what is short the
+    request waits for a share of that time. Rows may be short by more than there are, where many wait."""
+    pace, requests, most, growth = _pace(decode), decode.requests_to_do, decode.info.max_running, ask.growth_tokens
+    rows = requests if requests < most else most - 1
+    token_s = pace.step_s + (rows + 1) * pace.decode_row_s
+    share = (requests - rows) / most
     short = min(ask.held_tokens, decode.capacity_tokens) - decode.tokens_free
-    if short <= 0 and not rows_short:
-        return 0.0
-    of_memory = min(1.0, max(0, short) / max(decode.tokens_to_do, 1))
-    return max(of_memory, rows_short / decode.info.max_running) * ask.growth_tokens * _token_s(decode, rows)
-
-
-def _decoding_s(decode: Member, ask: Ask, rows: int) -> float:
-    """Seconds that its answer takes, and what its row adds meanwhile to the answers of the others."""
-    return ask.growth_tokens * (_token_s(decode, rows) + rows * _pace(decode).decode_row_s)
-
-
-def _token_s(decode: Member, rows: int) -> float:
-    """Seconds of a step with one more row."""
-    pace = _pace(decode)
-    return pace.step_s + (rows + 1) * pace.decode_row_s
+    if short > 0:
+        share = max(share, min(1.0, short / max(decode.tokens_to_do, 1)))
+    return _Beside(rows, token_s, share * growth * token_s, growth * (token_s + rows * pace.decode_row_s))
 
 
 def _pace(member: Member) -> Load | RolePace:

@@ -13,7 +13,7 @@ from common.errors import BadRequest, Unavailable
 from common.ids import Life, Role
 from router.ask import Ask
 from router.candidates import Candidates
-from router.cost import alone, apart, predict_ttft
+from router.cost import alone, apart, is_measured
 from router.members import Member
 from router.policies.cache_aware import CacheAware
 from router.policies.choice import make_policy
@@ -99,7 +99,7 @@ class Placer:
 
     def _or_alone(self, pair: Placement, ask: Ask) -> Placement:
         """A decode instance alone, if one costs less than this pair. Nobody knows as long as nobody has measured its pace."""
-        if pair.decode is None or predict_ttft(pair.first, ask) is None:
+        if pair.decode is None or not is_measured(pair.first):
             return pair
         holders = self._candidates.able("decode", ask.most_tokens)
         group = next(self._alone.groups(holders, _able(ask.most_tokens, ask.avoid), ask, None), ())

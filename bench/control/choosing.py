@@ -23,8 +23,8 @@ HELD = 10
 
 
 def choose_us(infos: Sequence[InstanceInfo]) -> dict[str, float]:
-    """Microseconds for one choice among these instances, each linked with all of the other role, by the policy of both roles,
-    and with conditional dispatch: the best of some rounds."""
+    """Microseconds of CPU for one choice among these instances, each linked with all of the other role, by the policy of both
+    roles, and with conditional dispatch: the best of some rounds."""
     core = _filled(infos)
     of_policies = {policy: _choose_us(core, RouterConfig(prefill_policy=policy, decode_policy=policy)) for policy in POLICIES}
     return of_policies | {"conditional": _choose_us(core, RouterConfig(dispatch="conditional"))}
@@ -35,10 +35,10 @@ def _choose_us(core: RouterCore, config: RouterConfig) -> float:
     overlaps = [caches.match(_blocks(number)) for number in range(CHOICES)]
     asks = [Ask(PROMPT_TOKENS, ANSWER_TOKENS, each, session=f"session {number}") for number, each in enumerate(overlaps)]
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began = time.thread_time()
         for ask in asks:
             placer.choose(ask)
-        rounds.append((time.perf_counter() - began) / CHOICES)
+        rounds.append((time.thread_time() - began) / CHOICES)
     return 1e6 * min(rounds)
 
 

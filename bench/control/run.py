@@ -6,7 +6,7 @@ Owns the order of phases and what is counted in each. Knows neither messages nor
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 
 from bench.control.choosing import choose_us
@@ -17,6 +17,7 @@ from bench.control.player import Player, describe, played_model
 from bench.control.router import RouterUnderMeasure
 from bench.hardware import this_hardware
 from bench.tables import markdown_report, markdown_table, publish, say, text_report, text_table, write_figures
+from common.config import RouterConfig
 from common.processes.local_fleet import FleetFailed
 from common.processes.open_files import allow_many_files
 
@@ -38,6 +39,7 @@ def run(bench: ControlBench, command: str, markdown: bool) -> int:
     outcome = ControlOutcome(command=command, hardware=hardware, goals=judge(fleets), seconds=bench.seconds, fleets=fleets)
     settings = f"each fleet was watched at rest for {bench.seconds:g} s"
     body = [(markdown_table if markdown else text_table)(table(fleets))]
+    body += [f"{fleet.instances} instances: choose, us: {_by_name(fleet.choose_us_by)}" for fleet in fleets if fleet.choose_us_by]
     body += [f"{fleet.instances} instances: {fleet.trouble}" for fleet in fleets if fleet.trouble]
     publish(outcome, (markdown_report if markdown else text_report)(outcome, settings, STEADY, body), "")
     write_figures(fleets, bench.json)
@@ -58,8 +60,12 @@ def _measure(bench: ControlBench, instances: int) -> ControlFigures:
                 figures.trouble = str(error).splitlines()[0]
                 say(f"{instances} instances: {error}")
             figures.choose_us_by = choose_us([describe(number, model, 1) for number in range(instances)])
-            figures.choose_us = max(figures.choose_us_by.values())
+            figures.choose_us = figures.choose_us_by[RouterConfig().prefill_policy]
     return figures
+
+
+def _by_name(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {figure:.0f}" for name, figure in figures.items())
 
 
 class _Session:
