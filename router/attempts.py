@@ -36,7 +36,8 @@ class ResumeReason(StrEnum):
 
 class Loss(Enum):
     """What the answers to a round of probes say of messages about an attempt. SEEMS: some were lost, and nothing was asked for
-    again yet. PROVEN: all that are needed say so although the tokens were asked for again before they were asked."""
+    again yet, or nothing had said so before. PROVEN: all that are needed say so once more, although the tokens were asked for
+    again before they were asked."""
 
     NONE = auto()
     SEEMS = auto()
@@ -99,6 +100,8 @@ class Attempt:
         """What members answered since the last token, by the round of probes: one may be slower than another by some rounds."""
         self.was_told_again = False
         """Its tokens were asked for again, none has come since, and no later round has shown that nothing is missing."""
+        self.seemed_lost = False
+        """Something has said since the last token that messages were lost: a gap in the text, or a round of probes."""
         self._was_opened_again = False
         self._told_round = 0
         """The latest round that began before that."""
@@ -168,13 +171,15 @@ class Attempt:
     def restart_silence(self, now: float) -> None:
         """Count its silence from now: a token came, or none could come until now."""
         self.silent_since_s = now
-        self.was_told_again = False
+        self.was_told_again = self.seemed_lost = False
         self._answers.clear()
 
     def start_again(self, now: float, told_round: int) -> None:
         """Count its silence from now: its tokens are asked for again. What members answer in rounds up to this one decides
         nothing."""
+        seemed = self.seemed_lost
         self.restart_silence(now)
+        self.seemed_lost = seemed
         self.was_told_again = self._was_opened_again = True
         self._told_round = told_round
 
@@ -231,18 +236,25 @@ class Attempt:
 
     def note_answer(self, member: Member, next_token: int | None, round_: int) -> Loss:
         """Take in a member's answer to a probe: the number of the token that it emits next, or None when it knows nothing. What
-        it had sent before has come, or was lost. Returns what the answers of this round say."""
+        it had sent before has come, or was lost. Returns what the answers of this round say.
+
+        Answers of one round are not of one moment: between them a prefill instance may have handed off, which looks as if nobody
+        had the request. That happens once. So a loss is proven only when two rounds say so, whatever else had the tokens told
+        again between them."""
         known = self._answers.setdefault(round_, {})
         known[member] = next_token
         if len(self._answers) > ROUNDS:
             del self._answers[min(self._answers)]
         is_suspect = self._is_suspect(known)
-        if not self.was_told_again:
-            return Loss.SEEMS if is_suspect else Loss.NONE
-        if round_ <= self._told_round or len(known) < len(self.needed):
+        if self.was_told_again:
+            if round_ <= self._told_round or len(known) < len(self.needed):
+                return Loss.NONE
+            self.was_told_again = is_suspect
+        if not is_suspect:
             return Loss.NONE
-        self.was_told_again = is_suspect
-        return Loss.PROVEN if is_suspect else Loss.NONE
+        is_proven = self.was_told_again and self.seemed_lost
+        self.seemed_lost = True
+        return Loss.PROVEN if is_proven else Loss.SEEMS
 
     def _is_suspect(self, known: Mapping[Member, int | None]) -> bool:
         """Whether a round says that messages were lost: a member has sent tokens that did not come, or no member is about to

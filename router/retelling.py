@@ -163,6 +163,7 @@ class Retelling:
 
     def gap(self, attempt: Attempt) -> None:
         """Text came that does not follow what came before."""
+        attempt.seemed_lost = True
         if not attempt.was_told_again:
             self.tell_again([attempt])
 

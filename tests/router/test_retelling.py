@@ -130,6 +130,27 @@ def test_when_telling_again_does_not_help_the_request_is_resumed() -> None:
     assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES]
 
 
+def test_answers_of_one_round_of_which_one_came_before_the_handoff_and_one_after_it_prove_no_loss() -> None:
+    bench = Bench(P0, D0).serving()
+    bench.text(0, "a")
+    bench.core.detokenizer_moved(0, NEW, 1.5)
+    assert retold(bench.tick(1.5)) == {"p0": ((key(), 1),), "d0": ((key(), 1),)}
+    for now in (2.5, 3.5):
+        bench.hear_detokenizer(now)
+        bench.beat(now)
+    assert set(probes(bench.tick(3.5))) == {"p0", "d0"}
+    bench.probed(D0, 0, 3.6)
+    assert bench.probed(P0, None, 3.9) == [], "it handed off between the two answers"
+    assert retold(bench.tick(3.9)) == {"p0": ((key(), 1),), "d0": ((key(), 1),)}
+    for now in (4.9, 5.9):
+        bench.hear_detokenizer(now)
+        bench.beat(now)
+    bench.tick(5.9)
+    bench.probed(D0, 0, 6.0)
+    bench.probed(P0, None, 6.0)
+    assert bench.observer.resumes == [ResumeReason.LOST_MESSAGES], "the handoff was lost indeed"
+
+
 # --- a detokenizer that may be gone --------------------------------------------------------------------------------------
 
 
