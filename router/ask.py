@@ -4,7 +4,7 @@ Owns the sizes that follow from each other. Does not know who is asked, tokens o
 """
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.ids import Life
 from common.sampling_params import ANSWER_TOKENS
@@ -37,3 +37,7 @@ class Ask:
         self.growth_tokens = min(self.max_new_tokens, ANSWER_TOKENS)
         self.held_tokens = self.prompt_tokens + self.growth_tokens
         self.most_tokens = self.prompt_tokens + self.max_new_tokens - 1
+
+    def sharing(self, overlap: Overlap) -> "Ask":
+        """The same, where others have more of the prompt."""
+        return replace(self, overlap=overlap)

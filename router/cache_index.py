@@ -114,6 +114,18 @@ class Overlap:
                 yield self._index.seats[bit.bit_length() - 1].member
 
 
+class WholePrompt(Overlap):
+    """Another choice of the same prompt goes to this member, which has all whole pages of it by then; the others as before."""
+
+    def __init__(self, before: Overlap, member: Member, prompt_tokens: int) -> None:
+        super().__init__(before._index, before._depths, before._holders, before._first)
+        self._member = member
+        self._whole = (prompt_tokens - 1) // member.page_size * member.page_size
+
+    def tokens(self, member: Member) -> int:
+        return self._whole if member is self._member else super().tokens(member)
+
+
 class CacheIndex:
     """follows: whether members are asked for their caches; if not, nobody holds anything. heartbeat_s: how long a missing message
     is waited for. page_size, block_tokens: tokens of a page and of a block; 0 before anybody with a prefix cache has joined.

@@ -17,8 +17,8 @@ from router.cost import alone, apart, is_measured
 from router.members import Member
 from router.policies.cache_aware import CacheAware
 from router.policies.choice import make_policy
-from router.policies.port import CANDIDATES, Suits
-from router.sample_set import SampleSet
+from router.policies.port import CANDIDATES, Policy, Suits
+from router.policies.soonest import Soonest
 
 REASONS = 4
 """How many instances in trouble a reason names."""
@@ -57,9 +57,34 @@ class Placer:
     def choose(self, ask: Ask) -> Placement:
         """The members to avoid are used only when no other, not even a decode instance alone, can serve the request.
         Raises Unavailable when nobody can serve it now, BadRequest when no instance's memory could ever hold it."""
-        placement = self._find(ask)
+        placement = self._find(ask, self._prefill, self._decode)
         if self._dispatch == "conditional":
             placement = self._or_alone(placement, ask)
+        return self._chose(placement)
+
+    def soonest(self, ask: Ask, now: float) -> Placement:
+        """Where the first token is predicted to come soonest, of those that are compared. Raises as `choose`."""
+        soonest = Soonest(self._candidates, now)
+        placement = self._find(ask, soonest, soonest)
+        if self._dispatch == "conditional" and placement.decode is not None:
+            holders = self._candidates.able("decode", ask.most_tokens)
+            group = next(soonest.groups(holders, _able(ask.most_tokens, ask.avoid), ask, None), ())
+            if group and soonest.ttft_s(group[0], ask) < soonest.ttft_s(placement.first, ask):
+                placement = Placement(group[0])
+        return self._chose(placement)
+
+    def beside(self, former: Placement, ask: Ask) -> Placement:
+        """For another choice of a prompt that was just placed: the same, so that the prompt is computed and pushed once. If there
+        is no room where that one decodes, another one takes over from the same prefill instance; or it is placed for itself."""
+        server = former.decode or former.first
+        if server.tokens_free >= ask.held_tokens:
+            return self._chose(former)
+        if former.decode is None:
+            return self.choose(ask)
+        decodes = self._takers(former.first, self._candidates.able("decode", ask.most_tokens), ask, frozenset())
+        return self._chose(Placement(former.first, decodes) if decodes else former)
+
+    def _chose(self, placement: Placement) -> Placement:
         for member in (placement.first, *placement.decodes[:1]):
             self._candidates.chose(member)
             (self._prefill if member.info.role == "prefill" else self._decode).chose(member)
@@ -70,7 +95,7 @@ class Placer:
         candidates, disaggregated = self._candidates, self._dispatch != "colocated"
         reasons: list[str] = []
         try:
-            placement = self._find(Ask(prompt_tokens=1, max_new_tokens=2))
+            placement = self._find(Ask(prompt_tokens=1, max_new_tokens=2), self._prefill, self._decode)
         except (Unavailable, BadRequest) as error:
             reasons.append(str(error))
         else:
@@ -80,14 +105,15 @@ class Placer:
         trouble = _all_in_trouble(candidates, "prefill") if wanted else None
         return reasons if trouble is None else [*reasons, trouble]
 
-    def _find(self, ask: Ask) -> Placement:
+    def _find(self, ask: Ask, prefill: Policy, decode: Policy) -> Placement:
+        """prefill: chooses among prefill instances. decode: among decode instances, for a request that one serves alone."""
         candidates = self._candidates
         able = [] if self._dispatch == "colocated" else candidates.able("prefill", ask.prompt_tokens)
         holders = candidates.able("decode", ask.most_tokens)
         if ask.max_new_tokens == 1:
-            one = self._prefill_alone(able, ask, ask.avoid)
+            one = _best(prefill, able, ask.prompt_tokens, ask, ask.avoid)
             if one is None and not holders:
-                one = self._prefill_alone(able, ask, frozenset())
+                one = _best(prefill, able, ask.prompt_tokens, ask, frozenset())
             if one is not None:
                 return Placement(one)
         if not holders:
@@ -95,7 +121,10 @@ class Placer:
         spared: Set[Life] = frozenset()
         if any(holder.life not in ask.avoid for holder in islice(holders, len(ask.avoid) + 1)):
             spared = ask.avoid
-        return self._pair(able, holders, ask, spared) or self._decode_alone(holders, ask, spared)
+        pair = self._pair(able, holders, ask, spared, prefill)
+        if pair is not None:
+            return pair
+        return Placement(next(decode.groups(holders, _able(ask.most_tokens, spared), ask, None))[0])
 
     def _or_alone(self, pair: Placement, ask: Ask) -> Placement:
         """A decode instance alone, if one costs less than this pair. Nobody knows as long as nobody has measured its pace."""
@@ -107,34 +136,35 @@ class Placer:
             return Placement(group[0])
         return pair
 
-    def _prefill_alone(self, able: list[Member], ask: Ask, avoid: Set[Life]) -> Member | None:
-        groups = self._prefill.groups(able, _able(ask.prompt_tokens, avoid), ask, None)
-        return next((group[0] for group in groups), None)
-
-    def _decode_alone(self, holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement:
-        return Placement(next(self._decode.groups(holders, _able(ask.most_tokens, spared), ask, None))[0])
-
-    def _pair(self, able: list[Member], holders: list[Member], ask: Ask, spared: Set[Life]) -> Placement | None:
+    def _pair(self, able: list[Member], holders: list[Member], ask: Ask, spared: Set[Life], prefill: Policy) -> Placement | None:
         """A prefill instance, and decode instances that can take over from it."""
-        prompt_tokens, most_tokens, avoid = ask.prompt_tokens, ask.most_tokens, ask.avoid
+        prompt_tokens, avoid = ask.prompt_tokens, ask.avoid
 
         def starts(member: Member) -> bool:
             fits = member.capacity_tokens >= prompt_tokens and member.trouble is None
             return fits and member.life not in avoid and len(member.usable) > 0
 
-        for group in self._prefill.groups(able, starts, ask, None):
+        for group in prefill.groups(able, starts, ask, None):
             for first in group:
-                usable = first.usable
-
-                def takes_over(member: Member, usable: SampleSet[Member] = usable) -> bool:
-                    fits = member.capacity_tokens >= most_tokens and member.trouble is None
-                    return fits and member in usable and member.life not in spared
-
-                pool = holders if len(holders) < len(usable) else usable
-                decodes = next(self._decode.groups(pool, takes_over, ask, first), ())
+                decodes = self._takers(first, holders, ask, spared)
                 if decodes:
-                    return Placement(first, tuple(decodes[:CANDIDATES]))
+                    return Placement(first, decodes)
         return None
+
+    def _takers(self, first: Member, holders: list[Member], ask: Ask, spared: Set[Life]) -> tuple[Member, ...]:
+        """The decode instances that can take over from this prefill instance, best first."""
+        usable, most_tokens = first.usable, ask.most_tokens
+
+        def takes_over(member: Member) -> bool:
+            fits = member.capacity_tokens >= most_tokens and member.trouble is None
+            return fits and member in usable and member.life not in spared
+
+        pool = holders if len(holders) < len(usable) else usable
+        return tuple(next(self._decode.groups(pool, takes_over, ask, first), ())[:CANDIDATES])
+
+
+def _best(policy: Policy, pool: list[Member], tokens: int, ask: Ask, avoid: Set[Life]) -> Member | None:
+    return next((group[0] for group in policy.groups(pool, _able(tokens, avoid), ask, None)), None)
 
 
 def _able(tokens: int, avoid: Set[Life]) -> Suits:

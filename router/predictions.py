@@ -11,6 +11,7 @@ from statistics import median
 from typing import Protocol
 
 from common.errors import Overloaded
+from router.attempts import Attempt
 from router.requests import Record
 
 REMEMBERED = 256
@@ -56,19 +57,22 @@ class Predictions:
         shares = (error_s / max(real_s, 1e-9) for error_s, real_s in errors)
         return PredictionErrors(len(errors), median(error_s for error_s, _ in errors), median(shares))
 
-    def check(self, placed: Sequence[Record]) -> None:
-        """Refuse a client's request if the first token of a choice is predicted to come after its time limit. A wrong prediction
-        must not keep everybody out: where nothing else is to be computed, a request is always taken.
+    def refusal(self, placed: Sequence[tuple[Record, Attempt]], now: float) -> Overloaded | None:
+        """Why a client's request is refused here: the first token of a choice is predicted to come after its time limit. A wrong
+        prediction must not keep everybody out: where nothing else is to be computed, a request is always taken.
 
-        placed: its choices, in their order; nobody was told of them yet. Raises Overloaded.
+        placed: its choices, in their order; nobody was told of them yet.
         """
-        first = placed[0].attempt
-        if not self._rejects or first is None or first.is_next:
-            return
-        predicted = ((record.times.predicted_first_s, record.timeout_s) for record in placed)
-        late = [(first_s - limit_s, first_s, limit_s) for first_s, limit_s in predicted if first_s is not None]
+        if not self._rejects or placed[0][1].is_next:
+            return None
+        predicted = [
+            (now - record.times.received_s + attempt.predicted_s, record.timeout_s)
+            for record, attempt in placed
+            if attempt.predicted_s is not None
+        ]
+        late = [(first_s - limit_s, first_s, limit_s) for first_s, limit_s in predicted]
         late_s, first_s, limit_s = max(late, default=(0.0, 0.0, 0.0))
-        if late_s > 0:
-            self.rejected += len(placed)
-            when = f"its first token would come after about {first_s:.1f} s, and it may take {limit_s:g} s"
-            raise Overloaded(f"the request would be too late: {when}", retry_after_s=ceil(late_s))
+        if late_s <= 0:
+            return None
+        when = f"its first token would come after about {first_s:.1f} s, and it may take {limit_s:g} s"
+        return Overloaded(f"the request would be too late: {when}", retry_after_s=ceil(late_s))

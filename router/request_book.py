@@ -22,21 +22,19 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable
-from common.ids import ID_BYTES, InstanceId, Key, Life, RequestId, shard_of
+from common.ids import ID_BYTES, InstanceId, Key, Life, RequestId
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
 from common.tracing import Recorder
-from router.ask import Ask
 from router.attempts import Attempt, ResumeReason, Setback
-from router.cache_index import NO_OVERLAP
 from router.fleet import Fleet
 from router.members import Member
 from router.outbox import ChoiceDelta, Outbox
-from router.placer import Placer
 from router.places import Places
 from router.predictions import PredictionObserver, Predictions
 from router.requests import Record, RequestSpec
 from router.retelling import Retelling, expect_answer
+from router.starter import Starter
 from router.timelines import PhaseObserver, RequestTimes, Timelines
 from router.traces import record_attempt, record_request
 
@@ -85,8 +83,6 @@ class RequestBook:
         detokenizers: Sequence[InstanceId],
         recorder: Recorder,
     ) -> None:
-        self._router = router
-        self._detokenizers = detokenizers
         self._fleet = fleet
         self._observer = observer
         self._recorder = recorder
@@ -97,10 +93,11 @@ class RequestBook:
         self._alarms: DeadlineWheel[tuple[Alarm, RequestId]] = DeadlineWheel()
         self._retelling = Retelling(self._find)
         self.timelines = Timelines(observer)
-        self.placer = Placer(fleet.candidates, config)
         self.places = Places(config.max_requests, "requests")
         """Also for what will be requests when it has been tokenized."""
         self.predictions = Predictions(observer, rejects=config.early_rejection == "on")
+        self._starter = Starter(router, fleet, detokenizers, config, self.predictions)
+        self.placer = self._starter.placer
         self.stale = 0
         """Dropped deltas: of requests or attempts that are not open, with tokens that had come already, or after a gap."""
 
@@ -125,62 +122,29 @@ class RequestBook:
         """Dispatch every choice of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
         owner = specs[0].owner
         self.places.take(owner, len(specs))
-        started: list[tuple[Record, Attempt]] = []
+        records: list[Record] = []
+        for spec in specs:
+            timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
+            prompt_tokens = len(spec.prompt) // ID_BYTES
+            times = RequestTimes(spec.request_id, spec.index, spec.owner, prompt_tokens, received_s, now)
+            records.append(Record(spec, outbox, times, timeout_s))
         try:
-            for spec in specs:
-                timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
-                prompt_tokens = len(spec.prompt) // ID_BYTES
-                times = RequestTimes(spec.request_id, spec.index, spec.owner, prompt_tokens, received_s, now)
-                record = Record(spec, outbox, times, timeout_s)
-                started.append((record, self._start_attempt(record, now)))
-            self.predictions.check([record for record, _ in started])
+            attempts = self._starter.start_all(records, now)
         except TandemError:
-            for _, attempt in started:
-                attempt.release(now)
             self.places.leave(owner, len(specs))
             raise
         sends: list[Send] = []
-        for record, attempt in started:
+        for record, attempt in zip(records, attempts, strict=True):
             self._records[record.spec.request_id] = record
             self.timelines.begin(record.times)
             self._alarms.set((Alarm.DEADLINE, record.spec.request_id), record.deadline_s)
             sends += self._announce(record, attempt, now)
         return sends
 
-    def _start_attempt(self, record: Record, now: float) -> Attempt:
-        """Place the request's next attempt. Nobody is told yet. Raises Unavailable, BadRequest."""
-        ask = self._ask(record)
-        placement = self.placer.choose(ask)
-        key = Key(record.spec.request_id, record.attempts, self._router)
-        detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
-        attempt = Attempt(key, detokenizer, ask, placement, len(record.token_ids), now)
-        record.attempt = attempt
-        record.times.dispatched(record.attempts, placement.first.info.id, attempt.predicted_s, now)
-        record.attempts += 1
-        return attempt
-
-    def _ask(self, record: Record) -> Ask:
-        """What the next attempt asks for. What is cached of a prompt is no help to who needs something of each of its tokens."""
-        spec, caches, names = record.spec, self._fleet.caches, self._block_names(record)
-        is_helped = names and spec.sampling.prompt_logprobs is None and spec.sampling.pooling is None
-        return Ask(
-            record.prompt_tokens,
-            record.remaining_tokens,
-            caches.match(names) if is_helped else NO_OVERLAP,
-            spec.session,
-            record.avoid | record.crowded,
-        )
-
-    def _block_names(self, record: Record) -> Sequence[int]:
-        """None where nobody wants to know what is cached."""
-        return record.block_names(size) if (size := self._fleet.caches.page_size) else ()
-
     def _announce(self, record: Record, attempt: Attempt, now: float) -> list[Send]:
         """Tell the detokenizer to expect the attempt's tokens, and its first member to serve it."""
         self._retelling.watch(attempt, now)
-        if names := self._block_names(record):
-            for member in {attempt.first, *attempt.candidates[:1]}:
-                self._fleet.caches.expect(member, names, now)
+        self._starter.expect(record, attempt, now)
         spec, first = record.spec, len(record.token_ids)
         left_s = record.deadline_s - now
         # Log probabilities of the prompt have come with the answer's first token.
@@ -327,7 +291,7 @@ class RequestBook:
         """Start the next attempt, or park the request until a member can serve it."""
         request_id = record.spec.request_id
         try:
-            attempt = self._start_attempt(record, now)
+            attempt = self._starter.start(record, now)
         except TandemError as error:
             self._parked[request_id] = Failed.of(error)
             if (Alarm.WAIT, request_id) not in self._alarms:

@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
-from common.config import RouterConfig
+from common.config import PolicyName, RouterConfig
 from common.errors import Overloaded
 from common.ids import RequestId, pack_ids
 from common.messages import Finished, Load
 from router.api.errors import response_to
 from router.metrics import RouterMetrics
-from tests.router.bench import D0, P0, P1, Bench, spec
+from tests.router.bench import D0, P0, P1, Bench, route, spec
 from tests.router.calls import metric
 
 STEP_S, TOKEN_S = 0.5, 0.1
@@ -90,7 +91,8 @@ def test_without_a_measured_pace_nothing_is_predicted_and_nothing_refused() -> N
 @pytest.mark.parametrize("choices", [1, 3])
 def test_a_request_that_would_be_too_late_is_refused_whole_and_told_when_to_come_again(choices: int) -> None:
     bench = busy_bench(100)
-    comes_s = 2 * STEP_S + (100 + 20 * choices) * TOKEN_S  # the last of them
+    own = 20 + 4 * (choices - 1)  # a prompt's choices share its whole pages, but for the last token's
+    comes_s = 2 * STEP_S + (100 + own) * TOKEN_S  # the last of them
     specs = [replace(spec(f"r{n}", n), timeout_s=comes_s - 1.5) for n in range(choices)]
     with pytest.raises(Overloaded, match="too late") as refused:
         bench.submit(*specs)
@@ -137,3 +139,15 @@ def test_a_prompt_that_was_refused_is_not_expected_to_be_cached_anywhere() -> No
     assert len(bench.core.fleet.caches) == 0
     bench.submit(replace(long, timeout_s=12.0))
     assert len(bench.core.fleet.caches) == 100 // 32
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
+def test_a_request_that_another_member_serves_in_time_goes_there_instead_of_being_refused(policy: PolicyName) -> None:
+    bench = Bench(P0, P1, D0, config=RouterConfig(prefill_policy=policy), places=False)
+    for each, tokens, token_s in ((P0, 2000, 0.001), (P1, 1000, 1.0)):  # the one with fewer tokens is the slower one
+        load = measured(waiting_tokens=tokens, tokens_to_compute=tokens)
+        bench.report(each, 0.0, structs.replace(load, chunk_token_s=token_s))
+    sent = [route(bench.submit(replace(spec(f"r{n}"), timeout_s=10.0)))[0] for n in range(4)]
+    assert sent == [P0.id] * 4 and bench.core.requests.predictions.rejected == 0
+    with pytest.raises(Overloaded, match="too late"):
+        bench.submit(replace(spec("late"), timeout_s=1.0))

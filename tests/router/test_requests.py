@@ -1,12 +1,14 @@
 """One request's life at the router's core: messages in, messages out, and exactly one ending."""
 
+from dataclasses import replace
+
 import pytest
 
 from common.config import Dispatch, RouterConfig
 from common.errors import Overloaded, Unavailable
 from common.ids import DETOKENIZER, RequestId, pack_ids
 from common.instance.ports import Send
-from common.messages import ExpectAnswer, Failed, Finished, Generate, Terms
+from common.messages import ExpectAnswer, Failed, Finished, Generate, Load, Terms
 from common.sampling_params import SamplingParams
 from router.outbox import ChoiceDelta
 from router.requests import RequestSpec
@@ -54,11 +56,16 @@ def test_a_request_carries_its_priority_its_age_and_what_is_left_of_its_time() -
     assert isinstance(ending, Failed) and ending.status == 504 and "20 s" in ending.message
 
 
-def test_the_choices_of_one_request_are_spread_over_the_fleet() -> None:
+def test_the_choices_of_one_prompt_go_together_while_there_is_room_and_other_prompts_go_elsewhere() -> None:
+    """Then the prompt is computed and pushed once. The memory of a decode instance is 256 tokens, and a choice takes 60."""
     bench = Bench(P0, D0, P1, D1)
-    sent = bench.submit(spec("a", 0), spec("b", 1))
-    assert {first for first, _ in generates(sent)} == {P0.id, P1.id}
-    assert {message.decodes[0] for _, message in generates(sent)} == {D0.id, D1.id}
+    for each in (P0, D0, P1, D1):
+        bench.report(each, 0.0, Load(pages_free=64, pages_total=64))
+    same = [spec(f"{n}", n, max_new_tokens=40) for n in range(5)]
+    sent = generates(bench.submit(*same, replace(spec("other", 5), prompt=pack_ids(range(20)))))
+    assert [first for first, _ in sent] == [sent[0][0]] * 5 + [sent[5][0]] and sent[5][0] != sent[0][0]
+    decodes = [message.decodes[0] for _, message in sent]
+    assert decodes[:4] == [decodes[0]] * 4 and decodes[4] != decodes[0]
 
 
 def test_beyond_max_requests_the_router_is_overloaded_and_nothing_is_dispatched() -> None:

@@ -1,0 +1,117 @@
+"""The starter: places requests and starts their attempts. Nobody is told yet.
+
+Owns what an attempt asks for, and two rules about new requests: the choices of one prompt go together, and a request that would
+be too late goes where it is served soonest, or is refused. Does not know texts, clients, or why an attempt follows another.
+"""
+
+from collections.abc import Sequence
+
+from common.config import RouterConfig
+from common.errors import TandemError
+from common.ids import InstanceId, Key, shard_of
+from router.ask import Ask
+from router.attempts import Attempt
+from router.cache_index import NO_OVERLAP, WholePrompt
+from router.fleet import Fleet
+from router.placer import Placement, Placer
+from router.predictions import Predictions
+from router.requests import Record
+
+
+class Starter:
+    """router: its name. detokenizers: the names of its detokenizers, by number."""
+
+    def __init__(
+        self,
+        router: InstanceId,
+        fleet: Fleet,
+        detokenizers: Sequence[InstanceId],
+        config: RouterConfig,
+        predictions: Predictions,
+    ) -> None:
+        self._router = router
+        self._fleet = fleet
+        self._detokenizers = detokenizers
+        self._predictions = predictions
+        self.placer = Placer(fleet.candidates, config)
+
+    def start(self, record: Record, now: float) -> Attempt:
+        """The request's next attempt. Raises Unavailable, BadRequest."""
+        ask = self._ask(record)
+        return _begin(record, self._attempt(record, ask, self.placer.choose(ask), now), now)
+
+    def start_all(self, records: Sequence[Record], now: float) -> list[Attempt]:
+        """The first attempts of all choices of a client's request, or none. Raises Overloaded, Unavailable, BadRequest."""
+        attempts = self._place_all(records, now, soonest=False)
+        if self._predictions.refusal(list(zip(records, attempts, strict=True)), now) is not None:
+            _release(attempts, now)
+            attempts = self._place_all(records, now, soonest=True)
+            refused = self._predictions.refusal(list(zip(records, attempts, strict=True)), now)
+            if refused is not None:
+                _release(attempts, now)
+                self._predictions.rejected += len(records)
+                raise refused
+        return [_begin(record, attempt, now) for record, attempt in zip(records, attempts, strict=True)]
+
+    def expect(self, record: Record, attempt: Attempt, now: float) -> None:
+        """Its first member is told now: others may follow the prompt."""
+        if names := self._block_names(record):
+            for member in {attempt.first, *attempt.candidates[:1]}:
+                self._fleet.caches.expect(member, names, now)
+
+    def _place_all(self, records: Sequence[Record], now: float, *, soonest: bool) -> list[Attempt]:
+        """soonest: where their first tokens come soonest, whatever the policies say."""
+        attempts: list[Attempt] = []
+        former: dict[bytes, Placement] = {}
+        try:
+            for record in records:
+                ask, same = self._ask(record), former.get(record.spec.prompt)
+                if same is not None and same.first.info.caches_prefixes and _can_share(record):
+                    ask = ask.sharing(WholePrompt(ask.overlap, same.first, ask.prompt_tokens))
+                    placement = self.placer.beside(same, ask)
+                else:
+                    placement = self.placer.soonest(ask, now) if soonest else self.placer.choose(ask)
+                    former[record.spec.prompt] = placement
+                attempts.append(self._attempt(record, ask, placement, now))
+        except TandemError:
+            _release(attempts, now)
+            raise
+        return attempts
+
+    def _attempt(self, record: Record, ask: Ask, placement: Placement, now: float) -> Attempt:
+        key = Key(record.spec.request_id, record.attempts, self._router)
+        detokenizer = self._detokenizers[shard_of(key, len(self._detokenizers))]
+        return Attempt(key, detokenizer, ask, placement, len(record.token_ids), now)
+
+    def _ask(self, record: Record) -> Ask:
+        """What the next attempt asks for."""
+        names = self._block_names(record)
+        return Ask(
+            record.prompt_tokens,
+            record.remaining_tokens,
+            self._fleet.caches.match(names) if names and _can_share(record) else NO_OVERLAP,
+            record.spec.session,
+            record.avoid | record.crowded,
+        )
+
+    def _block_names(self, record: Record) -> Sequence[int]:
+        """None where nobody wants to know what is cached."""
+        return record.block_names(size) if (size := self._fleet.caches.page_size) else ()
+
+
+def _can_share(record: Record) -> bool:
+    """What is cached of a prompt is no help to who needs something of each of its tokens."""
+    sampling = record.spec.sampling
+    return sampling.prompt_logprobs is None and sampling.pooling is None
+
+
+def _begin(record: Record, attempt: Attempt, now: float) -> Attempt:
+    record.attempt = attempt
+    record.times.dispatched(record.attempts, attempt.first.info.id, attempt.predicted_s, now)
+    record.attempts += 1
+    return attempt
+
+
+def _release(attempts: Sequence[Attempt], now: float) -> None:
+    for attempt in attempts:
+        attempt.release(now)
