@@ -15,9 +15,9 @@ Measured behaviour that shapes this file:
 - A wait cannot be cancelled, and a wait that times out ends the group. So silence ends the pair, and an idle sender sends an
   empty header now and then.
 - A group is closed by dropping the last reference; its `abort` and `shutdown` leave the peer waiting.
-- When the peer closes the connection, Gloo fails a pending receive at once, but not a send that is half written: the wait for
-  that one times out, which hides that the peer is gone. So the sender posts the receive of the answer before it sends, and waits
-  for the answer first.
+- When the peer closes the connection, Gloo fails a pending receive at once, but neither a send that is half written nor a receive
+  that has half arrived: the wait for these times out, which hides that the peer is gone. So the sender posts the receive of the
+  answer before it sends, and waits for the answer first. A receiver whose sender dies within a slice ends after the silence.
 
 On CUDA the bytes go over NCCL, and header and answer over Gloo. Read in torch 2.11 and not measured:
 

@@ -35,7 +35,8 @@ from tests.kv_transfer.pools import make_pool
 POLL_S = 1e-3
 START_S = 60.0
 THREADS_S = 3.0
-"""How long the threads of a transport that is closed may take to end."""
+"""How long the threads of a closed transport may take to end, beyond its silence: Gloo does not fail a receive that has half
+arrived when the sender dies."""
 ANY_KEY = Key(RequestId("any"), 0, ROUTER)
 
 
@@ -202,7 +203,7 @@ def main(plan: Plan, parent: "Parent[Call, Report]") -> None:
             return Answer(refused=str(error))
         if call.method != "end":
             return answer
-        left = threads_left()
+        left = threads_left(plan.silence_s + THREADS_S)
         parent.report(Answer(refused=f"threads are left: {left}" if left else None))
         return None
 
@@ -228,9 +229,9 @@ def transport_of(plan: Plan) -> Transport:
             assert_never(plan.transport)
 
 
-def threads_left() -> list[str]:
-    """The names of the threads that have not ended, beside this one."""
-    until = time.monotonic() + THREADS_S
+def threads_left(timeout_s: float) -> list[str]:
+    """The names of the threads that have not ended by then, beside this one."""
+    until = time.monotonic() + timeout_s
     for thread in set(threading.enumerate()) - {threading.current_thread()}:
         thread.join(max(0.0, until - time.monotonic()))
     return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
