@@ -177,11 +177,10 @@ class Attempt:
     def start_again(self, now: float, told_round: int) -> None:
         """Count its silence from now: its tokens are asked for again. What members answer in rounds up to this one decides
         nothing."""
-        seemed = self.seemed_lost
-        self.restart_silence(now)
-        self.seemed_lost = seemed
+        self.silent_since_s = now
         self.was_told_again = self._was_opened_again = True
         self._told_round = told_round
+        self._answers.clear()
 
     def withdraw(self) -> list[Send]:
         """End it for members and detokenizer that believe it is open. A lost member is told too: it may only be silent, and then

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.deadlines import DeadlineWheel, earliest
 from common.errors import DeadlinePassed, InstanceFailed, Preempted, TandemError, Unavailable
-from common.ids import ID_BYTES, InstanceId, Key, Life, RequestId
+from common.ids import InstanceId, Key, Life, RequestId
 from common.instance.ports import Send
 from common.messages import Ending, Failed, Finished, Generate, Placed, Probed, Terms, TextDelta
 from common.tracing import Recorder
@@ -125,8 +125,7 @@ class RequestBook:
         records: list[Record] = []
         for spec in specs:
             timeout_s = self._config.request_timeout_s if spec.timeout_s is None else spec.timeout_s
-            prompt_tokens = len(spec.prompt) // ID_BYTES
-            times = RequestTimes(spec.request_id, spec.index, spec.owner, prompt_tokens, received_s, now)
+            times = RequestTimes(spec.request_id, spec.index, spec.owner, spec.prompt_tokens, received_s, now)
             records.append(Record(spec, outbox, times, timeout_s))
         try:
             attempts = self._starter.start_all(records, now)

@@ -38,6 +38,10 @@ class RequestSpec:
     session: str = ""
     blocks: BlockNames | None = None
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // ID_BYTES
+
 
 class Phase(StrEnum):
     """Where an open request is."""
@@ -99,7 +103,7 @@ class Record:
     @property
     def prompt_tokens(self) -> int:
         """Length of the next attempt's prompt."""
-        return len(self.spec.prompt) // ID_BYTES + len(self.token_ids)
+        return self.spec.prompt_tokens + len(self.token_ids)
 
     def block_names(self, page_size: int) -> Sequence[int]:
         """Of the next attempt's prompt. They are kept, so only tokens of the answer that have come since are named."""

@@ -7,7 +7,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 
-from common.ids import ID_BYTES
 from common.messages import Ending, Failed
 from router.requests import RequestSpec
 from simulation.client import Client
@@ -54,7 +53,7 @@ class MeasuredClient(Client):
         self.outbox.wake = self._read
         self.pushed_bytes = 0
         self._turn = turn
-        self._prompt_tokens = len(spec.prompt) // ID_BYTES
+        self._prompt_tokens = spec.prompt_tokens
         self._clock = clock
         self._measured = measured
         self._over = over

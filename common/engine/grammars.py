@@ -12,9 +12,9 @@ import queue
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -22,10 +22,13 @@ from common.engine.grammar_limits import check_size
 from common.engine.json_schemas import check_regex, check_schema
 from common.engine.structural_tags import check_structural_tag
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
+from common.messages import Failed
 from common.sampling_params import Grammar
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, TokenizerInfo
+
+K = TypeVar("K")
 
 _log = logging.getLogger(__name__)
 COMPILERS = 2
@@ -43,6 +46,19 @@ class Preparation(Protocol):
 
     def poll(self) -> bool:
         """Whether rows with this grammar can be launched now. Raises an error of the tree when they never can."""
+
+
+def take_prepared(preparing: dict[K, Preparation]) -> Iterator[tuple[K, Failed | None]]:
+    """Take out those that are over, each with why it can never be used, or None when it is ready."""
+    for key, preparation in list(preparing.items()):
+        refused: Failed | None = None
+        try:
+            if not preparation.poll():
+                continue
+        except TandemError as error:
+            refused = Failed.of(error)
+        del preparing[key]
+        yield key, refused
 
 
 class Compiling(Protocol):

@@ -64,8 +64,7 @@ class CacheTeller:
         return self._told_s if self._asking else self._told_s + GATHER_S
 
     def tick(self, now: float) -> list[Send]:
-        log = self._cache.log
-        due_s = None if log is None else self.next_deadline()
+        log, due_s = self._cache.log, self.next_deadline()
         if log is None or due_s is None or now < due_s:
             return []
         sends: list[Send] = []

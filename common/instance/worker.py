@@ -14,9 +14,8 @@ import msgspec
 
 from common.deadlines import DeadlineWheel, earliest
 from common.engine.executor import Executor, StepHandle
-from common.engine.grammars import Preparation
+from common.engine.grammars import Preparation, take_prepared
 from common.engine.plan import Plan
-from common.errors import TandemError
 from common.ids import ROUTER, InstanceId, Key, text_name
 from common.instance.membership import State
 from common.instance.memberships import Lost, Memberships, Met, RouterNews
@@ -36,7 +35,7 @@ from common.instance.ports import (
     Transfers,
 )
 from common.instance.tracer import InstanceTracer
-from common.messages import Drain, Failed, Peers, Refused, Timeline, Trace, Welcome
+from common.messages import Drain, Peers, Refused, Timeline, Trace, Welcome
 from common.messages.base import fits
 
 STEPS_IN_FLIGHT = 2
@@ -160,14 +159,7 @@ class InstanceWorker(Generic[M]):
 
     def _take_prepared(self, now: float) -> None:
         """Tell the scheduler which grammars are ready, and which never will be."""
-        for key, preparation in list(self._preparing.items()):
-            refused: Failed | None = None
-            try:
-                if not preparation.poll():
-                    continue
-            except TandemError as error:
-                refused = Failed.of(error)
-            del self._preparing[key]
+        for key, refused in take_prepared(self._preparing):
             self._act(self._scheduler.handle(Prepared(key, refused), now))
 
     def _take_steps(self, now: float) -> None:

@@ -13,7 +13,7 @@ from router.ask import Ask
 from router.candidates import Candidates, Pool
 from router.cost import alone, at_decode, of_prefill
 from router.members import Member
-from router.policies.port import Suits
+from router.policies.port import Suits, others
 
 RANDOM, DEEPEST = 4, 3
 """How many random members it compares, and how many of those that have most of the prompt."""
@@ -37,8 +37,7 @@ class CacheAware:
         cost = self._cost(ask, source, some)
         if some:
             yield sorted(some, key=rank)
-        if rest := sorted((member for member in pool if suits(member) and member not in some), key=rank):
-            yield rest
+        yield from others(some, pool, suits, rank)
 
     def chose(self, member: Member) -> None:
         """Its cost grows by the request."""

@@ -11,7 +11,7 @@ from common.ids import Role
 from router.ask import Ask
 from router.candidates import Candidates, Pool
 from router.members import Member
-from router.policies.port import CANDIDATES, Suits
+from router.policies.port import CANDIDATES, Suits, others
 
 SAMPLE = 8
 """How many members `least_loaded` compares."""
@@ -30,8 +30,7 @@ class LeastLoaded:
         some = list(filter(suits, self._candidates.some(pool, max(compared, CANDIDATES))))
         if some:  # those that are not compared stand behind: a placement names more members than a small sample has
             yield sorted(some[:compared], key=load) + sorted(some[compared:], key=load)
-        if rest := sorted((member for member in pool if suits(member) and member not in some), key=load):
-            yield rest
+        yield from others(some, pool, suits, load)
 
     def chose(self, member: Member) -> None:
         """Its load grows by the request."""

@@ -18,6 +18,14 @@ Suits: TypeAlias = Callable[[Member], bool]
 """Whether a member can serve the request."""
 
 
+def others(
+    some: Sequence[Member], pool: Pool, suits: Suits, rank: Callable[[Member], float | tuple[float, ...]]
+) -> Iterator[Sequence[Member]]:
+    """All that suit but these, the least first, as a group for whoever could use none of these."""
+    if rest := sorted((member for member in pool if suits(member) and member not in some), key=rank):
+        yield rest
+
+
 class Policy(Protocol):
     """Ranks the members of one role. Its cost must not grow with the fleet while most members suit."""
 

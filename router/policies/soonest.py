@@ -11,7 +11,7 @@ from router.ask import Ask
 from router.candidates import Candidates, Pool
 from router.cost import predict_ttft
 from router.members import Member
-from router.policies.port import Suits
+from router.policies.port import Suits, others
 
 RANDOM, DEEPEST = 64, 3
 """Only requests that would be refused come here, so it compares more members than a policy does."""
@@ -30,13 +30,15 @@ class Soonest:
         return inf if predicted_s is None else predicted_s
 
     def groups(self, pool: Pool, suits: Suits, ask: Ask, source: Member | None) -> Iterator[Sequence[Member]]:
+        def rank(member: Member) -> float:
+            return self.ttft_s(member, ask)
+
         some = list(filter(suits, self._candidates.some(pool, RANDOM)))
         if some:
             deepest = ask.overlap.deepest(some[0].info.role, DEEPEST, suits)
             some = list(dict.fromkeys(chain(some, deepest)))
-            yield sorted(some, key=lambda member: self.ttft_s(member, ask))
-        if rest := [member for member in pool if suits(member) and member not in some]:
-            yield sorted(rest, key=lambda member: self.ttft_s(member, ask))
+            yield sorted(some, key=rank)
+        yield from others(some, pool, suits, rank)
 
     def chose(self, member: Member) -> None:
         """It is used once."""

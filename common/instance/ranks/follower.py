@@ -9,13 +9,11 @@ from typing import assert_never
 
 from common.deadlines import earliest
 from common.engine.executor import Executor, StepHandle
-from common.engine.grammars import Preparation
-from common.errors import TandemError
+from common.engine.grammars import Preparation, take_prepared
 from common.instance.ports import Mail, Transfers
 from common.instance.ranks.line import SILENCE_S, Line, RankLost
 from common.instance.ranks.orders import pack_event, unpack_order
 from common.instance.ranks.plans import digest_tokens, unpack_plan
-from common.messages import Failed
 from common.messages.ranks import (
     Agreed,
     AskDrain,
@@ -138,13 +136,6 @@ class FollowerLoop:
             self._mail.send(self._line.to, StepReturned(number=self._line.next(), step=step.number, digest=digest))
 
     def _report_grammars(self) -> None:
-        for grammar_id, preparation in list(self._preparing.items()):
-            refused: Failed | None = None
-            try:
-                if not preparation.poll():
-                    continue
-            except TandemError as error:
-                refused = Failed.of(error)
-            del self._preparing[grammar_id]
+        for grammar_id, refused in take_prepared(self._preparing):
             prepared = GrammarPrepared(number=self._line.next(), grammar_id=grammar_id, refused=refused)
             self._mail.send(self._line.to, prepared)
