@@ -1,37 +1,24 @@
-"""The small C kernel: compiled by the system's compiler at first use, cached, and called through ctypes.
+"""Decode attention by the small C kernel, called through ctypes.
 
-Owns the compiled library. Does not know models or rows. Without a compiler there is no kernel, and the caller uses torch.
+Owns the call. Does not know models or rows. Without a compiler there is no kernel, and the caller uses torch.
 """
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor, empty, empty_like, float32
 
-SOURCE = Path(__file__).with_name("paged_attention.c")
-FLAGS = (
-    *("-O3", "-march=native", "-shared", "-fPIC"),
-    # These let the compiler vectorise sums. Not -ffast-math: a library linked with it turns off subnormal numbers in the process.
-    *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-freciprocal-math"),
-)
-COMPILE_S = 60.0
+from common.engine.native.build import load
 
-_log = logging.getLogger(__name__)
+SOURCE = Path(__file__).with_name("paged_attention.c")
 
 
 class PagedAttentionKernel:
     """Decode attention in C. threads: how many threads share the rows."""
 
-    def __init__(self, library: Path, threads: int) -> None:
-        self._function = ctypes.CDLL(str(library)).paged_attention
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self._function = library.paged_attention
         self._function.restype = ctypes.c_int
         pointers, sizes, counts = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 6, [ctypes.c_int] * 4
         self._function.argtypes = [*pointers, *sizes, *counts, ctypes.c_float, ctypes.c_void_p, ctypes.c_void_p]
@@ -76,32 +63,6 @@ class PagedAttentionKernel:
 
 
 def load_kernel(threads: int) -> PagedAttentionKernel | None:
-    """The kernel, compiled now unless it is cached. Returns None, and logs why, when it cannot be compiled."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        _log.warning("no C compiler: decode attention gathers pages with torch, which is slower")
-        return None
-    try:
-        return PagedAttentionKernel(_compiled(compiler), threads)
-    except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("the attention kernel could not be compiled (%s): decode attention gathers pages with torch", error)
-        return None
-
-
-def _compiled(compiler: str) -> Path:
-    """The library for this source, these flags, this compiler and this processor."""
-    cpu = Path("/proc/cpuinfo")
-    model = next((line for line in cpu.read_text().splitlines() if line.startswith("flags")), "") if cpu.exists() else ""
-    parts = (SOURCE.read_text(), *FLAGS, compiler, platform.machine(), model)
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
-    library = folder / f"paged_attention-{name}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / library.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-        made.replace(library)  # atomic: two processes may compile at once
-    return library
+    """None where there is no library."""
+    library = load(SOURCE)
+    return None if library is None else PagedAttentionKernel(library, threads)
