@@ -33,6 +33,10 @@ class Cluster:
         member = _members(await self._page()).get(name)
         return None if member is None else str(member["incarnation"])
 
+    async def rank_pids(self, name: str) -> list[int]:
+        """The processes of a member, in the order of ranks. Raises KeyError when there is no such member."""
+        return [rank["pid"] for rank in _members(await self._page())[name]["ranks"]]
+
     async def samples(self, name: str) -> list[tuple[Mapping[str, str], float]]:
         """Labels and values of one metric."""
         return await asyncio.to_thread(self._pages.samples, name)

@@ -4,6 +4,8 @@ Owns the plan of a run, the rotation and its pace. Does not know requests.
 
     role 0   strike ─── down ─── back ─ whole ─ strike ───                  one instance of a role at a time,
     role 1          strike ─── down ─── back ─ whole ─ strike ───           the roles in turn
+
+An instance of several ranks ends when any of them is killed, and also when one is stopped for longer than the others bear.
 """
 
 import asyncio
@@ -27,6 +29,8 @@ PAUSE_S = (4.0, 8.0)
 """How long a stopped instance is left stopped."""
 END_S = 60.0
 """A struck process has ended within this."""
+SETTLE_S = 10.0
+"""When a rank that was stopped goes on, its instance has ended within this, or does not end."""
 WHOLE_S = 90.0
 """An instance that runs again is live and linked within this; the machine may be busy."""
 
@@ -51,7 +55,7 @@ class Plan:
 @dataclass(slots=True)
 class Fault:
     """at_s: when the signal was sent. over_s: when the process had ended, or could go on. back_s: when it ran again. whole_s:
-    when it was live and linked again. In seconds of the loop's clock."""
+    when it was live and linked again. In seconds of the loop's clock. rank: which process of the victim was struck."""
 
     number: int
     kind: Kind
@@ -61,6 +65,10 @@ class Fault:
     over_s: float = 0.0
     back_s: float = 0.0
     whole_s: float = 0.0
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.victim}" + (f" rank {self.rank}" if self.rank else "")
 
 
 @dataclass(slots=True)
@@ -115,30 +123,59 @@ class Faults:
     async def _strike(self, number: int, role: _Role) -> None:
         victim, kind = next(role.turns)
         await self._cluster.until_busy(victim, WHOLE_S)  # a strike at an idle instance proves nothing
-        if kind != "stop":
+        ranks = self._plan.shape.tp
+        if kind != "stop" or ranks > 1:
             incarnation = await self._cluster.incarnation(victim)
             assert incarnation is not None, "it is whole"
             role.former[victim] = incarnation
         loop = asyncio.get_running_loop()
         fault = Fault(number, kind, role.name, victim, loop.time())
         self.past.append(fault)
-        self._fleet.process(victim).strike(SIGNALS[kind])
+        if ranks > 1:
+            fault.rank = self._random.randrange(ranks)
+            pid = (await self._cluster.rank_pids(victim))[fault.rank]
+            fault.at_s = loop.time()
+            self._fleet.process(victim).strike_rank(pid, SIGNALS[kind])
+            recovery = self._recover_stopped_rank(fault, pid, role) if kind == "stop" else self._recover(fault)
+        else:
+            self._fleet.process(victim).strike(SIGNALS[kind])
+            recovery = self._recover_stopped(fault) if kind == "stop" else self._recover(fault)
         role.down = fault
-        role.recovery = loop.create_task(self._recover(fault))
+        role.recovery = loop.create_task(recovery)
+
+    async def _recover_stopped(self, fault: Fault) -> None:
+        await asyncio.sleep(self._random.uniform(*PAUSE_S))
+        self._fleet.process(fault.victim).strike(signal.SIGCONT)
+        fault.over_s = fault.back_s = asyncio.get_running_loop().time()
+
+    async def _recover_stopped_rank(self, fault: Fault, pid: int, role: _Role) -> None:
+        """The other ranks end when they have heard nothing for long enough, and it ends when it goes on."""
+        process = self._fleet.process(fault.victim)
+        await asyncio.sleep(self._random.uniform(*PAUSE_S))
+        process.strike_rank(pid, signal.SIGCONT)
+        if await process.end(SETTLE_S) is not None:
+            await self._recover(fault)
+            return
+        process.is_struck = False  # the others were too busy to miss it
+        del role.former[fault.victim]
+        fault.over_s = fault.back_s = asyncio.get_running_loop().time()
 
     async def _recover(self, fault: Fault) -> None:
+        """Once it has ended, start it again."""
         process = self._fleet.process(fault.victim)
         clock = asyncio.get_running_loop().time
-        if fault.kind == "stop":
-            await asyncio.sleep(self._random.uniform(*PAUSE_S))
-            process.strike(signal.SIGCONT)
-            fault.over_s = clock()
-        else:
-            status = await process.end(END_S)
-            if status != (0 if fault.kind == "term" else -signal.SIGKILL):
-                self._fleet.problems.append(f"{fault.victim}, struck by {fault.kind}, ended with status {status}")
-                process.kill()
-            fault.over_s = clock()
-            await asyncio.sleep(self._plan.away_s)
-            await self._fleet.start_instance(fault.victim)
+        status = await process.end(END_S)
+        if status != _status_after(fault):
+            self._fleet.problems.append(f"{fault.victim}, struck by {fault.kind}, ended with status {status}")
+            process.kill()
+        fault.over_s = clock()
+        await asyncio.sleep(self._plan.away_s)
+        await self._fleet.start_instance(fault.victim)
         fault.back_s = clock()
+
+
+def _status_after(fault: Fault) -> int:
+    """With which the instance ends. Rank 0 ends with 1 when it has lost a rank, and when it went on and all others had ended."""
+    if fault.kind == "term":
+        return 0
+    return -signal.SIGKILL if fault.kind == "kill" and fault.rank == 0 else 1

@@ -40,7 +40,8 @@ class Shape:
     heartbeat_s: float = option(0.5, "the router's flag")
     dead_after_s: float = option(3.0, "the router's flag")
     drain_timeout_s: float = option(1.5, "the instances' flag")
-    kv_memory: str = option("64MiB", "of an instance")
+    kv_memory: str = option("64MiB", "of a rank")
+    tp: int = option(1, "ranks of each instance: a fault strikes one of them, and the instance ends whichever it is")
     log_level: str = option("info", "of every process")
 
     def names(self, role: Role) -> list[str]:
@@ -66,6 +67,12 @@ class Process(Child):
         """Send it a signal. One that is not SIGSTOP or SIGCONT is to end it."""
         self.is_struck = self.is_struck or number not in (signal.SIGSTOP, signal.SIGCONT)
         self.signal(number)
+
+    def strike_rank(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to one of its ranks, which this process may be itself. It is to end all of them."""
+        self.is_struck = True
+        with contextlib.suppress(ProcessLookupError):  # its leader has killed it, because it was stopped
+            os.kill(pid, number)
 
     async def end(self, limit_s: float) -> int | None:
         """Its exit status, or None when it does not end in time."""
@@ -113,7 +120,7 @@ class Fleet:
         shape = self.shape
         flags = [
             f"--router={self._control}", f"--name={name}", "--device=cpu", "--dtype=float32", "--threads=1",
-            f"--kv-memory={shape.kv_memory}", f"--drain-timeout-s={shape.drain_timeout_s}",
+            f"--kv-memory={shape.kv_memory}", f"--drain-timeout-s={shape.drain_timeout_s}", f"--tp={shape.tp}",
         ]  # fmt: skip
         await self._start(name, name.partition("-")[0], flags)
 

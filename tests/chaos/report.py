@@ -5,7 +5,8 @@ Owns the tables. Judges nothing.
 Which instance serves a stream cannot be seen from outside. A stream that was on an instance when it was killed or stopped waits
 until the router knows: so a gap that spans the moment, and is as long as that takes at least, is one of those.
 
-    kill    the connection breaks, and two heartbeats pass, or the next life of the instance registers
+    kill    the connection breaks, and two heartbeats pass, or the next life of the instance registers; a rank that is not
+            rank 0: its leader says goodbye when the host refuses connections to it
     stop    --dead-after-s pass since the last heartbeat, or the instance goes on
     term    nothing waits for the drain to end: the longest gap of every stream that was open meanwhile counts
 """
@@ -23,6 +24,8 @@ from tests.chaos.fleet import Shape
 
 AFTER_S = 1.0
 """What waited for an instance goes on within this of when its loss is known."""
+REFUSED_S = 0.3
+"""A host refuses connections to a process that is gone no earlier."""
 LONGEST = 8
 """Gaps that are listed."""
 HEADER = f"{'gaps between tokens, s':<44} {'streams':>8} {'median':>8} {'p90':>8} {'worst':>8}"
@@ -62,7 +65,7 @@ def summary(outcome: Outcome) -> Iterator[str]:
     tokens = sum(answer.tokens for answer in answers)
     resumes = ", ".join(f"{reason} {count}" for reason, count in sorted(outcome.resumes.items()))
     rows = {
-        "fleet": f"{shape.prefill} prefill, {shape.decode} decode",
+        "fleet": f"{shape.prefill} prefill, {shape.decode} decode" + (f", --tp {shape.tp}" if shape.tp > 1 else ""),
         "heartbeats": f"every {shape.heartbeat_s:g} s, dead after {shape.dead_after_s:g} s",
         "faults": f"{len(outcome.faults)} in {outcome.seconds:.0f} s ({faults})",
         "requests, choices, tokens": f"{len(answers)}, {sum(len(answer.choices) for answer in answers)}, {tokens}",
@@ -97,7 +100,7 @@ def longest(outcome: Outcome) -> Iterator[str]:
     gaps = [(gap, answer) for answer in outcome.answers for gaps in answer.gaps() for gap in gaps]
     for gap, answer in sorted(gaps, key=lambda pair: pair[0].seconds, reverse=True)[:LONGEST]:
         near = [fault for fault in outcome.faults if gap.overlaps(*_unknown(fault, outcome.shape))]
-        causes = ", ".join(f"{fault.kind} {fault.victim} at {fault.at_s - began_s:.1f}" for fault in near)
+        causes = ", ".join(f"{fault} at {fault.at_s - began_s:.1f}" for fault in near)
         what = "first token" if gap.is_first else "next token"
         times = f"{gap.start_s - began_s:.1f} to {gap.end_s - began_s:.1f} ({gap.seconds:.1f} s)"
         yield f"request {answer.request.number} waited for its {what} from {times}; {causes or 'no fault'}"
@@ -145,7 +148,8 @@ def _known_s(fault: Fault, shape: Shape) -> float:
     """When the router knows at the earliest that the victim was killed or stopped. A stop may count from two heartbeats before,
     for a busy machine beats late."""
     beats_s = 2 * shape.heartbeat_s
-    alone_s = fault.at_s + (beats_s if fault.kind == "kill" else shape.dead_after_s - beats_s)
+    killed_s = beats_s if fault.rank == 0 else REFUSED_S
+    alone_s = fault.at_s + (killed_s if fault.kind == "kill" else shape.dead_after_s - beats_s)
     return min(alone_s, fault.back_s)
 
 

@@ -81,7 +81,7 @@ class _Run:
         began_s = self.clock()
 
         def on_whole(fault: Fault) -> None:
-            words = f"{fault.at_s - began_s:6.1f} s  {fault.kind} {fault.victim}, whole after {fault.whole_s - fault.at_s:.1f} s"
+            words = f"{fault.at_s - began_s:6.1f} s  {fault}, whole after {fault.whole_s - fault.at_s:.1f} s"
             self.say(f"{words}; {len(outcome.answers)} answers, {sum(bool(a.errors) for a in outcome.answers)} with errors")
 
         faults = Faults(self.fleet, cluster, plan, on_whole)
