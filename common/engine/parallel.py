@@ -11,6 +11,7 @@ may be captured in a CUDA graph with them.
 
 import os
 import socket
+import threading
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ _ERRORS = (RuntimeError, ValueError, OSError)
 """What torch.distributed raises. Its own errors are RuntimeErrors."""
 _PATIENCE = timedelta(days=1)
 """A rank waits for the others for as long as it takes them to load. Silence is for the leader to notice."""
+LEAVE_S = 2.0
+"""How long leaving a group may take."""
 
 
 class Group(Protocol):
@@ -90,9 +93,19 @@ class TorchGroup:
         return parts.view(self.ranks, rows, part).transpose(0, 1).reshape(rows, self.ranks * part)
 
     def close(self) -> None:
-        """Leave: from any thread, for good. Kernels on CUDA that wait for other ranks end."""
-        self._group.abort()
-        self._group = None  # Gloo keeps its connections while this is held
+        """Leave: from any thread, for good. Kernels on CUDA that wait for other ranks end. Idempotent.
+
+        Takes LEAVE_S at most. Gloo leaves only when the call that is under way has ended, which it never does while another rank
+        is stopped. Such a call goes on until that rank leaves, or until this process ends.
+        """
+        leaving = threading.Thread(target=self._leave, name="leave group", daemon=True)
+        leaving.start()
+        leaving.join(LEAVE_S)
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # when this returns the group is gone: Gloo keeps its connections while it is held
 
 
 def _finish(work: Any) -> None:

@@ -30,7 +30,7 @@ CONNECT_S = 60.0
 T = TypeVar("T")
 
 
-def on_ranks(ranks: int, run: Callable[[Group], T]) -> list[T]:
+def on_ranks(ranks: int, run: Callable[[TorchGroup], T]) -> list[T]:
     """What `run` returned on each rank. A rank that fails leaves, which ends the others."""
     store = open_store(HOST)
 

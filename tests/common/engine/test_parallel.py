@@ -1,14 +1,16 @@
 """The collectives of a group of ranks, against sums and concatenations of what each rank gave."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from common.engine import parallel
 from common.engine.parallel import ALONE, Group, TorchGroup, open_store, reach_store
 from common.errors import ConfigError
-from tests.common.engine.ranks import CPU, HOST, on_ranks
+from tests.common.engine.ranks import CONNECT_S, CPU, HOST, on_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,6 +41,30 @@ def test_a_rank_that_leaves_breaks_the_sums_of_the_others() -> None:
             with pytest.raises(RuntimeError, match=r"(?i)connection|broken pipe"):
                 group.sum(torch.ones(4))
         return True
+
+    assert on_ranks(2, run) == [True, True]
+
+
+def fail_to_sum(group: TorchGroup) -> None:
+    with pytest.raises(RuntimeError):
+        group.sum(torch.ones(4))
+
+
+def test_leaving_waits_for_no_rank_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "LEAVE_S", 0.1)
+    left = threading.Event()
+
+    def run(group: TorchGroup) -> bool:
+        """Rank 1 is stopped, as far as rank 0 can tell: it takes no part in a sum, and keeps its connection."""
+        if group.rank == 0:
+            step = threading.Thread(target=fail_to_sum, args=(group,))
+            step.start()
+            step.join(0.1)
+            group.close()
+            assert step.is_alive(), "rank 1 is there"
+            left.set()
+            return True
+        return left.wait(CONNECT_S)
 
     assert on_ranks(2, run) == [True, True]
 
