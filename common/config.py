@@ -182,7 +182,9 @@ class InstanceConfig:
     prefix_cache: Switch = option(
         "on", "on: keep the KV of prompts and answers while memory is left, for later requests that begin alike; off: never"
     )
-    verify_pages: Switch = option("off", "on: compare a checksum of each KV page at both ends of a transfer")
+    verify_pages: Switch = option(
+        "off", "on: compare a checksum of each KV page at both ends of a transfer; the same in the whole fleet, off with --tp"
+    )
 
     @property
     def routers(self) -> tuple[str, ...]:

@@ -173,4 +173,5 @@ def _describe(
         max_running=engine.max_rows,
         started_ns=time.time_ns(),
         caches_prefixes=instance.prefix_cache == "on",
+        verifies_pages=instance.verify_pages == "on",
     )

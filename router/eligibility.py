@@ -14,6 +14,11 @@ from common.pages.heads import heads_of
 
 INT32_END = 2**31
 """Page ids and sizes travel as int32."""
+ADVICE = {
+    "context": ": give every instance the same --context-tokens",
+    "--verify-pages": ": give every instance the same one; it must be off where an instance has several ranks (--tp)",
+}
+"""What to do about a property that differs."""
 MAX_WIRE_BYTES = 2**20
 """Limit on the transport's descriptors of an instance, over its pools. One Peers message holds those of all peers and must fit a
 frame."""
@@ -118,6 +123,7 @@ def likeness(info: InstanceInfo) -> tuple[tuple[str, Hashable], ...]:
         ("layout version", layout.version),
         ("KV layout", (layout.layers, _kv_heads(info), layout.head_dim)),
         ("transport", pool.backend),
+        ("--verify-pages", "on" if info.verifies_pages else "off"),
     )
 
 
@@ -125,6 +131,5 @@ def difference(info: InstanceInfo, member: InstanceInfo) -> str | None:
     """The first property that must match a member's and does not, with both values; None when all match."""
     for (name, asked), (_, expected) in zip(likeness(info), likeness(member), strict=True):
         if asked != expected:
-            advice = ": give every instance the same --context-tokens" if name == "context" else ""
-            return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}{advice}"
+            return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}{ADVICE.get(name, '')}"
     return None

@@ -111,6 +111,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """When this life began: nanoseconds of Unix time, by its host's clock. 0: an older version, which does not say."""
     caches_prefixes: bool = True
     """Whether it has a prefix cache."""
+    verifies_pages: bool = False
+    """Whether it sends the digests of pages that it pushes, and compares those of pages that it receives."""
 
     @property
     def total_pages(self) -> int:
