@@ -107,10 +107,12 @@ class EngineConfig:
     kv_memory: str = option(
         "auto",
         "memory for KV pages: an amount such as 40GiB, or a share of the device's whole memory such as 40%; auto: what is left "
-        "beside the model",
+        "beside the model in this instance's part of the memory, and the log says why",
     )
     sharers: int = option(
-        1, "instances on this device: --kv-memory auto takes this part of its memory (launch local sets it for the GPUs)"
+        0,
+        "instances that share the device's memory: --kv-memory auto takes this part of it; launch local counts them; 0: one on a "
+        "GPU; on CPU two, or as many as have such --threads",
     )
     context_tokens: int = option(
         0, "most tokens of prompt and answer together; 0: the model's own limit, capped to what the KV memory holds"
@@ -136,7 +138,7 @@ class EngineConfig:
         require(self.layer_groups >= 0, "layer-groups", "0 or more", self.layer_groups)
         require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
         require(0 <= self.threads <= 4096, "threads", "between 0 and 4096", self.threads)
-        require(1 <= self.sharers <= 64, "sharers", "between 1 and 64", self.sharers)
+        require(0 <= self.sharers <= 4096, "sharers", "between 0 and 4096", self.sharers)
         parse_memory(self.kv_memory, "kv-memory", total_bytes=2**40)
         require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
         _require_choices(self)

@@ -50,7 +50,7 @@ def make_executor(
         from common.engine.timed_checkpoint import TimedCheckpoint
 
         engine = with_step_size(engine, "cpu")
-        return engine, TimedCheckpoint(model, engine, wake, share.rank, share.ranks, share.agree)
+        return engine, TimedCheckpoint(model, engine, wake, progress, share.rank, share.ranks, share.agree)
     from common.engine.device import device_of, with_device_defaults
     from common.engine.parallel import ALONE
     from common.engine.torch_executor import TorchExecutor

@@ -1,11 +1,11 @@
 """The KV budget: how many bytes to use for KV, how many pages that makes, and how long a context they hold.
 
-Owns the arithmetic, and what `--kv-memory` means. Allocates nothing. What a GPU has left is measured in `kv_meter.py`.
+Owns the arithmetic, and what `--kv-memory` means. Allocates nothing. What auto means is in `kv_host.py` for a host's memory;
+what a GPU has left is measured in `kv_meter.py`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.config import parse_memory
 from common.errors import ConfigError, MemoryShort
@@ -13,7 +13,6 @@ from common.pages.layout import KVLayout
 
 Agree = Callable[[int], int]
 """Pages that this rank can hold → pages that all ranks use."""
-_CPU_SHARE, _CPU_MOST, _CPU_FREE_SHARE = 0.125, 2**30, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +66,6 @@ def given_kv_bytes(kv_memory: str, device: str, total_bytes: int) -> int | None:
     if given is not None and given > total_bytes:
         raise ConfigError(f"--kv-memory {kv_memory} is more than {device} has, which is {gib(total_bytes)}")
     return given
-
-
-def auto_host_kv_bytes(sharers: int = 1) -> int:
-    """What `--kv-memory auto` stands for on CPU: a share of the host's memory, not of what is free now. So equal hosts get equal
-    pools, unless memory is short. sharers: instances on this host that have equal parts of it."""
-    total_bytes, free_bytes = host_bytes("MemTotal"), host_bytes("MemAvailable")
-    return int(min(_CPU_MOST, total_bytes * _CPU_SHARE, free_bytes * _CPU_FREE_SHARE) / sharers)
-
-
-def host_bytes(name: str) -> int:
-    """A line of /proc/meminfo."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
 
 
 def gib(amount: int) -> str:

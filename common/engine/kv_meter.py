@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from common.engine.kv_budget import gib, host_bytes
+from common.engine.kv_budget import gib
 from common.errors import MemoryShort
+from common.host_limits import host_memory_now
 
 _CUDA_KEPT = 0.02
 """Share of the device's memory that stays free: for fragmentation, and for what libraries allocate late."""
@@ -19,7 +20,7 @@ _CONTEXT_BYTES = 2**29
 
 def total_bytes(device: torch.device) -> int:
     """The whole memory of a device; on CPU the host's."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes("MemTotal")
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory_now().total_bytes
 
 
 class KVMemoryMeter:

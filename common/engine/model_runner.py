@@ -19,7 +19,8 @@ from common.engine.grammar_process import CompilerProcess
 from common.engine.grammars import Grammars
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.kernels.choice import make_kernels
-from common.engine.kv_budget import Agree, KVBudget, as_offered, auto_host_kv_bytes, check_context, given_kv_bytes, kv_budget
+from common.engine.kv_budget import Agree, KVBudget, as_offered, check_context, given_kv_bytes, kv_budget
+from common.engine.kv_host import auto_host_kv_bytes
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.kv_meter import KVMemoryMeter, total_bytes
 from common.engine.logits.choice import make_processors
@@ -132,7 +133,7 @@ class ModelRunner:
         if given is not None:
             kv_bytes = given
         elif self._device.type == "cpu":
-            kv_bytes = auto_host_kv_bytes(self._engine.sharers * self._group.ranks)
+            kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, progress)
         else:
             kv_bytes = self._measured_kv_bytes(shape, layout, maker, progress)
         budget = self._agreed_budget(shape, layout, kv_bytes, measured=given is None)
@@ -152,7 +153,7 @@ class ModelRunner:
     def _measured_kv_bytes(self, shape: ServedShape, layout: KVLayout, maker: GraphMaker | None, progress: Progress) -> int:
         """Run the largest steps on a small pool, to see how much memory they take besides the pages. Raises MemoryShort."""
         progress("measuring the memory of the largest step")
-        meter = KVMemoryMeter(self._device, self._engine.sharers)
+        meter = KVMemoryMeter(self._device, max(1, self._engine.sharers))
         context = self._agreed_budget(shape, layout, meter.left_bytes(), measured=True).context_tokens
         with self._memory_errors(f"lower --chunk-tokens, --max-running or --context-tokens; {meter}"):
             memory = KVMemory(layout, WARM_UP_PAGES, self._device)

@@ -14,12 +14,14 @@ from pathlib import Path
 from common.config import EngineConfig, ModelConfig, parse_step_cost
 from common.engine.checkpoint import fingerprint
 from common.engine.executor import EngineDescription
-from common.engine.kv_budget import Agree, as_offered, auto_host_kv_bytes, given_kv_bytes, host_bytes, kv_budget
+from common.engine.kv_budget import Agree, as_offered, given_kv_bytes, kv_budget
+from common.engine.kv_host import auto_host_kv_bytes
 from common.engine.models.end_of_sequence import TOKENIZER
 from common.engine.models.served_shape import read_served_shape
 from common.engine.plan import Plan
 from common.engine.timed import Pace, StepCost, TimedExecutor, TimedStep
 from common.errors import ConfigError, MemoryShort
+from common.host_limits import host_memory_now
 from common.messages import ModelIdentity
 from common.model_path import model_name, read_json, resolve_model_path
 from common.pages.heads import heads_of
@@ -42,6 +44,7 @@ class TimedCheckpoint(TimedExecutor):
         model: ModelConfig,
         engine: EngineConfig,
         wake: Callable[[], None],
+        progress: Callable[[str], None],
         rank: int = 0,
         ranks: int = 1,
         agree: Agree = as_offered,
@@ -56,8 +59,9 @@ class TimedCheckpoint(TimedExecutor):
             page_size=engine.page_size,
             dtype="float8_e4m3fn" if engine.kv_dtype == "fp8_e4m3" else _dtype(engine),
         )
-        given = given_kv_bytes(engine.kv_memory, "cpu", host_bytes("MemTotal"))
-        kv_bytes = auto_host_kv_bytes(engine.sharers * ranks) if given is None else given
+        given = given_kv_bytes(engine.kv_memory, "cpu", host_memory_now().total_bytes)
+        context = engine.context_tokens or shape.context_tokens
+        kv_bytes = auto_host_kv_bytes(engine, ranks, layout, context, progress) if given is None else given
         limits = shape.context_tokens, engine.context_tokens, given is None
         pages = agree(kv_budget(layout, kv_bytes, *limits).total_pages)
         budget = kv_budget(layout, pages * layout.page_bytes, *limits)

@@ -64,7 +64,7 @@ def test_no_two_slices_of_an_instance_share_a_flag() -> None:
         (EngineConfig, "kv_memory", "101%"),
         (EngineConfig, "kv_memory", "40 percent"),
         (EngineConfig, "kv_memory", "%"),
-        (EngineConfig, "sharers", 0),
+        (EngineConfig, "sharers", -1),
         (InstanceConfig, "tp", 0),
         (InstanceConfig, "tp", 65),
         (InstanceConfig, "rank", "0-7"),

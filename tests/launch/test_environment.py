@@ -20,12 +20,12 @@ def test_cores_are_divided_and_every_instance_has_one(cores: int, instances: int
 @pytest.mark.parametrize(
     ("device", "instances", "gpus", "places"),
     [
-        ("auto", 2, 0, [("auto", 1), ("auto", 1)]),
+        ("auto", 2, 0, [("auto", 2), ("auto", 2)]),
         ("auto", 2, 1, [("cuda:0", 2), ("cuda:0", 2)]),
         ("auto", 2, 8, [("cuda:0", 1), ("cuda:1", 1)]),
         ("auto", 3, 2, [("cuda:0", 2), ("cuda:1", 2), ("cuda:0", 2)]),
         ("cuda:1", 2, 0, [("cuda:1", 2), ("cuda:1", 2)]),
-        ("cpu", 2, 8, [("cpu", 1), ("cpu", 1)]),
+        ("cpu", 2, 8, [("cpu", 2), ("cpu", 2)]),
     ],
 )
 def test_instances_take_the_gpus_in_turn(device: str, instances: int, gpus: int, places: list[tuple[str, int]]) -> None:
@@ -52,7 +52,7 @@ def test_a_local_fleet_shares_cores_and_gpus_by_name() -> None:
     assert engines(2, EngineConfig()) == {
         "prefill-0": ("cuda:0", 2, threads), "decode-0": ("cuda:1", 2, threads), "decode-1": ("cuda:0", 2, threads)
     }  # fmt: skip
-    assert engines(0, EngineConfig(threads=5)) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), ("auto", 1, 5))
+    assert engines(0, EngineConfig(threads=5)) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), ("auto", 3, 5))
     assert engines(0, EngineConfig(device="cuda", sharers=4))["decode-1"] == ("cuda", 4, threads)
 
 

@@ -1,13 +1,11 @@
 """How much memory is KV, and how long a context it holds."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
-from common.engine import kv_budget as module
-from common.engine.kv_budget import KVBudget, auto_host_kv_bytes, given_kv_bytes, kv_budget
+from common.engine.kv_budget import KVBudget, given_kv_bytes, kv_budget
 from common.engine.kv_memory import KVMemory
 from common.engine.kv_meter import KVMemoryMeter, total_bytes
 from common.errors import ConfigError, MemoryShort
@@ -112,24 +110,6 @@ def test_a_share_is_one_of_the_devices_whole_memory(monkeypatch: pytest.MonkeyPa
         _given("81GiB", torch.device("cuda", 0))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert _given("10%", torch.device("cpu")) == pytest.approx(whole / 10, rel=0.01)
-
-
-def test_on_cpu_the_share_is_of_the_hosts_memory_unless_it_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Meminfo:
-        def __init__(self, path: str) -> None:
-            assert path == "/proc/meminfo"
-
-        def read_text(self) -> str:
-            return f"MemTotal: {total // 1024} kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n"
-
-    monkeypatch.setattr(module, "Path", Meminfo)
-    for total, available, expected in (  # noqa: B007 - read_text reads them
-        (64 * GIB, 60 * GIB, GIB),
-        (4 * GIB, 3 * GIB, GIB // 2),
-        (4 * GIB, 2 * GIB, GIB // 2),
-        (4 * GIB, GIB // 2, GIB // 4),
-    ):
-        assert auto_host_kv_bytes() == expected
 
 
 def test_memory_that_cannot_be_allocated_is_refused_by_flag() -> None:

@@ -153,7 +153,7 @@ def test_a_context_that_was_asked_for_is_held_or_refused_before_the_weights_are_
 def test_memory_is_measured_once_the_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
 
-    def measured(sharers: int) -> int:
+    def measured(*_: object) -> int:
         lines.append("measured")
         return 2**20
 

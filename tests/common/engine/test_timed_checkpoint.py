@@ -22,7 +22,7 @@ SMALL = {"kv_memory": "2MiB", "page_size": 8, "max_running": 4}
 
 def timed(wake: threading.Event, **fields: object) -> TimedCheckpoint:
     engine = EngineConfig(executor="timed", **SMALL | fields)  # type: ignore[arg-type]
-    return TimedCheckpoint(ModelConfig(), with_step_size(engine, "cpu"), wake.set)
+    return TimedCheckpoint(ModelConfig(), with_step_size(engine, "cpu"), wake.set, lambda text: None)
 
 
 def test_it_is_described_as_the_real_one_but_belongs_to_another_fleet() -> None:

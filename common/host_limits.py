@@ -1,0 +1,95 @@
+"""How much memory and processor time this process may use: what the host has, or less where its control groups say so.
+
+Owns the reading of /proc and of control groups (version 2 and 1), which is where containers have their limits. Decides nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+_BOUNDLESS = 2**60
+"""Version 1 writes a huge number where there is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """total_bytes: the same on hosts of one kind. free_bytes: what can be used now; caches that the kernel gives back count as
+    free."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def host_memory_now(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
+    """Of the host, or of the tightest control group around this process."""
+    lines = _fields(proc / "meminfo")
+    total_bytes, free_bytes = lines["MemTotal"] * 1024, lines["MemAvailable"] * 1024
+    for folder, limit_name, used_name, cache_name in (
+        *((folder, "memory.max", "memory.current", "inactive_file") for folder in _groups("", proc, cgroups)),
+        *(
+            (folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            for folder in _groups("memory", proc, cgroups / "memory")
+        ),
+    ):
+        limit = _number(folder / limit_name)
+        if limit is None or limit >= _BOUNDLESS:
+            continue
+        total_bytes = min(total_bytes, limit)
+        used_bytes = (_number(folder / used_name) or 0) - _fields(folder / "memory.stat").get(cache_name, 0)
+        free_bytes = min(free_bytes, max(0, limit - used_bytes))
+    return HostMemory(total_bytes, free_bytes)
+
+
+def own_memory_bytes(proc: Path = PROC) -> int:
+    """What this process holds in memory of its own: neither files that it maps nor what it has not touched."""
+    return _fields(proc / "self" / "status")["RssAnon"] * 1024
+
+
+def processor_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
+    """Processors' worth of time that the control groups around this process let it use. None: no limit."""
+    quotas = [
+        float(parts[0]) / float(parts[1])
+        for folder in _groups("", proc, cgroups)
+        if len(parts := _words(folder / "cpu.max")) == 2 and parts[0] != "max"
+    ]
+    for folder in _groups("cpu", proc, cgroups / "cpu"):
+        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota is not None and quota > 0 and period:
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _groups(controller: str, proc: Path, root: Path) -> Iterator[Path]:
+    """The folders of the group of this process and of those around it. In a container, the innermost is often the root.
+    controller: of version 1; "" for version 2."""
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            group = root / path.strip("/")
+            yield group
+            yield from (folder for folder in group.parents if folder == root or root in folder.parents)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _number(path: Path) -> int | None:
+    """None: there is no such file, or it says `max`."""
+    words = _words(path)
+    return int(words[0]) if words and words[0].lstrip("-").isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The numbers of lines such as `MemTotal: 16 kB` or `inactive_file 4096`."""
+    words = (line.replace(":", " ").split() for line in _lines(path))
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
