@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from demo.evaluate import MODEL
+from launch.engine import Engine
 from launch.processes import Child, launch_command
 from tests.e2e.test_supervision import DECODE, Streams, busiest, until
 from tests.e2e.test_token_exact import ANSWER_TOKENS, Reference, answers, demo_prompts
-from tests.fleet_pages import RunningFleet, running_fleet
+from tests.fleet_pages import FleetPages, RunningFleet, running_fleet
 from tests.shared_memory import left_behind, shared_files
 
 FLAGS = ("--dtype=float32", "--kv-memory=64MiB")
@@ -50,7 +51,7 @@ def is_whole(fleet: RunningFleet, decode: int) -> bool:
     return len(live) == decode + 1 and live.get("prefill-0", {"usable": 0})["usable"] == decode
 
 
-def members(fleet: RunningFleet) -> dict[str, Any]:
+def members(fleet: FleetPages) -> dict[str, Any]:
     return {each["id"]: each for each in fleet.cluster()["instances"]}
 
 
@@ -76,6 +77,18 @@ def test_the_tokens_are_those_of_transformers_whatever_the_numbers_of_ranks(
         assert answer == model.greedy(prompt, answer), prompt
 
 
+def test_an_engine_of_two_ranks_answers_as_one_process_does(model: Reference) -> None:
+    prompts = demo_prompts(8, 700, seed=5)
+    before = shared_files()
+    with Engine(tp=2, dtype="float32", kv_memory="64MiB") as engine:
+        found = [answer["output_ids"] for answer in engine.generate(prompts, {"temperature": 0, "max_new_tokens": ANSWER_TOKENS})]
+        pids = [rank["pid"] for each in FleetPages(engine.url).cluster()["instances"] for rank in each["ranks"]]
+    assert found == [model.greedy(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
+    assert [len(answer) for answer in found] == [model.length(answer, ANSWER_TOKENS) for answer in found]
+    assert len(set(pids)) == 4 and all(map(is_gone, pids))
+    assert not left_behind(before)
+
+
 def test_a_rank_that_dies_or_stops_costs_no_client_a_token_and_is_named() -> None:
     with unequal_fleet(1, 2, 2) as fleet:
         undisturbed = Streams(fleet)
@@ -96,7 +109,7 @@ def test_a_rank_that_dies_or_stops_costs_no_client_a_token_and_is_named() -> Non
         until(lambda: is_whole(fleet, len(DECODE)), "the fleet is whole again")
 
 
-def departure(fleet: RunningFleet, life: str) -> str:
+def departure(fleet: FleetPages, life: str) -> str:
     """Why that incarnation has left, by /cluster. It is shown until the next one joins."""
     found: list[str] = []
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from launch.fleet_page import FleetPage
-from tests.fleet_pages import RunningFleet, running_fleet
+from tests.fleet_pages import FleetPages, RunningFleet, running_fleet
 from tests.shared_memory import left_behind, shared_files
 
 PATIENCE_S = 120.0
@@ -40,7 +40,7 @@ class Stream:
 class Streams:
     """Several greedy answers, streamed at the same time."""
 
-    def __init__(self, fleet: RunningFleet) -> None:
+    def __init__(self, fleet: FleetPages) -> None:
         self._fleet = fleet
         self._pool = ThreadPoolExecutor(len(PROMPTS))
         self._model = fleet.model()

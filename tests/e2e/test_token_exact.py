@@ -30,7 +30,7 @@ from transformers import (
 
 from demo import corpus
 from demo.evaluate import MODEL
-from tests.fleet_pages import RunningFleet, running_fleet
+from tests.fleet_pages import FleetPages, RunningFleet, running_fleet
 
 AT_ONCE = 6
 ANSWER_TOKENS = 24
@@ -76,7 +76,7 @@ def demo_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
     return prompts
 
 
-def answers(fleet: RunningFleet, prompts: Sequence[list[int]]) -> list[list[int]]:
+def answers(fleet: FleetPages, prompts: Sequence[list[int]]) -> list[list[int]]:
     """The fleet's answers, several asked at once."""
 
     def ask(prompt: list[int]) -> list[int]:

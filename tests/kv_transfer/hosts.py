@@ -3,9 +3,11 @@
 Owns the link's state and the members' processes. Knows no test. What members are told goes over pipes and never over the link.
 """
 
+import contextlib
+import ctypes
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -32,7 +34,12 @@ class Cable:
     def slow(self, megabits_per_s: int) -> None:
         """No more than so much goes to the far end."""
         bucket = ("tbf", "rate", f"{megabits_per_s}mbit", "burst", "128kb", "latency", "50ms")
-        self._near("tc", "qdisc", "replace", "dev", self.near.link, "root", *bucket)
+        _shape(self.near, "replace", *bucket)
+
+    def drop(self) -> None:
+        """Every packet is lost, in both directions: none fits into so small a bucket. The links stay up, so nobody is told."""
+        for end in (self.near, self.far):
+            _shape(end, "replace", "tbf", "rate", "8bit", "burst", "10", "latency", "1ms")
 
     def cut(self) -> None:
         """Silently: nothing arrives on either side, and nobody is told."""
@@ -41,12 +48,10 @@ class Cable:
     def heal(self) -> None:
         """As it was at first. Returns when it carries something."""
         _run("ip", "-n", self.far.name, "link", "set", self.far.link, "up")
-        if "tbf" in self._near("tc", "qdisc", "show", "dev", self.near.link):
-            self._near("tc", "qdisc", "delete", "dev", self.near.link, "root")
+        for end in (self.near, self.far):
+            if "tbf" in _run(*end.prefix, "tc", "qdisc", "show", "dev", end.link):
+                _shape(end, "delete")
         await_links((self.near, self.far))
-
-    def _near(self, *command: str) -> str:
-        return _run(*self.near.prefix, *command)
 
 
 Held: TypeAlias = tuple[int, int, int, int]
@@ -124,6 +129,26 @@ def is_within(held: Held, limit: Held) -> bool:
 
 def processes_in(namespace: Namespace) -> list[str]:
     return _run("ip", "netns", "pids", namespace.name).split()
+
+
+@contextlib.contextmanager
+def inside(namespace: Namespace) -> Iterator[None]:
+    """This thread is in the namespace meanwhile, and so are threads and processes that it starts. Raises OSError."""
+    with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{namespace.name}") as there:
+        _enter(there.fileno())
+        try:
+            yield
+        finally:
+            _enter(home.fileno())
+
+
+def _enter(descriptor: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _shape(end: Namespace, verb: str, *words: str) -> None:
+    _run(*end.prefix, "tc", "qdisc", verb, "dev", end.link, "root", *words)
 
 
 def _run(*command: str) -> str:
