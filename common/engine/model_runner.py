@@ -82,7 +82,9 @@ class ModelRunner:
         with self.on_device():
             self._kernels = make_kernels(self._device)
             asked_context = engine.context_tokens or shape.context_tokens
-            loading = Loading(self._dtype, self._device, asked_context, engine.load_format, engine.quantization, group)
+            loading = Loading(
+                self._dtype, self._device, asked_context, engine.load_format, engine.quantization, group, engine.sharers
+            )
             self._model = load_model(path, shape, loading, self._kernels, progress)
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")

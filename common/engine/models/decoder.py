@@ -20,7 +20,7 @@ from common.engine.models.port import StepAttention
 from common.engine.models.rotary import Rotary
 from common.engine.models.shape import ModelShape
 from common.engine.models.shares import Share, share_of
-from common.engine.models.vocabulary import Vocabulary
+from common.engine.models.vocabulary import Embedding, OutputHead
 from common.engine.models.weights import Part, WeightSlots
 from common.engine.parallel import ALONE, Group
 
@@ -79,21 +79,24 @@ class Decoder:
         self.attention = [LayerAttention(shape.head_dim**-0.5, window) for window in shape.windows]
         self._kernels = kernels
         make_mlp = make_mlp or (lambda number: gated_mlp(shape, share, slots, kernels, number))
-        self._embedding = _vocabulary(shape, share, slots, EMBEDDING, group)
+        held, rows = share.vocabulary, share.vocabulary_rows
+        embedding = slots.rows(EMBEDDING, held, rows, shape.vocab_size, shape.hidden)
+        self._embedding = Embedding(embedding, held, group)
         self._layers = [_layer(shape, share, slots, number, make_mlp(number)) for number in range(shape.layers)]
         self._norm = slots.tensor("model.norm.weight", shape.hidden)
         if shape.tied:
-            self._head = self._embedding
-            slots.tie(HEAD, EMBEDDING, self._embedding.weight[: len(share.vocabulary)])
+            slots.tie(HEAD, EMBEDDING, embedding[: len(held)])
+            head = slots.product(embedding, shared=True)
         else:
-            self._head = _vocabulary(shape, share, slots, HEAD, group)
-        self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, self._embedding.weight.device)
+            head = slots.product(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
+        self._head = OutputHead(head, shape.vocab_size, group)
+        self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, embedding.device)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """token_ids, positions: [tokens] int64. Returns [tokens, hidden], normed."""
         rotation, kernels, eps = self._rotary(positions), self._kernels, self.shape.norm_eps
         total = self._group.sum
-        residual = self._embedding.embed(token_ids)
+        residual = self._embedding(token_ids)
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
@@ -107,7 +110,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32."""
-        return self._head.logits(hidden)
+        return self._head(hidden)
 
 
 def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, kernels: Kernels, number: int) -> GatedMlp:
@@ -120,11 +123,6 @@ def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, kernels: Kern
         down=slots.linear(down, shape.intermediate, shape.mlp_bias, width, share.adds_biases),
         kernels=kernels,
     )
-
-
-def _vocabulary(shape: ModelShape, share: Share, slots: WeightSlots, name: str, group: Group) -> Vocabulary:
-    weight = slots.rows(name, share.vocabulary, share.vocabulary_rows, shape.vocab_size, shape.hidden)
-    return Vocabulary(weight, share.vocabulary, shape.vocab_size, group)
 
 
 def _layer(shape: ModelShape, share: Share, slots: WeightSlots, number: int, mlp: Mlp) -> Layer:

@@ -1,6 +1,8 @@
-"""Linear layers: a weight, perhaps a bias, and their product with the step's tokens; in the model's dtype or in FP8.
+"""Linear layers: a weight, perhaps a bias, and their product with the step's tokens; in the model's dtype, packed or not, or in
+FP8.
 
-Owns the arithmetic of one layer, and what FP8 needs. Does not know where weights come from or which layer it is.
+Owns the arithmetic of one layer, and what FP8 needs. Does not know where weights come from, which layer it is, or which product
+is the faster one (`packing.py`).
 """
 
 from dataclasses import dataclass
@@ -30,6 +32,41 @@ class Linear:
     def put(self, rows: slice, weight: Tensor) -> Tensor:
         """Set some outputs. weight: [rows, inputs], any float dtype, on any device. Returns them."""
         return self.weight[rows].copy_(weight)
+
+
+@dataclass(slots=True)
+class PackedLinear:
+    """A layer on CPU whose weight may be packed: reordered once for oneDNN's product, which is the faster one for few rows. It
+    has the plain weight, the packed one, or both.
+
+    weight: [outputs, inputs]; None: only the packed one is there. bias: [outputs], or None. shared: the weight is used elsewhere
+    too, so it stays in memory. packed_rows: for how many rows the packed weight is used; for all others the plain one is.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    shared: bool = False
+    packed: Tensor | None = None
+    packed_rows: range = range(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] → [tokens, outputs]."""
+        if len(x) in self.packed_rows:
+            return packed_product(x, self.packed, self.bias)
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
+
+    def put(self, rows: slice, weight: Tensor) -> Tensor:
+        """Set some outputs, before anything is packed. weight: [rows, inputs], any float dtype. Returns them."""
+        assert self.weight is not None
+        return self.weight[rows].copy_(weight)
+
+    def pack(self, packed_rows: range, *, keeps_weight: bool) -> None:
+        """Use a packed weight for so many rows. keeps_weight: the plain one stays, for all others."""
+        assert self.weight is not None
+        self.packed, self.packed_rows = packed_weight(self.weight), packed_rows
+        if not keeps_weight:
+            self.weight = None
 
 
 @dataclass(slots=True)
@@ -71,7 +108,20 @@ class Fp8Linear:
         return given
 
 
-AnyLinear: TypeAlias = Linear | Fp8Linear
+AnyLinear: TypeAlias = Linear | PackedLinear | Fp8Linear
+
+
+def packed_weight(weight: Tensor) -> Tensor:
+    """A copy of a weight in the layout that oneDNN prefers. weight: [outputs, inputs], on CPU. Raises RuntimeError where oneDNN
+    does not compute its dtype."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
+
+
+def packed_product(x: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x: [tokens, inputs]. packed: of `packed_weight`. Returns [tokens, outputs]."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return out
 
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:

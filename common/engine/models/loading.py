@@ -14,7 +14,7 @@ from common.engine.parallel import ALONE, Group
 @dataclass(frozen=True, slots=True)
 class Loading:
     """How an instance loads its model. context_tokens: the longest sequence that it was asked for. group: the ranks that share
-    the weights."""
+    the weights. sharers: instances on the device."""
 
     dtype: torch.dtype
     device: torch.device
@@ -22,3 +22,4 @@ class Loading:
     load_format: LoadFormat = "auto"
     quantization: Quantization = "none"
     group: Group = ALONE
+    sharers: int = 1

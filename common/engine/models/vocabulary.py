@@ -8,20 +8,19 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.models.linear import AnyLinear
 from common.engine.parallel import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The embedding or the output head. weight: [rows, hidden], of the token ids `ids` and then padding, so that all ranks have
-    equally many rows. size: of the whole vocabulary."""
+class Embedding:
+    """weight: [rows, hidden], of the token ids `ids` and then padding, so that all ranks have equally many rows."""
 
     weight: Tensor
     ids: range
-    size: int
     group: Group
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor) -> Tensor:
         """[tokens] int64 → [tokens, hidden]. Each token is a row of one rank; the others add zeros."""
         if self.group.ranks == 1:
             return F.embedding(token_ids, self.weight)
@@ -30,9 +29,18 @@ class Vocabulary:
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
         return self.group.sum(found.masked_fill(elsewhere[:, None], 0.0))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """product: has as many outputs as the embedding has rows. size: of the whole vocabulary."""
+
+    product: AnyLinear
+    size: int
+    group: Group
+
+    def __call__(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32. The padding is at the end of the last parts."""
-        parts = self.group.gather(F.linear(hidden, self.weight))
+        parts = self.group.gather(self.product(hidden))
         if parts.shape[1] > self.size:
             parts = parts[:, : self.size].contiguous()
         return parts.float()

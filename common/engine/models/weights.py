@@ -16,7 +16,8 @@ from torch import Tensor
 
 from common.config import Quantization
 from common.engine.kernels.port import Kernels
-from common.engine.models.linear import AnyLinear, Fp8Linear, Linear, check_fp8
+from common.engine.models.linear import AnyLinear, Fp8Linear, Linear, PackedLinear, check_fp8
+from common.engine.models.packing import pack_all, why_not_packed
 from common.errors import ConfigError
 
 Cut = tuple[slice, ...]
@@ -74,6 +75,7 @@ class WeightSlots:
         self.slots: dict[str, Slot] = {}
         self._elsewhere: dict[str, tuple[int, ...]] = {}
         self._tied: dict[str, tuple[Slot, Tensor]] = {}
+        self._packable: list[PackedLinear] | None = [] if why_not_packed(dtype, device) is None else None
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The weight of this name, and nothing else, in one tensor."""
@@ -93,7 +95,7 @@ class WeightSlots:
         if self._quantization == "fp8":
             made = Fp8Linear.empty(outputs, len(columns), added, self._device, self._kernels)
         else:
-            made = Linear(self.empty(outputs, len(columns)), added)
+            made = self.product(self.empty(outputs, len(columns)), added)
         begin = 0
         for part in parts:
             rows, cut = slice(begin, begin + len(part.rows)), (_slice(part.rows), _slice(columns))
@@ -104,6 +106,21 @@ class WeightSlots:
                 self.expect_elsewhere(f"{part.name}.bias", part.outputs)
             begin += len(part.rows)
         return made
+
+    def product(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> Linear | PackedLinear:
+        """A layer in the model's dtype. shared: the weight is used elsewhere too."""
+        if self._packable is None:
+            return Linear(weight, bias)
+        made = PackedLinear(weight, bias, shared)
+        self._packable.append(made)
+        return made
+
+    def pack(self, sharers: int, progress: Callable[[str], None]) -> None:
+        """Pack what is faster so, when all weights are filled. sharers: how many processes of this host do the same."""
+        self.slots.clear()  # they hold plain weights, which are to be dropped
+        self._tied.clear()
+        if self._packable is not None:
+            pack_all(self._packable, sharers, progress)
 
     def rows(self, name: str, here: range, rows: int, outputs: int, inputs: int) -> Tensor:
         """Some rows of the weight of this name, [outputs, inputs] in the checkpoint, and zeros below them: [rows, inputs]."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.engine.kernels.torch_kernels import TorchKernels
-from common.engine.models.linear import Linear
+from common.engine.models.linear import Linear, PackedLinear
 from common.engine.models.weights import Part, WeightSlots
 from common.errors import ConfigError
 
@@ -20,8 +20,8 @@ def slots_of(dtype: torch.dtype = torch.float32) -> tuple[WeightSlots, Tensor, L
     slots = WeightSlots(dtype, CPU, TorchKernels())
     norm = slots.tensor("norm.weight", 4)
     linear = slots.linear([Part("a", 2), Part("b", 3)], inputs=4, bias=True)
-    assert isinstance(linear, Linear)
-    return slots, norm, linear
+    assert isinstance(linear, Linear | PackedLinear) and linear.weight is not None
+    return slots, norm, Linear(linear.weight, linear.bias)
 
 
 def checkpoint(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -107,4 +107,5 @@ def test_random_weights_depend_on_the_seed_and_the_name_only() -> None:
     other = WeightSlots(torch.float32, CPU, TorchKernels())
     alone = other.linear([Part("b", 3)], inputs=4, bias=False)
     other.fill_random()
+    assert isinstance(alone, Linear | PackedLinear) and alone.weight is not None
     assert torch.equal(alone.weight, made[0][2:])

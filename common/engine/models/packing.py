@@ -1,0 +1,118 @@
+"""Which linear layers of a model on CPU use packed weights, and for how many rows.
+
+Owns the measurement at start, the memory that second copies may take, and the order of packing: layer by layer, so that no more
+than one weight is in memory twice. Knows layers by their shapes only.
+
+Which product is the faster one depends on the processor and on the rows. oneDNN's packed weights win for the few rows of decode
+steps nearly everywhere. For the many rows of a chunk, torch's own product is as fast on some processors and clearly faster on
+others. There both copies are kept if memory allows; the packed one alone if it does not.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.engine.kv_budget import gib, host_bytes
+from common.engine.models.linear import PackedLinear, packed_product, packed_weight
+
+_LEAST_ITEMS = 2**16
+"""Smaller weights stay plain. They are in the caches of the processor, and a call of oneDNN takes longer."""
+_FEW_ROWS, _CHUNK_ROWS = (8, 32), 256
+_FEW_END = 128
+"""From so many rows on it is a chunk."""
+_SAMPLE_ITEMS = 2**21
+"""Of a large weight, only some outputs are measured: it must not take long."""
+_ROUNDS, _ROUND_S = 7, 0.03
+"""How often a product is measured at most, and in which time. The best counts."""
+_CLEARLY = 1.1
+"""How much faster the plain product must be for chunks, to be worth a second copy."""
+_SECOND_COPIES = 0.25
+"""The share of the free memory that second copies may take."""
+
+Shape = tuple[int, int]
+Ratios = Mapping[int, float]
+"""The packed product's time as a share of the plain one's, for some numbers of rows."""
+
+
+def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why weights cannot be packed here; None: they can. It tries, because that depends on torch and on the processor."""
+    if device.type != "cpu":
+        return f"packed weights are for CPU, not for {device}"
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "torch has no oneDNN here"
+    try:
+        packed_product(torch.zeros((2, 16), dtype=dtype), packed_weight(torch.zeros((16, 16), dtype=dtype)), None)
+    except (RuntimeError, AttributeError, NotImplementedError) as error:  # AttributeError: torch does not have the op
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def measured_ratios(weight: Tensor) -> Ratios:
+    """weight: [outputs, inputs]. Takes about a tenth of a second for a large one.
+
+    It counts the processor's time of this thread, which computes alone: other processes do the same at this moment, and threads
+    that share cores with others wait for each other far longer than they compute.
+    """
+    sample, threads = weight[: max(1, _SAMPLE_ITEMS // weight.shape[1])], torch.get_num_threads()
+    packed, ratios = packed_weight(sample), {}
+    torch.set_num_threads(1)
+    try:
+        for rows in (1, *_FEW_ROWS, _CHUNK_ROWS):
+            x = torch.ones((rows, weight.shape[1]), dtype=weight.dtype)
+            plain_s, packed_s, spent_s = math.inf, math.inf, 0.0
+            for _ in range(_ROUNDS):
+                one_s, other_s = _seconds(F.linear, x, sample), _seconds(packed_product, x, packed)
+                plain_s, packed_s, spent_s = min(plain_s, one_s), min(packed_s, other_s), spent_s + one_s + other_s
+                if spent_s > _ROUND_S:
+                    break
+            ratios[rows] = packed_s / plain_s
+    finally:
+        torch.set_num_threads(threads)
+    return ratios
+
+
+def packed_rows(ratios: Ratios, keeps_weight: bool) -> range:
+    """For how many rows the packed weight is used; none: it is not worth having. keeps_weight: the plain one is there for the
+    others."""
+    if math.prod(ratios[rows] for rows in _FEW_ROWS) >= 1:
+        return range(0)
+    if not keeps_weight:
+        return range(sys.maxsize)
+    return range(1 if ratios[1] < 1 else 2, sys.maxsize if ratios[_CHUNK_ROWS] < 1 else _FEW_END)
+
+
+def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[str], None]) -> None:
+    """Pack what is worth it, when all weights are filled. sharers: how many processes of this host do the same."""
+    begin_s, second_bytes, count = time.perf_counter(), 0, 0
+    most_bytes = int(host_bytes("MemAvailable") * _SECOND_COPIES / sharers)
+    known: dict[Shape, Ratios] = {}
+    for layer in reversed(layers):  # the output head comes first: a second copy of it brings the most
+        weight = layer.weight
+        if weight is None or weight.numel() < _LEAST_ITEMS:
+            continue
+        shape = (weight.shape[0], weight.shape[1])
+        ratios = known[shape] = known.get(shape) or measured_ratios(weight)
+        fits = second_bytes + weight.nbytes <= most_bytes
+        if layer.shared and not fits:
+            continue
+        keeps_weight = layer.shared or (fits and ratios[_CHUNK_ROWS] > _CLEARLY)
+        rows = packed_rows(ratios, keeps_weight)
+        if not rows:
+            continue
+        layer.pack(rows, keeps_weight=keeps_weight)
+        count += 1
+        second_bytes += weight.nbytes if keeps_weight else 0
+    if count:
+        copies = f", {gib(second_bytes)} of them second copies" if second_bytes else ""
+        progress(f"packed the weights of {count} linear layers for few rows in {time.perf_counter() - begin_s:.1f} s{copies}")
+
+
+def _seconds(product: Callable[[Tensor, Tensor, None], Tensor], x: Tensor, weight: Tensor) -> float:
+    begin_s = time.thread_time()
+    product(x, weight, None)
+    return time.thread_time() - begin_s
