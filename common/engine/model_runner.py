@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from common.config import EngineConfig, ModelConfig
+from common.cores import sharers_of_host
 from common.engine.attention.choice import AttentionNeeds, check_attention, make_attention
 from common.engine.device import device_of, dtype_of, with_device_defaults
 from common.engine.executor import EngineDescription
@@ -82,9 +83,8 @@ class ModelRunner:
         with self.on_device():
             self._kernels = make_kernels(self._device)
             asked_context = engine.context_tokens or shape.context_tokens
-            loading = Loading(
-                self._dtype, self._device, asked_context, engine.load_format, engine.quantization, group, engine.sharers
-            )
+            sharers = sharers_of_host(engine.sharers, engine.threads, group.ranks)
+            loading = Loading(self._dtype, self._device, asked_context, engine.load_format, engine.quantization, group, sharers)
             self._model = load_model(path, shape, loading, self._kernels, progress)
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")

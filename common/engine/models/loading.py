@@ -14,7 +14,7 @@ from common.engine.parallel import ALONE, Group
 @dataclass(frozen=True, slots=True)
 class Loading:
     """How an instance loads its model. context_tokens: the longest sequence that it was asked for. group: the ranks that share
-    the weights. sharers: instances on the device."""
+    the weights. sharers: processes of this host that have equal parts of its memory."""
 
     dtype: torch.dtype
     device: torch.device

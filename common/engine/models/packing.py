@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.kv_budget import gib, host_bytes
+from common.engine.kv_budget import gib
 from common.engine.models.linear import PackedLinear, packed_product, packed_weight
+from common.host_limits import host_memory_now
 
 _LEAST_ITEMS = 2**16
 """Smaller weights stay plain. They are in the caches of the processor, and a call of oneDNN takes longer."""
@@ -31,8 +32,8 @@ _ROUNDS, _ROUND_S = 7, 0.03
 """How often a product is measured at most, and in which time. The best counts."""
 _CLEARLY = 1.1
 """How much faster the plain product must be for chunks, to be worth a second copy."""
-_SECOND_COPIES = 0.25
-"""The share of the free memory that second copies may take."""
+_SECOND_OF_ALL, _SECOND_OF_FREE = 1 / 8, 1 / 4
+"""The shares of the host's memory that second copies may take: of the whole, so that equal hosts decide alike, and of what is free."""
 
 Shape = tuple[int, int]
 Ratios = Mapping[int, float]
@@ -87,9 +88,10 @@ def packed_rows(ratios: Ratios, keeps_weight: bool) -> range:
 
 
 def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[str], None]) -> None:
-    """Pack what is worth it, when all weights are filled. sharers: how many processes of this host do the same."""
+    """Pack what is worth it, when all weights are filled. sharers: processes of this host that have equal parts of it."""
     begin_s, second_bytes, count = time.perf_counter(), 0, 0
-    most_bytes = int(host_bytes("MemAvailable") * _SECOND_COPIES / sharers)
+    host = host_memory_now()
+    most_bytes = int(min(host.total_bytes * _SECOND_OF_ALL, host.free_bytes * _SECOND_OF_FREE) / sharers)
     known: dict[Shape, Ratios] = {}
     for layer in reversed(layers):  # the output head comes first: a second copy of it brings the most
         weight = layer.weight

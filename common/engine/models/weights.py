@@ -116,7 +116,7 @@ class WeightSlots:
         return made
 
     def pack(self, sharers: int, progress: Callable[[str], None]) -> None:
-        """Pack what is faster so, when all weights are filled. sharers: how many processes of this host do the same."""
+        """Pack what is faster so, when all weights are filled. sharers: processes of this host that have equal parts of it."""
         self.slots.clear()  # they hold plain weights, which are to be dropped
         self._tied.clear()
         if self._packable is not None:

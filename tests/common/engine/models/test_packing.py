@@ -11,6 +11,7 @@ from common.engine.models import packing
 from common.engine.models.decoder import Decoder
 from common.engine.models.linear import PackedLinear
 from common.engine.models.packing import measured_ratios, pack_all, packed_rows, why_not_packed
+from common.host_limits import HostMemory
 from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.common.engine.exact import answers, assert_exact, runner
 from tests.common.engine.ranks import answers_of_ranks
@@ -91,7 +92,8 @@ def test_second_copies_are_made_while_memory_allows_and_each_shape_is_measured_o
 
     monkeypatch.setattr(packing, "measured_ratios", measure)
     for copies, head_packed, plain_left in ((2, True, [False, True]), (0.9, False, [False, False])):
-        monkeypatch.setattr(packing, "host_bytes", lambda name, copies=copies: int(copies * 512 * 256 * 4 * 4 * 3) + 64)
+        free = int(copies * 512 * 256 * 4 * 4 * 3) + 64
+        monkeypatch.setattr(packing, "host_memory_now", lambda free=free: HostMemory(64 * free, free))
         layers, head = [layer(512, 256), layer(512, 256)], layer(512, 256, shared=True)
         small = layer(16, 16)
         pack_all([*layers, small, head], sharers=3, progress=said.append)
