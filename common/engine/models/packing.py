@@ -33,7 +33,8 @@ _ROUNDS, _ROUND_S = 7, 0.03
 _CLEARLY = 1.1
 """How much faster the plain product must be for chunks, to be worth a second copy."""
 _SECOND_OF_ALL, _SECOND_OF_FREE = 1 / 8, 1 / 4
-"""The shares of the host's memory that second copies may take: of the whole, so that equal hosts decide alike, and of what is free."""
+"""The shares of the host's memory that second copies may take: of the whole, so that equal hosts decide alike, and of what is
+free."""
 
 Shape = tuple[int, int]
 Ratios = Mapping[int, float]
