@@ -32,9 +32,8 @@ def main(which: str, router: str) -> int:
 
         break_threads(which)
         engine = EngineConfig(dtype="float32", kv_memory="8MiB", threads=1)
-        instance_process.serve(
-            process, "decode", InstanceConfig(router=router, drain_timeout_s=FOREVER_S), ModelConfig(), engine, InstanceId(NAME)
-        )
+        instance = InstanceConfig(router=router, drain_timeout_s=FOREVER_S, verify_pages="on")
+        instance_process.serve(process, "decode", instance, ModelConfig(), engine, InstanceId(NAME))
 
     return run_child(NAME, body)
 

@@ -56,6 +56,7 @@ def test_what_cannot_be_closed_does_not_keep_the_process_alive_and_the_router_is
 
 def test_an_idle_instance_that_is_told_to_stop_is_drained_at_once(join: Callable[[str], Router]) -> None:
     router = join("nothing")
+    assert router.info is not None and router.info.verifies_pages, "as it was told"
     router.child.terminate()
     assert router.end(HANG_S).status == 0
 
