@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from common.addresses import ANY, LOOPBACK, bind_address, host_for_peers, port_of, reachable
@@ -140,10 +141,7 @@ class LeaderRanks:
         if not missing or now < self._reminder_s:
             return
         self._reminder_s = now + REMIND_S
-        elsewhere = [rank for rank in missing if rank not in self._instance.ranks]
-        names = ", ".join(map(str, missing))
-        how = f": start rank {elsewhere[0]} with the same command, --rank {elsewhere[0]} and --leader {self._address}"
-        self._process.progress(f"waiting for rank {names} of {self._instance.tp}{how if elsewhere else ''}")
+        self._process.progress(describe_missing(missing, self._instance, self._address))
 
     def _meet(self, device: "torch.device") -> "Group":
         from common.engine.parallel import TorchGroup, open_store
@@ -154,6 +152,15 @@ class LeaderRanks:
         self._start.wait_for(lambda: self._gathering.welcomed or None)
         self._group = TorchGroup(store, 0, self._instance.tp, device, host, self._instance.startup_timeout_s)
         return self._group
+
+
+def describe_missing(missing: Sequence[int], instance: InstanceConfig, leader: str) -> str:
+    """Which ranks the start waits for, and how to start the first that another command starts. For people."""
+    text = f"waiting for rank {', '.join(map(str, missing))} of {instance.tp}"
+    elsewhere = [rank for rank in missing if rank not in instance.ranks]
+    if not elsewhere:
+        return text
+    return f"{text}: start rank {elsewhere[0]} with the same command, --rank {elsewhere[0]} and --leader {leader}"
 
 
 def describe_rank(rank: int, device: str) -> RankInfo:

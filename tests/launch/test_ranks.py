@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from common.config import InstanceConfig
 from common.processes.child import Exited, Reported
 from launch.processes import Child, ChildEvent
+from launch.rank_leader import describe_missing
 from launch.reports import BAD_FLAG, Progress, Ready
 from tests.launch.one_router import HANG_S, Router
 
@@ -155,6 +157,14 @@ def test_a_rank_that_does_not_fit_is_refused_by_name_and_the_leader_says_how_to_
         return any(isinstance(report, Progress) and f"--rank 1 and --leader {leader}" in report.text for report in said)
 
     router.until(asks, "it says how", SOON_S)
+
+
+def test_the_start_names_the_missing_ranks_and_tells_how_to_start_those_of_other_commands() -> None:
+    leader, of_all, of_some = "tcp://h:9", InstanceConfig(tp=4), InstanceConfig(tp=4, rank="0-1", leader="tcp://h:9")
+    assert describe_missing([1, 3], of_all, leader) == "waiting for rank 1, 3 of 4"
+    assert describe_missing([1], of_some, leader) == "waiting for rank 1 of 4"
+    how = "start rank 2 with the same command, --rank 2 and --leader tcp://h:9"
+    assert describe_missing([1, 2, 3], of_some, leader) == f"waiting for rank 1, 2, 3 of 4: {how}"
 
 
 def test_a_rank_whose_flags_can_never_work_ends_its_command_for_good(start: Start) -> None:
