@@ -130,6 +130,7 @@ class EngineConfig:
         "batch sizes of the graphs, such as 1,2,4,8; larger batches run without one; auto: a ladder up to the largest batch",
     )
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
+    lent_cores: str = option("", "file by which instances of a host lend each other idle cores; launch local makes it")
 
     def __post_init__(self) -> None:
         require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)

@@ -11,9 +11,10 @@ from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig,
 from common.flags import add_flags, read_config
 from launch import logs
 from launch.commands import add_command, read_guarded_access, read_security
+from launch.local_cores import CoresConfig
 from launch.ray_plan import RayConfig
 
-DECIDED_FOR_INSTANCES = ("router", "host", "inbox_port", "name", "rank", "leader")
+DECIDED_FOR_INSTANCES = ("router", "host", "inbox_port", "name", "rank", "leader", "lent_cores")
 """Fields that both commands set for their instances."""
 DECIDED_BY_RAY = (*DECIDED_FOR_INSTANCES, "sharers")
 DECIDED_FOR_ROUTERS = ("share_port", "own_port")
@@ -33,6 +34,7 @@ RAY_LIFE = (
 def add_local(commands: Any) -> None:
     local = add_command(commands, "local", "start routers, prefill and decode instances on this machine", _local, LOCAL_LIFE)
     _add_fleet(local, DECIDED_FOR_INSTANCES)
+    add_flags(local, CoresConfig)
 
 
 def add_ray(commands: Any) -> None:
@@ -66,7 +68,8 @@ def _local(flags: argparse.Namespace) -> int:
     fleet = _read_fleet(flags)
     engine = fleet["engine"]
     logs.configure(fleet["log"], "local")
-    return run(LocalPlan(**fleet, gpus=count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0))
+    gpus = count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0
+    return run(LocalPlan(**fleet, gpus=gpus, cores=read_config(CoresConfig, flags)))
 
 
 def _ray(flags: argparse.Namespace) -> int:

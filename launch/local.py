@@ -10,15 +10,19 @@ the same.
 """
 
 import logging
+import os
 import queue
+import secrets
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal, assert_never
 
 import msgspec
@@ -33,14 +37,17 @@ from common.config import (
     RouterConfig,
     SecurityConfig,
     parse_share,
+    refuse_without_effect,
 )
 from common.cores import core_count, divide_cores, place_on_gpus
+from common.engine.lent_cores import make_file
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
 from common.processes.child import Exited, Reported, Running, stop_children
 from common.processes.parent import Parent
 from launch import signals
 from launch.fleet_page import FleetPage, curl_line
+from launch.local_cores import CoresConfig, divide_by_work
 from launch.processes import Child, ChildEvent, launch_command
 from launch.reports import Broken, CloseIntake, IntakeClosed, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
@@ -79,6 +86,7 @@ class LocalPlan:
     security: SecurityConfig = SecurityConfig()
     access: AccessConfig = AccessConfig()
     gpus: int = 0
+    cores: CoresConfig = CoresConfig()
     here: str = LOOPBACK
 
     def __post_init__(self) -> None:
@@ -86,6 +94,8 @@ class LocalPlan:
             raise ConfigError(f"--prefill must be 0 or more, is {self.prefill}")
         if self.decode < 1:
             raise ConfigError(f"--decode must be at least 1, is {self.decode}")
+        if self.engine.threads:
+            refuse_without_effect(self.cores, ("workload", "lend_cores"), "with --threads")
         if not 1 <= self.routers <= MOST_ROUTERS:
             raise ConfigError(f"--routers must be between 1 and {MOST_ROUTERS}, is {self.routers}")
         self._check_shares()
@@ -105,12 +115,35 @@ class LocalPlan:
     def engines(self) -> dict[str, EngineConfig]:
         """The engine's config of each instance, by name: they share the cores and the GPUs."""
         names = [name for role in ROLES for name in self.names(role)]
-        threads = self.engine.threads or divide_cores(core_count(), len(names))
         places = place_on_gpus(self.engine.device, len(names), self.gpus, self.instance.tp)
         return {
-            name: replace(self.engine, threads=threads, device=device, sharers=max(sharers, self.engine.sharers))
+            name: replace(
+                self.engine,
+                threads=self._threads(name.startswith("prefill")),
+                device=device,
+                sharers=max(sharers, self.engine.sharers),
+            )
             for name, (device, sharers) in zip(names, places, strict=True)
         }
+
+    @property
+    def lends_cores(self) -> bool:
+        """Whether instances lend each other cores: where several compute on the processor, with one rank each."""
+        alone = self.prefill + self.decode == 1 or self.instance.tp > 1
+        return self._computes_here and self.cores.lend_cores == "on" and not self.engine.threads and not alone
+
+    @property
+    def _computes_here(self) -> bool:
+        """Whether the processor computes the model."""
+        return not self.gpus and not self.engine.device.startswith("cuda") and self.engine.executor == "torch"
+
+    def _threads(self, is_prefill: bool) -> int:
+        if self.engine.threads:
+            return self.engine.threads
+        if not self._computes_here:
+            return divide_cores(core_count(), self.prefill + self.decode)
+        of_prefill, of_decode = divide_by_work(core_count(), self.prefill, self.decode, self.cores.prefill_share)
+        return of_prefill if is_prefill else of_decode
 
     def _check_shares(self) -> None:
         """Each instance takes its share of the whole device, so all on a device must fit together. Raises ConfigError."""
@@ -156,6 +189,7 @@ class Fleet:
         """How each part is started, the first time and again."""
         self._children: dict[str, Running] = {}
         self._routers: dict[str, Child] = {}
+        self._lent_cores = Path(tempfile.gettempdir()) / f"tandem-cores-{os.getpid()}-{secrets.token_hex(4)}"
         self._signals = 0
         self._serving = False
 
@@ -179,11 +213,16 @@ class Fleet:
         routers = self._start_routers(deadline)
         self._serving = True
         controls = ",".join(reachable(addresses["control"], plan.here) for addresses in routers)
+        lent_cores = ""
+        if plan.lends_cores:
+            make_file(self._lent_cores, plan.prefill + plan.decode)
+            lent_cores = str(self._lent_cores)
         engines = plan.engines()
         for role in ROLES:
             for name in plan.names(role):
                 config = replace(plan.instance, router=controls, name=name)
-                flags = to_flags(config, plan.model, engines[name], plan.log, plan.security)
+                engine = replace(engines[name], lent_cores=lent_cores)
+                flags = to_flags(config, plan.model, engine, plan.log, plan.security)
                 self._starts[name] = partial(self._start_instance, name, role, flags, self._events.put)
                 self._spawn(name)
         prefill, decode = plan.names("prefill"), plan.names("decode")
@@ -232,6 +271,7 @@ class Fleet:
         for role in ROLES:
             self._stop_stage(self._plan.names(role), drained_s)
         self._stop_stage(self._plan.router_names, STOP_S)
+        self._lent_cores.unlink(missing_ok=True)
 
     # --- inside --------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from launch.gpus import count_gpus
 from launch.processes import launch_command
 from launch.rank_children import RankCommands
 
-OF_A_HOST = ("device", "threads", "sharers", "kv_memory")
+OF_A_HOST = ("device", "threads", "lent_cores", "sharers", "kv_memory")
 """Flags of the engine that ranks may differ in."""
 LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "flashinfer-python", "triton")
 """Their versions decide what is computed."""

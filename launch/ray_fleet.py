@@ -53,6 +53,11 @@ class RayPlan(LocalPlan):
         engine = replace(self.engine, threads=self.engine.threads or self.bundles()[0].cpus)
         return {name: engine for role in ROLES for name in self.names(role)}
 
+    @property
+    def lends_cores(self) -> bool:
+        """Ray reserves cores for each instance."""
+        return False
+
     def bundles(self) -> list[Bundle]:
         """Of one instance."""
         return bundles_of(self.ray, self.instance.tp, on_gpus=self.engine.device != "cpu" and self.engine.executor != "timed")

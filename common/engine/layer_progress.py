@@ -15,17 +15,26 @@ class LayerProgress:
     """groups: how many groups of layers to report; each costs a turn of the instance's loop and a push. 0: report nothing.
 
     The last group is pushed while the last layer attends and the first token is sampled. report: called after each group with
-    the number of layers that are done; None: nobody asks.
+    the number of layers that are done; None: nobody asks. between: called at every layer.
     """
 
-    def __init__(self, device: torch.device, layers: int, groups: int, report: Callable[[int], None] | None) -> None:
-        self._report = report
+    def __init__(
+        self,
+        device: torch.device,
+        layers: int,
+        groups: int,
+        report: Callable[[int], None] | None,
+        between: Callable[[], None] | None = None,
+    ) -> None:
+        self._report, self._between = report, between
         self._on_stream = device.type == "cuda"
         self._ends = {layers * group // groups for group in range(1, groups + 1)} - {0}
         self._events: list[tuple[int, torch.cuda.Event]] = []
 
     def written(self, layers: int) -> None:
         """Call when the KV of the first `layers` layers is written, or its writes are in the stream."""
+        if self._between is not None:
+            self._between()
         if self._report is None or layers not in self._ends:
             return
         if not self._on_stream:

@@ -77,14 +77,16 @@ class StepRunner:
         ).unbind()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, report: Callable[[int], None] | None = None) -> PendingStep:
+    def launch(
+        self, plan: Plan, report: Callable[[int], None] | None = None, between: Callable[[], None] | None = None
+    ) -> PendingStep:
         """Start one forward: rows that start, rows that grow, then chunks and decode rows together.
 
         report: called a few times during a last chunk, with the number of layers whose KV is in the pages: on CPU from here, on
-        CUDA from `PendingStep.wait`. None: not wanted.
+        CUDA from `PendingStep.wait`. between: called at each layer of a step without a graph. None: not wanted.
         """
         wanted = report if any(chunk.last for chunk in plan.chunks) else None
-        progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted)
+        progress = LayerProgress(self._device, self._memory.layout.layers, self._layer_groups, wanted, between)
         size = fitting(self._graph_sizes, len(plan.decode_rows)) if not plan.chunks else None
         host = self.rows.prepare(plan, size or 0)
         step = StepArrays(*self._staging.send(host.arrays))

@@ -14,9 +14,11 @@ from functools import partial
 import torch
 
 from common.config import EngineConfig, ModelConfig
+from common.engine.device import device_of
 from common.engine.executor import ExecutorFailed
 from common.engine.grammars import CompiledSoon
 from common.engine.kv_budget import Agree, as_offered
+from common.engine.lent_cores import LentCores
 from common.engine.model_runner import ModelRunner
 from common.engine.parallel import ALONE, Group
 from common.engine.pending import PendingStep
@@ -63,7 +65,9 @@ class TorchExecutor:
     ) -> None:
         if engine.threads:
             torch.set_num_threads(engine.threads)
-        self._cpu_threads = torch.get_num_threads()
+        self._threads_now = torch.get_num_threads()
+        on_cpu = device_of(engine.device).type == "cpu"
+        self._cores = LentCores(engine.lent_cores, self._threads_now) if engine.lent_cores and on_cpu else None
         self._runner = ModelRunner(model, engine, progress, group, agree)
         self.description = self._runner.description
         self._wake = wake
@@ -94,13 +98,15 @@ class TorchExecutor:
         until = time.monotonic() + STOP_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        if self._cores is not None:
+            self._cores.close()
 
     def _launch_steps(self) -> None:
-        torch.set_num_threads(self._cpu_threads)
+        torch.set_num_threads(self._threads_now)
         with self._runner.on_device():
             while (step := self._steps.get()) is not None:
                 try:
-                    pending = self._runner.steps.launch(step.plan, partial(self._advance, step))
+                    pending = self._launched_step(step)
                 except Exception as error:  # noqa: BLE001 - the thread's outermost door; the step's poll raises it
                     step.failure = error
                     self._wake()
@@ -110,6 +116,25 @@ class TorchExecutor:
                 else:
                     self._launched.put((step, pending))
         self._launched.put(None)
+
+    def _launched_step(self, step: _Step) -> PendingStep:
+        """On CPU with cores that others lend, where a launch is the whole step, the threads follow what is lent."""
+        report = partial(self._advance, step)
+        if self._cores is None:
+            return self._runner.steps.launch(step.plan, report)
+        self._cores.begin()
+        try:
+            self._follow_lent_cores()
+            return self._runner.steps.launch(step.plan, report, self._follow_lent_cores)
+        finally:
+            self._cores.end()
+
+    def _follow_lent_cores(self) -> None:
+        assert self._cores is not None
+        threads = self._cores.threads()
+        if threads != self._threads_now:
+            self._threads_now = threads
+            torch.set_num_threads(threads)
 
     def _complete_steps(self) -> None:
         while (launched := self._launched.get()) is not None:

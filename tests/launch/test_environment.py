@@ -1,6 +1,7 @@
 """The cores and GPUs of a host are divided, and what libraries read at import is set before."""
 
 import os
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from common.errors import ConfigError
 from launch import environment
 from launch.gpus import count_gpus
 from launch.local import LocalPlan
+from launch.local_cores import CoresConfig, divide_by_work
 
 
 @pytest.mark.parametrize(("cores", "instances", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3), (4, 1, 4), (4, 0, 4)])
@@ -54,6 +56,43 @@ def test_a_local_fleet_shares_cores_and_gpus_by_name() -> None:
     }  # fmt: skip
     assert engines(0, EngineConfig(threads=5)) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), ("auto", 3, 5))
     assert engines(0, EngineConfig(device="cuda", sharers=4))["decode-1"] == ("cuda", 4, threads)
+
+
+@pytest.mark.parametrize(
+    ("cores", "instances", "workload", "threads"),
+    [
+        (2, (1, 1), "512,128", (1, 1)),
+        (1, (1, 1), "512,128", (1, 1)),
+        (8, (1, 1), "512,128", (5, 3)),
+        (8, (1, 1), "128,512", (1, 7)),
+        (8, (1, 1), "100000,1", (7, 1)),
+        (8, (2, 1), "512,256", (2, 4)),
+        (16, (1, 3), "512,128", (13, 1)),
+        (64, (2, 2), "512,256", (16, 16)),
+        (8, (0, 2), "512,128", (0, 4)),
+        (2, (2, 3), "512,128", (1, 1)),
+    ],
+)
+def test_cores_go_to_the_roles_by_the_work_that_each_has(
+    cores: int, instances: tuple[int, int], workload: str, threads: tuple[int, int]
+) -> None:
+    assert divide_by_work(cores, *instances, CoresConfig(workload=workload).prefill_share) == threads
+
+
+def test_cores_are_lent_where_several_instances_compute_on_the_processor_with_one_rank_each() -> None:
+    def lends(gpus: int = 0, prefill: int = 1, tp: int = 1, cores: CoresConfig = CoresConfig(), **engine: Any) -> bool:  # noqa: B008
+        return LocalPlan(
+            prefill=prefill, decode=1, router=RouterConfig(), instance=InstanceConfig(tp=tp), model=ModelConfig(),
+            engine=EngineConfig(**engine), log=LogConfig(), gpus=gpus, cores=cores,
+        ).lends_cores  # fmt: skip
+
+    assert lends() and lends(device="cpu")
+    assert not lends(prefill=0) and not lends(tp=2) and not lends(threads=1) and not lends(gpus=1)
+    assert not lends(device="cuda") and not lends(executor="timed") and not lends(cores=CoresConfig(lend_cores="off"))
+    with pytest.raises(ConfigError, match="--workload has no effect with --threads"):
+        lends(threads=1, cores=CoresConfig(workload="1,1"))
+    with pytest.raises(ConfigError, match="--workload must be two numbers"):
+        CoresConfig(workload="512")
 
 
 def test_shares_of_a_memory_that_do_not_fit_on_one_device_are_refused_before_anything_starts() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.flags import ConfigClass, flag_of
+from launch.local_cores import CoresConfig
 
 README = Path(__file__).parents[2] / "README.md"
 GROUPS: tuple[tuple[str, type[ConfigClass]], ...] = (
@@ -15,6 +16,7 @@ GROUPS: tuple[tuple[str, type[ConfigClass]], ...] = (
     ("all", LogConfig),
     ("all", SecurityConfig),
     ("router", AccessConfig),
+    ("local", CoresConfig),
 )
 
 

@@ -1,0 +1,82 @@
+"""Cores that the instances of a host lend to each other while they have nothing to compute.
+
+Owns the file in which they tell each other whether they compute. Sets no threads and knows no steps: the executor asks how many
+threads it may use now, before a step and between layers. So the cores go where the work is, whatever the mix of prompts and
+answers, and hardly ever is one used twice: when a lender begins to compute, borrowers notice at their next layer.
+
+    the file     one slot for each instance: [its threads, its state], two int64
+    its state    0: has not computed yet; COMPUTING; else the time, in ns of the host's monotonic clock, when it last stopped
+
+A slot belongs to the process that has a lock on it, so one that dies gives it back. Reads and writes of 8 aligned bytes are
+whole.
+"""
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common.errors import ConfigError
+
+COMPUTING = -1
+SLOT_BYTES = 16
+GRACE_NS = 20_000_000
+"""An instance lends its cores so long after a step, because the next step mostly follows at once."""
+
+
+def make_file(path: Path, instances: int) -> None:
+    """A file with a slot for each."""
+    path.write_bytes(bytes(instances * SLOT_BYTES))
+
+
+class LentCores:
+    """The slot of this process. own_threads: what it lends, and always has. Raises ConfigError."""
+
+    def __init__(self, path: str, own_threads: int, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._own, self._now_ns = own_threads, now_ns
+        try:
+            self._file = os.open(path, os.O_RDWR)
+            self._cells = memoryview(mmap.mmap(self._file, 0)).cast("q")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--lent-cores {path} cannot be used: {error}: leave it to launch local") from error
+        self._threads_at = 2 * self._claim(path)
+        self._state_at = self._threads_at + 1
+        self._cells[self._state_at] = 0
+        self._cells[self._threads_at] = own_threads
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._cells[self._state_at] = COMPUTING
+
+    def end(self) -> None:
+        """It has ended."""
+        self._cells[self._state_at] = self._now_ns()
+
+    def threads(self) -> int:
+        """How many a step may use now: its own, and an equal part of what others lend."""
+        lends_since, lent, borrowers = self._now_ns() - GRACE_NS, 0, 0
+        for at in range(0, len(self._cells), 2):
+            threads, state = self._cells[at], self._cells[at + 1]
+            if state == COMPUTING or state > lends_since:
+                borrowers += 1
+            else:
+                lent += threads
+        return self._own + lent // max(1, borrowers)
+
+    def close(self) -> None:
+        """Nobody borrows from it any more. Idempotent."""
+        if self._file >= 0:
+            self._cells[self._threads_at] = self._cells[self._state_at] = 0
+            os.close(self._file)
+            self._file = -1
+
+    def _claim(self, path: str) -> int:
+        for slot in range(len(self._cells) // 2):
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
+            except OSError:  # another process has it
+                continue
+            return slot
+        raise ConfigError(f"--lent-cores {path} has no slot left: leave it to launch local")

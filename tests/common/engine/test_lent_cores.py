@@ -1,0 +1,166 @@
+"""Idle instances lend their cores, and take them back when they compute."""
+
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.config import EngineConfig, ModelConfig
+from common.engine.lent_cores import COMPUTING, GRACE_NS, SLOT_BYTES, LentCores, make_file
+from common.engine.plan import Plan, StepResult
+from common.engine.torch_executor import TorchExecutor
+from common.errors import ConfigError
+from common.sampling_params import SamplingParams
+from tests.common.engine.checkpoints import llama, saved
+from tests.common.engine.driver import Driver
+
+GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
+PROMPTS = [np.arange(10, 10 + length, dtype=np.int32) for length in (5, 20)]
+
+
+class Clock:
+    now_ns = 10**12
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def program(path: Path, threads: int) -> str:
+    """The program of another process, which takes a slot and waits: locks of one process do not exclude each other."""
+    return (
+        f"import sys; from common.engine.lent_cores import LentCores; "
+        f"held = LentCores({str(path)!r}, {threads}); print('ready', flush=True); "
+        f"[(held.begin if line == 'begin\\n' else held.end)() or print('done', flush=True) for line in sys.stdin]"
+    )
+
+
+class Other:
+    """An instance in another process."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        command = [sys.executable, "-c", program(path, threads)]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._expect("ready\n")
+
+    def tell(self, word: str) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(f"{word}\n")
+        self._child.stdin.flush()
+        self._expect("done\n")
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+    def _expect(self, word: str) -> None:
+        assert self._child.stdout is not None
+        assert self._child.stdout.readline() == word
+
+
+def test_cores_go_where_the_work_is_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    make_file(path, 2)
+    clock = Clock()
+    mine, other = LentCores(str(path), 1, clock), Other(path, 3)
+    try:
+        mine.begin()
+        assert mine.threads() == 4, "the other one has computed nothing yet"
+        other.tell("begin")
+        assert mine.threads() == 1
+        other.tell("end")
+        clock.now_ns = 0
+        assert mine.threads() == 1, "its next step may follow at once"
+        clock.now_ns = time.monotonic_ns() + GRACE_NS
+        assert mine.threads() == 4
+    finally:
+        other.kill()
+        mine.close()
+
+
+def test_those_who_compute_share_what_is_lent(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    make_file(path, 3)
+    mine, busy, idle = LentCores(str(path), 2), Other(path, 2), Other(path, 4)
+    try:
+        mine.begin()
+        busy.tell("begin")
+        assert mine.threads() == 2 + 4 // 2
+    finally:
+        busy.kill()
+        idle.kill()
+        mine.close()
+
+
+def test_the_slot_of_a_process_that_died_is_taken_by_its_successor(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    make_file(path, 2)
+    mine, first = LentCores(str(path), 1), Other(path, 1)
+    mine.begin()
+    first.tell("begin")
+    first.kill()
+    assert mine.threads() == 1, "nobody says that its cores are free"
+    second = Other(path, 1)
+    try:
+        assert mine.threads() == 2
+    finally:
+        second.kill()
+        mine.close()
+
+
+def test_a_file_that_is_not_there_is_refused_by_flag(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--lent-cores .* cannot be used"):
+        LentCores(str(tmp_path / "none"), 1)
+
+
+def test_the_threads_of_a_step_follow_what_is_lent_and_its_answers_do_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lender begins to compute in the middle of a step: it gets its core back at the next layer."""
+    path = tmp_path / "cores"
+    make_file(path, 2)
+    set_to: list[int] = []
+
+    def set_threads(threads: int) -> None:
+        set_to.append(threads)
+        if threads == 3:
+            write_second_slot(path, 2, COMPUTING)
+
+    model = saved(llama(), tmp_path / "model")
+    config = EngineConfig(device="cpu", page_size=8, kv_memory="2MiB", max_running=8, threads=1)
+    answers = []
+    for lent_cores in ("", str(path)):
+        executor = TorchExecutor(
+            ModelConfig(model=str(model)), replace(config, lent_cores=lent_cores), lambda: None, lambda text: None
+        )
+        if lent_cores:
+            write_second_slot(path, 2, 0)
+            monkeypatch.setattr(torch, "set_num_threads", set_threads)
+        try:
+            answers.append(Driver(partial(finished, executor), executor.description).answers(PROMPTS, 5, GREEDY))
+        finally:
+            executor.close()
+    assert answers[0] == answers[1]
+    assert set_to == [3, 1]
+
+
+def write_second_slot(path: Path, threads: int, state: int) -> None:
+    """As its owner would."""
+    with path.open("r+b") as file:
+        file.seek(SLOT_BYTES)
+        file.write(struct.pack("qq", threads, state))
+
+
+def finished(executor: TorchExecutor, plan: Plan) -> StepResult:
+    handle = executor.launch(plan)
+    until = time.monotonic() + 60
+    while (result := handle.poll()) is None:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return result
