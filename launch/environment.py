@@ -9,16 +9,22 @@ from pathlib import Path
 from common.cores import core_count
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
+_SPINS = "1000"
+"""How often a thread of GNU's OpenMP, which torch has, looks whether there is work before it sleeps: about 50 us. By default it is
+300,000 times, which is no faster on an idle host, and three times slower where anybody else wants the cores: then threads that wait
+keep those from running that they wait for (docs/measurements/cpu.md)."""
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def prepare(threads: int) -> None:
     """Set the environment of this process. threads: the size of a thread pool; 0 means one thread for each core.
 
-    Transport settings that are already set stay, so a person can override ours.
+    Settings of transports and of waiting threads that are already set stay, so a person can override ours.
     """
     for name in _THREAD_VARIABLES:
         os.environ[name] = str(threads or core_count())
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")

@@ -118,5 +118,9 @@ def test_thread_pools_get_what_the_process_was_given(monkeypatch: pytest.MonkeyP
     environment.prepare(3)
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
     assert os.environ["UCX_LOG_LEVEL"] == "info", "what a person set stays"
+    assert int(os.environ["GOMP_SPINCOUNT"]) < 10_000
+    monkeypatch.setattr(os, "environ", {"OMP_WAIT_POLICY": "ACTIVE"})
+    environment.prepare(3)
+    assert "GOMP_SPINCOUNT" not in os.environ, "what a person set stays"
     environment.prepare(0)
     assert os.environ["OMP_NUM_THREADS"] == str(core_count())
