@@ -10,9 +10,9 @@ from common.cores import core_count
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
 _SPINS = "1000"
-"""How often a thread of GNU's OpenMP, which torch has, looks whether there is work before it sleeps: about 50 us. By default it is
-300,000 times, which is no faster on an idle host, and three times slower where anybody else wants the cores: then threads that wait
-keep those from running that they wait for (docs/measurements/cpu.md)."""
+"""How often a thread of GNU's OpenMP, which torch has, looks whether there is work before it sleeps: for about 50 us. The default
+is 300,000 times, which is no faster on an idle host, and three times slower where anybody else wants the cores: threads that wait
+then keep those from running that they wait for (docs/measurements/cpu.md)."""
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
