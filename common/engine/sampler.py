@@ -56,10 +56,10 @@ class Sampler:
         top-k, top-p or min-p. filter_width: the largest top-k of those if all of them have one, else 0.
         """
         if len(noisy) == 0:
-            return logits.argmax(dim=-1)
+            return self._kernels.likeliest(logits)
         if len(noisy) == len(logits):
             return self.draw_filtered(logits, rows, filtering, filter_width)
-        tokens = logits.argmax(dim=-1)
+        tokens = self._kernels.likeliest(logits)
         tokens[noisy] = self.draw_filtered(logits[noisy], rows.of(noisy), filtering, filter_width)
         return tokens
 

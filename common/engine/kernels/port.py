@@ -63,6 +63,11 @@ class Kernels(Protocol):
         Returns [rows, width] float8_e4m3fn and [rows, 1] float32; their product is nearly x.
         """
 
+    def quantise_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row in whole numbers up to 127 with a scale of its own. x: [rows, width].
+        Returns [rows, width] int8 and [rows, 1] float32; their product is nearly x.
+        """
+
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values to their pages, in the pages' dtype.
 
@@ -76,6 +81,11 @@ class Kernels(Protocol):
 
         logits: [rows, vocab] float32; minus infinity excludes a token. temperature: [rows] float32. seed, position: [rows] int64.
         Returns [rows] int64. A row with NaN gets some token of the vocabulary.
+        """
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """The token of each row that has the largest logit, of equal ones the first: as `sample` with temperatures of 0.
+        logits: [rows, vocab] float32. Returns [rows] int64. A row with NaN gets some token of the vocabulary.
         """
 
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from common.engine.kernels.noise import GREEDY_BELOW, gumbel, token_noise
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
 
+INT8_LARGEST = 127
 FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 SMALLEST_ROW = 1e-30
 """A row whose largest number is below this is quantised as if it were this: nothing is divided by zero."""
@@ -39,6 +40,9 @@ class TorchKernels:
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / FP8_LARGEST)
         return _fp8(wide / scale), scale
 
+    def quantise_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantise_int8(x)
+
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         kv_heads = places.keys.shape[1]
         query_heads = heads.shape[1] - 2 * kv_heads
@@ -59,6 +63,9 @@ class TorchKernels:
         noisy = scaled + gumbel(seed, position, self._token_noise)
         return torch.where(greedy, first, noisy.argmax(dim=-1))
 
+    def likeliest(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         if len(rows) == 0:
             return
@@ -68,6 +75,13 @@ class TorchKernels:
         entry = entry.clamp(max=len(rows) - 1)
         column = (at - indptr[entry]).clamp(max=table.shape[1] - 1)
         out.copy_(torch.where(within, table[rows[entry], column], out))
+
+
+def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `Kernels.quantise_int8`."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / INT8_LARGEST)
+    return (wide / scale).round().to(torch.int8), scale
 
 
 def write(places: PagePlaces, key: Tensor, value: Tensor) -> None:

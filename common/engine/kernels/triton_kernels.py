@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.engine.kernels import triton_source as source
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
+from common.engine.kernels.torch_kernels import quantise_int8
 
 _NORM_ELEMENTS = 1024
 """Elements that a program norms at least, in as many rows as it takes."""
@@ -66,6 +67,9 @@ class TritonKernels:
             source.quantise[(rows,)](x, out, scales, x.stride(0), width, block, num_warps=_warps(block, 16))
         return out, scales
 
+    def quantise_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantise_int8(x)  # int8 layers are for CPU
+
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
         keys, values = places.keys, places.values
@@ -105,6 +109,9 @@ class TritonKernels:
         )
         source.best_of_slices[(rows,)](best, tokens, out, slices, block, num_warps=1)
         return out
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
 
     def page_indices(self, table: Tensor, rows: Tensor, indptr: Tensor, out: Tensor) -> None:
         assert table.stride(1) == out.stride(0) == 1

@@ -73,7 +73,8 @@ class Engine:
         kv_dtype: KVDtype = "float32",
     ) -> None:
         shape = read_served_shape(path)
-        kernels = make_kernels(device)
+        # Recorded graphs see torch's operations alone.
+        kernels = TorchKernels() if device.type == "cpu" else make_kernels(device)
         model = load_model(path, shape, Loading(torch.float32, device, CONTEXT), kernels, lambda text: None)
         layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype=kv_dtype)
         self.memory = KVMemory(layout, PAGES, device)

@@ -25,6 +25,6 @@ def test_interpreted_triton_kernels_fulfil_the_contract() -> None:
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-def test_a_cpu_gets_the_kernels_of_torch_and_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_gets_kernels_that_need_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # to import it would fail
     assert isinstance(make_kernels(torch.device("cpu")), TorchKernels)

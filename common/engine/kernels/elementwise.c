@@ -1,0 +1,418 @@
+/* The small operations of a decoder, each in one pass over its tensors: norms, activation, rotary embedding, sampling, row scales.
+ *
+ * Owns the arithmetic and how it is divided among threads. Knows pointers, counts and strides (in elements); knows no torch. A tensor of a
+ * model is float32, or bfloat16 where `is_bf16` is 1; what is computed in between is float32, and is rounded where torch rounds it.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "parallel.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* To the nearest, of two the even one; a NaN stays one. */
+INLINE uint16_t to_bf16(float x) {
+    const uint32_t bits = bits_of(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+INLINE float load(const void *from, int64_t i, int is_bf16) {
+    return is_bf16 ? from_bits((uint32_t)((const uint16_t *)from)[i] << 16) : ((const float *)from)[i];
+}
+
+INLINE void store(void *to, int64_t i, float x, int is_bf16) {
+    if (is_bf16)
+        ((uint16_t *)to)[i] = to_bf16(x);
+    else
+        ((float *)to)[i] = x;
+}
+
+INLINE float rounded(float x, int is_bf16) { return is_bf16 ? from_bits((uint32_t)to_bf16(x) << 16) : x; }
+
+INLINE const void *at(const void *base, int64_t i, int is_bf16) { return (const char *)base + (i << (is_bf16 ? 1 : 2)); }
+
+/* The part of `count` that a thread does: [*begin, *end). */
+INLINE void share(int64_t count, int thread, int threads, int64_t *begin, int64_t *end) {
+    *begin = count * thread / threads;
+    *end = count * (thread + 1) / threads;
+}
+
+/* e^x with a relative error of about 2^-22, for vectors: the compiler has no expf for them. Cephes' polynomial. */
+INLINE float exp_of(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    const int32_t whole = (int32_t)rintf(x * 1.44269504f);
+    const float r = x - (float)whole * 0.693359375f + (float)whole * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.0f) * from_bits((uint32_t)(whole + 127) << 23);
+}
+
+/* --- norms ---------------------------------------------------------------------------------------------------------------------------- */
+
+/* residual: null for a norm without one; then total is null too. */
+typedef struct {
+    const void *x, *residual, *weight;
+    void *out, *total;
+    int64_t rows, width, x_row, residual_row;
+    float eps;
+    int is_bf16;
+} norm_work;
+
+INLINE void norm_row(const void *restrict x, const void *restrict residual, const void *restrict weight, void *restrict out,
+                     void *restrict total, int64_t width, float eps, int is_bf16) {
+    float squares = 0.0f;
+    if (residual)
+        for (int64_t i = 0; i < width; i++) {
+            const float sum = rounded(load(x, i, is_bf16) + load(residual, i, is_bf16), is_bf16);
+            store(total, i, sum, is_bf16);
+            squares += sum * sum;
+        }
+    else
+        for (int64_t i = 0; i < width; i++) squares += load(x, i, is_bf16) * load(x, i, is_bf16);
+    const float scale = 1.0f / sqrtf(squares / (float)width + eps);
+    const void *restrict source = residual ? total : x;
+    for (int64_t i = 0; i < width; i++)
+        store(out, i, rounded(load(source, i, is_bf16) * scale, is_bf16) * load(weight, i, is_bf16), is_bf16);
+}
+
+INLINE void norm_rows(const norm_work *w, int thread, int threads, int is_bf16) {
+    int64_t begin, end;
+    share(w->rows, thread, threads, &begin, &end);
+    for (int64_t row = begin; row < end; row++)
+        norm_row(at(w->x, row * w->x_row, is_bf16), w->residual ? at(w->residual, row * w->residual_row, is_bf16) : 0, w->weight,
+                 (void *)at(w->out, row * w->width, is_bf16), w->total ? (void *)at(w->total, row * w->width, is_bf16) : 0, w->width,
+                 w->eps, is_bf16);
+}
+
+static void norm_part(void *data, int thread, int threads) {
+    const norm_work *w = (const norm_work *)data;
+    if (w->is_bf16)
+        norm_rows(w, thread, threads, 1);
+    else
+        norm_rows(w, thread, threads, 0);
+}
+
+/* out = rms_norm(total) * weight with total = x + residual. out, total: [rows, width] contiguous. */
+void add_rms_norm(const void *x, const void *residual, const void *weight, void *out, void *total, int64_t rows, int64_t width,
+                  int64_t x_row, int64_t residual_row, float eps, int is_bf16, int threads) {
+    norm_work work = {x, residual, weight, out, total, rows, width, x_row, residual_row, eps, is_bf16};
+    parallel(threads, norm_part, &work);
+}
+
+/* --- activation ----------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const void *gate_up;
+    void *out;
+    int64_t rows, width, row;
+    int is_bf16;
+} silu_work;
+
+INLINE void silu_rows(const silu_work *w, int thread, int threads, int is_bf16) {
+    int64_t begin, end;
+    share(w->rows * w->width, thread, threads, &begin, &end);
+    while (begin < end) {
+        const int64_t row = begin / w->width, column = begin - row * w->width;
+        const int64_t count = end - begin < w->width - column ? end - begin : w->width - column;
+        const void *restrict gate = at(w->gate_up, row * w->row + column, is_bf16);
+        const void *restrict up = at(w->gate_up, row * w->row + w->width + column, is_bf16);
+        void *restrict out = (void *)at(w->out, begin, is_bf16);
+        for (int64_t i = 0; i < count; i++) {
+            const float g = load(gate, i, is_bf16);
+            store(out, i, rounded(g / (1.0f + exp_of(-g)), is_bf16) * load(up, i, is_bf16), is_bf16);
+        }
+        begin += count;
+    }
+}
+
+static void silu_part(void *data, int thread, int threads) {
+    const silu_work *w = (const silu_work *)data;
+    if (w->is_bf16)
+        silu_rows(w, thread, threads, 1);
+    else
+        silu_rows(w, thread, threads, 0);
+}
+
+/* out[i] = silu(gate[i]) * up[i]. gate_up: [rows, 2 * width], the gate first. out: [rows, width] contiguous. */
+void silu_and_mul(const void *gate_up, void *out, int64_t rows, int64_t width, int64_t row, int is_bf16, int threads) {
+    silu_work work = {gate_up, out, rows, width, row, is_bf16};
+    parallel(threads, silu_part, &work);
+}
+
+/* --- rotary embedding ----------------------------------------------------------------------------------------------------------------- */
+
+/* heads: [tokens, query_heads + 2 * kv_heads, dim]. cos, sin: [tokens, half]. query_norm, key_norm: [dim], or null. queries: [tokens,
+ * query_heads, dim]. keys, values: of a layer; page p, head h and slot s of it are at p * page + h * head + s * slot. */
+typedef struct {
+    const void *heads;
+    const float *cos, *sin;
+    const void *query_norm, *key_norm;
+    const int64_t *pages, *slots;
+    void *queries, *keys, *values;
+    int64_t tokens, token_row, head_row, query_heads, kv_heads, dim, half;
+    int64_t key_page, key_head, key_slot, value_page, value_head, value_slot;
+    float eps;
+    int is_bf16;
+} rotate_work;
+
+INLINE void rotate_head(const void *restrict from, const float *restrict cos, const float *restrict sin, const void *restrict weight,
+                        void *restrict to, int64_t dim, int64_t half, float eps, int is_bf16) {
+    if (weight) {
+        float squares = 0.0f;
+        for (int64_t i = 0; i < dim; i++) squares += load(from, i, is_bf16) * load(from, i, is_bf16);
+        const float scale = 1.0f / sqrtf(squares / (float)dim + eps);
+        for (int64_t i = 0; i < half; i++) {
+            const float a = rounded(rounded(load(from, i, is_bf16) * scale, is_bf16) * load(weight, i, is_bf16), is_bf16);
+            const float b = rounded(rounded(load(from, half + i, is_bf16) * scale, is_bf16) * load(weight, half + i, is_bf16), is_bf16);
+            store(to, i, a * cos[i] - b * sin[i], is_bf16);
+            store(to, half + i, b * cos[i] + a * sin[i], is_bf16);
+        }
+        for (int64_t i = 2 * half; i < dim; i++)
+            store(to, i, rounded(load(from, i, is_bf16) * scale, is_bf16) * load(weight, i, is_bf16), is_bf16);
+        return;
+    }
+    for (int64_t i = 0; i < half; i++) {
+        const float a = load(from, i, is_bf16), b = load(from, half + i, is_bf16);
+        store(to, i, a * cos[i] - b * sin[i], is_bf16);
+        store(to, half + i, b * cos[i] + a * sin[i], is_bf16);
+    }
+    for (int64_t i = 2 * half; i < dim; i++) store(to, i, load(from, i, is_bf16), is_bf16);
+}
+
+INLINE void rotate_tokens(const rotate_work *w, int thread, int threads, int is_bf16) {
+    int64_t begin, end;
+    const int64_t all_heads = w->query_heads + 2 * w->kv_heads;
+    share(w->tokens * all_heads, thread, threads, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t token = i / all_heads, head = i - token * all_heads;
+        const void *from = at(w->heads, token * w->token_row + head * w->head_row, is_bf16);
+        const float *cos = w->cos + token * w->half, *sin = w->sin + token * w->half;
+        const int64_t page = w->pages[token], slot = w->slots[token], kv = head - w->query_heads;
+        if (kv < 0) {
+            void *to = (void *)at(w->queries, (token * w->query_heads + head) * w->dim, is_bf16);
+            rotate_head(from, cos, sin, w->query_norm, to, w->dim, w->half, w->eps, is_bf16);
+        } else if (kv < w->kv_heads) {
+            void *to = (void *)at(w->keys, page * w->key_page + kv * w->key_head + slot * w->key_slot, is_bf16);
+            rotate_head(from, cos, sin, w->key_norm, to, w->dim, w->half, w->eps, is_bf16);
+        } else {
+            const int64_t place = page * w->value_page + (kv - w->kv_heads) * w->value_head + slot * w->value_slot;
+            memcpy((void *)at(w->values, place, is_bf16), from, (size_t)w->dim << (is_bf16 ? 1 : 2));
+        }
+    }
+}
+
+static void rotate_part(void *data, int thread, int threads) {
+    const rotate_work *w = (const rotate_work *)data;
+    if (w->is_bf16)
+        rotate_tokens(w, thread, threads, 1);
+    else
+        rotate_tokens(w, thread, threads, 0);
+}
+
+void rotate_and_write(const rotate_work *work, int threads) { parallel(threads, rotate_part, (void *)work); }
+
+/* --- sampling ------------------------------------------------------------------------------------------------------------------------- */
+
+enum { BLOCK = 512 };
+
+/* A token, and its logit or its logit with noise. */
+typedef struct {
+    float value;
+    int32_t token;
+} choice;
+
+/* temperature: [rows], or null: all rows are greedy. found: [rows, parts], what each thread found in its part of the vocabulary. best:
+ * [rows], of the whole vocabulary. */
+typedef struct {
+    const float *logits, *temperature;
+    const int64_t *seed, *position;
+    choice *found, *best;
+    int64_t rows, vocab, row, parts;
+    float greedy_below;
+} sample_work;
+
+/* Whole numbers in the order of the numbers; NaN is minus infinity. The compiler has a vector maximum of whole numbers only. */
+INLINE int32_t order_of(float x) {
+    const int32_t bits = (int32_t)bits_of(x), order = bits ^ ((bits >> 31) & 0x7fffffff);
+    const int32_t nan = -(order > 0x7f800000);
+    return (order & ~nan) | (INT32_MIN & nan);
+}
+
+/* The largest of `count` logits and the first token that has it; NaN counts as minus infinity. */
+static choice largest(const float *logits, int64_t count) {
+    choice best = {-INFINITY, 0};
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        const int64_t size = count - begin < BLOCK ? count - begin : BLOCK;
+        const float *part = logits + begin;
+        int32_t most = INT32_MIN;
+        for (int64_t i = 0; i < size; i++) {
+            const int32_t order = order_of(part[i]);
+            most = order > most ? order : most;
+        }
+        const float value = from_bits((uint32_t)(most ^ ((most >> 31) & 0x7fffffff)));
+        if (value > best.value) {
+            int64_t first = 0;
+            while (part[first] != value) first++;
+            best = (choice){value, (int32_t)(begin + first)};
+        }
+    }
+    return best;
+}
+
+/* As `noise._mix`. */
+INLINE uint32_t mix(uint32_t x) {
+    x += 0x9E3779B9u;
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+static uint32_t key_of(int64_t seed, int64_t position) {
+    const uint32_t key = mix(mix((uint32_t)seed) ^ (mix((uint32_t)(seed >> 32)) * 3u));
+    return mix(key ^ mix((uint32_t)position));
+}
+
+/* A logit with its noise, rounded as in `TorchKernels`. It divides in float64, because the compiler may multiply by a reciprocal. */
+static float noisy(float logit, float most, float temperature, uint32_t bits) {
+    const float scaled = (float)((double)(logit - most) / (double)temperature);
+    return scaled + (float)-log(-log(((double)bits + 0.5) / 4294967296.0));
+}
+
+/* The largest noisy logit among tokens [begin, end). Few tokens need the logarithms: with u = (bits + 0.5) / 2^32, noise is -log(-log(u))
+ * <= -log(1 - u), and log(x) >= log(2) * (x's bits as a number / 2^23 - 127), because the mantissa's logarithm is concave. A token
+ * whose bound is below the best so far cannot win. SLACK is far above the roundings of both. */
+static choice most_noisy(const sample_work *w, int64_t row, int64_t begin, int64_t end) {
+    const float SLACK = 1e-3f, LOG2 = 0.69314718f, UNIT = LOG2 / 8388608.0f;
+    const float *logits = w->logits + row * w->row;
+    const choice first = w->best[row];
+    const uint32_t key = key_of(w->seed[row], w->position[row]);
+    const float temperature = w->temperature[row], inverse = 1.0f / temperature;
+    choice best = {noisy(first.value, first.value, temperature, mix(mix((uint32_t)first.token) ^ key)), first.token};
+    for (int64_t at = begin; at < end; at += BLOCK) {
+        const int64_t size = end - at < BLOCK ? end - at : BLOCK;
+        const float *part = logits + at;
+        float bounds[BLOCK];
+        int32_t candidates = 0;
+        for (int32_t i = 0; i < (int32_t)size; i++) {
+            const uint32_t bits = mix(mix((uint32_t)at + (uint32_t)i) ^ key);
+            const float beyond = (float)(int32_t)(~bits >> 8) * 256.0f + 0.5f; /* at most 2^32 * (1 - u) */
+            bounds[i] = (part[i] - first.value) * inverse + UNIT * (float)(int32_t)(0x4F800000u - bits_of(beyond)) + SLACK;
+            candidates += bounds[i] >= best.value;
+        }
+        for (int64_t i = 0; candidates > 0 && i < size; i++) {
+            if (!(bounds[i] >= best.value)) continue;
+            const choice other = {noisy(part[i], first.value, temperature, mix(mix((uint32_t)(at + i)) ^ key)), (int32_t)(at + i)};
+            if (other.value > best.value || (other.value == best.value && other.token < best.token)) best = other;
+        }
+    }
+    return best;
+}
+
+INLINE int is_noisy(const sample_work *w, int64_t row) {
+    return w->temperature && !(w->temperature[row] < w->greedy_below) && w->best[row].value > -INFINITY && w->best[row].value < INFINITY;
+}
+
+static void largest_part(void *data, int thread, int threads) {
+    const sample_work *w = (const sample_work *)data;
+    int64_t begin, end;
+    share(w->vocab, thread, threads, &begin, &end);
+    for (int64_t row = 0; row < w->rows; row++) {
+        const choice found = largest(w->logits + row * w->row + begin, end - begin);
+        w->found[row * w->parts + thread] = (choice){found.value, found.token + (int32_t)begin};
+    }
+}
+
+static void noisy_part(void *data, int thread, int threads) {
+    const sample_work *w = (const sample_work *)data;
+    int64_t begin, end;
+    share(w->vocab, thread, threads, &begin, &end);
+    for (int64_t row = 0; row < w->rows; row++)
+        if (is_noisy(w, row)) w->found[row * w->parts + thread] = most_noisy(w, row, begin, end);
+}
+
+/* Runs the body, and then sets the best of each row that it concerns: the first of equal ones. */
+static void find(sample_work *w, void (*body)(void *, int, int), int is_noise) {
+    for (int64_t i = 0; i < w->rows * w->parts; i++) w->found[i] = (choice){-INFINITY, 0}; /* there may be fewer threads than parts */
+    parallel((int)w->parts, body, w);
+    for (int64_t row = 0; row < w->rows; row++) {
+        if (is_noise && !is_noisy(w, row)) continue;
+        choice best = w->found[row * w->parts];
+        for (int64_t i = 1; i < w->parts; i++) {
+            const choice other = w->found[row * w->parts + i];
+            if (other.value > best.value || (other.value == best.value && other.token < best.token)) best = other;
+        }
+        w->best[row] = best;
+    }
+}
+
+/* One token of each row, as `Kernels.sample` says. logits: [rows, vocab]. scratch: [rows, threads + 1] of 8 bytes. tokens: [rows]. */
+void sample(const float *logits, const float *temperature, const int64_t *seed, const int64_t *position, void *scratch, int64_t *tokens,
+            int64_t rows, int64_t vocab, int64_t row, float greedy_below, int threads) {
+    choice *found = (choice *)scratch, *best = found + rows * threads;
+    sample_work work = {logits, temperature, seed, position, found, best, rows, vocab, row, threads, greedy_below};
+    int some = 0;
+    find(&work, largest_part, 0);
+    for (int64_t i = 0; i < rows; i++) some |= is_noisy(&work, i);
+    if (some) find(&work, noisy_part, 1);
+    for (int64_t i = 0; i < rows; i++) tokens[i] = work.best[i].token;
+}
+
+/* --- int8 ----------------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const void *x;
+    int8_t *out;
+    float *scales;
+    int64_t rows, width, row;
+    int is_bf16;
+} quantise_work;
+
+INLINE void quantise_rows(const quantise_work *w, int thread, int threads, int is_bf16) {
+    const int64_t width = w->width;
+    int64_t begin, end;
+    share(w->rows, thread, threads, &begin, &end);
+    for (int64_t row = begin; row < end; row++) {
+        const void *restrict x = at(w->x, row * w->row, is_bf16);
+        int8_t *restrict out = w->out + row * width;
+        uint32_t most = bits_of(1e-30f); /* numbers without a sign are ordered as their bits are */
+        for (int64_t i = 0; i < width; i++) {
+            const uint32_t bits = bits_of(load(x, i, is_bf16)) & 0x7fffffff;
+            most = bits > most ? bits : most;
+        }
+        const float largest_number = from_bits(most), inverse = 127.0f / largest_number;
+        for (int64_t i = 0; i < width; i++) out[i] = (int8_t)(int32_t)rintf(load(x, i, is_bf16) * inverse);
+        w->scales[row] = largest_number / 127.0f;
+    }
+}
+
+static void quantise_part(void *data, int thread, int threads) {
+    const quantise_work *w = (const quantise_work *)data;
+    if (w->is_bf16)
+        quantise_rows(w, thread, threads, 1);
+    else
+        quantise_rows(w, thread, threads, 0);
+}
+
+/* Each row in whole numbers up to 127 with a scale of its own. x: [rows, width]. out: the same, contiguous. scales: [rows]. */
+void quantise_int8(const void *x, int8_t *out, float *scales, int64_t rows, int64_t width, int64_t row, int is_bf16, int threads) {
+    quantise_work work = {x, out, scales, rows, width, row, is_bf16};
+    parallel(threads, quantise_part, &work);
+}

@@ -1,0 +1,76 @@
+"""The kernels in C, on one thread and on several, at sizes where threads share the work."""
+
+import pytest
+import torch
+
+from common.engine.kernels.native_kernels import SOURCE, NativeKernels, load_native_kernels
+from common.engine.kernels.torch_kernels import TorchKernels
+from common.engine.native.build import load
+from tests.common.engine.kernels.contract import (
+    HeadSizes,
+    KernelsContract,
+    Subject,
+    check_activation,
+    check_norms,
+    check_rotation,
+    check_samples,
+)
+
+LIBRARY = load(SOURCE)
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no C compiler")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class TestNativeKernels(KernelsContract):
+    @pytest.fixture(autouse=True)
+    def _made(self) -> None:
+        self.kernels = kernels(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_tokens_that_do_not_divide_evenly(dtype: torch.dtype) -> None:
+    subject = Subject(kernels(3), dtype=dtype)
+    check_norms(subject, 23, 1001)
+    check_activation(subject, 7, 3001)
+    check_rotation(subject, 17, HeadSizes(14, 2, 71, 33), norm=True, page_dtype=dtype)
+    check_rotation(subject, 17, HeadSizes(14, 2, 71, 33), norm=False, page_dtype=dtype, order="head")
+
+
+def test_threads_share_a_vocabulary_and_sample_what_the_definition_of_the_noise_says() -> None:
+    for seed in range(3):
+        check_samples(Subject(kernels(3)), 9, 12_345, seed)
+
+
+def test_temperatures_from_cold_to_hot_sample_as_torch_does_from_flat_and_from_steep_logits() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(40, 9_000, generator=generator) * torch.logspace(-4, 2, 40)[:, None]
+    temperature = torch.logspace(-4.9, 3, 40)[torch.randperm(40, generator=generator)]
+    seed, position = torch.arange(40) - 7, torch.arange(40) ** 3
+    native, plain = (each.sample(logits, temperature, seed, position) for each in (kernels(2), TorchKernels()))
+    assert torch.equal(native, plain)
+
+
+def test_one_logit_far_above_the_others_is_found_wherever_it_is() -> None:
+    for at in (0, 511, 512, 8_191, 16_383, 16_384):
+        logits = torch.full((2, 16_385), -1.0)
+        logits[:, at] = 0.0
+        assert kernels(3).likeliest(logits).tolist() == [at, at]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_number_that_is_not_finite_stays_so(dtype: torch.dtype) -> None:
+    x = torch.ones(3, 40, dtype=dtype)
+    x[0, 3], x[1, 4] = torch.nan, torch.inf
+    normed = kernels(1).rms_norm(x, x[2], 1e-6)
+    assert normed[0].isnan().all() and normed[1, 4].isnan() and normed[2].isfinite().all()
+    assert kernels(1).silu_and_mul(x)[:2].isfinite().tolist() == TorchKernels().silu_and_mul(x)[:2].isfinite().tolist()
+
+
+def test_without_a_compiler_there_are_no_kernels_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert load_native_kernels() is None
+
+
+def kernels(threads: int) -> NativeKernels:
+    assert LIBRARY is not None
+    return NativeKernels(LIBRARY, threads)
