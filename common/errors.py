@@ -86,6 +86,12 @@ class ConfigError(TandemError):
     """A flag, file or combination that cannot work; the message names it and the fix."""
 
 
+class MeetingFailed(TandemError):
+    """The ranks of an instance have not all met: one of them may have ended meanwhile. Another start can succeed."""
+
+    retryable = True
+
+
 class MemoryShort(ConfigError):
     """Too little memory is free now. Another start can succeed: what a dead instance held may be given back late."""
 

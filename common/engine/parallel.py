@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from common.errors import ConfigError
+from common.errors import ConfigError, MeetingFailed
 
 _ERRORS = (RuntimeError, ValueError, OSError)
 """What torch.distributed raises. Its own errors are RuntimeErrors."""
@@ -71,14 +71,14 @@ class TorchGroup:
     def __init__(self, store: Store, rank: int, ranks: int, device: torch.device, host: str, connect_s: float) -> None:
         """Meet the other ranks; blocks until all are here. store: see `open_store`. host: our own address, for Gloo; NCCL finds
         its interfaces itself (NCCL_SOCKET_IFNAME). connect_s: the longest wait for a rank that does not come; NCCL waits without
-        limit for one that ends while they connect. Raises ConfigError."""
+        limit for one that ends while they connect. Raises MeetingFailed."""
         self.rank, self.ranks = rank, ranks
         make = _nccl if device.type == "cuda" else _gloo
         try:
             self._group: Any = make(store, rank, ranks, device, host, timedelta(seconds=connect_s))
         except _ERRORS as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ConfigError(f"rank {rank} could not connect to the other {ranks - 1} ranks ({reason})") from error
+            raise MeetingFailed(f"rank {rank} could not connect to the other {ranks - 1} ranks ({reason})") from error
         self._sum_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
         self._sum_options.asyncOp = self._gather_options.asyncOp = False
 
@@ -127,11 +127,11 @@ def open_store(host: str) -> TCPStore:
 
 
 def reach_store(host: str, port: int, connect_s: float) -> TCPStore:
-    """The store of rank 0, on any other rank. Raises ConfigError."""
+    """The store of rank 0, on any other rank. Raises MeetingFailed."""
     try:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=connect_s), wait_for_workers=False)
     except _ERRORS as error:
-        raise ConfigError(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
+        raise MeetingFailed(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
 
 
 def _gloo(store: Store, rank: int, ranks: int, device: torch.device, host: str, connect: timedelta) -> Any:

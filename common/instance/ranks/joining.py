@@ -78,6 +78,9 @@ class Joining:
         """Raises PeerRefused when this cannot be a rank of the instance, and RankLost."""
         if self._complete:
             return
+        gone = self._mail.refused()  # read in each turn, and before the mail: a leader that was gone before is not this one
+        if self._line is not None and self._line.to in gone:
+            raise RankLost(f"{self._line.who} is gone")
         for sender, message in self._mail.receive():
             match message:
                 case RankWelcome():
@@ -97,8 +100,6 @@ class Joining:
                 self._hello_s = now + HELLO_S
                 self._mail.send(SOMEBODY, self._hello)
             return
-        if self._line.to in self._mail.refused():
-            raise RankLost(f"{self._line.who} is gone")
         self._line.check(now, START_SILENCE_S)
         while self._offered < len(self._offers):
             self._mail.send(self._line.to, Offer(number=self._line.next(), pages=self._offers[self._offered]))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine import parallel
 from common.engine.parallel import ALONE, Group, TorchGroup, open_store, reach_store
-from common.errors import ConfigError
+from common.errors import MeetingFailed
 from tests.common.engine.ranks import CONNECT_S, CPU, HOST, on_ranks
 
 
@@ -100,9 +100,9 @@ def test_nccl_connects_before_the_first_sum_which_goes_to_the_stream_of_the_step
     assert group._group.calls == ["connect cuda:1", "sum, asynchronous False", "gather, asynchronous False"]
 
 
-def test_a_rank_that_does_not_come_is_told_of_at_the_others() -> None:
-    with pytest.raises(ConfigError, match="rank 0 could not connect to the other 1 ranks"):
+def test_a_rank_that_does_not_come_is_told_of_at_the_others_who_may_try_again() -> None:
+    with pytest.raises(MeetingFailed, match="rank 0 could not connect to the other 1 ranks"):
         TorchGroup(open_store(HOST), 0, 2, CPU, HOST, connect_s=0.3)
     unused = open_store(HOST).port
-    with pytest.raises(ConfigError, match=f"rank 0 cannot be reached at {HOST}:{unused}"):
+    with pytest.raises(MeetingFailed, match=f"rank 0 cannot be reached at {HOST}:{unused}"):
         reach_store(HOST, unused, connect_s=0.3)

@@ -139,6 +139,20 @@ def test_a_rank_that_leaves_before_all_are_there_may_come_again_and_afterwards_i
         deliver_end(start)
 
 
+def test_a_follower_does_not_take_the_end_of_a_former_leader_for_that_of_the_one_that_welcomes_it() -> None:
+    first, second = Side(hello(1)), Side(hello(2))
+    start = Start(first)
+    first.mail.gone = [SOMEBODY, LEADER]  # one address: whoever is welcome there next has both names
+    start.turn()
+    start.turn()
+    first.mail.gone = [SOMEBODY, LEADER]
+    start.sides.append(second)
+    start.welcomed()
+    first.mail.gone = [SOMEBODY, LEADER]
+    with pytest.raises(RankLost, match="rank 0 at tcp://h:1 is gone"):
+        first.joining.turn(start.now)
+
+
 def deliver_end(start: Start) -> None:
     for to, message in take(start.mail):
         for side in start.sides:
