@@ -20,6 +20,7 @@ from bench.offline import plan as offline_plan
 from bench.ranks import plan as ranks_plan
 from bench.router import plan as router_plan
 from bench.serve import plan as serve_plan
+from bench.streams import plan as streams_plan
 from bench.trace import plan as trace_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
@@ -147,6 +148,13 @@ def _add_bench(commands: Any) -> None:
     )
     add_flags(offline, offline_plan.OfflineBench, ModelConfig)
     add_flags(offline, EngineConfig, without=OF_TIMED)
+    streams = add_command(
+        benches,
+        "streams",
+        "measure answers that are written while prompts arrive, of 1 + 1 and of colocated serving",
+        _bench_streams,
+    )
+    add_flags(streams, streams_plan.StreamsBench)
     serve = add_command(
         benches, "serve", "send a load to any server with OpenAI's API, and report what its clients see", _bench_serve, SERVE_LIFE
     )
@@ -162,7 +170,7 @@ def _add_bench(commands: Any) -> None:
     add_flags(trace, trace_plan.TraceBench)
     add_flags(trace, serve_plan.Workload, serve_plan.Load, without=trace_plan.DECIDED_BY_TRACE)
     trace.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
-    parsers = (transfer, overlap, engine, control, router, ranks, offline)
+    parsers = (transfer, overlap, engine, control, router, ranks, offline, streams)
     for parser in parsers:
         for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -276,6 +284,15 @@ def _bench_offline(flags: argparse.Namespace) -> int:
     if flags.quick:
         bench, engine = with_defaults(bench, offline_plan.QUICK), with_defaults(engine, offline_plan.QUICK_ENGINE)
     return run(bench, model, engine, command, flags.markdown)
+
+
+def _bench_streams(flags: argparse.Namespace) -> int:
+    environment.prepare(1)
+    from bench.streams.run import run
+
+    bench = read_config(streams_plan.StreamsBench, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench)
+    return run(with_defaults(bench, streams_plan.QUICK if flags.quick else {}), command, flags.markdown)
 
 
 def _bench_serve(flags: argparse.Namespace) -> int:
