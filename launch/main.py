@@ -155,6 +155,15 @@ def _add_bench(commands: Any) -> None:
         _bench_streams,
     )
     add_flags(streams, streams_plan.StreamsBench)
+    _add_loads(benches)
+    parsers = (transfer, overlap, engine, control, router, ranks, offline, streams)
+    for parser in parsers:
+        for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
+            parser.add_argument(flag, action="store_true", help=explanation)
+
+
+def _add_loads(benches: Any) -> None:
+    """Those that send a load as clients do."""
     serve = add_command(
         benches, "serve", "send a load to any server with OpenAI's API, and report what its clients see", _bench_serve, SERVE_LIFE
     )
@@ -170,10 +179,6 @@ def _add_bench(commands: Any) -> None:
     add_flags(trace, trace_plan.TraceBench)
     add_flags(trace, serve_plan.Workload, serve_plan.Load, without=trace_plan.DECIDED_BY_TRACE)
     trace.add_argument("--markdown", action="store_true", help=BENCH_SWITCHES["--markdown"])
-    parsers = (transfer, overlap, engine, control, router, ranks, offline, streams)
-    for parser in parsers:
-        for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
-            parser.add_argument(flag, action="store_true", help=explanation)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
