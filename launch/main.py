@@ -15,6 +15,7 @@ from bench import overlap_plan
 from bench import plan as transfer_plan
 from bench.compare import plan as compare_plan
 from bench.control import plan as control_plan
+from bench.cpu_peers import plan as cpu_peers_plan
 from bench.engine import plan as engine_plan
 from bench.offline import plan as offline_plan
 from bench.ranks import plan as ranks_plan
@@ -155,8 +156,12 @@ def _add_bench(commands: Any) -> None:
         _bench_streams,
     )
     add_flags(streams, streams_plan.StreamsBench)
+    cpu_peers = add_command(
+        benches, "cpu-peers", "measure this engine on a CPU beside OpenVINO, vLLM, llama.cpp and transformers", _bench_cpu_peers
+    )
+    add_flags(cpu_peers, cpu_peers_plan.CpuPeersBench)
     _add_loads(benches)
-    parsers = (transfer, overlap, engine, control, router, ranks, offline, streams)
+    parsers = (transfer, overlap, engine, control, router, ranks, offline, streams, cpu_peers)
     for parser in parsers:
         for flag, explanation in (TRANSFER_SWITCHES if parser is transfer else BENCH_SWITCHES).items():
             parser.add_argument(flag, action="store_true", help=explanation)
@@ -298,6 +303,15 @@ def _bench_streams(flags: argparse.Namespace) -> int:
     bench = read_config(streams_plan.StreamsBench, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench)
     return run(with_defaults(bench, streams_plan.QUICK if flags.quick else {}), command, flags.markdown)
+
+
+def _bench_cpu_peers(flags: argparse.Namespace) -> int:
+    # Its children get the variables that they would have outside: what `environment.prepare` sets is for processes of Tandem.
+    from bench.cpu_peers.run import run
+
+    bench = read_config(cpu_peers_plan.CpuPeersBench, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench)
+    return run(with_defaults(bench, cpu_peers_plan.QUICK if flags.quick else {}), command, flags.markdown)
 
 
 def _bench_serve(flags: argparse.Namespace) -> int:

@@ -1,0 +1,191 @@
+"""`launch bench cpu-peers`: its order, its figures and goals against numbers worked out by hand, and its pipes with a driver."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.cpu_peers.asking import EngineFailed, OverPipes
+from bench.cpu_peers.engines import ENGINES, Room, Tandem
+from bench.cpu_peers.environments import CONVERT, OPENVINO, Recipe
+from bench.cpu_peers.figures import CpuPeersOutcome, Failure, Turn, judge, lead
+from bench.cpu_peers.models import DRIVERS
+from bench.cpu_peers.plan import NAMES, QUICK, SHAPES, CpuPeersBench
+from bench.cpu_peers.report import HEAD, lines, report
+from bench.hardware import Hardware
+from bench.offline.workload import Asked
+from bench.serve.answers import Answer
+from common.errors import ConfigError
+from common.flags import with_defaults
+from launch.main import build_parser
+
+HARDWARE = Hardware(cpu="a CPU", cores=2, memory_bytes=2**34, kernel="6", python="3", libraries={}, load=0.0, date="today")
+DRIVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import talk
+
+print("a library may print what it wants")
+for requests in talk.requests_of_each_load():
+    for step in range(max(each["answer_tokens"] for each in requests)):
+        talk.arrived(at for at, each in enumerate(requests) if step < each["answer_tokens"] - int(sys.argv[2]))
+    talk.report("Finished")
+"""
+
+
+def asked(*lengths: tuple[int, int]) -> list[Asked]:
+    return [Asked(np.arange(prompt, dtype=np.int32), answer) for prompt, answer in lengths]
+
+
+def turn(engine: str, round_number: int, rate: float) -> Turn:
+    return Turn(
+        engine=engine,
+        round=round_number,
+        seconds=1.0,
+        output_tokens_per_s=rate,
+        ttft_p50_ms=1500.0,
+        itl_p50_ms=20.0,
+        itl_p95_ms=40.0,
+        memory_gb=2.0,
+        start_s=5.0,
+    )
+
+
+def test_engines_alternate_and_slow_ones_take_part_once() -> None:
+    bench = CpuPeersBench(engines="tandem, openvino,transformers", once="transformers", rounds=2)
+    assert list(bench.turns()) == [(0, "tandem"), (0, "openvino"), (0, "transformers"), (1, "tandem"), (1, "openvino")]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"engines": "tandem,abacus"}, "--engines: there is no 'abacus'"),
+        ({"engines": " ,"}, "--engines is empty"),
+        ({"once": "abacus"}, "--once: there is no 'abacus'"),
+        ({"rounds": 0}, "--rounds must be at least 1, is 0"),
+        ({"prompt_tokens": "9,3"}, "--prompt-tokens"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_its_flag(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CpuPeersBench(**values)  # type: ignore[arg-type]
+
+
+def test_every_name_is_an_engine_and_a_quick_run_needs_no_peer() -> None:
+    assert set(NAMES) == set(ENGINES)
+    assert all(isinstance(ENGINES[name], Tandem) for name in with_defaults(CpuPeersBench(), QUICK).names)
+
+
+def test_every_layout_is_a_command_line_that_launch_local_understands() -> None:
+    room = Room.for_requests(asked((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
+    for engine in ENGINES.values():
+        if isinstance(engine, Tandem) and engine.precision != "int8":
+            flags = build_parser().parse_args(["local", *engine.command(Path("model"), room)])
+            assert (flags.threads, flags.prefill) == ((1, 1) if engine.separate else (2, 0))
+
+
+def test_every_engine_has_kv_memory_for_all_requests_at_once() -> None:
+    """110 tokens are 4 pages of 32, 320 are 10; with a spare page each, 16 pages. Qwen3-0.6B keeps 28 x 2 x 8 x 128 numbers of a
+    token, of 4 bytes each."""
+    room = Room.for_requests(asked((100, 10), (300, 20)), SHAPES["0.6b"], threads=2)
+    assert (room.rows, room.kv_tokens, room.context_tokens) == (2, 16 * 32, 11 * 32)
+    assert room.kv_bytes == 16 * 32 * 28 * 2 * 8 * 128 * 4
+    assert room.kv_gib == 1
+
+
+def test_another_recipe_has_another_folder() -> None:
+    newer = Recipe(name=OPENVINO.name, steps=(("openvino-genai==2099.1",),), versions=OPENVINO.versions)
+    assert len({OPENVINO.key, newer.key, CONVERT.key}) == 3
+
+
+def test_the_figures_of_a_turn_are_those_of_its_tokens() -> None:
+    """Two requests: three tokens after 1, 2 and 3 s, and two tokens after 2 and 6 s. The load took 6 s."""
+    answers = [Answer(number, 0, 0.0, tokens) for number, tokens in enumerate((3, 2))]
+    for answer, times in zip(answers, ((1.0, 2.0, 3.0), (2.0, 6.0)), strict=True):
+        answer.sent(0.0, counts_from_due=False)
+        for at_s in times:
+            answer.arrived(at_s, 1)
+        answer.ended(6.0)
+    found = Turn.of("tandem", 0, answers, 2.0, 5.0)
+    assert (found.seconds, found.ttft_p50_ms, found.itl_p50_ms) == (6.0, 1500.0, 1000.0)
+    assert [found.output_tokens_per_s, found.itl_p95_ms] == pytest.approx([5 / 6, 3700.0])
+
+
+def test_a_lead_is_taken_round_by_round_and_at_equal_precision() -> None:
+    turns = [turn("tandem", 0, 20.0), turn("openvino", 0, 10.0), turn("tandem", 1, 40.0), turn("openvino", 1, 10.0)]
+    turns += [turn("tandem-int8", 0, 90.0), turn("openvino-int8", 0, 30.0)]
+    found = lead(turns, "openvino")
+    assert found is not None and (found.least, found.median, found.most) == (2.0, 3.0, 4.0)
+    int8 = lead(turns, "openvino-int8")
+    assert int8 is not None and int8.median == 3.0
+    assert lead([turn("tandem", 0, 20.0), turn("openvino", 1, 10.0)], "openvino") is None
+
+
+def test_the_goals_ask_more_beside_openvino_and_continuous_batching() -> None:
+    engines = ["tandem", "openvino", "llama.cpp", "transformers-cb", "vllm", "openvino-int8"]
+    turns = [turn("tandem", 0, 21.0), turn("openvino", 0, 20.0), turn("llama.cpp", 0, 20.0), turn("transformers-cb", 0, 5.0)]
+    goals = list(judge(engines, turns))
+    assert [goal.met for goal in goals] == [False, True, True, None]  # int8 of Tandem took no part: no goal
+
+
+def test_the_table_has_a_row_for_each_engine_also_for_one_that_failed() -> None:
+    outcome = CpuPeersOutcome(
+        command="launch bench cpu-peers",
+        hardware=HARDWARE,
+        goals=[],
+        shape="30m",
+        requests=2,
+        prompt_tokens=400,
+        answer_tokens=30,
+        threads=2,
+        rounds=2,
+        engines=["tandem", "openvino", "vllm"],
+        versions={"openvino-genai": "1"},
+        turns=[turn("tandem", 0, 20.0), turn("tandem", 1, 30.0), turn("openvino", 0, 10.0)],
+        failures=[Failure(engine="vllm", round=0, reason="no wheel")],
+    )
+    head, tandem, openvino, vllm = lines(outcome)
+    assert head == HEAD and {len(line) for line in (tandem, openvino, vllm)} == {len(HEAD)}
+    assert tandem[2:] == ("25.0 (20.0 … 30.0)", "1.5", "20", "40", "2.0", "")
+    assert (openvino[2], openvino[-1], vllm[2]) == ("10.0", "2.00x", "failed")
+    for markdown in (False, True):
+        assert "vllm, round 1: no wheel" in report(outcome, markdown)
+
+
+@pytest.fixture
+def driver_file(tmp_path: Path) -> Path:
+    file = tmp_path / "driver.py"
+    file.write_text(DRIVER)
+    return file
+
+
+def driven(file: Path, missing: int) -> Iterator[OverPipes]:
+    driver = OverPipes("a driver", [sys.executable, "-E", str(file), str(DRIVERS), str(missing)], {}, print)
+    try:
+        driver.wait_ready(30.0)
+        yield driver
+    finally:
+        driver.child.kill()
+        driver.child.wait(10.0)
+
+
+def test_a_driver_answers_one_load_after_the_other_and_its_tokens_are_counted(driver_file: Path) -> None:
+    for driver in driven(driver_file, missing=0):
+        for lengths in (((5, 3), (4, 1)), ((2, 2),)):
+            answers = driver.ask(asked(*lengths), 30.0)
+            assert [answer.counted for answer in answers] == [tokens for _, tokens in lengths]
+            assert all(answer.sent_s < answer.first_s <= answer.token_s for answer in answers)
+
+
+def test_an_answer_that_is_too_short_fails_the_engine(driver_file: Path) -> None:
+    for driver in driven(driver_file, missing=1):
+        with pytest.raises(EngineFailed, match="an answer has 2 tokens, and 3 were asked for"):
+            driver.ask(asked((5, 3)), 30.0)
+
+
+def test_a_driver_that_ends_fails_the_engine_with_its_last_words(driver_file: Path) -> None:
+    driver_file.write_text("raise SystemExit('no memory')")
+    with pytest.raises(EngineFailed, match="no memory"):
+        next(driven(driver_file, missing=0))
