@@ -5,6 +5,7 @@ torch computes what the C has no code for, such as float16 or FP8 pages.
 """
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,10 @@ class _RotateWork(ctypes.Structure):
 
 
 class NativeKernels(TorchKernels):
-    """Implements `Kernels`. library: of the C source. threads: how many share the work of a call, those of torch."""
+    """Implements `Kernels`. library: of the C source. threads: tells at each call how many share its work: those of torch, whose
+    number follows the cores that other instances lend."""
 
-    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+    def __init__(self, library: ctypes.CDLL, threads: Callable[[], int] = torch.get_num_threads) -> None:
         super().__init__()
         self._threads = threads
         functions = {name: library[name] for name in _ARGUMENTS}  # by index: each call makes a function of its own
@@ -146,13 +148,13 @@ class NativeKernels(TorchKernels):
         return tokens
 
     def _threads_for(self, elements: int) -> int:
-        return 1 if elements < _ALONE_ELEMENTS else self._threads
+        return 1 if elements < _ALONE_ELEMENTS else self._threads()
 
 
 def load_native_kernels() -> NativeKernels | None:
     """None where the C cannot be compiled; why is logged."""
     library = load(SOURCE)
-    return None if library is None else NativeKernels(library, torch.get_num_threads())
+    return None if library is None else NativeKernels(library)
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -73,4 +73,4 @@ def test_without_a_compiler_there_are_no_kernels_in_c(monkeypatch: pytest.Monkey
 
 def kernels(threads: int) -> NativeKernels:
     assert LIBRARY is not None
-    return NativeKernels(LIBRARY, threads)
+    return NativeKernels(LIBRARY, lambda: threads)
