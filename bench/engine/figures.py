@@ -113,6 +113,30 @@ class Prefill(JsonLine, frozen=True, kw_only=True):
         return self.flop / self.seconds.median / (ceilings.matmul_tflop_per_s.median * 1e12)
 
 
+class Floor(JsonLine, frozen=True, kw_only=True):
+    """A step and its floor. step: "decode", or "prefill" of one row whose prompt is `context` tokens.
+
+    skipped: why it was not measured. products_ms: its products of matrices alone. attention_ms: its KV read once at the speed of
+    the memory; in prefill at least its operations at the speed of the products.
+    """
+
+    model: str
+    step: str
+    rows: int
+    context: int
+    skipped: str = ""
+    step_ms: Spread | None = None
+    products_ms: Spread | None = None
+    attention_ms: float = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """The step to its floor, the best of the rounds of each: other work on the host only adds."""
+        if self.step_ms is None or self.products_ms is None:
+            return None
+        return self.step_ms.least / (self.products_ms.least + self.attention_ms)
+
+
 class Offline(JsonLine, frozen=True, kw_only=True):
     """Sequences of an answer length that is given in advance, all known at the start."""
 
@@ -173,7 +197,19 @@ class Done(JsonLine, frozen=True, kw_only=True):
 
 
 Figure: TypeAlias = (
-    Ceilings | Check | Agreement | Built | Started | DecodeStep | Prefill | Offline | HostWork | SampledStep | Pushed | Exposed
+    Ceilings
+    | Check
+    | Agreement
+    | Built
+    | Started
+    | DecodeStep
+    | Floor
+    | Prefill
+    | Offline
+    | HostWork
+    | SampledStep
+    | Pushed
+    | Exposed
 )
 WorkerReport: TypeAlias = Figure | Progress | Done
 F = TypeVar("F")

@@ -5,13 +5,13 @@ Owns names, defaults and limits. Imports nothing heavy, measures nothing.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from common.config import DEMO_MODEL, Dtype, EngineConfig, option, parse_numbers
 from common.errors import ConfigError
 from common.processes.lines import JsonLine
 
-Section = Literal["ceilings", "build", "host", "sampling", "checks", "steps", "offline", "ring", "push", "exposed"]
+Section = Literal["ceilings", "build", "host", "sampling", "checks", "steps", "floor", "offline", "ring", "push", "exposed"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 
 _QWEN3 = {
@@ -24,6 +24,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _COMMON | _QWEN3 | {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "tie_word_embeddings": True,
+    },
+    "Qwen3-30M": _COMMON | _QWEN3 | {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 7, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16384, "tie_word_embeddings": True,
     },
     "Llama-3-8B": _COMMON | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
@@ -125,6 +129,7 @@ class EngineBench:
         return parse_numbers(self.sequence_tokens, "sequence-tokens", int)
 
 
+Steps = TypeVar("Steps", bound="MeasureSteps")
 QUICK: dict[str, Any] = {
     "models": "tiny", "batches": "1,4", "contexts": "32,96", "prompt_tokens": 96, "prompt_chunks": "32,96", "sequences": 6,
     "sequence_tokens": "5,24", "rounds": 3, "offline_models": "tiny",
@@ -234,6 +239,16 @@ class MeasureSteps(Task, frozen=True, kw_only=True):
         return f"steps {self.model}"
 
 
+class MeasureFloor(MeasureSteps, frozen=True, kw_only=True):
+    """Steps beside their floor, taking turns. A chunk is a whole prompt."""
+
+    limit_s = 300.0
+
+    @property
+    def label(self) -> str:
+        return f"floor {self.model}"
+
+
 class MeasureOffline(Task, frozen=True, kw_only=True):
     """Many sequences at once through an executor. fewest, most: tokens of a prompt and of an answer. steps_in_flight: one run
     for each."""
@@ -275,6 +290,7 @@ AnyTask: TypeAlias = (
     | CheckAnswers
     | CheckRing
     | MeasureSteps
+    | MeasureFloor
     | MeasureOffline
     | MeasurePush
     | MeasureExposed
@@ -310,7 +326,10 @@ def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_qui
             yield CheckOperations(engine=engine, is_quick=is_quick)
             yield CheckAnswers(engine=engine, is_quick=is_quick)
         case "steps":
-            yield from (_steps(bench, engine, is_quick, name) for name in bench.shapes)
+            yield from (_steps(MeasureSteps, bench, engine, is_quick, name) for name in bench.shapes)
+        case "floor":
+            if not on_cuda:
+                yield from (_steps(MeasureFloor, bench, engine, is_quick, name) for name in bench.shapes)
         case "offline":
             yield from (task for name in bench.offline_shapes for task in _offline(bench, engine, is_quick, on_cuda, name))
         case "ring":
@@ -322,7 +341,7 @@ def _tasks_of(section: Section, bench: EngineBench, engine: EngineConfig, is_qui
             yield MeasureExposed(engine=engine, is_quick=is_quick)
 
 
-def _steps(bench: EngineBench, engine: EngineConfig, is_quick: bool, model: str) -> MeasureSteps:
+def _steps(kind: type[Steps], bench: EngineBench, engine: EngineConfig, is_quick: bool, model: str) -> Steps:
     """With room for the longest context and for the longest chunk."""
     chunks, longest = bench.chunk_lengths, max(*bench.context_lengths, bench.prompt_tokens)
     room = replace(
@@ -331,7 +350,7 @@ def _steps(bench: EngineBench, engine: EngineConfig, is_quick: bool, model: str)
         context_tokens=longest,
         max_running=max(*bench.batch_sizes, engine.max_running),
     )
-    return MeasureSteps(
+    return kind(
         engine=room,
         is_quick=is_quick,
         model=model,

@@ -13,6 +13,7 @@ from bench.engine.figures import (
     DecodeStep,
     EngineOutcome,
     Exposed,
+    Floor,
     HostWork,
     Offline,
     Prefill,
@@ -75,6 +76,11 @@ def sections(outcome: EngineOutcome) -> Iterator[Section]:
             "Offline",
             ("model", "graphs", "in flight", "sequences", "tokens in", "out", "steps", "s", "tokens/s out", "all"),
             _offline,
+        ),
+        (
+            "Steps on CPU and their floor, ms: the best of the rounds (goal: at most 1.15)",
+            ("model", "step", "rows", "context", "step", "products alone", "attention at the memory's speed", "ratio"),
+            _floors,
         ),
         ("Prefill", ("model", "tokens", "chunk", "ms", "tokens/s", "TFLOP/s", "of the product"), _prefills),
         ("Decode steps", ("model", "context", "batch", "ms", "device, ms", "launch, ms", "idle", "GB/s", "of the copy"), _steps),
@@ -212,6 +218,18 @@ def _step_line(step: DecodeStep, ceilings: Ceilings | None) -> tuple[str, ...]:
         f"{step.read_bytes / step.step_ms.median / 1e6:.0f}",
         MISSING if share is None else f"{share:.1%}",
     )
+
+
+def _floors(outcome: EngineOutcome) -> Table:
+    return [_floor_line(floor) for floor in outcome.of(Floor)]
+
+
+def _floor_line(floor: Floor) -> tuple[str, ...]:
+    where = floor.model, floor.step, str(floor.rows), str(floor.context)
+    if floor.step_ms is None or floor.products_ms is None:
+        return (*where, *[MISSING] * 3, f"not measured: {floor.skipped}")
+    times = (floor.step_ms.least, floor.products_ms.least, floor.attention_ms)
+    return (*where, *(f"{ms:.2f}" for ms in times), f"{floor.ratio:.2f}")
 
 
 def _spread(spread: Spread, form: str, scale: float = 1.0) -> str:

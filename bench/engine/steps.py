@@ -18,6 +18,7 @@ from bench.engine.models import prefill_flop, shape_folder, step_weight_bytes
 from bench.engine.plan import Build, MeasureSteps
 from bench.figures import Spread
 from common.config import DEMO_MODEL, ModelConfig
+from common.engine.executor import EngineDescription
 from common.engine.kv_memory import torch_dtype
 from common.engine.model_runner import ModelRunner
 from common.engine.models.served_shape import ServedShape, read_served_shape
@@ -46,7 +47,7 @@ def build(task: Build, say: Say) -> Iterator[Built]:
 def measure(task: MeasureSteps, say: Say) -> Iterator[Figure]:
     with shape_folder(task.model) as model:
         shape = read_served_shape(resolve_model_path(model.model, weights=False))
-        runner, started = _start(task, model, shape, say)
+        runner, started = start(task, model, shape, say)
         yield started
         layout, region = runner.description.layout, runner.description.memory
         with runner.on_device():
@@ -60,7 +61,7 @@ def measure(task: MeasureSteps, say: Say) -> Iterator[Figure]:
                     yield _decode(runner, task, batch, context, started.weight_bytes)
 
 
-def _start(task: MeasureSteps, model: ModelConfig, shape: ServedShape, say: Say) -> tuple[ModelRunner, Started]:
+def start(task: MeasureSteps, model: ModelConfig, shape: ServedShape, say: Say) -> tuple[ModelRunner, Started]:
     said: list[tuple[float, str]] = []
 
     def hear(text: str) -> None:
@@ -109,15 +110,10 @@ def _decode(runner: ModelRunner, task: MeasureSteps, batch: int, context: int, w
     layout = engine.layout
     on_cuda = engine.device.startswith("cuda")
     steps = WARM_STEPS + task.rounds + (ALONE_STEPS if on_cuda else 0)
-    needed = batch * layout.pages_for(context)
-    reason = ""
-    if needed > engine.total_pages:
-        reason = f"needs {needed * layout.page_bytes / 1e9:.1f} GB of KV, there are {engine.memory.region_bytes / 1e9:.1f}"
-    elif context <= steps + layout.page_size:
-        reason = f"a context of more than {steps + layout.page_size} tokens is needed for {steps} steps"
+    reason = why_not_decoded(engine, batch, context, steps)
     if reason:
         return DecodeStep(model=task.model, batch=batch, context=context, skipped=reason)
-    plans = _decode_plans(runner, batch, context, steps)
+    plans = decode_plans(runner, batch, context, steps)
     for plan in plans[:WARM_STEPS]:
         runner.steps.launch(plan).wait()
     step_s, launch_s = in_flight(runner, plans[WARM_STEPS : WARM_STEPS + task.rounds])
@@ -134,7 +130,18 @@ def _decode(runner: ModelRunner, task: MeasureSteps, batch: int, context: int, w
     )
 
 
-def _decode_plans(runner: ModelRunner, batch: int, context: int, steps: int) -> list[Plan]:
+def why_not_decoded(engine: EngineDescription, batch: int, context: int, steps: int) -> str:
+    """Why so many steps of so many rows cannot be measured; empty: they can."""
+    layout = engine.layout
+    needed = batch * layout.pages_for(context)
+    if needed > engine.total_pages:
+        return f"needs {needed * layout.page_bytes / 1e9:.1f} GB of KV, there are {engine.memory.region_bytes / 1e9:.1f}"
+    if context <= steps + layout.page_size:
+        return f"a context of more than {steps + layout.page_size} tokens is needed for {steps} steps"
+    return ""
+
+
+def decode_plans(runner: ModelRunner, batch: int, context: int, steps: int) -> list[Plan]:
     rows = Batch(runner.description)
     starts: list[RowStart] = []
     for row in range(batch):

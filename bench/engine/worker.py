@@ -19,6 +19,7 @@ from bench.engine.plan import (
     CheckRing,
     MeasureCeilings,
     MeasureExposed,
+    MeasureFloor,
     MeasureHost,
     MeasureOffline,
     MeasurePush,
@@ -67,6 +68,10 @@ def figures_of(task: AnyTask, say: Say) -> Iterator[Figure]:
             from bench.engine import steps
 
             return steps.build(task, say)
+        case MeasureFloor():
+            from bench.engine import floor
+
+            return floor.measure(task, say)
         case MeasureSteps():
             from bench.engine import steps
 

@@ -85,7 +85,7 @@ class ModelRunner:
             asked_context = engine.context_tokens or shape.context_tokens
             sharers = sharers_of_host(engine.sharers, engine.threads, group.ranks)
             loading = Loading(self._dtype, self._device, asked_context, engine.load_format, engine.quantization, group, sharers)
-            self._model = load_model(path, shape, loading, self._kernels, progress)
+            self.model = load_model(path, shape, loading, self._kernels, progress)
             budget = self._budget(shape, layout, given, maker, progress)
             progress(f"making {budget.total_pages} KV pages of {layout.page_bytes} bytes")
             self._memory = KVMemory(layout, budget.total_pages, self._device)
@@ -194,13 +194,13 @@ class ModelRunner:
         needs = AttentionNeeds(
             memory=memory,
             query_heads=shape.heads // self._group.ranks,
-            layers=self._model.attention,
+            layers=self.model.attention,
             dtype=self._dtype,
             max_rows=engine.max_running,
             pages_per_row=pages_per_row,
         )
         return StepRunner(
-            self._model,
+            self.model,
             self._kernels,
             memory,
             make_attention(needs, engine.attention, self._kernels, progress),

@@ -51,15 +51,25 @@ def test_a_quick_run_checks_measures_prints_and_writes_what_was_asked_for(tmp_pa
         "engine",
         "--quick",
         "--device=cpu",
-        "--only=host,sampling,checks,steps,offline",
+        "--only=host,sampling,checks,steps,floor,offline",
     ]
     done = subprocess.run([*command, f"--json={figures}"], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(figures.read_text())
-    assert outcome["command"].startswith("launch bench engine --quick --only=host,sampling,checks,steps,offline")
+    assert outcome["command"].startswith("launch bench engine --quick --only=host,sampling,checks,steps,floor,offline")
     assert outcome["hardware"]["libraries"]["torch"] == torch.__version__
     assert [(run["label"], run["failure"]) for run in outcome["runs"]] == [
-        (label, "") for label in ("ceilings", "host", SAMPLING, "check operations", "check answers", "steps tiny", "offline tiny")
+        (label, "")
+        for label in (
+            "ceilings",
+            "host",
+            SAMPLING,
+            "check operations",
+            "check answers",
+            "steps tiny",
+            "floor tiny",
+            "offline tiny",
+        )
     ]
     by_type: dict[str, list[dict[str, object]]] = {}
     for figure in outcome["figures"]:
@@ -70,6 +80,9 @@ def test_a_quick_run_checks_measures_prints_and_writes_what_was_asked_for(tmp_pa
     assert steps.keys() == {(1, 32), (1, 96), (4, 32), (4, 96)}
     for step in steps.values():
         assert step["skipped"] == "" and step["step_ms"]["median"] > 0 and step["launch_ms"]["least"] > 0  # type: ignore[index]
+    floors = {(floor["step"], floor["rows"], floor["context"]) for floor in by_type["Floor"] if floor["skipped"] == ""}
+    assert floors == {("decode", *which) for which in steps} | {("prefill", 1, 32), ("prefill", 1, 96)}
+    assert all(floor["products_ms"]["least"] > 0 and floor["attention_ms"] > 0 for floor in by_type["Floor"])  # type: ignore[index, operator]
     assert [fill["chunk_tokens"] for fill in by_type["Prefill"]] == [32, 96]
     (started,) = by_type["Started"]
     assert started["dtype"] == "float32" and started["pool_bytes"] > 0 and "making random" in started["phases"]  # type: ignore[operator]

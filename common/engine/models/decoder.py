@@ -108,6 +108,16 @@ class Decoder:
             x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
 
+    def products(self) -> list[tuple[AnyLinear, int]]:
+        """The linear layers of one forward in their order, the output head last, and the inputs of each. Those of a mixture of
+        experts are not among them."""
+        shape, found = self.shape, list[tuple[AnyLinear, int]]()
+        for layer in self._layers:
+            found += [(layer.qkv, shape.hidden), (layer.output, shape.heads * shape.head_dim // self._group.ranks)]
+            if isinstance(layer.mlp, GatedMlp):
+                found += [(layer.mlp.gate_up, shape.hidden), (layer.mlp.down, shape.intermediate // self._group.ranks)]
+        return [*found, (self._head.product, shape.hidden)]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32."""
         return self._head(hidden)

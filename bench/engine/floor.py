@@ -1,0 +1,135 @@
+"""A step on CPU beside its floor: the products of its matrices alone, and its attention at the speed of the memory.
+
+Owns what the floor is, and that step and floor take turns, so that other work on the host slows both. Times no parts of a step.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.engine.batch import GREEDY
+from bench.engine.device import fill_randomly, memory_of
+from bench.engine.figures import Figure, Floor
+from bench.engine.models import layer_weights, shape_folder
+from bench.engine.plan import MeasureFloor
+from bench.engine.steps import WARM_STEPS, Say, decode_plans, start, why_not_decoded
+from bench.figures import Spread
+from common.engine.kv_memory import torch_dtype
+from common.engine.model_runner import ModelRunner
+from common.engine.models.decoder import Decoder
+from common.engine.models.served_shape import ServedShape, read_served_shape
+from common.engine.plan import Chunk, Plan, RowStart
+from common.model_path import resolve_model_path
+
+READ_BYTES = 2**29
+"""Far more than the caches of a core hold."""
+READS, PREFILL_ROUNDS = 5, 3
+
+
+def measure(task: MeasureFloor, say: Say) -> Iterator[Figure]:
+    with shape_folder(task.model) as model:
+        shape = read_served_shape(resolve_model_path(model.model, weights=False))
+        runner, _ = start(task, model, shape, say)
+        layout, region = runner.description.layout, runner.description.memory
+        fill_randomly(region, torch_dtype(layout.dtype))
+        assert isinstance(runner.model, Decoder), "the shapes of this bench are decoders"
+        bench = _Bench(task, runner, shape, _Products(runner.model, torch_dtype(layout.dtype)), _read_bytes_per_s(runner))
+        for tokens in task.chunks:
+            say(f"floor of prefill, {tokens} tokens")
+            yield bench.prefill(tokens)
+        for context in sorted(task.contexts):
+            for batch in sorted(task.batches):
+                say(f"floor of decode, batch {batch}, context {context}")
+                yield bench.decode(batch, context)
+
+
+class _Products:
+    """Every product of a forward, on random numbers."""
+
+    def __init__(self, model: Decoder, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+
+    def of(self, tokens: int, sampled: int) -> Callable[[], None]:
+        """Computes them once, the output head for the sampled tokens alone."""
+        *layers, (head, hidden) = self._model.products()
+        given = {inputs: torch.randn(tokens, inputs, dtype=self._dtype) for _, inputs in layers}
+        last = torch.randn(sampled, hidden, dtype=self._dtype)
+
+        @torch.inference_mode()
+        def run() -> None:
+            for product, inputs in layers:
+                product(given[inputs])
+            head(last)
+
+        return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    task: MeasureFloor
+    runner: ModelRunner
+    shape: ServedShape
+    products: _Products
+    read_bytes_per_s: float
+
+    def decode(self, batch: int, context: int) -> Floor:
+        steps = WARM_STEPS + self.task.rounds
+        skipped = why_not_decoded(self.runner.description, batch, context, steps)
+        if skipped:
+            return Floor(model=self.task.model, step="decode", rows=batch, context=context, skipped=skipped)
+        plans = decode_plans(self.runner, batch, context, steps)
+        return self._beside(plans, self.products.of(batch, batch), "decode", batch, context, pairs=batch * context)
+
+    def prefill(self, tokens: int) -> Floor:
+        layout, total = self.runner.description.layout, self.runner.description.total_pages
+        random = np.random.default_rng(3)
+        prompt = random.integers(0, self.shape.vocab_size, tokens).astype(np.int32)
+        pages = random.permutation(total)[: layout.pages_for(tokens)].astype(np.int32)
+        plan = Plan(0, starts=(RowStart(0, pages, GREEDY),), chunks=(Chunk(0, 0, prompt, last=True),))
+        plans = [plan] * (1 + PREFILL_ROUNDS)
+        pairs = tokens * (tokens + 1) // 2
+        return self._beside(plans, self.products.of(tokens, 1), "prefill", 1, tokens, pairs)
+
+    def _beside(
+        self, plans: Sequence[Plan], products: Callable[[], None], step: str, rows: int, context: int, pairs: int
+    ) -> Floor:
+        """The first plans only warm up. Attention reads the KV of each row once, and computes no faster than the products do."""
+        shape, layout = self.shape, self.runner.description.layout
+        warm = min(WARM_STEPS, len(plans) - PREFILL_ROUNDS)
+        for plan in plans[:warm]:
+            self.runner.run(plan)
+        products()
+        taken = [(_seconds(partial(self.runner.run, plan)), _seconds(products)) for plan in plans[warm:]]
+        step_s, products_s = zip(*taken, strict=True)
+        kv_bytes = rows * context * layout.page_bytes / layout.page_size
+        heads = 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
+        tokens = context if step == "prefill" else rows
+        flop = 2.0 * shape.layers * layer_weights(shape) * tokens
+        attention_s = max(kv_bytes / self.read_bytes_per_s, heads / flop * min(products_s) if step == "prefill" else 0.0)
+        return Floor(
+            model=self.task.model,
+            step=step,
+            rows=rows,
+            context=context,
+            step_ms=Spread.of(1e3 * seconds for seconds in step_s),
+            products_ms=Spread.of(1e3 * seconds for seconds in products_s),
+            attention_ms=1e3 * attention_s,
+        )
+
+
+def _read_bytes_per_s(runner: ModelRunner) -> float:
+    """How fast torch's threads read memory: the sum of a part of the pages."""
+    pool: Tensor = memory_of(runner.description.memory)
+    part = pool[: min(READ_BYTES, len(pool)) // 8 * 8].view(torch.int64)
+    return part.nbytes / min(_seconds(part.sum) for _ in range(READS))
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
