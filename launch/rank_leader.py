@@ -117,7 +117,7 @@ class LeaderRanks:
 
     def end(self) -> None:
         """Tell the followers why this process ends, wait for those on this host, and leave the group, so that no step waits for a
-        rank that is gone. In this order, because a group cannot be left while a process of it is stopped. Idempotent."""
+        rank that is gone. In this order, because a group is not left while a process of it is stopped. Idempotent."""
         error = sys.exception()
         self._start.close()
         if self._followers is not None:
