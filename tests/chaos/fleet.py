@@ -144,7 +144,7 @@ class Fleet:
 
     async def _watch(self, process: Process) -> None:
         """Notice when it ends though nobody wants it to, and start it again."""
-        status = await process.ended
+        status = await asyncio.shield(process.ended)  # others wait for it too, also when this watch is over
         if process.is_struck:
             return
         self.problems.append(f"{process.name} (life {self._lives[process.name]}) ended by itself with status {status}")
