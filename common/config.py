@@ -16,7 +16,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["none", "fp8"]
 KVDtypeName = Literal["auto", "fp8_e4m3"]
-AttentionName = Literal["auto", "torch", "flashinfer"]
+AttentionName = Literal["auto", "torch", "native", "flashinfer"]
 ExecutorName = Literal["torch", "timed"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -100,7 +100,9 @@ class EngineConfig:
         "auto", "data type of KV pages; auto: that of the weights; fp8_e4m3: half the memory, less exact"
     )
     attention: AttentionName = option(
-        "auto", "implementation of attention; auto: FlashInfer on CUDA where it is installed and supports the model, else torch"
+        "auto",
+        "implementation of attention; auto: flashinfer on CUDA where it is installed and supports the model, native (in C) on "
+        "CPU where there is a compiler, else torch",
     )
     device: str = option("auto", "where to compute: auto, cpu, cuda or cuda:N; auto: CUDA if there is a GPU")
     page_size: int = option(16, "tokens per KV page")

@@ -16,7 +16,7 @@ import torch
 
 from common.config import AttentionName
 from common.engine.attention.flashinfer import FlashInfer, FlashInferAttention, FlashInferShape, decodes_on_tensor_cores
-from common.engine.attention.native import load_kernel
+from common.engine.attention.native import DTYPES, NativeAttention, native_library
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import Attention, LayerAttention
 from common.engine.kernels.port import Kernels
@@ -55,31 +55,38 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why FlashInfer cannot be used, and what to do for it to be."""
+    """Why a backend cannot be used, and what to do for it to be."""
 
     reason: str
     fix: str
 
-    def as_error(self) -> ConfigError:
-        return ConfigError(f"--attention flashinfer: {self.reason}: {self.fix}, or take --attention torch")
+    def as_error(self, asked: AttentionName) -> ConfigError:
+        return ConfigError(f"--attention {asked}: {self.reason}: {self.fix}, or take --attention torch")
 
 
 def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if FlashInfer is asked for and cannot be used. Call it before the weights are loaded, which takes long.
+    """Raise ConfigError if FlashInfer or C is asked for and cannot be used. dtype: of queries.
 
-    dtype: of queries."""
-    refusal = flashinfer_refusal(layout, dtype, host_of(device)) if asked == "flashinfer" else None
+    Call it before the weights are loaded, which takes long."""
+    refusal = None
+    if asked == "flashinfer":
+        refusal = flashinfer_refusal(layout, dtype, host_of(device))
+    elif asked == "native":
+        refusal = native_refusal(layout, dtype, device)
     if refusal is not None:
-        raise refusal.as_error()
+        raise refusal.as_error(asked)
 
 
 def make_attention(needs: AttentionNeeds, asked: AttentionName, kernels: Kernels, progress: Callable[[str], None]) -> Attention:
-    """asked: the flag --attention. Says through `progress` what it took and why. Raises ConfigError when FlashInfer is asked for
-    and cannot be used."""
+    """asked: the flag --attention. Says through `progress` what it took and why. Raises ConfigError when FlashInfer or C is asked
+    for and cannot be used."""
+    device = needs.memory.pool.device
     if asked == "torch":
         progress("attention: torch, as --attention says")
         return _torch(needs)
-    return flashinfer_or_torch(needs, asked, kernels, progress, host_of(needs.memory.pool.device), _imported)
+    if asked == "native" or (asked == "auto" and device.type == "cpu"):
+        return _native_or_torch(needs, asked, progress)
+    return flashinfer_or_torch(needs, asked, kernels, progress, host_of(device), _imported)
 
 
 def flashinfer_or_torch(
@@ -95,11 +102,8 @@ def flashinfer_or_torch(
     if not isinstance(made, Refusal):
         return made
     if asked == "flashinfer":
-        raise made.as_error()
-    if host.capability is None:
-        progress(f"attention: torch, because {made.reason}")
-    else:
-        progress(f"attention: torch, which is slow on CUDA, because {made.reason}; to use FlashInfer, {made.fix}")
+        raise made.as_error(asked)
+    progress(f"attention: torch, which is slow on CUDA, because {made.reason}; to use FlashInfer, {made.fix}")
     return _torch(needs)
 
 
@@ -140,10 +144,33 @@ def flashinfer_refusal(layout: KVLayout, dtype: torch.dtype, host: Host) -> Refu
     return None
 
 
+def native_refusal(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> Refusal | None:
+    """None if attention in C can be used where it compiles. dtype: of queries."""
+    kv_dtype = torch_dtype(layout.dtype)
+    if device.type != "cpu":
+        return Refusal(f"attention in C is for CPU and this instance computes on {device.type}", "give --device cpu")
+    if dtype not in DTYPES:
+        return Refusal(f"attention in C has no {_name(dtype)}", "give --dtype float32 or bfloat16")
+    if kv_dtype not in DTYPES:
+        return Refusal(f"attention in C does not read {_name(kv_dtype)} pages", "give --kv-dtype auto")
+    return None
+
+
+def _native_or_torch(needs: AttentionNeeds, asked: AttentionName, progress: Callable[[str], None]) -> Attention:
+    refusal = native_refusal(needs.memory.layout, needs.dtype, needs.memory.pool.device)
+    library = native_library() if refusal is None else None
+    if library is not None:
+        progress("attention: in C over the pages")
+        return NativeAttention(needs.memory, needs.query_heads, needs.layers, needs.dtype, library)
+    refusal = refusal or Refusal("attention in C could not be compiled (the log says why)", "install gcc or clang")
+    if asked == "native":
+        raise refusal.as_error(asked)
+    progress(f"attention: torch, which is slower than C, because {refusal.reason}; to use C, {refusal.fix}")
+    return _torch(needs)
+
+
 def _torch(needs: AttentionNeeds) -> PagedAttention:
-    in_c = needs.memory.pool.device.type == "cpu" and needs.dtype == needs.memory.pool.dtype == torch.float32
-    kernel = load_kernel(torch.get_num_threads()) if in_c else None
-    return PagedAttention(needs.memory, needs.query_heads, needs.layers, needs.dtype, kernel)
+    return PagedAttention(needs.memory, needs.query_heads, needs.layers, needs.dtype)
 
 
 def _flashinfer(

@@ -1,4 +1,4 @@
-"""Attention over KV pages in torch, and in C for decode rows on CPU: the backend of CPU, and the fallback on CUDA.
+"""Attention over KV pages in plain torch: the fallback where neither C nor FlashInfer can be used.
 
 Owns the use of the page tables. Knows rows and pages as tensors. Does not know models, sampling or requests.
 
@@ -21,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.attention.native import PagedAttentionKernel
 from common.engine.attention.port import LayerAttention, Segment, StepTokens
 from common.engine.kv_memory import KVMemory
 
 GATHER_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""Most bytes of keys and values that decode attention without a kernel gathers at once, by device; one row may take more. On CPU
+"""Most bytes of keys and values that decode attention gathers at once, by device; one row may take more. On CPU
 they should stay in the cache; on CUDA each call costs a launch, so the limit is the room for them."""
 
 MASK_ELEMENTS = 2**27
@@ -72,36 +71,27 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the layers share that attend alike. parts: None if the kernel computes the decode rows."""
+    """What the layers share that attend alike."""
 
     chunks: list[_Chunk]
-    parts: list[_Part] | None
+    parts: list[_Part]
 
 
 class PagedAttention:
-    """The backend of CPU and CUDA: torch, and for decode rows the C kernel where there is one. Implements `Attention`.
+    """Implements `Attention` in torch, on any device.
 
     layers: how each layer attends. dtype: of queries; keys and values are converted to it when they are gathered.
     """
 
-    def __init__(
-        self,
-        memory: KVMemory,
-        query_heads: int,
-        layers: Sequence[LayerAttention],
-        dtype: torch.dtype,
-        kernel: PagedAttentionKernel | None,
-    ) -> None:
+    def __init__(self, memory: KVMemory, query_heads: int, layers: Sequence[LayerAttention], dtype: torch.dtype) -> None:
         self._memory = memory
         self._layers = tuple(layers)
         self._dtype = dtype
-        self._kernel = kernel
         self._group = query_heads // memory.layout.kv_heads
         self._heads = torch.arange(memory.layout.kv_heads, device=memory.pool.device)[:, None]
         self._plans: dict[LayerAttention, _Plan] = {}
 
     def plan(self, step: StepTokens) -> None:
-        self._step = step
         width = self._memory.layout.pages_for(int(step.host_lengths.max(initial=1)))
         self._decode_table = step.table[step.decode_rows, :width]
         self._plans = {how: self._planned(step, how) for how in dict.fromkeys(self._layers)}
@@ -113,13 +103,7 @@ class PagedAttention:
         outs = [self._chunk(query[c.segment.begin : c.segment.end], keys, values, c, how) for c in plan.chunks]
         decode_begin = plan.chunks[-1].segment.end if plan.chunks else 0
         if len(query) > decode_begin:
-            rows = query[decode_begin:]
-            if plan.parts is not None:
-                outs += self._decode(rows, keys, values, plan.parts, how)
-            else:
-                assert self._kernel is not None
-                lengths = self._step.decode_lengths
-                outs.append(self._kernel(rows, keys, values, self._decode_table, lengths, how.scale, how.window))
+            outs += self._decode(query[decode_begin:], keys, values, plan.parts, how)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def for_graph(self, rows: int) -> None:
@@ -128,9 +112,8 @@ class PagedAttention:
     # --- planning ----------------------------------------------------------------------------------------------------------
 
     def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
-        in_c = self._kernel is not None and how.softcap is None
         chunks = [piece for chunk in step.chunks for piece in self._pieces(step, chunk, how)]
-        return _Plan(chunks, None if in_c else self._parts(step, how))
+        return _Plan(chunks, self._parts(step, how))
 
     def _pieces(self, step: StepTokens, segment: Segment, how: LayerAttention) -> list[_Chunk]:
         """The chunk as it is if its mask is small enough, else in pieces of tokens."""
@@ -226,7 +209,7 @@ class PagedAttention:
         return out.view(len(grouped), -1, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, heads, dim)
 
     def _decode(self, query: Tensor, keys: Tensor, values: Tensor, parts: list[_Part], how: LayerAttention) -> list[Tensor]:
-        """Attention of the decode rows without the kernel. query: [rows, heads, dim]. Returns it in parts of rows."""
+        """Attention of the decode rows. query: [rows, heads, dim]. Returns it in parts of rows."""
         grouped = query.view(len(query), self._memory.layout.kv_heads, -1, query.shape[-1])
         outs = []
         for part in parts:

@@ -41,9 +41,9 @@ def load(source: Path) -> ctypes.CDLL | None:
 
 
 def _compiled(source: Path) -> Path:
-    """The library for this source, the headers, the flags, this compiler and this processor."""
+    """The library for this source, the headers here and beside it, the flags, this compiler and this processor."""
     compiler = _compiler()
-    texts = [path.read_text() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    texts = [path.read_text() for path in (source, *sorted(HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h")))]
     parts = (*texts, *FLAGS, *compiler, platform.machine(), _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"

@@ -51,7 +51,7 @@ Attend = Callable[[KVMemory, int, Sequence[LayerAttention]], Attention]
 
 
 def torch_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:
-    return CapturablePaged(memory, heads, layers, torch.float32, None)
+    return CapturablePaged(memory, heads, layers, torch.float32)
 
 
 def flashinfer_attention(memory: KVMemory, heads: int, layers: Sequence[LayerAttention]) -> Attention:

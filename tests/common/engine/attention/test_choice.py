@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.engine.attention.choice import AttentionNeeds, Host, flashinfer_or_torch, flashinfer_refusal, make_attention
+from common.engine.attention.choice import (
+    AttentionNeeds,
+    Host,
+    check_attention,
+    flashinfer_or_torch,
+    flashinfer_refusal,
+    make_attention,
+)
 from common.engine.attention.flashinfer import FlashInfer, FlashInferAttention
+from common.engine.attention.native import NativeAttention, native_library
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import LayerAttention
 from common.engine.kernels.torch_kernels import TorchKernels
@@ -93,12 +101,41 @@ def test_flashinfer_that_fails_on_the_host_is_left_with_its_last_words(
         flashinfer_or_torch(needs(), "flashinfer", TorchKernels(), lines.append, H100, failing(error))
 
 
-@pytest.mark.parametrize(("asked", "said"), [("auto", "computes on CPU"), ("torch", "--attention")])
-def test_cpu_gets_torch_and_says_why(asked: str, said: str) -> None:
+def test_cpu_computes_in_c_where_there_is_a_compiler_and_says_so() -> None:
     lines: list[str] = []
-    made = make_attention(needs(), "auto" if asked == "auto" else "torch", TorchKernels(), lines.append)
-    assert isinstance(made, PagedAttention)
-    assert len(lines) == 1 and said in lines[0]
+    made = make_attention(needs(), "auto", TorchKernels(), lines.append)
+    if native_library() is None:
+        pytest.skip("there is no C compiler")
+    assert isinstance(made, NativeAttention)
+    assert len(lines) == 1 and "C" in lines[0]
+
+
+def test_without_a_compiler_cpu_gets_torch_and_is_told_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/no/such/cc")
+    lines: list[str] = []
+    assert isinstance(make_attention(needs(), "auto", TorchKernels(), lines.append), PagedAttention)
+    assert len(lines) == 1 and "could not be compiled" in lines[0] and "install gcc" in lines[0]
+    with pytest.raises(ConfigError, match=r"--attention native: .*install gcc.*--attention torch"):
+        make_attention(needs(), "native", TorchKernels(), lines.append)
+
+
+def test_torch_is_taken_when_it_is_asked_for() -> None:
+    lines: list[str] = []
+    assert isinstance(make_attention(needs(), "torch", TorchKernels(), lines.append), PagedAttention)
+    assert len(lines) == 1 and "--attention" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("refused", "device", "reason", "fix"),
+    [
+        (needs(), "cuda", "for CPU", "--device"),
+        (needs(torch.float16, "float16"), "cpu", "float16", "--dtype"),
+        (needs(torch.float32, "float8_e4m3fn"), "cpu", "float8_e4m3fn pages", "--kv-dtype"),
+    ],
+)
+def test_what_c_does_not_support_is_named_with_the_fix(refused: AttentionNeeds, device: str, reason: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"--attention native: .*{reason}.*{fix}"):
+        check_attention("native", refused.memory.layout, refused.dtype, torch.device(device))
 
 
 def test_flashinfer_on_cpu_is_refused_before_the_weights_are_loaded(tmp_path: Path) -> None:

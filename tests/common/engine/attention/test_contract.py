@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.engine.attention.flashinfer import FlashInferAttention, FlashInferShape, PrefillKernels
-from common.engine.attention.native import load_kernel
+from common.engine.attention.native import NativeAttention, native_library
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.port import Attention, LayerAttention
 from common.engine.kernels.torch_kernels import TorchKernels
@@ -30,14 +30,14 @@ Maker = Callable[[KVMemory, Shape], Attention]
 
 
 def torch_backend(memory: KVMemory, shape: Shape) -> Attention:
-    return PagedAttention(memory, shape.heads, shape.layers, shape.dtype, kernel=None)
+    return PagedAttention(memory, shape.heads, shape.layers, shape.dtype)
 
 
 def native_backend(memory: KVMemory, shape: Shape) -> Attention:
-    kernel = load_kernel(threads=1)
-    if kernel is None:
+    library = native_library()
+    if library is None:
         pytest.skip("there is no C compiler")
-    return PagedAttention(memory, shape.heads, shape.layers, shape.dtype, kernel)
+    return NativeAttention(memory, shape.heads, shape.layers, shape.dtype, library)
 
 
 def flashinfer_backend(memory: KVMemory, shape: Shape) -> FlashInferAttention:
@@ -50,6 +50,7 @@ BACKENDS: list[tuple[Maker, torch.dtype, KVDtype, float]] = [
     (torch_backend, torch.float32, "float32", 5e-6),
     (native_backend, torch.float32, "float32", 5e-6),
     (torch_backend, torch.bfloat16, "bfloat16", 3e-2),
+    (native_backend, torch.bfloat16, "bfloat16", 1e-2),
     (torch_backend, torch.float32, "float8_e4m3fn", 5e-6),
     (flashinfer_backend, torch.float16, "float16", 2e-3),
     (flashinfer_backend, torch.bfloat16, "float8_e4m3fn", 2e-2),

@@ -1,53 +1,105 @@
-"""The C kernel against the definition of attention in float64."""
+"""What only attention in C must show: any shape and any number of threads, and how the work is divided."""
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from common.engine.attention.native import PagedAttentionKernel, load_kernel
-from common.engine.kv_memory import KVMemory
-from common.pages.layout import KVLayout
-from tests.common.engine.reference import gathered, softmax_attention
+from common.engine.attention import native
+from common.engine.attention.native import NativeAttention, native_library
+from common.engine.attention.paged import PagedAttention
+from common.engine.attention.port import LayerAttention
+from common.pages.layout import KVDtype
+from tests.common.engine.attention.steps import Shape, Step
 
-PAGES = 64
-LAYERS = 3
+DTYPES: list[tuple[torch.dtype, KVDtype]] = [
+    (torch.float32, "float32"),
+    (torch.bfloat16, "bfloat16"),
+    (torch.float32, "bfloat16"),
+]
+LARGEST_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def kernel(request: pytest.FixtureRequest) -> PagedAttentionKernel:
-    made = load_kernel(threads=request.param)
-    if made is None:
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def planned(step: Step) -> NativeAttention:
+    library = native_library()
+    if library is None:
         pytest.skip("there is no C compiler")
-    return made
+    attention = NativeAttention(step.memory, step.shape.heads, step.shape.layers, step.shape.dtype, library)
+    attention.plan(step.tokens)
+    return attention
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page_size"), [(4, 2, 64, 16), (8, 8, 32, 7), (6, 1, 17, 1), (4, 4, 128, 32)]
-)
-def test_it_is_softmax_attention_over_scattered_pages(
-    kernel: PagedAttentionKernel, heads: int, kv_heads: int, dim: int, page_size: int
-) -> None:
-    generator = torch.Generator().manual_seed(page_size)
-    layout = KVLayout(layers=LAYERS, kv_heads=kv_heads, head_dim=dim, page_size=page_size, dtype="float32")
-    memory = KVMemory(layout, PAGES, torch.device("cpu"))
-    memory.pool.copy_(torch.randn(memory.pool.shape, generator=generator))
-    lengths = [1, page_size, page_size + 1, 5 * page_size - 1, 8 * page_size]
-    table = torch.randperm(PAGES, generator=generator)[: len(lengths) * 8].view(len(lengths), 8).to(torch.int32)
-    query = 3 * torch.randn(len(lengths), heads, dim, generator=generator)
-    for layer in range(LAYERS):
-        keys, values = memory.layers[layer]
-        got = kernel(query, keys, values, table, torch.tensor(lengths), dim**-0.5)
-        for row, length in enumerate(lengths):
-            k, v = (gathered(view, table[row], length) for view in (keys, values))
-            expected = softmax_attention(query[row].numpy().astype(np.float64), k, v, dim**-0.5)
-            assert np.abs(got[row].numpy() - expected).max() < 2e-5
+def divide_finely(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ALONE_COST", "LIGHTEST", "SPLIT_SLOTS"):
+        monkeypatch.setattr(native, name, 1)
 
 
-def test_large_scores_do_not_overflow(kernel: PagedAttentionKernel) -> None:
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_size=4, dtype="float32")
-    memory = KVMemory(layout, 4, torch.device("cpu"))
-    memory.pool.fill_(100.0)
-    query = torch.full((1, 1, 8), 1000.0)
-    keys, values = memory.layers[0]
-    got = kernel(query, keys, values, torch.arange(4, dtype=torch.int32)[None], torch.tensor([13]), 1.0)
+@pytest.mark.parametrize("seed", range(12))
+def test_it_is_what_torch_computes_for_any_shape(monkeypatch: pytest.MonkeyPatch, seed: int, threads: int) -> None:
+    """Heads that are not whole vectors, groups and pages of any size, items split or not."""
+    random = np.random.default_rng(seed + 100 * threads)
+    if seed % 2:
+        divide_finely(monkeypatch)
+    kv_heads, group = int(random.integers(1, 4)), int(random.choice([1, 2, 3, 4, 5, 7, 8, 17, 71]))
+    page_size, dtype = int(random.choice([1, 3, 16, 64, 256])), DTYPES[seed % len(DTYPES)]
+    layers = (LayerAttention(0.1), LayerAttention(0.1, int(random.integers(1, 40))), LayerAttention(0.1, 50, 3.0))
+    chunks = [(int(random.integers(0, 100)), int(random.integers(1, 60))) for _ in range(random.integers(0, 3))]
+    lengths = [int(length) for length in random.integers(1, 150, random.integers(1, 4))]
+    width = -(-160 // page_size)
+    dim = int(random.choice([8, 17, 40, 64, 72, 80, 128]))
+    step = Step(Shape(group * kv_heads, kv_heads, dim, page_size, layers, *dtype, width=width), chunks, lengths, padding=1)
+    attention, plain = planned(step), PagedAttention(step.memory, group * kv_heads, layers, torch.float32)
+    plain.plan(step.tokens)
+    for layer in range(len(layers)):
+        difference = attention.run(layer, step.query).float() - plain.run(layer, step.query.float())
+        assert difference[: len(step.places)].abs().max() < LARGEST_ERROR[dtype[0]]
+
+
+def test_a_long_row_is_split_over_its_context_and_merged(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    divide_finely(monkeypatch)
+    shape = Shape(4, 1, 64, 16, (LayerAttention(0.1), LayerAttention(0.1, 33), LayerAttention(0.1, softcap=3.0)), width=20)
+    step = Step(shape, [(100, 2), (250, 25)], [1, 7, 309])
+    attention = planned(step)
+    for layer in range(len(shape.layers)):
+        for _ in range(2):
+            assert step.error(layer, attention.run(layer, step.query)) < 1e-5
+    split = attention._plans[shape.layers[0]].call.split_count
+    assert (split > 0) == (threads > 1)
+
+
+def test_slots_before_a_window_are_not_read() -> None:
+    """As `Step` has it, neither are those behind a context."""
+    shape = Shape(4, 2, 32, 5, (LayerAttention(0.1, 7),))
+    step = Step(shape, [(20, 9)], [9, 30, 40])
+    attention = planned(step)
+    expected = attention.run(0, step.query)
+    for row, context in enumerate([21, 9, 30, 40]):
+        for at in range(context - 7):
+            for view in step.memory.layers[0]:
+                view[step.table[row, at // 5], :, at % 5] = torch.nan
+    assert torch.equal(attention.run(0, step.query), expected)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    step = Step(Shape(1, 1, 8, 4, (LayerAttention(1.0),)), [(0, 32)], [13])
+    step.memory.pool.fill_(100.0)
+    step.query.fill_(1000.0)
+    got = planned(step).run(0, step.query)
     assert torch.allclose(got, torch.full_like(got, 100.0))
+
+
+def test_an_empty_step_is_no_work() -> None:
+    step = Step(Shape(2, 1, 8, 4, (LayerAttention(1.0),)), [], [1])
+    attention, none = planned(step), step.tokens.decode_rows[:0]
+    attention.plan(replace(step.tokens, decode_rows=none, decode_lengths=none, host_lengths=none.numpy()))
+    assert attention.run(0, step.query[:0]).shape == (0, 2, 8)

@@ -23,7 +23,7 @@ def gather_at_most(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 
 
 def planned(step: Step) -> PagedAttention:
-    attention = PagedAttention(step.memory, SHAPE.heads, SHAPE.layers, SHAPE.dtype, kernel=None)
+    attention = PagedAttention(step.memory, SHAPE.heads, SHAPE.layers, SHAPE.dtype)
     attention.plan(step.tokens)
     return attention
 

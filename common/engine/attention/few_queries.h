@@ -1,0 +1,167 @@
+/* An item of few queries, such as a decode row: lanes are elements of a head.
+ *
+ * Keys and values are read in place, each once for up to four query heads of its group. Where a head is not whole vectors, a block of
+ * them is copied, with zeros behind each row.
+ */
+#pragma once
+
+#include "item.h"
+
+/* The state of the query heads of one token. query, sum: [heads, width], width being dim padded to whole vectors. scores: [heads, SLOTS].
+ * copy: [2, SLOTS, width], for keys and values that cannot be read in place. */
+typedef struct {
+    float *query, *sum, *scores, *copy, *largest, *total, *shrink;
+    int64_t width;
+} few;
+
+INLINE float total_of(floats x) {
+    quads part[LANES / 4];
+    memcpy(part, &x, sizeof x);
+    for (int i = 1; i < LANES / 4; i++) part[0] += part[i];
+    return (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
+}
+
+/* Asks for rows that are needed soon: the processor's own prefetching ends where a page does. */
+INLINE void fetch(const void *rows, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)rows + at);
+}
+
+/* scores [heads, slots] of slots whose keys lie one behind the other. */
+INLINE void dots(const float *query, int64_t width, const void *keys, float *scores, int heads, int slots, int is_bfloat16) {
+    floats sum[4][4] = {{{0}}};
+    for (int64_t d = 0; d < width; d += LANES) {
+        floats key[4];
+#pragma GCC unroll 4
+        for (int s = 0; s < slots; s++) key[s] = load_as(keys, s * width + d, is_bfloat16);
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+            for (int s = 0; s < slots; s++) sum[h][s] += key[s] * load(query + h * width + d);
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+        for (int s = 0; s < slots; s++) scores[h * SLOTS + s] = total_of(sum[h][s]);
+}
+
+INLINE void score_runs(const few *f, int64_t h, const run *runs, int count, int heads, int is_bfloat16) {
+    const int slots = heads == 4 && REGISTERS == 16 ? 2 : 4;
+    float *scores = f->scores + h * SLOTS;
+    for (int r = 0; r < count; r++) {
+        const int64_t row = f->width * (is_bfloat16 ? 2 : 4);
+        int64_t s = 0;
+        for (; s + slots <= runs[r].count; s += slots) {
+            fetch((const char *)runs[r].values + s * row, slots * row);
+            if (r + 1 < count) fetch((const char *)runs[r + 1].keys + s * row, slots * row);
+            dots(f->query + h * f->width, f->width, moved(runs[r].keys, s * f->width, is_bfloat16), scores + s, heads, slots, is_bfloat16);
+        }
+        for (; s < runs[r].count; s++)
+            dots(f->query + h * f->width, f->width, moved(runs[r].keys, s * f->width, is_bfloat16), scores + s, heads, 1, is_bfloat16);
+        scores += runs[r].count;
+    }
+}
+
+/* sum [heads, vectors] = shrink * sum + weights * values, at element d of a head. */
+INLINE void weigh(const few *f, int64_t h, int64_t d, const run *runs, int count, int heads, int vectors, int is_bfloat16) {
+    floats sum[4][8];
+#pragma GCC unroll 4
+    for (int i = 0; i < heads; i++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sum[i][v] = load(f->sum + (h + i) * f->width + d + v * LANES) * f->shrink[h + i];
+    const float *weights = f->scores + h * SLOTS;
+    for (int r = 0; r < count; r++)
+        for (int64_t s = 0; s < runs[r].count; s++, weights++) {
+            floats value[8];
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) value[v] = load_as(runs[r].values, s * f->width + d + v * LANES, is_bfloat16);
+#pragma GCC unroll 4
+            for (int i = 0; i < heads; i++)
+#pragma GCC unroll 8
+                for (int v = 0; v < vectors; v++) sum[i][v] += value[v] * weights[i * SLOTS];
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < heads; i++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) store(f->sum + (h + i) * f->width + d + v * LANES, sum[i][v]);
+}
+
+/* Scores become weights, in exponents of two. slots: of the block; the rest of it is filled. */
+INLINE void soften(const call *c, const few *f, int64_t h, int64_t slots) {
+    float *scores = f->scores + h * SLOTS;
+    for (int64_t s = slots; s < padded(slots, LANES); s++) scores[s] = UNSEEN;
+    floats most_seen = (floats){0} + UNSEEN, sum = {0};
+    for (int64_t s = 0; s < slots; s += LANES) {
+        if (c->softcap > 0.0f) store(scores + s, capped(load(scores + s), c->softcap));
+        most_seen = larger(most_seen, load(scores + s));
+    }
+    for (int64_t s = slots; s < padded(slots, LANES); s++) scores[s] = UNSEEN; /* a cap lifts it */
+    float largest = f->largest[h];
+    for (int i = 0; i < LANES; i++) largest = most_seen[i] > largest ? most_seen[i] : largest;
+    for (int64_t s = 0; s < slots; s += LANES) {
+        const floats weight = exp2_of(load(scores + s) - largest);
+        store(scores + s, weight);
+        sum += weight;
+    }
+    f->shrink[h] = exp2_of((floats){0} + (f->largest[h] - largest))[0];
+    f->total[h] = f->total[h] * f->shrink[h] + total_of(sum);
+    f->largest[h] = largest;
+}
+
+INLINE void block_of_heads(const call *c, const few *f, int64_t h, const run *runs, int count, int64_t slots, int heads, int is_bfloat16) {
+    score_runs(f, h, runs, count, heads, is_bfloat16);
+    for (int i = 0; i < heads; i++) soften(c, f, h + i, slots);
+    const int widest = (REGISTERS == 32 ? 16 : 8) / heads < 8 ? (REGISTERS == 32 ? 16 : 8) / heads : 8;
+    int64_t d = 0;
+    for (; d + widest * LANES <= f->width; d += widest * LANES) weigh(f, h, d, runs, count, heads, widest, is_bfloat16);
+    for (; d + 2 * LANES <= f->width; d += 2 * LANES) weigh(f, h, d, runs, count, heads, 2, is_bfloat16);
+    for (; d < f->width; d += LANES) weigh(f, h, d, runs, count, heads, 1, is_bfloat16);
+}
+
+INLINE void block_of_slots(const call *c, const few *f, const run *runs, int count, int64_t slots, int is_bfloat16) {
+    const int64_t group = c->heads / c->kv_heads;
+    int64_t h = 0;
+    for (; h + 4 <= group; h += 4) block_of_heads(c, f, h, runs, count, slots, 4, is_bfloat16);
+    for (; h + 2 <= group; h += 2) block_of_heads(c, f, h, runs, count, slots, 2, is_bfloat16);
+    for (; h < group; h++) block_of_heads(c, f, h, runs, count, slots, 1, is_bfloat16);
+}
+
+/* Copies the keys and values of a block whose rows are not whole vectors. Returns them as one run. */
+static run copied(const call *c, const few *f, const run *runs, int count) {
+    run all = {f->copy, f->copy + SLOTS * f->width, 0};
+    for (int r = 0; r < count; r++) {
+        copy_rows(runs[r].keys, runs[r].count, c->dim, f->copy + all.count * f->width, f->width, c->pages_are_bfloat16);
+        copy_rows(runs[r].values, runs[r].count, c->dim, f->copy + (SLOTS + all.count) * f->width, f->width, c->pages_are_bfloat16);
+        all.count += runs[r].count;
+    }
+    return all;
+}
+
+static void few_queries(const call *c, const item *t, int64_t head, float *workspace) {
+    const int64_t group = c->heads / c->kv_heads, width = padded(c->dim, LANES);
+    few f = {.query = workspace, .width = width};
+    f.sum = f.query + group * width;
+    f.scores = f.sum + group * width;
+    f.copy = f.scores + group * SLOTS;
+    f.largest = f.copy + 2 * SLOTS * width;
+    f.total = f.largest + group;
+    f.shrink = f.total + group;
+    run runs[SLOTS];
+    for (int64_t token = 0; token < t->tokens; token++) {
+        const int64_t end = t->position + token + 1, last = least(t->last, end);
+        const int64_t at = ((t->token + token) * c->heads + head * group) * c->dim;
+        copy_rows(moved(c->query, at, c->query_is_bfloat16), group, c->dim, f.query, width, c->query_is_bfloat16);
+        for (int64_t i = 0; i < group * width; i++) f.query[i] *= query_scale(c), f.sum[i] = 0.0f;
+        for (int64_t h = 0; h < group; h++) f.largest[h] = UNSEEN, f.total[h] = 0.0f;
+        for (int64_t slot = most(t->first, end - c->window); slot < last; slot += SLOTS) {
+            const int64_t slots = least(SLOTS, last - slot);
+            const int count = find_runs(c, t, head, slot, slot + slots, runs);
+            if (width != c->dim) {
+                const run in_copy = copied(c, &f, runs, count);
+                block_of_slots(c, &f, &in_copy, 1, slots, 0);
+            }
+            else if (c->pages_are_bfloat16) block_of_slots(c, &f, runs, count, slots, 1);
+            else block_of_slots(c, &f, runs, count, slots, 0);
+        }
+        for (int64_t h = 0; h < group; h++) finish(c, t, head, token * group + h, f.sum + h * width, 1, f.largest[h], f.total[h]);
+    }
+}

@@ -1,0 +1,76 @@
+/* Vectors of floats as wide as the processor's registers, by the extensions that gcc and clang share.
+ *
+ * Owns their width, loads and stores in float32 and bfloat16, and the functions that C lacks. Knows no tensors.
+ */
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { LANES = 16, REGISTERS = 32 };
+#elif defined(__AVX__)
+enum { LANES = 8, REGISTERS = 16 };
+#elif defined(__aarch64__)
+enum { LANES = 4, REGISTERS = 32 };
+#else
+enum { LANES = 4, REGISTERS = 16 };
+#endif
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef float quads __attribute__((vector_size(16)));
+typedef int32_t signs __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+/* A function whose integer arguments decide which code is made for it. */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE floats load(const float *from) {
+    floats x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+INLINE void store(float *to, floats x) { memcpy(to, &x, sizeof x); }
+
+INLINE floats load_bfloat16(const uint16_t *from) {
+    halves x;
+    memcpy(&x, from, sizeof x);
+    return (floats)(__builtin_convertvector(x, words) << 16);
+}
+
+INLINE float from_bfloat16(uint16_t x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float out;
+    memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+/* Rounds to the nearest, and to even between two. NaN stays NaN. */
+INLINE uint16_t to_bfloat16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)(x == x ? rounded : 0x7fc0);
+}
+
+INLINE floats larger(floats a, floats b) {
+    const words is_larger = (words)(a > b);
+    return (floats)((is_larger & (words)a) | (~is_larger & (words)b));
+}
+
+/* 2 to the power of x, for x of at most 0; 0 below -126.5. The error is about one unit in the last place: Taylor's terms up to degree 6
+ * over [-0.5, 0.5], times a power of two that is built in the exponent's bits. */
+INLINE floats exp2_of(floats x) {
+    x = larger(x, (floats){0} - 127.0f);
+    const signs whole = __builtin_convertvector(x - 0.5f, signs); /* drops the fraction, so it rounds to the nearest for x <= 0 */
+    const floats rest = x - __builtin_convertvector(whole, floats);
+    floats y = rest * 1.5403530e-4f + 1.3333558e-3f;
+    y = y * rest + 9.6181291e-3f;
+    y = y * rest + 5.5504109e-2f;
+    y = y * rest + 2.4022651e-1f;
+    y = y * rest + 6.9314718e-1f;
+    y = y * rest + 1.0f;
+    return y * (floats)((whole + 127) << 23);
+}
