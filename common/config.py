@@ -100,9 +100,7 @@ class EngineConfig:
         "auto", "data type of KV pages; auto: that of the weights; fp8_e4m3: half the memory, less exact"
     )
     attention: AttentionName = option(
-        "auto",
-        "implementation of attention; auto: flashinfer on CUDA where it is installed and supports the model, native (in C) on "
-        "CPU where there is a compiler, else torch",
+        "auto", "implementation of attention; auto: flashinfer on CUDA, native (in C) on CPU, torch where those cannot be used"
     )
     device: str = option("auto", "where to compute: auto, cpu, cuda or cuda:N; auto: CUDA if there is a GPU")
     page_size: int = option(16, "tokens per KV page")
