@@ -14,7 +14,7 @@ from common.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["none", "fp8", "int8"]
 KVDtypeName = Literal["auto", "fp8_e4m3"]
 AttentionName = Literal["auto", "torch", "native", "flashinfer"]
 ExecutorName = Literal["torch", "timed"]
@@ -94,7 +94,9 @@ class EngineConfig:
         "auto", "where weights come from; auto: safetensors files; dummy: random numbers, only config and tokenizer are needed"
     )
     quantization: Quantization = option(
-        "none", "fp8: quantise the weights of linear layers to FP8 while loading, and tokens in each step; needs bfloat16"
+        "none",
+        "quantise the weights of linear layers while loading, and tokens in each step; fp8: needs bfloat16, and the output head "
+        "stays as it is; int8: on CPU, the output head too",
     )
     kv_dtype: KVDtypeName = option(
         "auto", "data type of KV pages; auto: that of the weights; fp8_e4m3: half the memory, less exact"

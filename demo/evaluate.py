@@ -1,19 +1,26 @@
 """Measures the demo model on held-out prompts, per task and per length; prints the table of its model card.
 
-Owns the measurement. Decodes greedily in float32 with transformers' own generate: it judges the weights, not the server.
+Owns the measurement. Decodes greedily in float32 with transformers' own generate: it judges the weights, not the server. With
+--quantization it judges that: then Tandem decodes, and with `none` the figures must be those of transformers.
 
     python -m demo.evaluate --prompts 100
+    python -m demo.evaluate --prompts 100 --quantization int8
 """
 
 import argparse
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from common.config import Quantization
 from demo import corpus
 from demo.corpus import Task
+from launch.engine import Engine
 
 MODEL = Path(__file__).parent / "model"
 CASES: tuple[tuple[Task, int], ...] = (
@@ -31,6 +38,10 @@ CASES: tuple[tuple[Task, int], ...] = (
     ("greetings", 0),
 )
 """Tasks and sizes: lines of a list, words of a line."""
+MOST_TOKENS = 120
+"""Of an answer."""
+Answers: TypeAlias = Callable[[list[list[int]]], list[list[int]]]
+"""The greedy answers to some prompts, all in token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +55,32 @@ class Result:
     prompts: int
 
 
-def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, question: str) -> tuple[str, int]:
-    """The greedy answer to a single question, and the prompt's length in tokens."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
-    ids = torch.tensor([tokenizer.encode(text)])
-    with torch.inference_mode():
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=120, do_sample=False)
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True), ids.shape[1]
+def by_transformers(model: PreTrainedModel) -> Answers:
+    def answer(prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MOST_TOKENS, do_sample=False)
+        found: list[int] = output[0, len(prompt) :].tolist()
+        return found
+
+    return lambda prompts: [answer(prompt) for prompt in prompts]
 
 
-def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: Task, size: int, prompts: int) -> Result:
-    right, longest = 0, 0
-    for seed in range(prompts):
-        (turn,) = corpus.held_out(task, size, seed).turns
-        given, tokens = answer(model, tokenizer, turn.user)
-        right += given == turn.answer
-        longest = max(longest, tokens)
-    return Result(task, size, longest, right, prompts)
+@contextlib.contextmanager
+def by_tandem(path: Path, quantization: Quantization, threads: int) -> Iterator[Answers]:
+    """One instance, which lasts as long as the context."""
+    with Engine(str(path), prefill=0, decode=1, quantization=quantization, threads=threads) as engine:
+        sampling = {"temperature": 0, "max_new_tokens": MOST_TOKENS}
+        yield lambda prompts: [answer["output_ids"] for answer in engine.generate(prompts, sampling)]
+
+
+def measure(answers: Answers, tokenizer: PreTrainedTokenizerFast, task: Task, size: int, prompts: int) -> Result:
+    turns = [corpus.held_out(task, size, seed).turns[0] for seed in range(prompts)]
+    chats = [[{"role": "user", "content": turn.user}] for turn in turns]
+    asked = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]
+    given = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers(asked)]
+    right = sum(text == turn.answer for text, turn in zip(given, turns, strict=True))
+    return Result(task, size, max(len(ids) for ids in asked), right, prompts)
 
 
 def table(results: list[Result]) -> str:
@@ -76,15 +96,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=100, help="held-out prompts per row of the table")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quantization", choices=get_args(Quantization), help="decode with Tandem; default: with transformers")
     parser.add_argument("--model", type=Path, default=MODEL)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    results = []
-    for task, size in CASES:
-        results.append(measure(model, tokenizer, task, size, arguments.prompts))
-        print(table(results).splitlines()[-1], flush=True)
+    with contextlib.ExitStack() as stack:
+        if arguments.quantization is None:
+            torch.set_num_threads(arguments.threads)
+            model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+            answers = by_transformers(model)
+        else:
+            answers = stack.enter_context(by_tandem(arguments.model, arguments.quantization, arguments.threads))
+        results = []
+        for task, size in CASES:
+            results.append(measure(answers, tokenizer, task, size, arguments.prompts))
+            print(table(results).splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":

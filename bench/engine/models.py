@@ -36,8 +36,9 @@ def layer_weights(shape: ServedShape) -> int:
 
 def step_weight_bytes(shape: ServedShape, item_bytes: int, engine: EngineConfig) -> int:
     """Bytes of weights that a decode step reads: every matrix of every layer, and the output head."""
-    in_layers = 1 if engine.quantization == "fp8" else item_bytes
-    return shape.layers * layer_weights(shape) * in_layers + shape.vocab_size * shape.hidden * item_bytes
+    in_layers = item_bytes if engine.quantization == "none" else 1
+    in_head = 1 if engine.quantization == "int8" else item_bytes
+    return shape.layers * layer_weights(shape) * in_layers + shape.vocab_size * shape.hidden * in_head
 
 
 def prefill_flop(shape: ServedShape, tokens: int) -> float:

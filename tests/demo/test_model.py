@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from demo import corpus
-from demo.evaluate import MODEL, answer
+from demo.evaluate import MODEL, by_transformers, measure
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,4 @@ def test_any_text_survives_the_tokenizer(text: str) -> None:
 
 
 def test_held_out_lists_are_looked_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    right = 0
-    for seed in range(1000, 1010):
-        (turn,) = corpus.held_out("retrieval", 40, seed).turns
-        right += answer(model, tokenizer, turn.user)[0] == turn.answer
-    assert right >= 8
+    assert measure(by_transformers(model), tokenizer, "retrieval", 40, prompts=10).right >= 8

@@ -379,27 +379,29 @@ void sample(const float *logits, const float *temperature, const int64_t *seed, 
 
 typedef struct {
     const void *x;
-    int8_t *out;
+    uint8_t *out;
     float *scales;
     int64_t rows, width, row;
-    int is_bf16;
+    int largest, is_bf16;
 } quantise_work;
 
 INLINE void quantise_rows(const quantise_work *w, int thread, int threads, int is_bf16) {
     const int64_t width = w->width;
+    const float largest = (float)w->largest;
+    const int32_t zero = w->largest + 1;
     int64_t begin, end;
     share(w->rows, thread, threads, &begin, &end);
     for (int64_t row = begin; row < end; row++) {
         const void *restrict x = at(w->x, row * w->row, is_bf16);
-        int8_t *restrict out = w->out + row * width;
+        uint8_t *restrict out = w->out + row * width;
         uint32_t most = bits_of(1e-30f); /* numbers without a sign are ordered as their bits are */
         for (int64_t i = 0; i < width; i++) {
             const uint32_t bits = bits_of(load(x, i, is_bf16)) & 0x7fffffff;
             most = bits > most ? bits : most;
         }
-        const float largest_number = from_bits(most), inverse = 127.0f / largest_number;
-        for (int64_t i = 0; i < width; i++) out[i] = (int8_t)(int32_t)rintf(load(x, i, is_bf16) * inverse);
-        w->scales[row] = largest_number / 127.0f;
+        const float largest_number = from_bits(most), inverse = largest / largest_number;
+        for (int64_t i = 0; i < width; i++) out[i] = (uint8_t)((int32_t)rintf(load(x, i, is_bf16) * inverse) + zero);
+        w->scales[row] = largest_number / largest;
     }
 }
 
@@ -411,8 +413,10 @@ static void quantise_part(void *data, int thread, int threads) {
         quantise_rows(w, thread, threads, 0);
 }
 
-/* Each row in whole numbers up to 127 with a scale of its own. x: [rows, width]. out: the same, contiguous. scales: [rows]. */
-void quantise_int8(const void *x, int8_t *out, float *scales, int64_t rows, int64_t width, int64_t row, int is_bf16, int threads) {
-    quantise_work work = {x, out, scales, rows, width, row, is_bf16};
+/* Each row in whole numbers from -largest to largest with a scale of its own. x: [rows, width]. out: the same plus largest + 1,
+   contiguous. scales: [rows]. */
+void quantise_int8(const void *x, uint8_t *out, float *scales, int64_t rows, int64_t width, int64_t row, int largest, int is_bf16,
+                   int threads) {
+    quantise_work work = {x, out, scales, rows, width, row, largest, is_bf16};
     parallel(threads, quantise_part, &work);
 }

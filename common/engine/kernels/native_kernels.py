@@ -27,7 +27,7 @@ _ARGUMENTS: dict[str, "list[type[ctypes._SimpleCData[Any]]]"] = {
     "silu_and_mul": [_POINTER] * 2 + [_COUNT] * 3 + [_INT, _INT],
     "rotate_and_write": [_POINTER, _INT],
     "sample": [_POINTER] * 6 + [_COUNT] * 3 + [_FLOAT, _INT],
-    "quantise_int8": [_POINTER] * 3 + [_COUNT] * 3 + [_INT, _INT],
+    "quantise_int8": [_POINTER] * 3 + [_COUNT] * 3 + [_INT] * 3,
 }
 
 
@@ -95,15 +95,17 @@ class NativeKernels(TorchKernels):
         self._silu(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), is_bf16, threads)
         return out
 
-    def quantise_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
         is_bf16 = _IS_BF16.get(x.dtype)
         if is_bf16 is None:
-            return super().quantise_int8(x)
+            return super().quantise_int8(x, largest)
         x = _rows_of(x)
         rows, width = x.shape
-        out, scales = x.new_empty(rows, width, dtype=torch.int8), x.new_empty(rows, 1, dtype=torch.float32)
+        out, scales = x.new_empty(rows, width, dtype=torch.uint8), x.new_empty(rows, 1, dtype=torch.float32)
         threads = self._threads_for(rows * width)
-        self._quantise_int8(x.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, width, x.stride(0), is_bf16, threads)
+        self._quantise_int8(
+            x.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, width, x.stride(0), largest, is_bf16, threads
+        )  # fmt: skip
         return out, scales
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:

@@ -63,9 +63,10 @@ class Kernels(Protocol):
         Returns [rows, width] float8_e4m3fn and [rows, 1] float32; their product is nearly x.
         """
 
-    def quantise_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Each row in whole numbers up to 127 with a scale of its own. x: [rows, width].
-        Returns [rows, width] int8 and [rows, 1] float32; their product is nearly x.
+    def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+        """Each row in whole numbers from -largest to largest with a scale of its own. x: [rows, width]. largest: at most 127.
+
+        Returns [rows, width] uint8, which are the numbers plus largest + 1, and [rows, 1] float32, the scales.
         """
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from common.engine.kernels.noise import GREEDY_BELOW, gumbel, token_noise
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
 
-INT8_LARGEST = 127
 FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 SMALLEST_ROW = 1e-30
 """A row whose largest number is below this is quantised as if it were this: nothing is divided by zero."""
@@ -40,8 +39,8 @@ class TorchKernels:
         scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / FP8_LARGEST)
         return _fp8(wide / scale), scale
 
-    def quantise_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantise_int8(x)
+    def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+        return quantise_int8(x, largest)
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         kv_heads = places.keys.shape[1]
@@ -77,11 +76,11 @@ class TorchKernels:
         out.copy_(torch.where(within, table[rows[entry], column], out))
 
 
-def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_int8(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """As `Kernels.quantise_int8`."""
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / INT8_LARGEST)
-    return (wide / scale).round().to(torch.int8), scale
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / largest)
+    return (wide / scale).round().add_(largest + 1).to(torch.uint8), scale
 
 
 def write(places: PagePlaces, key: Tensor, value: Tensor) -> None:

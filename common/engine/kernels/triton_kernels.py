@@ -67,8 +67,8 @@ class TritonKernels:
             source.quantise[(rows,)](x, out, scales, x.stride(0), width, block, num_warps=_warps(block, 16))
         return out, scales
 
-    def quantise_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantise_int8(x)  # int8 layers are for CPU
+    def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+        return quantise_int8(x, largest)  # int8 layers are for CPU
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()

@@ -86,9 +86,9 @@ class Decoder:
         self._norm = slots.tensor("model.norm.weight", shape.hidden)
         if shape.tied:
             slots.tie(HEAD, EMBEDDING, embedding[: len(held)])
-            head = slots.product(embedding, shared=True)
+            head = slots.head(embedding, shared=True)
         else:
-            head = slots.product(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
+            head = slots.head(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
         self._head = OutputHead(head, shape.vocab_size, group)
         self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, embedding.device)
 

@@ -1,5 +1,5 @@
 """Linear layers: a weight, perhaps a bias, and their product with the step's tokens; in the model's dtype, packed or not, or in
-FP8.
+FP8. Those in int8 are in `int8.py`.
 
 Owns the arithmetic of one layer, and what FP8 needs. Does not know where weights come from, which layer it is, or which product
 is the faster one (`packing.py`).
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.kernels.port import Kernels
+from common.engine.models.int8 import Int8Linear
 from common.errors import ConfigError
 
 _FP8_MULTIPLE = 16
@@ -108,7 +109,7 @@ class Fp8Linear:
         return given
 
 
-AnyLinear: TypeAlias = Linear | PackedLinear | Fp8Linear
+AnyLinear: TypeAlias = Linear | PackedLinear | Fp8Linear | Int8Linear
 
 
 def packed_weight(weight: Tensor) -> Tensor:

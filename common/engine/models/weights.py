@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.config import Quantization
 from common.engine.kernels.port import Kernels
+from common.engine.models.int8 import Int8Linear, largest_token_number
 from common.engine.models.linear import AnyLinear, Fp8Linear, Linear, PackedLinear, check_fp8
 from common.engine.models.packing import pack_all, why_not_packed
 from common.errors import ConfigError
@@ -68,6 +69,8 @@ class WeightSlots:
     def __init__(self, dtype: torch.dtype, device: torch.device, kernels: Kernels, quantization: Quantization = "none") -> None:
         if quantization == "fp8":
             check_fp8(dtype, device)
+        self._largest_int8 = largest_token_number(device) if quantization == "int8" else 0
+        self._int8: list[tuple[Int8Linear, Tensor | None]] = []
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
@@ -94,6 +97,8 @@ class WeightSlots:
         made: AnyLinear
         if self._quantization == "fp8":
             made = Fp8Linear.empty(outputs, len(columns), added, self._device, self._kernels)
+        elif self._quantization == "int8":
+            made = self._empty_int8(outputs, len(columns), added)
         else:
             made = self.product(self.empty(outputs, len(columns)), added)
         begin = 0
@@ -107,6 +112,12 @@ class WeightSlots:
             begin += len(part.rows)
         return made
 
+    def head(self, weight: Tensor, *, shared: bool = False) -> AnyLinear:
+        """The output head. shared: the weight is that of the embedding too."""
+        if self._quantization == "int8":
+            return self._empty_int8(weight.shape[0], weight.shape[1], source=weight)
+        return self.product(weight, shared=shared)
+
     def product(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> Linear | PackedLinear:
         """A layer in the model's dtype. shared: the weight is used elsewhere too."""
         if self._packable is None:
@@ -119,8 +130,19 @@ class WeightSlots:
         """Pack what is faster so, when all weights are filled. sharers: processes of this host that have equal parts of it."""
         self.slots.clear()  # they hold plain weights, which are to be dropped
         self._tied.clear()
+        while self._int8:
+            layer, source = self._int8.pop()
+            if source is not None:
+                layer.put(slice(None), source)
+            layer.pack()
         if self._packable is not None:
             pack_all(self._packable, sharers, progress)
+
+    def _empty_int8(self, outputs: int, inputs: int, bias: Tensor | None = None, source: Tensor | None = None) -> Int8Linear:
+        """source: the weight that it gets in the end; None: parts are put as they are read."""
+        made = Int8Linear.empty(outputs, inputs, bias, self._largest_int8, self._kernels)
+        self._int8.append((made, source))
+        return made
 
     def rows(self, name: str, here: range, rows: int, outputs: int, inputs: int) -> Tensor:
         """Some rows of the weight of this name, [outputs, inputs] in the checkpoint, and zeros below them: [rows, inputs]."""

@@ -73,17 +73,18 @@ def check_quantised(subject: Subject, rows: int, width: int) -> None:
     np.testing.assert_array_equal(values.float().cpu().numpy(), exact_fp8(wide / expected))
 
 
-def check_int8(subject: Subject, rows: int, width: int) -> None:
-    """A row's largest number becomes 127, and the others are within half a step."""
+def check_int8(subject: Subject, rows: int, width: int, largest: int) -> None:
+    """A row's largest number becomes the largest one, and the others are within half a step. All are moved to be positive."""
     x = subject.draw(rows, width) * torch.logspace(-6, 3, rows, device=subject.device)[:, None]
     x[-1] = 0
     x = x.to(subject.dtype)
-    values, scales = subject.kernels.quantise_int8(x)
-    assert values.dtype == torch.int8 and scales.dtype == torch.float32
-    assert (values[:-1].abs().amax(1) == 127).all() and (values[-1] == 0).all()
+    moved, scales = subject.kernels.quantise_int8(x, largest)
+    assert moved.dtype == torch.uint8 and scales.dtype == torch.float32
+    values = moved.int() - largest - 1
+    assert (values[:-1].abs().amax(1) == largest).all() and (values[-1] == 0).all()
     steps = x[:-1].double() / scales[:-1].double()
     torch.testing.assert_close(values[:-1].double(), steps, rtol=0, atol=0.5001)
-    torch.testing.assert_close(scales[:-1, 0], x[:-1].float().abs().amax(1) / 127)
+    torch.testing.assert_close(scales[:-1, 0], x[:-1].float().abs().amax(1) / largest)
 
 
 def check_rotation(
@@ -273,9 +274,9 @@ class KernelsContract:
         check_quantised(self.subject(dtype), rows, width)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("rows", "width"), [(2, 64), (37, 1100)])
-    def test_rows_become_int8_with_scales_of_their_own(self, dtype: torch.dtype, rows: int, width: int) -> None:
-        check_int8(self.subject(dtype), rows, width)
+    @pytest.mark.parametrize(("rows", "width", "largest"), [(2, 64, 127), (37, 1100, 127), (5, 100, 63)])
+    def test_rows_become_int8_with_scales_of_their_own(self, dtype: torch.dtype, rows: int, width: int, largest: int) -> None:
+        check_int8(self.subject(dtype), rows, width, largest)
 
     @pytest.mark.parametrize("norm", [False, True])
     @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ class KernelsContract:
         assert kernels.add_rms_norm(empty, empty, weight, EPS)[1].shape == (0, 16)
         assert kernels.silu_and_mul(empty).shape == (0, 8)
         assert [part.shape for part in kernels.quantise(empty)] == [(0, 16), (0, 1)]
-        assert [part.shape for part in kernels.quantise_int8(empty)] == [(0, 16), (0, 1)]
+        assert [part.shape for part in kernels.quantise_int8(empty, 127)] == [(0, 16), (0, 1)]
         rotation, places = Rotation(empty[:, :8], empty[:, :8]), PagePlaces(pages, pages, none, none)
         assert kernels.rotate_and_write(empty.view(0, 1, 16).expand(0, 5, 16), rotation, None, places).shape == (0, 3, 16)
         assert kernels.sample(empty, weight[:0], none, none).shape == kernels.likeliest(empty).shape == (0,)
