@@ -94,9 +94,7 @@ class EngineConfig:
         "auto", "where weights come from; auto: safetensors files; dummy: random numbers, only config and tokenizer are needed"
     )
     quantization: Quantization = option(
-        "none",
-        "quantise the weights of linear layers while loading, and tokens in each step; fp8: needs bfloat16, and the output head "
-        "stays as it is; int8: on CPU, the output head too",
+        "none", "quantise linear layers while loading, and tokens in each step; fp8: needs bfloat16; int8: CPU, output head too"
     )
     kv_dtype: KVDtypeName = option(
         "auto", "data type of KV pages; auto: that of the weights; fp8_e4m3: half the memory, less exact"
