@@ -126,7 +126,7 @@ def _turn_until_drained(
         """Their mail is taken in before the worker's turn."""
         assert ranks is not None
         wait(min(timeout_s, ranks.followers.next_deadline() - time.monotonic()))
-        ranks.turn(time.monotonic())
+        ranks.turn()
         if ranks.followers.drain_asked:
             told.set()
 

@@ -102,10 +102,10 @@ class LeaderRanks:
 
     # --- turns -----------------------------------------------------------------------------------------------------------------
 
-    def turn(self, now: float) -> None:
+    def turn(self) -> None:
         """Take in what the followers say, once they serve. Raises RankLost, ConfigError."""
         self._children.check()
-        self.followers.turn(now)
+        self.followers.turn(time.monotonic)
 
     @property
     def followers(self) -> Followers:

@@ -26,7 +26,7 @@ class Start(Protocol):
     @property
     def complete(self) -> bool: ...
 
-    def turn(self, now: float) -> None: ...
+    def turn(self, clock: Callable[[], float]) -> None: ...
 
     def next_deadline(self, now: float) -> float: ...
 
@@ -107,6 +107,6 @@ class StartThread:
         with self._turned:
             now = time.monotonic()
             self._also(now)
-            self._start.turn(now)
+            self._start.turn(time.monotonic)
             self._turned.notify_all()
             return None if self._start.complete else self._start.next_deadline(now) - now

@@ -111,7 +111,7 @@ class Instance:
         self._meter.begin()
         try:
             if self._leads is not None:
-                self._leads.turn(now)
+                self._leads.turn(self._clock)
             if self.should_drain or (self._leads is not None and self._leads.drain_asked):
                 self.worker.drain(now)
             self.worker.turn(now)

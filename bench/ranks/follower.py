@@ -25,7 +25,7 @@ def main(leader: str, rank: int, ranks: int) -> None:
         info = RankInfo(rank=rank, pid=os.getpid(), host="here", device="cpu")
         joining = Joining(mailbox, leader, RankHello(rank=rank, ranks=ranks, address=mailbox.address, info=info, setup={}))
         while not joining.complete:
-            joining.turn(time.monotonic())
+            joining.turn(time.monotonic)
             if joining.welcome is not None:
                 joining.ready(MODEL, POOL)
             else:

@@ -91,7 +91,7 @@ class _Leader:
                 flying.popleft()
             elif self._followers is not None:
                 self._mailbox.wait(self._followers.next_deadline() - time.monotonic())
-                self._followers.turn(time.monotonic())
+                self._followers.turn(time.monotonic)
 
 
 def _measure(leader: _Leader, rows: int, steps: int) -> RanksFigures:
@@ -128,7 +128,7 @@ def _ranks(ranks: int) -> Iterator[_Leader]:
         gathering.open("")
         gathering.ready(MODEL, POOL)
         while not gathering.complete:
-            gathering.turn(time.monotonic())
+            gathering.turn(time.monotonic)
             if not gathering.complete:
                 mailbox.wait(gathering.next_deadline(time.monotonic()) - time.monotonic())
         followers = gathering.followers(time.monotonic())

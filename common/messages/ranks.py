@@ -278,6 +278,8 @@ class Ping(Numbered, frozen=True):
 
     sent_s: float
     """On the leader's clock."""
+    serving: bool = False
+    """All ranks are ready. Until then each allows for longer silences, because others load."""
 
 
 class Pong(Numbered, frozen=True):

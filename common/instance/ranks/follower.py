@@ -11,7 +11,7 @@ from common.deadlines import earliest
 from common.engine.executor import Executor, StepHandle
 from common.engine.grammars import Preparation, take_prepared
 from common.instance.ports import Mail, Transfers
-from common.instance.ranks.line import SILENCE_S, Line, RankLost
+from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, Line, RankLost
 from common.instance.ranks.orders import pack_event, unpack_order
 from common.instance.ranks.plans import digest_tokens, unpack_plan
 from common.messages.ranks import (
@@ -53,6 +53,8 @@ class FollowerLoop:
         self._transfers = transfers
         self._mail = mail
         self._line = line
+        self._silence_s = START_SILENCE_S
+        """Others may still load, and the leader too."""
         self._steps: deque[_Step] = deque()
         self._grammars: dict[int, Grammar] = {}
         """They keep alive what is compiled, until the leader drops them."""
@@ -74,7 +76,7 @@ class FollowerLoop:
             return
         if self._line.to in self._mail.refused():
             raise RankLost(f"{self._line.who} is gone")
-        self._line.check(now)
+        self._line.check(now, self._silence_s)
         self._report_steps()
         self._report_grammars()
         events = self._transfers.poll()
@@ -85,7 +87,7 @@ class FollowerLoop:
         """When the next turn is due even if nothing happens before."""
         step_ends = self._steps[0].handle.ends_s if self._steps else None
         prepared = [each.ends_s for each in self._preparing.values()]
-        silent_s = self._line.heard_s + SILENCE_S
+        silent_s = self._line.heard_s + self._silence_s
         return earliest(silent_s, step_ends, *prepared) or silent_s
 
     def ask_drain(self) -> None:
@@ -103,7 +105,9 @@ class FollowerLoop:
                 self._steps.append(_Step(plan.step, self._executor.launch(plan)))
             case Command(order=order):
                 self._transfers.submit(unpack_order(order))
-            case Ping(sent_s=sent_s):
+            case Ping(sent_s=sent_s, serving=serving):
+                if serving:
+                    self._silence_s = SILENCE_S
                 age_s = max(0.0, now - self._transfers.progress_s)
                 pong = Pong(number=self._line.next(), sent_s=sent_s, heard_s=now, transfer_age_s=age_s)
                 self._mail.send(self._line.to, pong)

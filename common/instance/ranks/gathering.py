@@ -1,14 +1,15 @@
 """The leader's side of the start: the ranks of an instance gather, agree on a number of pages, and are ready.
 
-Owns who has said hello, and what they offer. Opens no socket and reads no clock: `turn` takes in mail, and sends what has become
-due. Another thread may load the model meanwhile, and say what this rank offers.
+Owns who has said hello, and what they offer. Opens no socket. `turn` takes in mail, reads the clock that it is given, and sends
+what has become due. Another thread may load the model meanwhile, and say what this rank offers.
 
     missing ─hello of every rank, and open()─► welcome ─► rounds of offers: the least is agreed ─► ready() of all ─► complete
 
-Before the welcome a rank may leave and come again. After it, a rank that is lost ends the instance.
+Before the welcome a rank may leave and come again: it is missing when its process is gone or says hello no more. After the
+welcome, a rank that is lost ends the instance.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from common.ids import InstanceId
 from common.instance.ports import Mail
 from common.instance.ranks.leader import Followers
 from common.instance.ranks.line import PING_S, START_SILENCE_S, Line, RankLost
+from common.instance.ranks.refusals import Refusals, describe
 from common.messages import ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.base import WIRE_VERSION
 from common.messages.ranks import (
@@ -30,13 +32,12 @@ from common.messages.ranks import (
     RankFailed,
     RankHello,
     RankReady,
-    RankRefused,
     RankWelcome,
     ToLeader,
 )
 
-MOST_REFUSED = 64
-"""So many that cannot be ranks of the instance are answered."""
+ABSENT_S = 5.0
+"""A rank that has said no hello for so long is missing. Hellos come every second until the welcome."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +59,7 @@ class Gathering:
         self._ranks = ranks
         self._setup = setup
         self._joined: dict[int, _Joined] = {}
-        self._refused: dict[InstanceId, str] = {}
+        self._refusals = Refusals(mail)
         self._meeting: str | None = None
         self._welcomed = False
         self._own_offers: list[int] = []
@@ -89,6 +90,11 @@ class Gathering:
         return [rank for rank in range(1, self._ranks) if rank not in self._joined]
 
     @property
+    def refused(self) -> list[str]:
+        """Who was refused and is missed, or is no rank at all, and why. For people."""
+        return self._refusals.reasons(self._ranks, set(self._joined))
+
+    @property
     def welcomed(self) -> bool:
         return self._welcomed
 
@@ -115,28 +121,33 @@ class Gathering:
 
     def followers(self, now: float) -> Followers:
         """Those that serve from now on. Only when it is complete; this object is not used any more."""
-        return Followers(self._mail, [self._joined[rank].line for rank in range(1, self._ranks)], now)
+        return Followers(self._mail, [self._joined[rank].line for rank in range(1, self._ranks)], now, self._refusals)
 
     # --- the protocol ----------------------------------------------------------------------------------------------------------
 
-    def turn(self, now: float) -> None:
+    def turn(self, clock: Callable[[], float]) -> None:
         """Raises RankLost, ConfigError."""
-        for sender, message in self._mail.receive():
+        began = clock()
+        mail = self._mail.receive()
+        now = clock()  # not before the mail has arrived: `Line.compare_clocks`
+        for sender, message in mail:
             if isinstance(message, RankHello):
                 self._hello(sender, message, now)
                 continue
-            joined = next((each for each in self._joined.values() if each.name == sender), None)
-            if joined is not None and self._welcomed:
+            rank = next((rank for rank, each in self._joined.items() if each.name == sender), None)
+            if rank is not None and self._welcomed:
+                joined = self._joined[rank]
                 joined.line.take(message, now)
+                self._refusals.heard(rank, joined.line.who, now)
                 self._take(joined, message, now)
-        self._part(self._mail.refused())
+        self._part(self._mail.refused(), began)
         if not self._welcomed and self._meeting is not None and not self.missing:
             self._welcomed = True
             for each in self._joined.values():
                 each.line.heard_s = now
                 self._mail.send(each.name, RankWelcome(meeting=self._meeting))
         if self._welcomed:
-            self._go_on(now)
+            self._go_on(began)
 
     def next_deadline(self, now: float) -> float:
         return self._ping_s if self._welcomed else now + PING_S
@@ -168,16 +179,17 @@ class Gathering:
     def _hello(self, sender: InstanceId, hello: RankHello, now: float) -> None:
         known = self._joined.get(hello.rank)
         if known is not None and known.name == sender:
-            return
-        reason = self._why_not(hello)
-        if reason is None:
+            if not self._welcomed:
+                known.line.heard_s = now
+            self._refusals.heard(hello.rank, known.line.who, now)
+        elif (reason := self._why_not(hello)) is not None:
+            self._refusals.refuse(sender, hello, reason)
+        elif known is not None:
+            self._refusals.wait(sender, hello, now)
+        else:
+            self._refusals.joined(hello.rank)
             self._mail.route(sender, hello.address, watch=True)
-            who = f"rank {hello.rank} (pid {hello.info.pid} on {hello.info.host})"
-            self._joined[hello.rank] = _Joined(sender, hello.info, Line(sender, who, now))
-        elif sender in self._refused or len(self._refused) < MOST_REFUSED:
-            self._refused[sender] = reason
-            self._mail.route(sender, hello.address)
-            self._mail.send(sender, RankRefused(reason=reason))
+            self._joined[hello.rank] = _Joined(sender, hello.info, Line(sender, describe(hello), now))
 
     def _why_not(self, hello: RankHello) -> str | None:
         if hello.wire_version != WIRE_VERSION:
@@ -190,16 +202,16 @@ class Gathering:
             ours, theirs = self._setup.get(name, "nothing"), hello.setup.get(name, "nothing")
             if ours != theirs:
                 return f"{name} is {theirs} there, and {ours} on rank 0: all ranks need the same"
-        known = self._joined.get(hello.rank)
-        return None if known is None else f"{known.line.who} is there already"
+        return None
 
-    def _part(self, gone: list[InstanceId]) -> None:
+    def _part(self, gone: list[InstanceId], now: float) -> None:
         """The processes of these are gone."""
         for rank, each in list(self._joined.items()):
-            if each.name in gone:
-                if self._welcomed:
-                    raise RankLost(f"{each.line.who} is gone")
+            if self._welcomed and each.name in gone:
+                raise RankLost(f"{each.line.who} is gone")
+            if not self._welcomed and (each.name in gone or now - each.line.heard_s > ABSENT_S):
                 del self._joined[rank]
+                self._mail.route(each.name, None)
 
     def _take(self, joined: _Joined, message: ToLeader, now: float) -> None:
         match message:

@@ -1,7 +1,9 @@
 """A follower's side of the start: it says hello until it is welcome, offers pages, and is ready.
 
-Owns what the leader has answered. Opens no socket and reads no clock, as `gathering` on the other side.
+Owns what the leader has answered. Opens no socket, as `gathering` on the other side.
 """
+
+from collections.abc import Callable
 
 from common.errors import PeerRefused
 from common.ids import InstanceId
@@ -74,13 +76,14 @@ class Joining:
 
     # --- the protocol ----------------------------------------------------------------------------------------------------------
 
-    def turn(self, now: float) -> None:
+    def turn(self, clock: Callable[[], float]) -> None:
         """Raises PeerRefused when this cannot be a rank of the instance, and RankLost."""
         if self._complete:
             return
         gone = self._mail.refused()  # read in each turn, and before the mail: a leader that was gone before is not this one
         if self._line is not None and self._line.to in gone:
             raise RankLost(f"{self._line.who} is gone")
+        now = clock()
         for sender, message in self._mail.receive():
             match message:
                 case RankWelcome():

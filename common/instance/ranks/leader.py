@@ -1,11 +1,11 @@
 """The leader's followers: what they are told, and what they have said.
 
 Owns the lines to them, and what came over these until somebody asks. Decides nothing but that the instance ends: when a follower
-is gone, silent, has failed, or a message of its was lost, `turn` raises RankLost. Opens no socket and reads no clock.
+is gone, silent, has failed, or a message of its was lost, `turn` raises RankLost. Opens no socket; its clock is its caller's.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -15,6 +15,7 @@ from common.instance.ports import Mail, TransferCommand, TransferEvent
 from common.instance.ranks.line import PING_S, SILENCE_S, Line, RankLost
 from common.instance.ranks.orders import pack_command, unpack_news
 from common.instance.ranks.plans import pack_plan
+from common.instance.ranks.refusals import Refusals
 from common.messages import Failed
 from common.messages.ranks import (
     AskDrain,
@@ -58,12 +59,14 @@ class Follower:
 
 
 class Followers:
-    """lines: to ranks 1, 2, … in order, whose names `mail` can reach. Call `turn` before each turn of the instance's worker."""
+    """lines: to ranks 1, 2, … in order, whose names `mail` can reach. refusals: of the start. Call `turn` before each turn of the
+    instance's worker."""
 
-    def __init__(self, mail: Mail[ToLeader], lines: Sequence[Line], now: float) -> None:
+    def __init__(self, mail: Mail[ToLeader], lines: Sequence[Line], now: float, refusals: Refusals | None = None) -> None:
         self._mail = mail
         self._all = [Follower(rank, line, transfers_progress_s=now) for rank, line in enumerate(lines, 1)]
         self._by_name = {follower.line.to: follower for follower in self._all}
+        self._refusals = refusals or Refusals(mail)
         self._grammars: set[int] = set()
         """Those that followers keep."""
         self._ping_s = now
@@ -82,25 +85,30 @@ class Followers:
     def __len__(self) -> int:
         return len(self._all)
 
-    def turn(self, now: float) -> None:
+    def turn(self, clock: Callable[[], float]) -> None:
         """Take in mail, and ping. Raises RankLost."""
-        self._now = now
-        for sender, message in self._mail.receive():
+        began = clock()
+        mail = self._mail.receive()
+        now = self._now = clock()  # not before the mail has arrived: `Line.compare_clocks`
+        for sender, message in mail:
             follower = self._by_name.get(sender)
             if follower is None or isinstance(message, RankHello):
                 self.stale += 1
+                if follower is None and isinstance(message, RankHello):
+                    self._hello(sender, message)
                 continue
             follower.line.take(message, now)
+            self._refusals.heard(follower.rank, follower.line.who, now)
             self._take(follower, message, now)
         self.check_gone(self._mail.refused())
         for follower in self._all:
-            follower.line.check(now)
+            follower.line.check(began)  # mail may wait that came later
         if self._failure is not None and now >= self._failure[1]:
             raise RankLost(self._failure[0])
         if now >= self._ping_s:
             self._ping_s = now + PING_S
             for follower in self._all:
-                self._mail.send(follower.line.to, Ping(number=follower.line.next(), sent_s=now))
+                self._mail.send(follower.line.to, Ping(number=follower.line.next(), sent_s=now, serving=True))
 
     def next_deadline(self) -> float:
         """When the next turn is due even if nothing happens before."""
@@ -149,6 +157,13 @@ class Followers:
             self._ended = True
             for follower in self._all:
                 self._mail.send(follower.line.to, End(number=follower.line.next(), reason=reason, orderly=orderly))
+
+    def _hello(self, sender: InstanceId, hello: RankHello) -> None:
+        """All ranks are there. One that is lost may have a successor, whom the next life of the leader lets in."""
+        if 1 <= hello.rank <= len(self._all):
+            self._refusals.wait(sender, hello, self._now)
+        else:
+            self._refusals.refuse(sender, hello, f"there is no rank {hello.rank} besides rank 0 with --tp {1 + len(self._all)}")
 
     def _take(self, follower: Follower, message: ToLeader, now: float) -> None:
         match message:

@@ -56,7 +56,8 @@ class Line:
             raise RankLost(f"{self.who} has been silent for {now - self.heard_s:.1f} s")
 
     def compare_clocks(self, heard_s: float, now: float) -> None:
-        """The other side has answered when its clock showed heard_s; ours shows `now` on arrival, which is later."""
+        """The other side has answered when its clock showed heard_s. Ours has shown `now` since the answer arrived, not before: a
+        pause between the two would make leases end too late there."""
         self._offsets_s.append(heard_s - now)
 
     @property

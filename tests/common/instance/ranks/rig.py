@@ -45,7 +45,7 @@ class Rig:
             )
         ]
 
-    def clock(self, rank: int) -> float:
+    def clock(self, rank: int = 0) -> float:
         return self.now + (self.offsets_s[rank - 1] if rank else 0.0)
 
     def to_followers(self, lost: Callable[[AnyMessage], bool] = lambda message: False) -> None:
@@ -63,11 +63,11 @@ class Rig:
             for _, message in take(mail):
                 if not lost(message):
                     self.mail.arriving.append((name, travelled(message, ToLeader)))
-        self.followers.turn(self.now)
+        self.followers.turn(self.clock)
 
     def turn(self) -> None:
         """Everybody hears what was said, and the leader hears the answers."""
-        self.followers.turn(self.now)
+        self.followers.turn(self.clock)
         self.to_followers()
         self.to_leader()
 

@@ -28,11 +28,11 @@ from common.instance.ports import (
 from common.instance.ranks.leader import PROOF_S
 from common.instance.ranks.line import PING_S, SILENCE_S, RankLost
 from common.instance.ranks.plans import pack_plan, unpack_plan
-from common.messages import LinkInfo
-from common.messages.ranks import Launch, StepReturned, rank_name
+from common.messages import LinkInfo, RankInfo
+from common.messages.ranks import Launch, RankHello, RankRefused, StepReturned, ToLeader, rank_name
 from common.sampling_params import Grammar, SamplingParams
 from tests.builders import instance
-from tests.common.instance.ranks.rig import Rig, travelled
+from tests.common.instance.ranks.rig import Rig, take, travelled
 
 KEY = Key(RequestId("r"), 0, ROUTER)
 PEER, LIFE = InstanceId("prefill-0"), Incarnation("1")
@@ -115,12 +115,12 @@ def test_a_message_that_was_lost_ends_the_instance_with_the_next_ping(lost: type
             rig.to_followers()
             rig.to_leader(lambda message: isinstance(message, lost))
             rig.now += PING_S
-            rig.followers.turn(rig.now)
+            rig.followers.turn(rig.clock)
 
 
 def test_each_side_ends_when_the_other_is_silent_but_not_while_mail_waits() -> None:
     rig = Rig(1000.0)
-    rig.followers.turn(rig.now)
+    rig.followers.turn(rig.clock)
     rig.to_followers()
     rig.now += SILENCE_S + 1.0  # everybody was held up, and what was sent before is read now
     rig.to_leader()
@@ -128,16 +128,37 @@ def test_each_side_ends_when_the_other_is_silent_but_not_while_mail_waits() -> N
     rig.to_leader()
     rig.now += SILENCE_S + 0.1
     with pytest.raises(RankLost, match=r"rank 1 has been silent for 3\.1 s"):
-        rig.followers.turn(rig.now)
+        rig.followers.turn(rig.clock)
     with pytest.raises(RankLost, match="rank 0 has been silent"):
         rig.loops[0].turn(rig.clock(1))
+
+
+def test_a_second_process_of_a_rank_is_refused_when_the_first_is_heard_again_and_a_rank_too_many_at_once() -> None:
+    rig = Rig(0.0)
+    rig.turn()
+
+    def refused(rank: int) -> list[str]:
+        info = RankInfo(rank=rank, pid=7, host="gpu-3", device="auto")
+        hello = RankHello(rank=rank, ranks=2, address=f"tcp://h:{rank}", info=info, setup={})
+        rig.mail.arriving.append((rank_name("decode-0", rank, Incarnation("other")), hello))
+        rig.followers.turn(rig.clock)
+        return [message.reason for _, message in rig.mail.sent if isinstance(message, RankRefused)]
+
+    assert refused(2) == ["there is no rank 2 besides rank 0 with --tp 2"]
+    take(rig.mail)
+    assert refused(1) == refused(1) == []  # it may be the successor of one that is gone, which the leader will learn
+    rig.now += PING_S
+    rig.followers.turn(rig.clock)
+    rig.to_followers()
+    rig.to_leader()
+    assert refused(2)[0] == "rank 1 is there already"
 
 
 def test_a_rank_whose_process_is_gone_ends_the_instance_on_both_sides() -> None:
     rig = Rig()
     rig.mail.gone, rig.mails[0].gone = list(rig.names), [rig.loops[0]._line.to]
     with pytest.raises(RankLost, match="rank 1 is gone"):
-        rig.followers.turn(rig.now)
+        rig.followers.turn(rig.clock)
     with pytest.raises(RankLost, match="rank 0 is gone"):
         rig.loops[0].turn(rig.now)
 
@@ -176,7 +197,7 @@ def test_commands_and_events_of_transfers_travel_whole_and_in_order() -> None:
 def test_a_lease_of_a_follower_never_ends_later_than_the_leaders(offset_s: float, delays_s: list[tuple[float, float]]) -> None:
     rig = Rig(offset_s)
     for there_s, back_s in delays_s:
-        rig.followers.turn(rig.now)
+        rig.followers.turn(rig.clock)
         rig.now += there_s
         rig.to_followers()
         rig.now += back_s
@@ -189,6 +210,20 @@ def test_a_lease_of_a_follower_never_ends_later_than_the_leaders(offset_s: float
     assert isinstance(allow, Allow)
     shortest_s = min(back_s for _, back_s in delays_s[-16:])
     assert -1e-6 <= until_s + offset_s - allow.until_s <= shortest_s + 1e-6
+
+
+def test_a_pause_of_the_leader_while_it_reads_its_mail_lengthens_no_lease() -> None:
+    rig = Rig(1000.0)
+    rig.followers.turn(rig.clock)
+    began_s, rig.now = rig.now, rig.now + SILENCE_S + 1.5
+    rig.to_followers()  # meanwhile
+    ((_, pong),) = take(rig.mails[0])
+    rig.mail.arriving.append((rig.names[0], travelled(pong, ToLeader)))
+    rig.followers.turn(iter([began_s, rig.now]).__next__)
+    rig.remote[0].submit(Allow(PEER, LIFE, rig.now + 5.0))
+    rig.to_followers()
+    (allow,) = rig.transfers[0].submitted
+    assert isinstance(allow, Allow) and allow.until_s <= rig.clock(1) + 5.0
 
 
 def test_a_grammar_is_ready_when_all_ranks_have_it_and_is_dropped_with_its_request() -> None:
@@ -251,7 +286,7 @@ def test_when_a_rank_dies_and_the_steps_of_the_others_fail_the_one_that_died_is_
     rig.now += PROOF_S / 2
     rig.mail.gone = [rig.names[0]]
     with pytest.raises(RankLost, match="rank 1 is gone"):
-        rig.followers.turn(rig.now)
+        rig.followers.turn(rig.clock)
 
 
 def test_a_step_that_fails_on_the_leader_alone_ends_the_instance_with_its_reason() -> None:
@@ -262,7 +297,7 @@ def test_a_step_that_fails_on_the_leader_alone_ends_the_instance_with_its_reason
     assert rig.followers.next_deadline() <= rig.now + PROOF_S
     rig.now += PROOF_S
     with pytest.raises(RankLost, match="rank 0 failed: step 5 failed: the device fell off the bus"):
-        rig.followers.turn(rig.now)
+        rig.followers.turn(rig.clock)
 
 
 def broken() -> StepResult | None:
@@ -273,5 +308,5 @@ def test_what_former_lives_of_ranks_say_is_dropped_and_counted() -> None:
     rig = Rig()
     former = rank_name("decode-0", 1, Incarnation("former"))
     rig.mail.arriving.append((former, StepReturned(number=9, step=1, digest=0)))
-    rig.followers.turn(rig.now)
+    rig.followers.turn(rig.clock)
     assert rig.followers.stale == 1

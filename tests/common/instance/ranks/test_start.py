@@ -1,18 +1,23 @@
 """The start of an instance with several ranks: who is let in, what they agree on, and what ends it."""
 
+from functools import partial
+
 import pytest
 from msgspec.structs import replace
 
 from common.errors import ConfigError, PeerRefused
 from common.ids import Incarnation, InstanceId
-from common.instance.ranks.gathering import Gathering
+from common.instance.ranks.follower import FollowerLoop
+from common.instance.ranks.gathering import ABSENT_S, Gathering
 from common.instance.ranks.joining import HELLO_S, SOMEBODY, Joining
-from common.instance.ranks.line import START_SILENCE_S, RankLost
+from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, RankLost
+from common.instance.ranks.refusals import MOST_KEPT
 from common.messages import PoolDescriptor, RankInfo
 from common.messages.base import WIRE_VERSION
-from common.messages.ranks import RankHello, ToFollower, ToLeader, rank_name
+from common.messages.ranks import Ping, RankHello, RankRefused, RankWelcome, ToFollower, ToLeader, rank_name
 from tests.builders import engine, instance
 from tests.common.instance.ranks.rig import LEADER, take, travelled
+from tests.common.instance.rig import FakeExecutor, FakeTransfers
 from tests.common.mailboxes import FakeMail
 
 SETUP = {"--page-size": "16", "the version of torch": "2.9"}
@@ -46,14 +51,17 @@ class Start:
     def turn(self) -> None:
         for side in self.sides:
             self.mail.arriving += [(side.name, travelled(message, ToLeader)) for _, message in take(side.mail)]
-        self.gathering.turn(self.now)
+        self.gathering.turn(self.clock)
         for to, message in take(self.mail):
             for side in self.sides:
                 if side.name == to:
                     side.mail.arriving.append((LEADER, travelled(message, ToFollower)))
         for side in self.sides:
-            side.joining.turn(self.now)
+            side.joining.turn(self.clock)
         self.now += HELLO_S
+
+    def clock(self) -> float:
+        return self.now
 
     def welcomed(self) -> "Start":
         self.gathering.open("h:9")
@@ -139,6 +147,53 @@ def test_a_rank_that_leaves_before_all_are_there_may_come_again_and_afterwards_i
         deliver_end(start)
 
 
+def test_a_rank_that_says_hello_no_more_is_missing_and_its_successor_takes_its_place() -> None:
+    first, again, second = Side(hello(1)), Side(hello(1), "again"), Side(hello(2))
+    start = Start(first)
+    start.turn()
+    start.turn()
+    start.sides = [again]  # the first is gone, which no connection shows
+    while start.gathering.missing == [2]:
+        start.turn()
+        assert start.now < 3 * ABSENT_S
+    assert start.gathering.missing == [1, 2] and start.mail.routes[first.name] is None
+    start.sides.append(second)
+    start.welcomed()
+    assert isinstance(again.joining.welcome, RankWelcome)
+
+
+def test_every_rank_that_does_not_fit_is_answered_and_few_routes_are_kept() -> None:
+    start = Start()
+    for life in map(str, range(2 * MOST_KEPT)):
+        name = rank_name("decode-0", 1, Incarnation(life))
+        start.mail.arriving.append((name, replace(hello(1), ranks=4)))
+        start.gathering.turn(start.clock)
+        assert [(to, type(message)) for to, message in take(start.mail)] == [(name, RankRefused)]
+    assert sum(address is not None for address in start.mail.routes.values()) == MOST_KEPT
+    why = "rank 1 (pid 101 on gpu-7) was refused: it was started with --tp 4, and rank 0 with --tp 3"
+    assert start.gathering.refused == [why]
+    start.sides = [Side(hello(1))]
+    start.turn()
+    start.turn()
+    assert start.gathering.refused == []
+
+
+def test_a_rank_that_is_ready_before_the_leader_allows_for_its_loading_until_all_are() -> None:
+    start = Start(Side(hello(1)), Side(hello(2))).welcomed()
+    early = start.sides[0]
+    early.joining.ready(MODEL, POOL)
+    start.turn()
+    loop = FollowerLoop(FakeExecutor(), FakeTransfers(), early.mail, early.joining.line)
+    loop.turn(start.now)
+    heard_s, now = start.now, start.now + START_SILENCE_S - 1.0
+    loop.turn(now)
+    assert loop.next_deadline() == pytest.approx(heard_s + START_SILENCE_S, abs=HELLO_S)
+    early.mail.arriving.append((LEADER, Ping(number=early.joining.line._taken + 1, sent_s=0.0, serving=True)))
+    loop.turn(now)
+    with pytest.raises(RankLost, match="rank 0 at tcp://h:1 has been silent for 3"):
+        loop.turn(now + SILENCE_S + 0.1)
+
+
 def test_a_follower_does_not_take_the_end_of_a_former_leader_for_that_of_the_one_that_welcomes_it() -> None:
     first, second = Side(hello(1)), Side(hello(2))
     start = Start(first)
@@ -150,7 +205,7 @@ def test_a_follower_does_not_take_the_end_of_a_former_leader_for_that_of_the_one
     start.welcomed()
     first.mail.gone = [SOMEBODY, LEADER]
     with pytest.raises(RankLost, match="rank 0 at tcp://h:1 is gone"):
-        first.joining.turn(start.now)
+        first.joining.turn(start.clock)
 
 
 def deliver_end(start: Start) -> None:
@@ -158,7 +213,7 @@ def deliver_end(start: Start) -> None:
         for side in start.sides:
             if side.name == to:
                 side.mail.arriving.append((LEADER, travelled(message, ToFollower)))
-    start.sides[0].joining.turn(start.now)
+    start.sides[0].joining.turn(start.clock)
 
 
 def test_both_sides_end_the_start_when_the_other_falls_silent() -> None:
@@ -166,7 +221,7 @@ def test_both_sides_end_the_start_when_the_other_falls_silent() -> None:
     silent = start.sides.pop(0)
     silent.mail.arriving.clear()
     with pytest.raises(RankLost, match=r"rank 0 .* has been silent"):
-        silent.joining.turn(start.now + START_SILENCE_S)
+        silent.joining.turn(lambda: start.now + START_SILENCE_S)
     with pytest.raises(RankLost, match=r"rank 1 .* has been silent"):
         for _ in range(40):
             start.turn()
@@ -185,6 +240,6 @@ def test_nobody_is_there_at_first_and_the_follower_says_hello_until_somebody_ans
     side = Side(hello(1))
     assert side.mail.routes == {SOMEBODY: LEADERS_ADDRESS}
     for now in (0.0, HELLO_S / 2, HELLO_S, 2 * HELLO_S):
-        side.joining.turn(now)
+        side.joining.turn(partial(float, now))
     assert [type(message) for _, message in take(side.mail)] == [RankHello] * 3
     assert InstanceId(LEADER) not in side.mail.routes
