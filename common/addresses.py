@@ -44,6 +44,14 @@ def reachable(address: str, host: str) -> str:
     return address.replace(f"//{ANY}:", f"//{host}:")
 
 
+def among_ranks(host: str, leader: str) -> str:
+    """Where a rank of an instance that listens on `host` is reached by the others. leader: where rank 0 listens. Ranks of one
+    host need no interface."""
+    if is_loopback(leader):
+        return LOOPBACK
+    return host_for_peers() if host == ANY else host
+
+
 def port_of(address: str) -> int:
     """The port of an address that ends in it, whatever its scheme."""
     return int(address.rsplit(":", 1)[1])

@@ -92,6 +92,10 @@ class MeetingFailed(TandemError):
     retryable = True
 
 
+class AddressTaken(ConfigError):
+    """Somebody else listens at the address where this process is to listen."""
+
+
 class MemoryShort(ConfigError):
     """Too little memory is free now. Another start can succeed: what a dead instance held may be given back late."""
 

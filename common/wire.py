@@ -12,6 +12,7 @@ and then.
 """
 
 import asyncio
+import errno
 import logging
 import math
 import socket
@@ -24,7 +25,7 @@ import msgspec
 import zmq
 
 from common.addresses import check_address
-from common.errors import ConfigError, TandemError, WireError
+from common.errors import AddressTaken, ConfigError, TandemError, WireError
 from common.gate import Gate
 from common.ids import InstanceId
 from common.messages import WIRE_VERSION, AnyMessage
@@ -115,7 +116,8 @@ class Mailbox(Generic[M]):
     """The inbox of one process, and its outboxes. Implements `common.instance.ports.Mail`.
 
     me: the sender in every frame. inbox: the union M of what may arrive. bind: tcp://host:port; port 0 picks a free one.
-    trust: who is let in, and which addresses are allowed. Raises ConfigError when the address cannot be bound or is not allowed.
+    trust: who is let in, and which addresses are allowed. Raises ConfigError when the address cannot be bound, AddressTaken among
+    them, or is not allowed.
     Call everything but `wake` from one thread.
     """
 
@@ -152,7 +154,8 @@ class Mailbox(Generic[M]):
             self._inbox.bind(bind)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot listen on {bind}: {error.strerror}") from error
+            kind = AddressTaken if error.errno == errno.EADDRINUSE else ConfigError
+            raise kind(f"cannot listen on {bind}: {error.strerror}") from error
         except ConfigError:
             self._context.destroy(linger=0)
             raise

@@ -55,6 +55,7 @@ class ChildProcess:
         self._on_stop: Callable[[], object] | None = None
         self._on_order: Callable[[Order], object] | None = None
         self._early_orders: list[Order] = []
+        self._on_sudden_end: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
 
@@ -96,19 +97,28 @@ class ChildProcess:
         if self._hurried is not None:
             raise StoppedAtOnce(self._hurried)
 
-    def end_within(self, timeout_s: float, reason: str) -> threading.Timer:
+    def end_within(self, timeout_s: float, reason: str, more: Callable[[], str] | None = None) -> threading.Timer:
         """End this process with status 1 and that reason after `timeout_s`, unless the timer is cancelled: for calls into
-        libraries that may hang and that nothing can interrupt."""
+        libraries that may hang and that nothing can interrupt. more: asked then, on another thread, for the end of the reason."""
 
-        timer = threading.Timer(timeout_s, self.end_now, (reason,))
+        def end() -> None:
+            self.end_now(reason if more is None else reason + more())
+
+        timer = threading.Timer(timeout_s, end)
         timer.daemon = True
         timer.start()
         return timer
+
+    def on_sudden_end(self, act: Callable[[], object]) -> None:
+        """Call this too, from any thread, when the process ends without its threads. It must not wait."""
+        self._on_sudden_end.append(act)
 
     def end_now(self, reason: str) -> NoReturn:
         """End this process with status 1 and that reason, without asking its threads and libraries."""
         _log.critical("%s", reason)
         self.report(Broken(reason=reason))
+        for act in self._on_sudden_end:
+            act()
         os._exit(1)
 
     def ended(self) -> None:

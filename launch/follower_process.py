@@ -18,9 +18,9 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from common.addresses import bind_address, host_for_peers, is_loopback, reachable
+from common.addresses import LOOPBACK, among_ranks, bind_address, host_for_peers, is_loopback, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
-from common.errors import ConfigError, TandemError
+from common.errors import TandemError
 from common.ids import Incarnation, Role
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.joining import Joining
@@ -83,12 +83,13 @@ def serve(
     """Serve until the instance ends. others: how to start the other ranks on this host. Raises RankLost, PeerRefused, and what
     the engine or the transport failed with."""
     trust.check(instance.leader)
-    if is_loopback(f"tcp://{instance.host}:0") and not is_loopback(instance.leader):
-        raise ConfigError("--host: give the address of this host as rank 0 reaches it, because rank 0 is on another one")
-    rank, host = instance.ranks[0], bind_address(instance.host, "--host")
+    rank = instance.ranks[0]
+    host = LOOPBACK if is_loopback(instance.leader) else bind_address(instance.host, "--host")
     with contextlib.ExitStack() as stack:
         timeout_s = instance.startup_timeout_s
-        timer = process.end_within(timeout_s, f"the start took longer than --startup-timeout-s allows ({timeout_s:g} s)")
+        joining: Joining | None = None
+        took = f"the start took longer than --startup-timeout-s allows ({timeout_s:g} s)"
+        timer = process.end_within(timeout_s, took, lambda: f"; {text}" if joining and (text := joining.waits_for) else "")
         try:
             me = rank_name(name, rank, Incarnation(secrets.token_hex(8)))
             mailbox: Mailbox[ToFollower] = Mailbox(me, ToFollower, f"tcp://{host}:0", trust=trust)
@@ -99,7 +100,7 @@ def serve(
             start = StartThread(process, mailbox, joining, lambda now: children.check())
             stack.callback(start.close)
             process.progress(f"asking rank 0 at {instance.leader} to let rank {rank} join")
-            meeting = _Meeting(rank, instance, host)
+            meeting = _Meeting(rank, instance, among_ranks(host, instance.leader))
             meeting.welcome = start.wait_for(lambda: joining.welcome)
             meet = None if engine.executor == "timed" else meeting.meet
             share = Share(rank, instance.tp, start.agree, meet)

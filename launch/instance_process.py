@@ -65,11 +65,12 @@ def serve(
     inbox: Any = PrefillInbox if role == "prefill" else DecodeInbox
     with contextlib.ExitStack() as stack:
         timeout_s = instance.startup_timeout_s
-        timer = process.end_within(timeout_s, f"loading took longer than --startup-timeout-s allows ({timeout_s:g} s)")
+        ranks: LeaderRanks | None = None
+        took = f"loading took longer than --startup-timeout-s allows ({timeout_s:g} s)"
+        timer = process.end_within(timeout_s, took, lambda: f"; {text}" if ranks and (text := ranks.waits_for) else "")
         try:
             mailbox: Mailbox[Any] = Mailbox(name, inbox, bind, trust=trust)
             stack.callback(mailbox.close)
-            ranks: LeaderRanks | None = None
             if instance.tp > 1:
                 ranks = LeaderRanks(process, role, name, life, instance, model, engine, trust, others)
                 stack.callback(ranks.close)

@@ -30,8 +30,11 @@ class Child(child.Child[Order, Report]):
         command: Sequence[str],
         on_event: Callable[[ChildEvent], object],
         environment: Mapping[str, str] | None = None,
+        *,
+        killed_with_us: bool = False,
     ) -> None:
-        super().__init__(name, command, msgspec.json.Decoder[Report](Report), on_event, _echo, environment)
+        decoder = msgspec.json.Decoder[Report](Report)
+        super().__init__(name, command, decoder, on_event, _echo, environment, killed_with_us=killed_with_us)
 
 
 def _echo(line: str) -> None:

@@ -1,7 +1,8 @@
 """The other ranks of an instance that one command starts: child processes of the first of them.
 
 Owns the processes. What they say to each other is not known here. A rank that ends, however, is the end of the instance: `check`
-raises then. None is left behind: a child dies with its parent (`common/processes/child.py`).
+raises then. None is left behind, be it stopped: the kernel kills a child with its parent (`common/processes/child.py`), and this
+process kills those it has before it ends by its own timers.
 """
 
 import queue
@@ -24,7 +25,7 @@ def no_ranks(leader: str) -> Mapping[int, Sequence[str]]:
 
 
 class RankChildren:
-    """wake: called on any thread when `check` has news."""
+    """Made by the main thread. wake: called on any thread when `check` has news."""
 
     def __init__(self, process: ChildProcess, name: str, commands: Mapping[int, Sequence[str]], wake: Callable[[], None]) -> None:
         """Raises OSError."""
@@ -34,7 +35,8 @@ class RankChildren:
         self._ranks = {f"{name}.rank-{rank}": rank for rank in commands}
         self._children: list[Child] = []
         for child, rank in self._ranks.items():
-            self._children.append(Child(child, commands[rank], self._heard))
+            self._children.append(Child(child, commands[rank], self._heard, killed_with_us=True))
+        process.on_sudden_end(self.kill)
 
     def check(self) -> None:
         """Raises RankLost when one has ended; ConfigError when it says that it can never run as it was started."""
@@ -42,6 +44,11 @@ class RankChildren:
             ended = self._ends.get_nowait()
             reason = f"rank {self._ranks[ended.child]} ended: {ended.account}"
             raise ConfigError(reason) if ended.status == BAD_FLAG else RankLost(reason)
+
+    def kill(self) -> None:
+        """All of them, at once."""
+        for child in self._children:
+            child.kill()
 
     def close(self, timeout_s: float) -> None:
         """Wait until they have ended, and kill those that have not after `timeout_s`."""

@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from common.addresses import ANY, LOOPBACK, bind_address, host_for_peers, port_of, reachable
+from common.addresses import LOOPBACK, among_ranks, bind_address, host_for_peers, is_loopback, port_of, reachable
 from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.engine.executor import Executor
+from common.errors import AddressTaken, MeetingFailed
 from common.ids import Incarnation, InstanceId, Role
 from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 REMIND_S = 5.0
 """How often the start says which ranks are missing."""
+MOST_SAID = 3
+"""So many refusals are named."""
+OTHER_KEYS = ("wrong key", "no key", "needless key", "handshake")
+"""Reasons of a mailbox to turn a connection away that another cluster key explains."""
 DRAINED_S, LOST_S = 5.0, 2.0
 """How long ranks on this host may take to end after they were told: when the instance has drained, and when a rank is lost."""
 
@@ -63,10 +68,15 @@ class LeaderRanks:
         self._process = process
         self._instance = instance
         self._is_timed = engine.executor == "timed"
-        self._host = LOOPBACK if len(instance.ranks) == instance.tp else bind_address(instance.host, "--host")
-        bind = f"tcp://{self._host}:{port_of(instance.leader) if instance.leader else 0}"
-        self.mailbox: Mailbox[ToLeader] = Mailbox(rank_name(name, 0, life), ToLeader, bind, trust=trust)
+        here = is_loopback(instance.leader) if instance.leader else len(instance.ranks) == instance.tp
+        host = LOOPBACK if here else bind_address(instance.host, "--host")
+        bind = f"tcp://{host}:{port_of(instance.leader) if instance.leader else 0}"
+        try:
+            self.mailbox: Mailbox[ToLeader] = Mailbox(rank_name(name, 0, life), ToLeader, bind, trust=trust)
+        except AddressTaken as error:  # whoever has chosen the port found it free; a former life may still end
+            raise MeetingFailed(f"--leader: {error}") from error
         self._address = instance.leader or reachable(self.mailbox.address, host_for_peers())
+        self._host = among_ranks(host, self._address)
         self._gathering = Gathering(self.mailbox, instance.tp, rank_setup(role, instance, model, engine))
         self._group: TorchGroup | None = None
         self._followers: Followers | None = None
@@ -90,6 +100,15 @@ class LeaderRanks:
         self._start.finish()
         self._followers = self._gathering.followers(time.monotonic())
         return RankedExecutor(executor, self._followers), RankedTransfers([transfers, *remote_transfers(self._followers)])
+
+    @property
+    def waits_for(self) -> str:
+        """Which ranks the start waits for, and what is known of them, for people; empty when all are there. For any thread."""
+        missing = self._gathering.missing
+        if not missing:
+            return ""
+        strangers = sum(self.mailbox.frames_refused.get(reason, 0) for reason in OTHER_KEYS)
+        return describe_missing(missing, self._instance, self._address, self._gathering.refused, strangers)
 
     @property
     def pools(self) -> tuple[PoolDescriptor, ...]:
@@ -137,30 +156,37 @@ class LeaderRanks:
     def _watch_start(self, now: float) -> None:
         """On the start's thread, before each of its turns."""
         self._children.check()
-        missing = self._gathering.missing
-        if not missing or now < self._reminder_s:
-            return
-        self._reminder_s = now + REMIND_S
-        self._process.progress(describe_missing(missing, self._instance, self._address))
+        if now >= self._reminder_s and (text := self.waits_for):
+            self._reminder_s = now + REMIND_S
+            self._process.progress(text)
 
     def _meet(self, device: "torch.device") -> "Group":
         from common.engine.parallel import TorchGroup, open_store
 
-        host = host_for_peers() if self._host == ANY else self._host
-        store = open_store(host)
-        self._start.say(lambda: self._gathering.open(f"{host}:{store.port}"))
+        store = open_store(self._host)
+        self._start.say(lambda: self._gathering.open(f"{self._host}:{store.port}"))
         self._start.wait_for(lambda: self._gathering.welcomed or None)
-        self._group = TorchGroup(store, 0, self._instance.tp, device, host, self._instance.startup_timeout_s)
+        self._group = TorchGroup(store, 0, self._instance.tp, device, self._host, self._instance.startup_timeout_s)
         return self._group
 
 
-def describe_missing(missing: Sequence[int], instance: InstanceConfig, leader: str) -> str:
-    """Which ranks the start waits for, and how to start the first that another command starts. For people."""
+def describe_missing(
+    missing: Sequence[int], instance: InstanceConfig, leader: str, refused: Sequence[str] = (), strangers: int = 0
+) -> str:
+    """Which ranks the start waits for, how to start the first that another command starts, and who has tried. For people.
+
+    refused: who was, and why. strangers: connections without our cluster key."""
     text = f"waiting for rank {', '.join(map(str, missing))} of {instance.tp}"
     elsewhere = [rank for rank in missing if rank not in instance.ranks]
-    if not elsewhere:
-        return text
-    return f"{text}: start rank {elsewhere[0]} with the same command, --rank {elsewhere[0]} and --leader {leader}"
+    if elsewhere:
+        text += f": start rank {elsewhere[0]} with the same command, --rank {elsewhere[0]} and --leader {leader}"
+    for reason in refused[:MOST_SAID]:
+        text += f"; {reason}"
+    if len(refused) > MOST_SAID:
+        text += f"; {len(refused) - MOST_SAID} more were refused"
+    if strangers:
+        text += f"; {strangers} connections were turned away: a rank may have another --cluster-key than rank 0, or none"
+    return text
 
 
 def describe_rank(rank: int, device: str) -> RankInfo:

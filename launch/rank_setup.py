@@ -31,6 +31,7 @@ def rank_setup(role: str, instance: InstanceConfig, model: ModelConfig, engine: 
         "the command": role,
         "--served-name": model.served_name,
         "--transport": instance.transport,
+        "the kind of device (--device)": _device_kind(engine),
         "the checkpoint (its fingerprint)": fingerprint(resolve_model_path(model.model, weights=weights), weights=weights),
         **{f"the version of {library}": _version(library) for library in LIBRARIES},
     }
@@ -64,6 +65,13 @@ def commands_of_ranks(
         }
 
     return commands
+
+
+def _device_kind(engine: EngineConfig) -> str:
+    """With equal flags it decides the dtype and the sizes of steps, and how ranks meet."""
+    if engine.executor == "timed":
+        return "none"
+    return "cpu" if engine.device == "cpu" or (engine.device == "auto" and not count_gpus()) else "cuda"
 
 
 def _version(library: str) -> str:

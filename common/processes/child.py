@@ -3,7 +3,8 @@
 Owns the processes, their pipes and the threads that read them. Does not know what a child does or which child is needed for what.
 
 A child leads a session of its own, so Ctrl-C in a terminal reaches the parent alone. It dies with its parent: the order pipe is
-its lifeline (`common/processes/parent.py`). When a child has ended, the rest of its process group is killed.
+its lifeline (`common/processes/parent.py`). Where that is asked for, the kernel kills it, be it stopped. When a child has ended,
+the rest of its process group is killed.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from typing import Generic, Protocol, TypeAlias
 import msgspec
 
 from common.errors import TandemError
-from common.processes.lines import ORDER_FD, REPORT_FD, Broken, LineReader, Progress, write_line
+from common.processes.lines import KILLED_WITH, ORDER_FD, REPORT_FD, Broken, LineReader, Progress, write_line
 from common.processes.parent import OrderT, ReportT
 
 KEPT_LINES = 20
@@ -61,7 +62,8 @@ class Child(Generic[OrderT, ReportT]):
     """A running child process.
 
     decoder: of its reports. on_event: called with every report, and at last with Exited. on_output: called with each line that it
-    writes to stdout or stderr. Both are called on threads that belong to the child. Raises OSError when it cannot be started.
+    writes to stdout or stderr. Both are called on threads that belong to the child. killed_with_us: on Linux the kernel kills it
+    when the thread that has started it ends, so only a main thread may ask for that. Raises OSError when it cannot be started.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Child(Generic[OrderT, ReportT]):
         on_event: Callable[[ChildEvent[ReportT]], object],
         on_output: Callable[[str], object],
         environment: Mapping[str, str] | None = None,
+        *,
+        killed_with_us: bool = False,
     ) -> None:
         self.name = name
         self.status: int | None = None
@@ -87,6 +91,8 @@ class Child(Generic[OrderT, ReportT]):
         child_order_fd, self._order_fd = os.pipe()
         output_fd, child_output_fd = os.pipe()
         pipes = {REPORT_FD: str(child_report_fd), ORDER_FD: str(child_order_fd)}
+        if killed_with_us:
+            pipes[KILLED_WITH] = str(os.getpid())
         try:
             self._process = subprocess.Popen(
                 command,

@@ -15,6 +15,8 @@ import msgspec
 
 ORDER_FD = "TANDEM_ORDER_FD"
 REPORT_FD = "TANDEM_REPORT_FD"
+KILLED_WITH = "TANDEM_KILLED_WITH"
+"""Names the parent's pid to a child that the kernel is to kill when the parent ends."""
 MAX_LINE_BYTES = 64 * 2**20
 READ_BYTES = 64 * 1024
 """Read no more at once: larger buffers come and go at the top of the heap, which makes resident memory creep."""

@@ -4,16 +4,20 @@ Owns this process's ends of the two pipes. Does not know what the orders and rep
 """
 
 import contextlib
+import ctypes
 import os
 import select
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
 
-from common.processes.lines import ORDER_FD, REPORT_FD, LineReader, write_line
+from common.processes.lines import KILLED_WITH, ORDER_FD, REPORT_FD, LineReader, write_line
 
+_PR_SET_PDEATHSIG = 1
 OrderT = TypeVar("OrderT")
 ReportT = TypeVar("ReportT", bound=msgspec.Struct)
 
@@ -23,6 +27,8 @@ class Parent(Generic[OrderT, ReportT]):
 
     def __init__(self, decoder: "msgspec.json.Decoder[OrderT]") -> None:
         """decoder: of the orders."""
+        if (parent := os.environ.pop(KILLED_WITH, None)) is not None:
+            _be_killed_with(int(parent))
         self._lock = threading.Lock()
         self._report_fd = _take_fd(REPORT_FD)
         self._order_fd = _take_fd(ORDER_FD)
@@ -66,6 +72,16 @@ class Parent(Generic[OrderT, ReportT]):
                 if answer is None:
                     return
                 self.report(answer)
+
+
+def _be_killed_with(parent: int) -> None:
+    """The kernel kills this process when its parent ends. A pipe tells only a process that runs, but one that is stopped stays.
+    Only Linux can do that; elsewhere the pipe is all there is."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _take_fd(variable: str) -> int | None:

@@ -216,8 +216,9 @@ def test_a_step_cost_is_three_numbers_of_seconds() -> None:
     [
         ({}, range(4)),
         ({"rank": "0"}, range(1)),
-        ({"rank": "0-1", "leader": "tcp://h:9"}, range(2)),
-        ({"rank": "2-3", "leader": "tcp://h:9"}, range(2, 4)),
+        ({"rank": "0-1", "leader": "tcp://h:9", "host": "0.0.0.0"}, range(2)),
+        ({"rank": "2-3", "leader": "tcp://h:9", "host": "10.0.0.2"}, range(2, 4)),
+        ({"rank": "2-3", "leader": "tcp://localhost:9"}, range(2, 4)),
     ],
 )
 def test_a_command_starts_the_ranks_that_it_names(flags: dict[str, str], ranks: range) -> None:
@@ -234,6 +235,10 @@ def test_a_command_starts_the_ranks_that_it_names(flags: dict[str, str], ranks: 
         ({"rank": "2-3", "leader": "h:9"}, "tcp://"),
         ({"rank": "2-3", "leader": "tcp://h:9", "inbox_port": 9}, "--inbox-port"),
         ({"leader": "tcp://h:9"}, "--leader"),
+        ({"rank": "0", "leader": "tcp://127.0.0.1:0"}, "--leader"),
+        ({"rank": "0", "leader": "tcp://0.0.0.0:9", "host": "0.0.0.0"}, "--leader"),
+        ({"rank": "0", "leader": "tcp://10.0.0.1:9"}, "--host"),
+        ({"rank": "1", "leader": "tcp://h:9"}, "--host"),
         ({"verify_pages": "on"}, "--verify-pages"),
     ],
 )

@@ -12,14 +12,23 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from common.config import InstanceConfig
+from common.addresses import among_ranks, host_for_peers
+from common.config import EngineConfig, InstanceConfig, ModelConfig
+from common.errors import MeetingFailed
+from common.ids import Incarnation, InstanceId
+from common.instance.ranks.line import RankLost
 from common.processes.child import Exited, Reported
+from common.trust import LOOPBACK_ONLY
+from launch.child import ChildProcess
 from launch.processes import Child, ChildEvent
-from launch.rank_leader import describe_missing
+from launch.rank_children import RankChildren, no_ranks
+from launch.rank_leader import LeaderRanks, describe_missing
+from launch.rank_setup import rank_setup
 from launch.reports import BAD_FLAG, Progress, Ready
 from tests.launch.one_router import HANG_S, Router
 
 NAME = "decode-0"
+MODEL = ModelConfig()
 FLAGS = ("--executor=timed", "--transport=cma", "--kv-memory=16MiB", "--step-cost=0.002,0,0", "--tp=2", f"--name={NAME}")
 SOON_S = 20.0
 """Three seconds of silence, two until children are killed, and what a busy machine adds. Nothing here waits for a drain."""
@@ -160,11 +169,77 @@ def test_a_rank_that_does_not_fit_is_refused_by_name_and_the_leader_says_how_to_
 
 
 def test_the_start_names_the_missing_ranks_and_tells_how_to_start_those_of_other_commands() -> None:
-    leader, of_all, of_some = "tcp://h:9", InstanceConfig(tp=4), InstanceConfig(tp=4, rank="0-1", leader="tcp://h:9")
+    leader, of_all, of_some = "tcp://h:9", InstanceConfig(tp=4), InstanceConfig(tp=4, rank="0-1", leader="tcp://h:9", host="h")
     assert describe_missing([1, 3], of_all, leader) == "waiting for rank 1, 3 of 4"
     assert describe_missing([1], of_some, leader) == "waiting for rank 1 of 4"
     how = "start rank 2 with the same command, --rank 2 and --leader tcp://h:9"
     assert describe_missing([1, 2, 3], of_some, leader) == f"waiting for rank 1, 2, 3 of 4: {how}"
+
+
+def test_the_start_says_who_was_refused_and_that_a_key_may_differ() -> None:
+    refused = [f"rank 1 (pid {pid} on h) was refused: --page-size" for pid in range(5)]
+    text = describe_missing([1], InstanceConfig(tp=2), "tcp://h:9", refused, 7)
+    assert text == "; ".join(
+        [
+            "waiting for rank 1 of 2",
+            *refused[:3],
+            "2 more were refused",
+            "7 connections were turned away: a rank may have another --cluster-key than rank 0, or none",
+        ]
+    )
+
+
+def test_a_leader_whose_port_is_taken_may_try_again(stopped: ChildProcess) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        instance = InstanceConfig(tp=2, rank="0", leader=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(MeetingFailed, match=r"--leader: cannot listen on .* in use"):
+            LeaderRanks(
+                stopped,
+                "decode",
+                InstanceId(NAME),
+                Incarnation("1"),
+                instance,
+                MODEL,
+                EngineConfig(executor="timed"),
+                LOOPBACK_ONLY,
+                no_ranks,
+            )
+
+
+def test_a_rank_on_another_kind_of_device_is_unlike_the_leader() -> None:
+    setups = [rank_setup("decode", InstanceConfig(tp=2), MODEL, EngineConfig(device=device)) for device in ("cpu", "cuda:1")]
+    assert {name for name in setups[0] if setups[0][name] != setups[1][name]} == {"the kind of device (--device)"}
+
+
+@pytest.mark.parametrize(
+    ("host", "leader", "reached"),
+    [
+        ("0.0.0.0", "tcp://127.0.0.1:9", "127.0.0.1"),
+        ("10.0.0.2", "tcp://localhost:9", "127.0.0.1"),
+        ("10.0.0.2", "tcp://h:9", "10.0.0.2"),
+        ("0.0.0.0", "tcp://h:9", host_for_peers()),
+    ],
+)
+def test_ranks_meet_where_they_reach_each_other(host: str, leader: str, reached: str) -> None:
+    assert among_ranks(host, leader) == reached
+
+
+def test_a_process_that_ends_without_its_threads_kills_the_ranks_that_it_has_started(
+    stopped: ChildProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = RankChildren(stopped, NAME, {1: [sys.executable, "-c", "import time; time.sleep(1000)"]}, lambda: None)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    end: Callable[[str], object] = stopped.end_now
+    end("the start took too long")
+    with pytest.raises(RankLost, match="rank 1 ended: killed by SIGKILL"):
+        children.close(HANG_S)
+        children.check()
+
+
+@pytest.fixture
+def stopped() -> ChildProcess:
+    """This process, which nobody stops."""
+    return ChildProcess(NAME)
 
 
 def test_a_rank_whose_flags_can_never_work_ends_its_command_for_good(start: Start) -> None:

@@ -64,6 +64,15 @@ class Joining:
         return self._agreed[number] if number < len(self._agreed) else None
 
     @property
+    def waits_for(self) -> str:
+        """Why it is not welcome yet, for people; empty when it is. For any thread."""
+        if self.welcome is not None:
+            return ""
+        if self._mail.reaches(SOMEBODY):
+            return f"rank 0 at {self._leader} waits for other ranks, which it names"
+        return f"nobody answered at {self._leader}: does rank 0 listen there, with the same --cluster-key?"
+
+    @property
     def complete(self) -> bool:
         """The leader has been told that this rank is ready."""
         return self._complete

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import subprocess
 import sys
 import threading
 from typing import TypeAlias
@@ -9,10 +10,10 @@ from typing import TypeAlias
 import msgspec
 import pytest
 
-from common.processes.child import Child, ChildEvent, Exited
+from common.processes.child import Child, ChildEvent, Exited, with_our_code
 from common.processes.lines import REPORT_FD, JsonLine, Progress
+from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 
-PATIENCE_S = 60.0
 PIPE_BYTES = 64 * 1024
 
 Events: TypeAlias = "queue.SimpleQueue[ChildEvent[Progress]]"
@@ -42,6 +43,23 @@ def test_a_child_that_reads_no_orders_can_be_killed_while_an_order_is_written() 
     assert child.wait(PATIENCE_S) and child.status == -9
     order.join(PATIENCE_S)
     assert not order.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a stopped child with its parent")
+def test_a_stopped_child_is_killed_with_its_parent_where_that_is_asked_for() -> None:
+    child = "import os; from common.processes.parent import Parent; Parent(None); os.kill(os.getpid(), 19)"
+    parent = f"""if True:
+        import os, sys, msgspec
+        from common.processes.child import Child
+        command = [sys.executable, "-c", "{child}"]
+        child = Child("child", command, msgspec.json.Decoder(), print, print, killed_with_us=True)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        os.write(1, str(child.pid).encode())
+        os.kill(os.getpid(), 9)"""
+    environment = with_our_code({**os.environ})
+    ended = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment, timeout=PATIENCE_S)
+    assert ended.returncode == -9
+    wait_for(lambda: not is_alive(int(ended.stdout)), "the child is gone")
 
 
 @pytest.mark.parametrize(

@@ -243,3 +243,6 @@ def test_nobody_is_there_at_first_and_the_follower_says_hello_until_somebody_ans
         side.joining.turn(partial(float, now))
     assert [type(message) for _, message in take(side.mail)] == [RankHello] * 3
     assert InstanceId(LEADER) not in side.mail.routes
+    assert side.joining.waits_for == "rank 0 at tcp://h:1 waits for other ranks, which it names"
+    side.mail.reaches = lambda to: False  # type: ignore[method-assign]
+    assert side.joining.waits_for == "nobody answered at tcp://h:1: does rank 0 listen there, with the same --cluster-key?"
