@@ -30,6 +30,15 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_leader(leader: str, host: str) -> None:
+    """Whether --leader is an address of rank 0 that a rank with this --host can reach, or listen at. Raises ConfigError."""
+    where, port = check_address(leader).removeprefix("tcp://").rsplit(":", 1)
+    if where == ANY or int(port) == 0:
+        raise ConfigError(f"--leader must be the address of rank 0 as other ranks reach it, with a port; it is {leader}")
+    if is_loopback(f"tcp://{host}:0") and not is_loopback(leader):
+        raise ConfigError(f"--host: give the address of this host as other ranks reach it: --leader {leader} is beyond {host}")
+
+
 def is_loopback(address: str) -> bool:
     """Whether tcp://host:port stays on this host. No name is looked up: of names, only localhost counts."""
     host = address.removeprefix("tcp://").rsplit(":", 1)[0]

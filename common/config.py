@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from common.addresses import ANY, check_address, is_loopback
+from common.addresses import check_address, check_leader
 from common.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -221,17 +221,7 @@ class InstanceConfig:
             where = f"the address where rank 0 listens, because --rank {self.rank} starts other ranks"
             require(self.leader != "", "leader", where, self.leader)
         if self.leader:
-            self._check_leader()
-
-    def _check_leader(self) -> None:
-        host, port = check_address(self.leader).removeprefix("tcp://").rsplit(":", 1)
-        where = "an address of rank 0 as the other ranks reach it, with a port"
-        require(host != ANY and int(port) > 0, "leader", where, self.leader)
-        if is_loopback(f"tcp://{self.host}:0") and not is_loopback(self.leader):
-            raise ConfigError(
-                f"--host: give the address of this host as other ranks reach it, because --leader {self.leader} is beyond "
-                f"{self.host}"
-            )
+            check_leader(self.leader, self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
