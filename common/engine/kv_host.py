@@ -48,7 +48,7 @@ def kv_part(host: HostMemory, taken_bytes: int, sharers: int, useful_bytes: int)
     taken = -(-(taken_bytes + _WORKSPACE) // step) * step
     least = int(min(_LEAST, host.total_bytes * _LEAST_SHARE) / sharers)
     part = max(0, host.total_bytes - kept) // sharers
-    free = int(max(host.free_bytes - kept / 2, host.free_bytes / 4) / sharers)
+    free = int(max(host.free_bytes - kept / 2, host.free_bytes / 4) / sharers) // (step // 4) * (step // 4)
     chosen = min(useful_bytes, free, max(least, part - taken))
     if chosen == useful_bytes:
         why = "which is all that its rows at full length can use, and as much again for the prefix cache"

@@ -41,10 +41,10 @@ class LentCores:
             self._cells = memoryview(mmap.mmap(self._file, 0)).cast("q")
         except (OSError, ValueError) as error:
             raise ConfigError(f"--lent-cores {path} cannot be used: {error}: leave it to launch local") from error
-        self._threads_at = 2 * self._claim(path)
-        self._state_at = self._threads_at + 1
+        threads_at = 2 * self._claim(path)
+        self._state_at = threads_at + 1
         self._cells[self._state_at] = 0
-        self._cells[self._threads_at] = own_threads
+        self._cells[threads_at] = own_threads
 
     def begin(self) -> None:
         """A step begins."""
@@ -66,9 +66,9 @@ class LentCores:
         return self._own + lent // max(1, borrowers)
 
     def close(self) -> None:
-        """Nobody borrows from it any more. Idempotent."""
+        """It computes no more, so others have its cores until a successor takes the slot. Idempotent."""
         if self._file >= 0:
-            self._cells[self._threads_at] = self._cells[self._state_at] = 0
+            self._cells[self._state_at] = 0
             os.close(self._file)
             self._file = -1
 

@@ -37,7 +37,7 @@ def program(path: Path, threads: int) -> str:
     return (
         f"import sys; from common.engine.lent_cores import LentCores; "
         f"held = LentCores({str(path)!r}, {threads}); print('ready', flush=True); "
-        f"[(held.begin if line == 'begin\\n' else held.end)() or print('done', flush=True) for line in sys.stdin]"
+        f"[getattr(held, line.strip())() or print('done', flush=True) for line in sys.stdin]"
     )
 
 
@@ -111,6 +111,20 @@ def test_the_slot_of_a_process_that_died_is_taken_by_its_successor(tmp_path: Pat
         assert mine.threads() == 2
     finally:
         second.kill()
+        mine.close()
+
+
+def test_one_that_is_drained_leaves_its_cores_to_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    make_file(path, 2)
+    mine, drained = LentCores(str(path), 1), Other(path, 2)
+    try:
+        mine.begin()
+        drained.tell("begin")
+        drained.tell("close")
+        assert mine.threads() == 3
+    finally:
+        drained.kill()
         mine.close()
 
 
