@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from common.addresses import port_of
 from tests.deploy.commands import Command, calls_of, read_command, write_program
 from tests.router.calls import get
 from tests.router.fakes import Site
@@ -120,6 +122,15 @@ def test_the_pods_of_an_instance_start_their_parts_of_the_ranks_and_meet_at_the_
     instance = instance_command("prefill", programs, LWS_WORKER_INDEX=str(number), TP="16").instance
     assert instance.ranks == range(8 * number, 8 * number + 8)
     assert re.fullmatch(r"tcp://tandem-prefill-0\.tandem-prefill\.tandem:81\d\d", instance.leader)
+
+
+def test_every_group_has_a_port_of_its_own_for_its_ranks_because_groups_may_share_a_host(programs: Path) -> None:
+    leaders = set()
+    for role, group in product(ROLES, ("0", "1", "99")):
+        instance = instance_command(role, programs, LWS_WORKER_INDEX="0", TP="16", GROUP=group).instance
+        leaders.add(port_of(instance.leader))
+        (programs / "calls").unlink()
+    assert len(leaders) == 6
 
 
 @pytest.mark.anyio

@@ -111,6 +111,20 @@ def test_a_job_without_enough_gpus_says_which_instance_has_no_place(start: Start
     assert script.status() == 2 and "decode-1" in script.errors
 
 
+def test_ranks_that_do_not_fill_whole_nodes_are_refused_before_anything_starts(start: Start, programs: Path) -> None:
+    write_program(programs / "launch", note_call(programs))
+    script = start(GPUS="4", PREFILL="0", PREFILL_TP="3", DECODE_TP="6")
+    assert script.status() == 2 and "decode: 6 ranks do not fill whole nodes of 4 GPUs" in script.errors
+    assert not (programs / "calls").exists()
+
+
+def test_a_job_whose_router_cannot_run_ends_with_its_instances(start: Start, programs: Path) -> None:
+    stops = "trap 'kill $!; exit 0' TERM; sleep 600 & wait"
+    write_program(programs / "launch", f"case $1 in router) exit 2;; prefill|decode) {stops};; esac")
+    script = start()
+    assert script.status() == 2 and "router cannot run as it was started" in script.errors
+
+
 def test_keys_that_are_there_are_kept_and_api_keys_are_made_for_their_owner_alone(
     start: Start, programs: Path, tmp_path: Path
 ) -> None:
