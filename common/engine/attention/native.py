@@ -10,6 +10,7 @@ that no thread works alone at the end. Each item of a split leaves its result in
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.attention.port import LayerAttention, Segment, StepTokens
+from common.engine.attention.port import Attention, LayerAttention, Segment, StepTokens
 from common.engine.kv_memory import KVMemory
 from common.engine.native.build import load
 
@@ -63,15 +64,26 @@ class _Plan(NamedTuple):
 
 
 class NativeAttention:
-    """Implements `Attention` in C. layers: how each layer attends. dtype: of queries. library: the compiled source."""
+    """Implements `Attention` in C. layers: how each layer attends. dtype: of queries. library: the compiled source.
+
+    of_chunks: computes the chunks instead; None: C does.
+    """
 
     def __init__(
-        self, memory: KVMemory, query_heads: int, layers: Sequence[LayerAttention], dtype: torch.dtype, library: ctypes.CDLL
+        self,
+        memory: KVMemory,
+        query_heads: int,
+        layers: Sequence[LayerAttention],
+        dtype: torch.dtype,
+        library: ctypes.CDLL,
+        of_chunks: Attention | None = None,
     ) -> None:
         assert memory.pool.device.type == "cpu" and {dtype, memory.pool.dtype} <= set(DTYPES)
         self._memory = memory
         self._layers = tuple(layers)
         self._dtype = dtype
+        self._of_chunks = of_chunks
+        self._elsewhere = 0
         self._heads = query_heads
         self._group = query_heads // memory.layout.kv_heads
         self._run = library.paged_attention
@@ -84,9 +96,25 @@ class NativeAttention:
         self._plans: dict[LayerAttention, _Plan] = {}
 
     def plan(self, step: StepTokens) -> None:
+        if self._of_chunks is not None:
+            rows, lengths, on_host = step.decode_rows[:0], step.decode_lengths[:0], step.host_lengths[:0]
+            self._of_chunks.plan(replace(step, decode_rows=rows, decode_lengths=lengths, host_lengths=on_host))
+            self._elsewhere = step.chunks[-1].end if step.chunks else 0
+            step = replace(step, chunks=())
         self._plans = {how: self._planned(step, how) for how in dict.fromkeys(self._layers)}
 
     def run(self, layer: int, query: Tensor) -> Tensor:
+        if self._of_chunks is None or self._elsewhere == 0:
+            return self._computed(layer, query)
+        chunks = self._of_chunks.run(layer, query[: self._elsewhere])
+        if len(query) == self._elsewhere:
+            return chunks
+        return torch.cat([chunks, self._computed(layer, query[self._elsewhere :])])
+
+    def for_graph(self, rows: int) -> None:
+        """None: the items depend on the rows' lengths."""
+
+    def _computed(self, layer: int, query: Tensor) -> Tensor:
         call, _ = self._plans[self._layers[layer]]
         keys, values = self._memory.layers[layer]
         query = query.contiguous()
@@ -94,9 +122,6 @@ class NativeAttention:
         call.query, call.keys, call.values, call.out = query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
         self._run(ctypes.byref(call))
         return out
-
-    def for_graph(self, rows: int) -> None:
-        """None: the items depend on the rows' lengths."""
 
     def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
         layout, threads = self._memory.layout, torch.get_num_threads()

@@ -44,7 +44,7 @@ def _compiled(source: Path) -> Path:
     """The library for this source, the headers here and beside it, the flags, this compiler and this processor."""
     compiler = _compiler()
     texts = [path.read_text() for path in (source, *sorted(HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h")))]
-    parts = (*texts, *FLAGS, *compiler, platform.machine(), _processor())
+    parts = (*texts, *FLAGS, *compiler, platform.machine(), processor_flags())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
     library = folder / f"{source.stem}-{name}.so"
@@ -68,8 +68,8 @@ def _compiler() -> list[str]:
     return found
 
 
-def _processor() -> str:
-    """What -march=native depends on, in one line; empty where the system does not say."""
+def processor_flags() -> str:
+    """What the processor can do, on which -march=native depends, in one line; empty where the system does not say."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -40,6 +40,14 @@ def native_backend(memory: KVMemory, shape: Shape) -> Attention:
     return NativeAttention(memory, shape.heads, shape.layers, shape.dtype, library)
 
 
+def native_decode_backend(memory: KVMemory, shape: Shape) -> Attention:
+    """As on a processor with matrix units, where torch computes the chunks."""
+    library = native_library()
+    if library is None:
+        pytest.skip("there is no C compiler")
+    return NativeAttention(memory, shape.heads, shape.layers, shape.dtype, library, torch_backend(memory, shape))
+
+
 def flashinfer_backend(memory: KVMemory, shape: Shape) -> FlashInferAttention:
     kernels: PrefillKernels = "fa3" if memory.pool.dtype == shape.dtype else "fa2"
     asked = FlashInferShape(shape.heads, shape.layers, shape.dtype, max_rows=16, pages_per_row=shape.width, prefill=kernels)
@@ -51,6 +59,7 @@ BACKENDS: list[tuple[Maker, torch.dtype, KVDtype, float]] = [
     (native_backend, torch.float32, "float32", 5e-6),
     (torch_backend, torch.bfloat16, "bfloat16", 3e-2),
     (native_backend, torch.bfloat16, "bfloat16", 1e-2),
+    (native_decode_backend, torch.bfloat16, "bfloat16", 3e-2),
     (torch_backend, torch.float32, "float8_e4m3fn", 5e-6),
     (flashinfer_backend, torch.float16, "float16", 2e-3),
     (flashinfer_backend, torch.bfloat16, "float8_e4m3fn", 2e-2),
