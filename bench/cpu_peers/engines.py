@@ -23,13 +23,15 @@ Precision = Literal["float32", "bfloat16", "int8"]
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """What every engine gets: threads, rows of a batch, and KV memory for all requests at once. context_tokens: of the longest
-    request, prompt and answer together."""
+    request, prompt and answer together. workload: mean tokens of a prompt and of an answer, by which `launch local` shares out
+    cores."""
 
     threads: int
     rows: int
     context_tokens: int
     kv_tokens: int
     kv_bytes: int
+    workload: str
 
     @classmethod
     def for_requests(cls, asked: Sequence[Asked], shape: Shape, threads: int) -> "Room":
@@ -42,6 +44,8 @@ class Room:
             context_tokens=max(lengths),
             kv_tokens=tokens,
             kv_bytes=tokens * shape.kv_token_bytes,
+            workload=f"{sum(len(each.prompt) for each in asked) // len(asked)},"
+            f"{sum(each.answer_tokens for each in asked) // len(asked)}",
         )
 
     @property
@@ -83,9 +87,9 @@ class Tandem:
 
     def command(self, model: Path, room: Room) -> tuple[str, ...]:
         """The flags of `launch local`. A prefill instance holds a prompt until it is taken over: it has the same room."""
-        threads = max(1, room.threads // 2) if self.separate else room.threads
+        cores = ("--workload", room.workload) if self.separate else ("--threads", str(room.threads))
         return (
-            *("--prefill", "1" if self.separate else "0", "--decode", "1", "--threads", str(threads), "--model", str(model)),
+            *("--prefill", "1" if self.separate else "0", "--decode", "1", *cores, "--model", str(model)),
             *("--max-running", str(room.rows), "--kv-memory", str(room.kv_bytes), "--prefix-cache", "off"),
             *("--served-name", SERVED_NAME, "--log-level", "warning", *self.flags),
         )

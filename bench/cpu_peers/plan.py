@@ -65,7 +65,7 @@ class CpuPeersBench:
     prompt_tokens: str = option("128,512", "fewest and most tokens of a prompt")
     answer_tokens: str = option("64,128", "fewest and most tokens of an answer")
     rounds: int = option(2, "how often each engine is started and measured: A B C, A B C and so on")
-    threads: int = option(2, "threads that compute; with separate prefill and decode, of both together")
+    threads: int = option(2, "cores of this machine that are used, by each engine in its turn with as many threads")
     limit_s: float = option(400.0, "longest time that a load may take")
     cache: str = option("~/.cache/tandem/cpu-peers", "the folder that keeps the peers' environments and the converted models")
     seed: int = option(0, "of lengths and token ids: equal seeds give equal requests")

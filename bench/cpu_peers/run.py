@@ -5,6 +5,7 @@ is a row that says so, and the next one goes on. Prints its progress on stderr.
 """
 
 import contextlib
+import os
 import socket
 import time
 import urllib.error
@@ -26,7 +27,7 @@ from bench.hardware import this_hardware
 from bench.offline.workload import Asked, sequences
 from bench.processes import below
 from bench.tables import publish, say
-from common.errors import TandemError
+from common.errors import ConfigError, TandemError
 from common.processes.child import Child, ChildEvent
 from common.processes.lines import Progress
 from common.processes.local_fleet import local_fleet
@@ -39,8 +40,11 @@ REASON_LETTERS = 150
 
 
 def run(bench: CpuPeersBench, command: str, markdown: bool) -> int:
-    """Measure, print the report and write the file. Returns the exit status: 1 when an engine failed."""
+    """Measure, print the report and write the file. Returns the exit status: 1 when an engine failed. Raises ConfigError."""
     hardware = this_hardware()
+    if hardware.cores < bench.threads:
+        raise ConfigError(f"--threads {bench.threads}: this machine has {hardware.cores} cores")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: bench.threads])  # of this process and all that it starts
     asked = sequences(bench.load, bench.model.vocab)
     ready, failures, versions = _prepare(bench)
     turns: list[Turn] = []

@@ -83,7 +83,8 @@ def test_every_layout_is_a_command_line_that_launch_local_understands() -> None:
     for engine in ENGINES.values():
         if isinstance(engine, Tandem) and engine.precision != "int8":
             flags = build_parser().parse_args(["local", *engine.command(Path("model"), room)])
-            assert (flags.threads, flags.prefill) == ((1, 1) if engine.separate else (2, 0))
+            assert (flags.threads, flags.prefill) == ((0, 1) if engine.separate else (2, 0))
+            assert not engine.separate or flags.workload == "200,15"
 
 
 def test_every_engine_has_kv_memory_for_all_requests_at_once() -> None:
