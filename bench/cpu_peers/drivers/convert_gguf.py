@@ -77,7 +77,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: str) -> None:
     writer.add_token_list([by_id[id] for id in range(len(by_id))])
     kinds = [gguf.TokenType.CONTROL if id in added else gguf.TokenType.NORMAL for id in range(len(by_id))]
     writer.add_token_types(kinds)
-    writer.add_token_merges([])
+    writer.add_token_merges(["a b"])  # llama.cpp refuses a file without merges; prompts come as ids, so none is used
     writer.add_eos_token_id(max(added))
 
 
