@@ -132,6 +132,8 @@ def _vllm(environment: Environment, model: Path, room: Room, port: int) -> Start
 
 
 def _llama(environment: Environment, model: Path, room: Room, port: int) -> Start:
+    """Without repacked weights: among the code for these is that for AMX, which ends this version with SIGILL or SIGSEGV on a
+    Sapphire Rapids host (`ldtilecfg` in `ggml_backend_amx_mul_mat`). It has none for float32."""
     threads = str(room.threads)
     return Start(
         command=(
@@ -147,7 +149,7 @@ def _llama(environment: Environment, model: Path, room: Room, port: int) -> Star
                 str(port),
             ),
             *("--", "-t", threads, "-tb", threads, "-c", str(room.kv_tokens), "--parallel", str(room.rows), "--kv-unified"),
-            *("--cache-ram", "0", "--no-context-shift", "--alias", SERVED_NAME),
+            *("--cache-ram", "0", "--no-context-shift", "--no-repack", "--alias", SERVED_NAME),
         ),
         port=port,
     )

@@ -104,8 +104,9 @@ def _turn(bench: CpuPeersBench, number: int, name: str, room: Room, asked: Seque
     began_s = time.perf_counter()
     with _running(bench, name, room) as engine:
         start_s = time.perf_counter() - began_s
-        engine.ask([Asked(each.prompt[:WARM_UP_TOKENS], WARM_UP_TOKENS) for each in asked], bench.limit_s)
-        engine.ask(asked[:1], bench.limit_s)
+        # Prompts that are not measured: some engines keep the KV of an earlier one.
+        engine.ask([Asked(each.prompt[::-1][:WARM_UP_TOKENS], WARM_UP_TOKENS) for each in asked], bench.limit_s)
+        engine.ask([Asked(asked[0].prompt[::-1], WARM_UP_TOKENS)], bench.limit_s)
         answers = engine.ask(asked, bench.limit_s)
         memory_gb = sum(map(_proportional_gb, below(engine.pid)))
     return Turn.of(name, number, answers, memory_gb, start_s)
