@@ -17,7 +17,8 @@ from common.errors import ConfigError
 _LARGEST_WEIGHT = 127
 _LARGEST_TOKENS = (127, 63)
 """The largest number of a quantised token: with 8 bits, and with 7."""
-_SMALLEST_ROW = 1e-30
+_SIGN = 0x80
+"""The bit that moves a byte by 128: numbers that were moved to be positive become signed again."""
 _BLOCK_ROWS = 4096
 """So many outputs are quantised at a time: it takes memory besides the weight's."""
 _TRIED = ((1, 64, 48), (20, 256, 160), (200, 96, 512))
@@ -57,9 +58,9 @@ class Int8Linear:
         values, scales = self.weight[rows], self.scale[rows]
         for begin in range(0, len(weight), _BLOCK_ROWS):
             block = slice(begin, begin + _BLOCK_ROWS)
-            wide = weight[block].float()
-            scales[block] = wide.abs().amax(-1).clamp_min(_SMALLEST_ROW) / _LARGEST_WEIGHT
-            values[block] = (wide / scales[block, None]).round_()
+            moved, found = self.kernels.quantise_int8(weight[block], _LARGEST_WEIGHT)
+            values[block] = moved.bitwise_xor_(_SIGN).view(torch.int8)
+            scales[block] = found[:, 0]
         return weight
 
     def pack(self) -> None:
