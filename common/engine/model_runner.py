@@ -19,6 +19,7 @@ from common.engine.grammar_compiler import vocabulary_of
 from common.engine.grammar_process import CompilerProcess
 from common.engine.grammars import Grammars
 from common.engine.graphs import CudaGraphs, GraphMaker, ladder
+from common.engine.host_allocator import keep_step_memory
 from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import Agree, KVBudget, as_offered, check_context, given_kv_bytes, kv_budget
 from common.engine.kv_host import auto_host_kv_bytes
@@ -191,6 +192,8 @@ class ModelRunner:
 
     def _make_steps(self, memory: KVMemory, shape: ServedShape, context_tokens: int, progress: Progress) -> StepRunner:
         engine, pages_per_row = self._engine, memory.layout.pages_for(context_tokens)
+        if self._device.type == "cpu":
+            keep_step_memory()
         needs = AttentionNeeds(
             memory=memory,
             query_heads=shape.heads // self._group.ranks,

@@ -95,14 +95,14 @@ class Decoder:
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
         """token_ids, positions: [tokens] int64. Returns [tokens, hidden], normed."""
         rotation, kernels, eps = self._rotary(positions), self._kernels, self.shape.norm_eps
-        total = self._group.sum
+        total, tokens = self._group.sum, token_ids.shape[0]  # len() of a tensor takes longer
         residual = self._embedding(token_ids)
         x = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
-            heads = layer.qkv(x).view(len(x), -1, self.shape.head_dim)
+            heads = layer.qkv(x).view(tokens, -1, self.shape.head_dim)
             out = attention.rotate_and_attend(number, heads, rotation, layer.head_norm)
-            x = total(layer.output(out.reshape(len(x), -1)))
+            x = total(layer.output(out.reshape(tokens, -1)))
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
             x = total(layer.mlp(x))
             x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
