@@ -137,7 +137,7 @@ def _turn_until_ended(process: ChildProcess, loop: FollowerLoop, mailbox: Mailbo
             if told.is_set() and not asked:
                 asked = True
                 loop.ask_drain()
-            children.check()
+            children.check(may_leave=True)
             loop.turn(time.monotonic())
             process.check_hurry()
             if loop.end is None:

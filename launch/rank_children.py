@@ -38,10 +38,13 @@ class RankChildren:
             self._children.append(Child(child, commands[rank], self._heard, killed_with_us=True))
         process.on_sudden_end(self.kill)
 
-    def check(self) -> None:
-        """Raises RankLost when one has ended; ConfigError when it says that it can never run as it was started."""
+    def check(self, *, may_leave: bool = False) -> None:
+        """Raises RankLost when one has ended; ConfigError when it says that it can never run as it was started. may_leave: one
+        that ends in order was told to by the leader, who tells us too."""
         while not self._ends.empty():
             ended = self._ends.get_nowait()
+            if may_leave and ended.status == 0:
+                continue
             reason = f"rank {self._ranks[ended.child]} ended: {ended.account}"
             raise ConfigError(reason) if ended.status == BAD_FLAG else RankLost(reason)
 

@@ -236,6 +236,16 @@ def test_a_process_that_ends_without_its_threads_kills_the_ranks_that_it_has_sta
         children.check()
 
 
+def test_a_rank_that_drains_before_the_follower_that_has_started_it_is_not_lost(stopped: ChildProcess) -> None:
+    leaves = RankChildren(stopped, NAME, {3: ["true"]}, lambda: None)
+    leaves.close(HANG_S)
+    leaves.check(may_leave=True)
+    fails = RankChildren(stopped, NAME, {3: ["false"]}, lambda: None)
+    fails.close(HANG_S)
+    with pytest.raises(RankLost, match="rank 3 ended: exit status 1"):
+        fails.check(may_leave=True)
+
+
 @pytest.fixture
 def stopped() -> ChildProcess:
     """This process, which nobody stops."""
