@@ -6,12 +6,14 @@ is a row that says so, and the next one goes on. Prints its progress on stderr.
 
 import contextlib
 import os
+import signal
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 import msgspec
@@ -41,6 +43,7 @@ REASON_LETTERS = 150
 
 def run(bench: CpuPeersBench, command: str, markdown: bool) -> int:
     """Measure, print the report and write the file. Returns the exit status: 1 when an engine failed. Raises ConfigError."""
+    signal.signal(signal.SIGTERM, _stop)
     hardware = this_hardware()
     if hardware.cores < bench.threads:
         raise ConfigError(f"--threads {bench.threads}: this machine has {hardware.cores} cores")
@@ -77,6 +80,11 @@ def run(bench: CpuPeersBench, command: str, markdown: bool) -> int:
     )
     publish(outcome, report(outcome, markdown), bench.json)
     return 1 if failures else 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Leave through every `finally`, which ends the engine that runs."""
+    raise SystemExit(128 + number)
 
 
 def _prepare(bench: CpuPeersBench) -> tuple[set[str], list[Failure], dict[str, str]]:
