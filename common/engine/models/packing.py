@@ -26,17 +26,16 @@ _LEAST_ITEMS = 2**16
 _FEW_ROWS, _CHUNK_ROWS = (8, 32), 256
 _FEW_END = 128
 """From so many rows on it is a chunk."""
-_SAMPLE_ITEMS = 2**21
+_SAMPLE_ITEMS = 2**20
 """Of a large weight, only some outputs are measured: it must not take long."""
-_ROUNDS, _ROUND_S = 7, 0.03
-"""How often a product is measured at most, and in which time. The best counts."""
+_FEWEST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 4, 15, 0.03
+"""How often a product is measured, and in which time if that is enough for the fewest rounds. The best counts."""
 _CLEARLY = 1.1
 """How much faster the plain product must be for chunks, to be worth a second copy."""
 _SECOND_OF_ALL, _SECOND_OF_FREE = 1 / 8, 1 / 4
 """The shares of the host's memory that second copies may take: of the whole, so that equal hosts decide alike, and of what is
 free."""
 
-Shape = tuple[int, int]
 Ratios = Mapping[int, float]
 """The packed product's time as a share of the plain one's, for some numbers of rows."""
 
@@ -67,10 +66,10 @@ def measured_ratios(weight: Tensor) -> Ratios:
         for rows in (1, *_FEW_ROWS, _CHUNK_ROWS):
             x = torch.ones((rows, weight.shape[1]), dtype=weight.dtype)
             plain_s, packed_s, spent_s = math.inf, math.inf, 0.0
-            for _ in range(_ROUNDS):
+            for number in range(1, _MOST_ROUNDS + 1):
                 one_s, other_s = _seconds(F.linear, x, sample), _seconds(packed_product, x, packed)
                 plain_s, packed_s, spent_s = min(plain_s, one_s), min(packed_s, other_s), spent_s + one_s + other_s
-                if spent_s > _ROUND_S:
+                if spent_s > _ROUNDS_S and number >= _FEWEST_ROUNDS:
                     break
             ratios[rows] = packed_s / plain_s
     finally:
@@ -93,13 +92,15 @@ def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[s
     begin_s, second_bytes, count = time.perf_counter(), 0, 0
     host = host_memory_now()
     most_bytes = int(min(host.total_bytes * _SECOND_OF_ALL, host.free_bytes * _SECOND_OF_FREE) / sharers)
-    known: dict[Shape, Ratios] = {}
-    for layer in reversed(layers):  # the output head comes first: a second copy of it brings the most
-        weight = layer.weight
-        if weight is None or weight.numel() < _LEAST_ITEMS:
-            continue
-        shape = (weight.shape[0], weight.shape[1])
-        ratios = known[shape] = known.get(shape) or measured_ratios(weight)
+    large = [(layer, layer.weight) for layer in reversed(layers) if layer.weight is not None]
+    large = [(layer, weight) for layer, weight in large if weight.numel() >= _LEAST_ITEMS]
+    shapes = {weight.shape: weight for _, weight in large}
+    if not shapes:
+        return
+    ratios = _mean([measured_ratios(weight) for weight in shapes.values()])
+    shapes.clear()
+    while large:  # the output head comes first: a second copy of it brings the most
+        layer, weight = large.pop(0)
         fits = second_bytes + weight.nbytes <= most_bytes
         if layer.shared and not fits:
             continue
@@ -113,6 +114,11 @@ def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[s
     if count:
         copies = f", {gib(second_bytes)} of them second copies" if second_bytes else ""
         progress(f"packed the weights of {count} linear layers for few rows in {time.perf_counter() - begin_s:.1f} s{copies}")
+
+
+def _mean(measured: Sequence[Ratios]) -> Ratios:
+    """Of all shapes: they differ little on one processor, and less than a measurement on a busy one."""
+    return {rows: math.prod(ratios[rows] for ratios in measured) ** (1 / len(measured)) for rows in measured[0]}
 
 
 def _seconds(product: Callable[[Tensor, Tensor, None], Tensor], x: Tensor, weight: Tensor) -> float:
