@@ -95,9 +95,11 @@ class Tandem:
         )
 
 
-def threads_of(room: Room) -> dict[str, str]:
-    """For every engine, those of this repository too, that looks at them."""
-    return {"OMP_NUM_THREADS": str(room.threads), "MKL_NUM_THREADS": str(room.threads), "HF_HUB_OFFLINE": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
+def _openmp(room: Room) -> dict[str, str]:
+    return OFFLINE | {"OMP_NUM_THREADS": str(room.threads), "MKL_NUM_THREADS": str(room.threads)}
 
 
 def _openvino(**properties: Any) -> Callable[[Environment, Path, Room, int], Start]:
@@ -108,7 +110,7 @@ def _openvino(**properties: Any) -> Callable[[Environment, Path, Room, int], Sta
             "properties": {"INFERENCE_NUM_THREADS": room.threads, **properties},
         }
         driver = str(DRIVERS / "openvino_driver.py")
-        return Start(command=(environment.python, "-E", driver, str(model), json.dumps(settings)))
+        return Start(command=(environment.python, "-E", driver, str(model), json.dumps(settings)), variables=_openmp(room))
 
     return start
 
@@ -122,7 +124,9 @@ def _vllm(environment: Environment, model: Path, room: Room, port: int) -> Start
             *("--dtype", "float32", "--max-model-len", str(room.context_tokens), "--max-num-seqs", str(room.rows)),
             *("--no-enable-prefix-caching", "--served-model-name", SERVED_NAME),
         ),
+        # It binds a thread to each of the cores, and warns of OMP_NUM_THREADS: other threads would then compete with these.
         variables={
+            **OFFLINE,
             "VLLM_CPU_KVCACHE_SPACE": str(room.kv_gib),
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_NO_USAGE_STATS": "1",
@@ -151,6 +155,7 @@ def _llama(environment: Environment, model: Path, room: Room, port: int) -> Star
             *("--", "-t", threads, "-tb", threads, "-c", str(room.kv_tokens), "--parallel", str(room.rows), "--kv-unified"),
             *("--cache-ram", "0", "--no-context-shift", "--no-repack", "--alias", SERVED_NAME),
         ),
+        variables=_openmp(room),
         port=port,
     )
 
@@ -158,7 +163,10 @@ def _llama(environment: Environment, model: Path, room: Room, port: int) -> Star
 def _transformers(mode: str) -> Callable[[Environment, Path, Room, int], Start]:
     def start(environment: Environment, model: Path, room: Room, port: int) -> Start:
         driver = str(DRIVERS / "transformers_driver.py")
-        return Start(command=(environment.python, "-E", driver, str(model), mode, str(room.threads), str(room.kv_tokens)))
+        return Start(
+            command=(environment.python, "-E", driver, str(model), mode, str(room.threads), str(room.kv_tokens)),
+            variables=_openmp(room),
+        )
 
     return start
 

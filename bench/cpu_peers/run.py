@@ -19,7 +19,7 @@ from typing import TextIO
 import msgspec
 
 from bench.cpu_peers.asking import Asking, EngineFailed, OverHttp, OverPipes, Report, Requests
-from bench.cpu_peers.engines import ENGINES, Peer, Room, Start, Tandem, threads_of
+from bench.cpu_peers.engines import ENGINES, Peer, Room, Start, Tandem
 from bench.cpu_peers.environments import NotInstalled, environment_of
 from bench.cpu_peers.figures import CpuPeersOutcome, Failure, Turn, judge
 from bench.cpu_peers.models import NotConverted, checkpoint
@@ -130,15 +130,14 @@ def _running(bench: CpuPeersBench, name: str, room: Room) -> Iterator[Asking]:
         return
     environment = environment_of(engine.recipe, bench.cache_folder)
     start = engine.start(environment, engine.model(bench.model, bench.cache_folder), room, _free_port())
-    variables = threads_of(room) | start.variables
     kind = _driver if start.port is None else _server
-    with (bench.cache_folder / f"{name}.log").open("w", encoding="utf-8") as log, kind(name, start, variables, log) as asking:
+    with (bench.cache_folder / f"{name}.log").open("w", encoding="utf-8") as log, kind(name, start, log) as asking:
         yield asking
 
 
 @contextlib.contextmanager
-def _driver(name: str, start: Start, variables: dict[str, str], log: TextIO) -> Iterator[Asking]:
-    driver = OverPipes(name, start.command, variables, log.write)
+def _driver(name: str, start: Start, log: TextIO) -> Iterator[Asking]:
+    driver = OverPipes(name, start.command, start.variables, log.write)
     try:
         driver.wait_ready(START_S)
         yield driver
@@ -147,9 +146,9 @@ def _driver(name: str, start: Start, variables: dict[str, str], log: TextIO) -> 
 
 
 @contextlib.contextmanager
-def _server(name: str, start: Start, variables: dict[str, str], log: TextIO) -> Iterator[Asking]:
+def _server(name: str, start: Start, log: TextIO) -> Iterator[Asking]:
     decoder = msgspec.json.Decoder[Progress](Progress)
-    child: Child[Progress, Progress] = Child(name, start.command, decoder, _ignore, log.write, variables)
+    child: Child[Progress, Progress] = Child(name, start.command, decoder, _ignore, log.write, start.variables)
     url = f"http://127.0.0.1:{start.port}"
     try:
         until_s = time.monotonic() + START_S
