@@ -174,8 +174,8 @@ def check_the_end(fleet: TwoHostFleet, life: str) -> None:
 def check_return(model: Reference, fleet: TwoHostFleet, seed: int) -> None:
     fleet.until_whole()
     assert len(fleet.follower.accounts) == 1
-    account = fleet.follower.accounts.pop()  # one that was stopped may read first why the others have ended
-    assert "rank 0 at tcp://" in account or account.startswith("the instance has ended: rank 1 (pid ")
+    account = fleet.follower.accounts.pop()  # one that was stopped may read first why the others have ended, and be late to close
+    assert "rank 0 at tcp://" in account or "the instance has ended: rank 1 (pid " in account
     check_tokens(model, fleet, seed)
 
 
