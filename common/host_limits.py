@@ -26,10 +26,10 @@ def host_memory_now(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
     """Of the host, or of the tightest control group around this process."""
     lines = _fields(proc / "meminfo")
     total_bytes, free_bytes = lines["MemTotal"] * 1024, lines["MemAvailable"] * 1024
-    for folder, limit_name, used_name, cache_name in (
-        *((folder, "memory.max", "memory.current", "inactive_file") for folder in _groups("", proc, cgroups)),
+    for folder, limit_name, used_name, prefix in (
+        *((folder, "memory.max", "memory.current", "") for folder in _groups("", proc, cgroups)),
         *(
-            (folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            (folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             for folder in _groups("memory", proc, cgroups / "memory")
         ),
     ):
@@ -37,7 +37,9 @@ def host_memory_now(proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
         if limit is None or limit >= _BOUNDLESS:
             continue
         total_bytes = min(total_bytes, limit)
-        used_bytes = (_number(folder / used_name) or 0) - _fields(folder / "memory.stat").get(cache_name, 0)
+        fields = _fields(folder / "memory.stat")
+        cache_bytes = sum(fields.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))  # active: read more than once
+        used_bytes = (_number(folder / used_name) or 0) - cache_bytes
         free_bytes = min(free_bytes, max(0, limit - used_bytes))
     return HostMemory(total_bytes, free_bytes)
 

@@ -37,11 +37,19 @@ class CoresConfig:
 
 def divide_by_work(cores: int, prefill: int, decode: int, prefill_share: float) -> tuple[int, int]:
     """Cores of each prefill and of each decode instance: at least one each, and together no more than there are where possible.
+    Of all divisions it is the one whose slower role takes the least time.
 
     prefill, decode: how many instances. prefill_share: of the work, where there are both.
     """
     if not prefill:
         return 0, max(1, cores // decode)
-    for_prefill = min(max(round(cores * prefill_share), prefill), max(prefill, cores - decode))
-    of_decode = max(1, (cores - for_prefill // prefill * prefill) // decode)
-    return max(1, (cores - of_decode * decode) // prefill), of_decode  # with what no decode instance gets a whole core of
+
+    def slower_role(of_decode: int) -> float:
+        """How long the role takes that takes longer."""
+        return max(prefill_share / (prefill * left_for_prefill(of_decode)), (1 - prefill_share) / (decode * of_decode))
+
+    def left_for_prefill(of_decode: int) -> int:
+        return max(1, (cores - of_decode * decode) // prefill)
+
+    of_decode = min(range(1, max(1, (cores - prefill) // decode) + 1), key=slower_role)
+    return left_for_prefill(of_decode), of_decode

@@ -1,6 +1,7 @@
 """The cores and GPUs of a host are divided, and what libraries read at import is set before."""
 
 import os
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_local_fleet_shares_cores_and_gpus_by_name() -> None:
         (8, (1, 1), "128,512", (1, 7)),
         (8, (1, 1), "100000,1", (7, 1)),
         (8, (2, 1), "512,256", (2, 4)),
-        (16, (1, 3), "512,128", (13, 1)),
+        (16, (1, 3), "512,128", (10, 2)),
         (64, (2, 2), "512,256", (16, 16)),
         (8, (0, 2), "512,128", (0, 4)),
         (2, (2, 3), "512,128", (1, 1)),
@@ -77,6 +78,16 @@ def test_cores_go_to_the_roles_by_the_work_that_each_has(
     cores: int, instances: tuple[int, int], workload: str, threads: tuple[int, int]
 ) -> None:
     assert divide_by_work(cores, *instances, CoresConfig(workload=workload).prefill_share) == threads
+
+
+def test_no_division_that_uses_as_many_cores_is_faster() -> None:
+    """Against all pairs of numbers that fit."""
+    for cores, prefill, decode in product(range(2, 25, 2), range(1, 5), range(1, 5)):
+        pairs = [each for each in product(range(1, cores), repeat=2) if prefill * each[0] + decode * each[1] <= cores]
+        for share in (0.1, 0.5, 2 / 3, 0.9) if pairs else ():
+            slower = [max(share / (prefill * a), (1 - share) / (decode * b)) for a, b in pairs]
+            chosen = divide_by_work(cores, prefill, decode, share)
+            assert slower[pairs.index(chosen)] == min(slower)
 
 
 def test_cores_are_lent_where_several_instances_compute_on_the_processor_with_one_rank_each() -> None:
