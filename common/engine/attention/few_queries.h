@@ -89,7 +89,7 @@ INLINE void weigh(const few *f, int64_t h, int64_t d, const run *runs, int count
 INLINE void soften(const call *c, const few *f, int64_t h, int64_t slots) {
     float *scores = f->scores + h * SLOTS;
     for (int64_t s = slots; s < padded(slots, LANES); s++) scores[s] = UNSEEN;
-    floats most_seen = (floats){0} + UNSEEN, sum = {0};
+    floats most_seen = (floats){0} + LOWEST, sum = {0};
     for (int64_t s = 0; s < slots; s += LANES) {
         if (c->softcap > 0.0f) store(scores + s, capped(load(scores + s), c->softcap));
         most_seen = larger(most_seen, load(scores + s));
@@ -151,7 +151,7 @@ static void few_queries(const call *c, const item *t, int64_t head, float *works
         const int64_t at = ((t->token + token) * c->heads + head * group) * c->dim;
         copy_rows(moved(c->query, at, c->query_is_bfloat16), group, c->dim, f.query, width, c->query_is_bfloat16);
         for (int64_t i = 0; i < group * width; i++) f.query[i] *= query_scale(c), f.sum[i] = 0.0f;
-        for (int64_t h = 0; h < group; h++) f.largest[h] = UNSEEN, f.total[h] = 0.0f;
+        for (int64_t h = 0; h < group; h++) f.largest[h] = LOWEST, f.total[h] = 0.0f;
         for (int64_t slot = most(t->first, end - c->window); slot < last; slot += SLOTS) {
             const int64_t slots = least(SLOTS, last - slot);
             const int count = find_runs(c, t, head, slot, slot + slots, runs);

@@ -7,6 +7,9 @@
  */
 #pragma once
 
+#include <float.h>
+#include <math.h>
+
 #include "vectors.h"
 
 enum {
@@ -15,18 +18,20 @@ enum {
     TILE = REGISTERS == 32 ? 8 : 4,     /* rows of a tile: with PANEL vectors each, they fill the registers but for some */
     MANY = LANES,                       /* from so many queries on, lanes are queries */
 };
-#define UNSEEN -1e30f /* The score of a slot that a query does not see. Its weight is 0 as soon as the query has seen any slot. */
+#define UNSEEN -INFINITY /* The score of a slot that a query does not see: its weight is 0, because no largest score is below LOWEST. */
+#define LOWEST -FLT_MAX  /* The largest score before any is seen. */
 #define LOG2_E 1.44269504f
 
 /* Query tokens [token, token + tokens) of the step, the first at `position` of its row, over slots [first, last) of the context.
  * A token sees the slots up to its own position. parts: how many items share these tokens; if several, `partial` is where this one leaves
- * its result, `first_partial` where the first of them does, and `split` counts those that are done. */
+ * its results, `first_partial` where the first of them does (both in results, one for each query), and `split` counts those that are done. */
 typedef struct {
     int64_t token, tokens, position, row, first, last, parts, partial, first_partial, split;
 } item;
 
 /* query, out: [tokens, heads, dim]. keys, values: a layer's pages. table: page ids, by row. items: [items]. workspace: floats of each
- * thread. partials: [partials, kv_heads, partial_floats]. done: [splits, kv_heads]. window: most slots that a token sees. softcap: 0 for
+ * thread. partials: [items of splits] of
+ * [kv_heads, queries of the item, dim + 2]. done: [splits, kv_heads]. window: most slots that a token sees. softcap: 0 for
  * none. next: the next item and head to be taken. */
 typedef struct {
     const void *query, *keys, *values;
@@ -35,7 +40,7 @@ typedef struct {
     const item *items;
     float *workspace, *partials;
     int64_t *done;
-    int64_t item_count, split_count, table_stride, page_stride, head_stride, workspace_floats, partial_floats;
+    int64_t item_count, split_count, table_stride, page_stride, head_stride, workspace_floats;
     int64_t heads, kv_heads, page_size, dim, window, threads, next;
     int32_t query_is_bfloat16, pages_are_bfloat16;
     float scale, softcap;
@@ -107,7 +112,7 @@ INLINE floats capped(floats x, float softcap) {
 static void finish(const call *c, const item *t, int64_t head, int64_t query, const float *sum, int64_t step, float largest, float total) {
     const int64_t group = c->heads / c->kv_heads, dim = c->dim;
     if (t->parts > 1) {
-        float *part = c->partials + (t->partial * c->kv_heads + head) * c->partial_floats + query * (dim + 2);
+        float *part = c->partials + (t->partial * c->kv_heads + head * t->tokens * group + query) * (dim + 2);
         for (int64_t d = 0; d < dim; d++) part[d] = sum[d * step];
         part[dim] = largest;
         part[dim + 1] = total;
@@ -123,13 +128,13 @@ static void finish(const call *c, const item *t, int64_t head, int64_t query, co
 
 /* Adds up what the items of one split left, once the last of them is done. */
 static void merge(const call *c, const item *t, int64_t head, float *sum) {
-    const int64_t dim = c->dim, queries = t->tokens * (c->heads / c->kv_heads), stride = c->kv_heads * c->partial_floats;
+    const int64_t dim = c->dim, queries = t->tokens * (c->heads / c->kv_heads), stride = c->kv_heads * queries * (dim + 2);
     if (__atomic_add_fetch(c->done + t->split * c->kv_heads + head, 1, __ATOMIC_ACQ_REL) < t->parts) return;
     item whole = *t;
     whole.parts = 1;
     for (int64_t q = 0; q < queries; q++) {
-        const float *first = c->partials + (t->first_partial * c->kv_heads + head) * c->partial_floats + q * (dim + 2);
-        float largest = UNSEEN, total = 0.0f;
+        const float *first = c->partials + (t->first_partial * c->kv_heads + head * queries + q) * (dim + 2);
+        float largest = LOWEST, total = 0.0f;
         for (int64_t p = 0; p < t->parts; p++) largest = first[p * stride + dim] > largest ? first[p * stride + dim] : largest;
         memset(sum, 0, dim * sizeof *sum);
         for (int64_t p = 0; p < t->parts; p++) {

@@ -98,7 +98,7 @@ static void begin_many(const call *c, const item *t, int64_t head, const many *m
         for (int64_t d = 0; d < dim; d++) to[d * WIDE] = q < queries ? scale * load_one(c->query, at + d, c->query_is_bfloat16) : 0.0f;
         for (int64_t d = 0; d < m->width; d++) sum[d * WIDE] = 0.0f;
         seen[q] = (int32_t)(t->position + token);
-        m->largest[q] = UNSEEN;
+        m->largest[q] = LOWEST;
         m->total[q] = 0.0f;
     }
 }

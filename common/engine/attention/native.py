@@ -4,12 +4,13 @@ Owns the division of a step into items of work, and the memory in which they are
 not know models, sampling or requests.
 
 An item is some tokens of one row over some of its context. One call of a layer computes all items for all KV heads: each thread
-takes the next one until none is left, the largest first. A row that is much longer than the others is split over its context, so
-that no thread works alone at the end. Each item of a split leaves its result in memory, and the one that ends last merges them.
+takes the next one until none is left, the largest first. Long contexts are split, so that few rows give work to all threads. Each
+item of a split leaves its result in memory, and the one that ends last merges them. A row is split by its own length, whatever
+the other rows and the number of threads are: sums are made in one order, and a greedy answer does not depend on them.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,10 +28,10 @@ SOURCE = Path(__file__).with_name("paged_attention.c")
 DTYPES = (torch.float32, torch.bfloat16)
 """Of queries, and of pages. They may differ."""
 
-ITEMS_PER_THREAD = 4
-"""No item takes more than one part in so many of what a thread has to do."""
-SPLIT_SLOTS = 128
-"""An item of a split covers at least so many slots: below that, the merge costs more than the balance gives."""
+SPLIT_SLOTS = 512
+"""An item of a split covers about so many slots, or more: below that, the merge costs more than the balance gives."""
+SPLIT_ITEMS = 128
+"""A decode row or a chunk becomes at most about so many items, all KV heads together: more only take memory and time."""
 ALONE_COST = 2**14
 """A step of at most this cost runs on one thread: to wake the others takes longer. See `_cost`."""
 LIGHTEST = 32
@@ -49,7 +50,7 @@ class _Call(ctypes.Structure):
             for name in ("query", "keys", "values", "out", "table", "items", "workspace", "partials", "done")
         ),
         *((name, ctypes.c_int64) for name in ("item_count", "split_count", "table_stride", "page_stride", "head_stride")),
-        *((name, ctypes.c_int64) for name in ("workspace_floats", "partial_floats", "heads", "kv_heads", "page_size", "dim")),
+        *((name, ctypes.c_int64) for name in ("workspace_floats", "heads", "kv_heads", "page_size", "dim")),
         *((name, ctypes.c_int64) for name in ("window", "threads", "next")),
         *((name, ctypes.c_int32) for name in ("query_is_bfloat16", "pages_are_bfloat16")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -57,9 +58,10 @@ class _Call(ctypes.Structure):
 
 
 class _Plan(NamedTuple):
-    """A call that lacks the layer's tensors, and the memory that it points to."""
+    """A call without the layer's tensors and the threads, and the memory that it points to. alone: one thread computes it."""
 
     call: _Call
+    alone: bool
     kept: tuple[Tensor | NDArray[np.int64], ...]
 
 
@@ -115,40 +117,62 @@ class NativeAttention:
         """None: the items depend on the rows' lengths."""
 
     def _computed(self, layer: int, query: Tensor) -> Tensor:
-        call, _ = self._plans[self._layers[layer]]
+        call, alone, _ = self._plans[self._layers[layer]]
         keys, values = self._memory.layers[layer]
         query = query.contiguous()
         out = torch.empty_like(query)
         call.query, call.keys, call.values, call.out = query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
+        # Asked at each layer: torch's number follows the cores that other instances lend, and the runtime has one pool for both.
+        call.threads = 1 if alone else torch.get_num_threads()
+        if len(self._workspace) < call.threads * self._workspace_floats:
+            self._workspace = torch.empty(call.threads * self._workspace_floats)
+        call.workspace = self._workspace.data_ptr()
         self._run(ctypes.byref(call))
         return out
 
     def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
-        layout, threads = self._memory.layout, torch.get_num_threads()
-        items = [item for chunk in step.chunks for item in self._items_of(chunk, how.window)]
-        token = step.chunks[-1].end if step.chunks else 0
-        for row, length in zip(step.decode_rows.tolist(), step.host_lengths.tolist(), strict=True):
-            items.append((token, 1, length - 1, row, 0 if how.window is None else max(0, length - how.window), length))
-            token += 1
-        total = sum(map(self._cost, items)) * layout.kv_heads
-        threads = 1 if total <= ALONE_COST else threads
-        array, partials, splits = self._split(sorted(items, key=self._cost, reverse=True), total, threads)
-        partial_floats = self._item_tokens * self._group * (layout.head_dim + 2)
-        if len(self._workspace) < threads * self._workspace_floats:
-            self._workspace = torch.empty(threads * self._workspace_floats)
-        left = torch.empty(partials * layout.kv_heads * partial_floats)
+        layout = self._memory.layout
+        items: list[tuple[int, ...]] = []
+        work, partials, splits = 0, 0, 0
+        for whole in self._wholes_of(step, how.window):
+            most = max(1, SPLIT_ITEMS // (layout.kv_heads * len(whole)))
+            for item in whole:
+                first, last = item[4:]
+                work += self._cost(item)
+                parts = min(most, -(-(last - first) // SPLIT_SLOTS))
+                if parts <= 1:
+                    items.append((*item, 1, 0, 0, 0))
+                    continue
+                ends = [first + (last - first) * part // parts for part in range(parts + 1)]
+                queries = item[1] * self._group
+                items += [
+                    (*item[:4], ends[part], ends[part + 1], parts, partials + part * queries, partials, splits)
+                    for part in range(parts)
+                ]
+                partials, splits = partials + parts * queries, splits + 1
+        array = np.array(sorted(items, key=self._cost, reverse=True), np.int64).reshape(-1, 10)
+        left = torch.empty(partials * layout.kv_heads * (layout.head_dim + 2))
         done = np.empty(splits * layout.kv_heads, np.int64)
         keys = self._memory.layers[0][0]
         call = _Call(
-            table=step.table.data_ptr(), items=array.ctypes.data, workspace=self._workspace.data_ptr(), partials=left.data_ptr(),
-            done=done.ctypes.data, item_count=len(array), split_count=splits, table_stride=step.table.stride(0),
+            table=step.table.data_ptr(), items=array.ctypes.data, partials=left.data_ptr(), done=done.ctypes.data,
+            item_count=len(array), split_count=splits, table_stride=step.table.stride(0),
             page_stride=keys.stride(0), head_stride=keys.stride(1), workspace_floats=self._workspace_floats,
-            partial_floats=partial_floats, heads=self._heads, kv_heads=layout.kv_heads, page_size=layout.page_size,
-            dim=layout.head_dim, window=2**62 if how.window is None else how.window, threads=threads,
+            heads=self._heads, kv_heads=layout.kv_heads, page_size=layout.page_size,
+            dim=layout.head_dim, window=2**62 if how.window is None else how.window,
             query_is_bfloat16=self._dtype == torch.bfloat16, pages_are_bfloat16=keys.dtype == torch.bfloat16,
             scale=how.scale, softcap=how.softcap or 0.0,
         )  # fmt: skip
-        return _Plan(call, (step.table, self._workspace, left, done, array))
+        return _Plan(call, work * layout.kv_heads <= ALONE_COST, (step.table, left, done, array))
+
+    def _wholes_of(self, step: StepTokens, window: int | None) -> Iterator[list[_Item]]:
+        """The items of each chunk and of each decode row, before they are split over their contexts."""
+        for chunk in step.chunks:
+            yield self._items_of(chunk, window)
+        token = step.chunks[-1].end if step.chunks else 0
+        for row, length in zip(step.decode_rows.tolist(), step.host_lengths.tolist(), strict=True):
+            yield [(token, 1, length - 1, row, 0 if window is None else max(0, length - window), length)]
+            token += 1
 
     def _items_of(self, chunk: Segment, window: int | None) -> list[_Item]:
         items = []
@@ -159,24 +183,9 @@ class NativeAttention:
             items.append((begin, end - begin, start, chunk.row, first, start + end - begin))
         return items
 
-    def _cost(self, item: _Item) -> int:
+    def _cost(self, item: Sequence[int]) -> int:
         """Of an item in one KV head: queries times slots."""
         return max(item[1] * self._group, LIGHTEST) * (item[5] - item[4])
-
-    def _split(self, items: list[_Item], total: int, threads: int) -> tuple[NDArray[np.int64], int, int]:
-        """The items as C takes them, with those that are too large split; the number of partial results; the number of splits."""
-        largest = total if threads == 1 else -(-total // (threads * ITEMS_PER_THREAD))
-        split, partials, splits = [], 0, 0
-        for item in items:
-            first, last = item[4:]
-            parts = max(1, min(-(-self._cost(item) // largest), (last - first) // SPLIT_SLOTS))
-            if parts == 1:
-                split.append((*item, 1, 0, 0, 0))
-                continue
-            ends = [first + (last - first) * part // parts for part in range(parts + 1)]
-            split += [(*item[:4], ends[p], ends[p + 1], parts, partials + p, partials, splits) for p in range(parts)]
-            partials, splits = partials + parts, splits + 1
-        return np.array(split, np.int64).reshape(-1, 10), partials, splits
 
 
 def native_library() -> ctypes.CDLL | None:

@@ -55,15 +55,16 @@ INLINE uint16_t to_bfloat16(float x) {
     return (uint16_t)(x == x ? rounded : 0x7fc0);
 }
 
+/* b where either is NaN. */
 INLINE floats larger(floats a, floats b) {
     const words is_larger = (words)(a > b);
     return (floats)((is_larger & (words)a) | (~is_larger & (words)b));
 }
 
-/* 2 to the power of x, for x of at most 0; 0 below -126.5. The error is about one unit in the last place: Taylor's terms up to degree 6
+/* 2 to the power of x, for x of at most 0; 0 below -126.5; NaN stays NaN. The error is about one unit in the last place: Taylor's terms up to degree 6
  * over [-0.5, 0.5], times a power of two that is built in the exponent's bits. */
 INLINE floats exp2_of(floats x) {
-    x = larger(x, (floats){0} - 127.0f);
+    x = larger((floats){0} - 127.0f, x);
     const signs whole = __builtin_convertvector(x - 0.5f, signs); /* drops the fraction, so it rounds to the nearest for x <= 0 */
     const floats rest = x - __builtin_convertvector(whole, floats);
     floats y = rest * 1.5403530e-4f + 1.3333558e-3f;

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,8 +74,71 @@ def test_a_long_row_is_split_over_its_context_and_merged(monkeypatch: pytest.Mon
     for layer in range(len(shape.layers)):
         for _ in range(2):
             assert step.error(layer, attention.run(layer, step.query)) < 1e-5
-    split = attention._plans[shape.layers[0]].call.split_count
-    assert (split > 0) == (threads > 1)
+    assert attention._plans[shape.layers[0]].call.split_count > 0
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_row_gets_the_same_numbers_on_any_number_of_threads_and_beside_any_other_rows(kv_heads: int) -> None:
+    shape = Shape(2 * kv_heads, kv_heads, 32, 64, (LayerAttention(0.1), LayerAttention(0.1, 700)), width=32)
+    step = Step(shape, [(1500, 70)], [2000, 600, 7])
+    alone = replace(step.tokens, chunks=(), decode_rows=torch.tensor([1]), decode_lengths=torch.tensor([2000]))
+    alone = replace(alone, host_lengths=np.array([2000], np.int64))
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        attention = planned(step)
+        found.append([attention.run(layer, step.query) for layer in range(2)])
+        attention.plan(alone)
+        for layer in range(2):
+            assert torch.equal(attention.run(layer, step.query[70:71])[0], found[0][layer][70])
+            assert torch.equal(found[-1][layer], found[0][layer])
+
+
+def test_each_layer_runs_on_the_threads_that_torch_has_by_then() -> None:
+    """A change of torch's number amid a step must not make the runtime end threads and start them again."""
+    layers = (LayerAttention(0.1),)
+    step = Step(Shape(4, 2, 64, 16, layers, width=40), [(300, 60)], [600])
+    torch.set_num_threads(1)
+    attention = planned(step)
+    expected = attention.run(0, step.query)
+    ran: list[int] = []
+    library = attention._run
+
+    def noted(call: Any) -> None:
+        ran.append(call._obj.threads)
+        library(call)
+
+    attention._run = noted  # type: ignore[assignment]
+    for threads in (3, 1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(attention.run(0, step.query), expected)
+    assert ran == [3, 1, 2]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_is_not_a_number_is_seen_in_the_result_as_it_is_with_torch(softcap: float | None) -> None:
+    """Decode rows and chunks, split and not: a query or a key with NaN or infinity, and scores far below any that occur."""
+    shape = Shape(2, 1, 32, 64, (LayerAttention(0.1, softcap=softcap),), width=24)
+    for chunks, lengths in (([], [40, 1200]), ([(20, 40), (1100, 40)], [])):
+        for change in (torch.nan, torch.inf, -torch.inf, -1e34, None):
+            step = Step(shape, chunks, lengths)
+            for row in range(2):
+                if change is not None:
+                    step.memory.layers[0][0][step.table[row, 0], :, 5, 3] = change
+            if change is None:
+                step.query[:, 0, 0] = torch.nan
+            attention, plain = planned(step), PagedAttention(step.memory, 2, shape.layers, torch.float32)
+            plain.plan(step.tokens)
+            got, expected = attention.run(0, step.query), plain.run(0, step.query)
+            assert torch.equal(got.isnan(), expected.isnan())
+            assert (got - expected).nan_to_num().abs().max() < 1e-5
+    step = Step(Shape(1, 1, 32, 16, (LayerAttention(1.0),)), [(0, 40)], [3])
+    step.query.fill_(-1e15)
+    for view in step.memory.layers[0]:
+        view.abs_().mul_(1e17).add_(1e17)
+    attention, plain = planned(step), PagedAttention(step.memory, 1, step.shape.layers, torch.float32)
+    plain.plan(step.tokens)
+    assert torch.allclose(attention.run(0, step.query), plain.run(0, step.query))
 
 
 def test_slots_before_a_window_are_not_read() -> None:

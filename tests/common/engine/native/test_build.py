@@ -158,8 +158,9 @@ def test_without_a_cache_that_can_be_written_libraries_are_kept_in_a_private_tem
     monkeypatch.setattr(Path, "home", homeless)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", "" if cache_is == "unknown" else str(tmp_path / "file"))
-    if compiled("int answer(void) { return 5; }", tmp_path) is None:
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("there is no C compiler")
+    assert compiled("int answer(void) { return 5; }", tmp_path) is not None
     folder = tmp_path / f"tandem-{os.geteuid()}"
     assert "which may not stay" in caplog.text and len(list(folder.glob("*.so"))) == 1 and folder.stat().st_mode & 0o77 == 0
     folder.chmod(0o777)
