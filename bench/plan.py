@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from common.config import Switch, TransportName, option, parse_bytes, parse_numbers
+from common.amounts import parse_bytes
+from common.config import Switch, TransportName, option, parse_numbers
 from common.errors import ConfigError
 
 Arrangement = Literal["contiguous", "scattered"]

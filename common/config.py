@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from common.addresses import check_address, check_leader
+from common.amounts import parse_bytes, parse_memory
 from common.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -131,6 +132,11 @@ class EngineConfig:
     )
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
     lent_cores: str = option("", "file by which instances of a host lend each other idle cores; launch local makes it")
+    memory_part: int = option(
+        0,
+        "bytes of the host's memory that each rank has on CPU for weights, steps and pages, with --kv-memory auto; launch local "
+        "decides it for all; 0: the part that --sharers says",
+    )
 
     def __post_init__(self) -> None:
         require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
@@ -140,13 +146,18 @@ class EngineConfig:
         require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
         require(0 <= self.threads <= 4096, "threads", "between 0 and 4096", self.threads)
         require(0 <= self.sharers <= 4096, "sharers", "between 0 and 4096", self.sharers)
+        require(self.memory_part >= 0, "memory-part", "0 or more", self.memory_part)
+        if self.kv_memory != "auto":
+            refuse_without_effect(self, ("memory_part",), "without --kv-memory auto")
+        if self.device.startswith("cuda"):
+            refuse_without_effect(self, ("memory_part", "lent_cores"), "on a GPU")
         parse_memory(self.kv_memory, "kv-memory", total_bytes=2**40)
         require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
         _require_choices(self)
         if self.executor == "timed":
             parse_step_cost(self.step_cost)
             require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
-            of_models = ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups")
+            of_models = ("load_format", "quantization", "attention", "graphs", "graph_sizes", "layer_groups", "lent_cores")
             refuse_without_effect(self, of_models, "with --executor timed, which loads no model")
         else:
             refuse_without_effect(self, ("step_cost",), "without --executor timed")
@@ -393,39 +404,12 @@ def parse_ranks(text: str, ranks: int) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-_SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
 def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ...]:
     """The numbers of "1,32,1024", as they stand there. kind: int or float. Raises ConfigError, which names the flag."""
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--{flag} must be numbers with commas between them; it is {text!r}") from None
-
-
-def parse_bytes(text: str, flag: str = "") -> int | None:
-    """Bytes of "512MiB", "40GiB", "1000000"; None for "auto". Raises ConfigError, which names the flag."""
-    if text == "auto":
-        return None
-    digits = text.rstrip("BKMGIbkmgi ")
-    unit = text[len(digits) :].strip().upper()
-    try:
-        number = float(digits)
-    except ValueError:
-        number = -1.0
-    scale = _UNITS.get(unit, 0)
-    if not (math.isfinite(number) and number * scale >= 1):  # false for an unknown unit too
-        where = f"--{flag}: " if flag else ""
-        raise ConfigError(f"{where}{text!r} is not an amount of memory: write a number with B, KiB, MiB or GiB, or auto")
-    return int(number * scale)
-
-
-def parse_memory(text: str, flag: str, total_bytes: int) -> int | None:
-    """As `parse_bytes`, and "40%" is that share of a memory of `total_bytes`. Raises ConfigError, which names the flag."""
-    percent = parse_share(text, flag)
-    return parse_bytes(text, flag) if percent is None else int(total_bytes * percent / 100)
 
 
 def parse_step_cost(text: str) -> tuple[float, float, float]:
@@ -437,14 +421,3 @@ def parse_step_cost(text: str) -> tuple[float, float, float]:
     costs = (step_s, chunk_token_s, decode_row_s)
     require(all(0 <= cost < math.inf for cost in costs), "step-cost", f"three numbers of seconds such as {STEP_COST}", text)
     return costs
-
-
-def parse_share(text: str, flag: str) -> float | None:
-    """Percent of "40%"; None for what is not a share. Raises ConfigError, which names the flag."""
-    share = _SHARE.fullmatch(text)
-    if share is None:
-        return None
-    percent = float(share[1])
-    if not 0 < percent <= 100:
-        raise ConfigError(f"--{flag}: {text!r} is not a share of memory: write a number above 0 and up to 100 with %")
-    return percent

@@ -14,7 +14,7 @@ from launch.commands import add_command, read_guarded_access, read_security
 from launch.local_cores import CoresConfig
 from launch.ray_plan import RayConfig
 
-DECIDED_FOR_INSTANCES = ("router", "host", "inbox_port", "name", "rank", "leader", "lent_cores")
+DECIDED_FOR_INSTANCES = ("router", "host", "inbox_port", "name", "rank", "leader", "lent_cores", "memory_part")
 """Fields that both commands set for their instances."""
 DECIDED_BY_RAY = (*DECIDED_FOR_INSTANCES, "sharers")
 DECIDED_FOR_ROUTERS = ("share_port", "own_port")

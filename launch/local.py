@@ -28,6 +28,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from common.addresses import LOOPBACK, bind_address, port_of, reachable
+from common.amounts import parse_share
 from common.config import (
     AccessConfig,
     EngineConfig,
@@ -36,10 +37,10 @@ from common.config import (
     ModelConfig,
     RouterConfig,
     SecurityConfig,
-    parse_share,
     refuse_without_effect,
 )
 from common.cores import core_count, divide_cores, place_on_gpus
+from common.engine.kv_host import memory_part
 from common.engine.lent_cores import make_file
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
@@ -94,8 +95,7 @@ class LocalPlan:
             raise ConfigError(f"--prefill must be 0 or more, is {self.prefill}")
         if self.decode < 1:
             raise ConfigError(f"--decode must be at least 1, is {self.decode}")
-        if self.engine.threads:
-            refuse_without_effect(self.cores, ("workload", "lend_cores"), "with --threads")
+        self._check_cores()
         if not 1 <= self.routers <= MOST_ROUTERS:
             raise ConfigError(f"--routers must be between 1 and {MOST_ROUTERS}, is {self.routers}")
         self._check_shares()
@@ -113,34 +113,53 @@ class LocalPlan:
         return [*(Part(name, ROUTER, drains=False) for name in self.router_names), *instances]
 
     def engines(self) -> dict[str, EngineConfig]:
-        """The engine's config of each instance, by name: they share the cores and the GPUs."""
+        """The engine's config of each instance, by name: they share the cores, the GPUs and the memory that is free now."""
         names = [name for role in ROLES for name in self.names(role)]
         places = place_on_gpus(self.engine.device, len(names), self.gpus, self.instance.tp)
+        shared = replace(self.engine, sharers=max(places[0][1], self.engine.sharers))
+        if self._on_processor:
+            shared = replace(shared, memory_part=memory_part(shared, self.instance.tp, len(names) * self.instance.tp))
         return {
-            name: replace(
-                self.engine,
-                threads=self._threads(name.startswith("prefill")),
-                device=device,
-                sharers=max(sharers, self.engine.sharers),
-            )
-            for name, (device, sharers) in zip(names, places, strict=True)
+            name: replace(shared, threads=self._threads(name.startswith("prefill")), device=device)
+            for name, (device, _) in zip(names, places, strict=True)
         }
 
     @property
     def lends_cores(self) -> bool:
         """Whether instances lend each other cores: where several compute on the processor, with one rank each."""
-        alone = self.prefill + self.decode == 1 or self.instance.tp > 1
-        return self._computes_here and self.cores.lend_cores == "on" and not self.engine.threads and not alone
+        return self.cores.lend_cores == "on" and not self._why_not_lent
 
     @property
-    def _computes_here(self) -> bool:
-        """Whether the processor computes the model."""
-        return not self.gpus and not self.engine.device.startswith("cuda") and self.engine.executor == "torch"
+    def _on_processor(self) -> bool:
+        return self.engine.device == "cpu" or (self.engine.device == "auto" and not self.gpus)
+
+    @property
+    def _why_not_divided(self) -> str:
+        """Why cores are not divided by work; "": they are."""
+        if self.engine.threads:
+            return "with --threads"
+        if self.engine.executor != "torch":
+            return f"with --executor {self.engine.executor}"
+        return "" if self._on_processor else "on GPUs"
+
+    @property
+    def _why_not_lent(self) -> str:
+        """Why instances cannot lend each other cores; "": they can."""
+        if self.instance.tp > 1:
+            return "with --tp"
+        return self._why_not_divided or ("with one instance" if self.prefill + self.decode == 1 else "")
+
+    def _check_cores(self) -> None:
+        """Raises ConfigError."""
+        no_prefill = "" if self.prefill else "with --prefill 0"
+        for name, why in (("workload", self._why_not_divided or no_prefill), ("lend_cores", self._why_not_lent)):
+            if why:
+                refuse_without_effect(self.cores, (name,), why)
 
     def _threads(self, is_prefill: bool) -> int:
         if self.engine.threads:
             return self.engine.threads
-        if not self._computes_here:
+        if self._why_not_divided:
             return divide_cores(core_count(), self.prefill + self.decode)
         of_prefill, of_decode = divide_by_work(core_count(), self.prefill, self.decode, self.cores.prefill_share)
         return of_prefill if is_prefill else of_decode

@@ -10,13 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig
 from common.cores import core_count, devices_of_ranks, divide_cores
 from common.engine.checkpoint import fingerprint
+from common.engine.kv_host import memory_part
 from common.flags import flag_of, to_flags
 from common.model_path import resolve_model_path
 from launch.gpus import count_gpus
 from launch.processes import launch_command
 from launch.rank_children import RankCommands
 
-OF_A_HOST = ("device", "threads", "lent_cores", "sharers", "kv_memory")
+OF_A_HOST = ("device", "threads", "lent_cores", "memory_part", "sharers", "kv_memory")
 """Flags of the engine that ranks may differ in."""
 LIBRARIES = ("torch", "transformers", "safetensors", "xgrammar", "flashinfer-python", "triton")
 """Their versions decide what is computed."""
@@ -38,12 +39,16 @@ def rank_setup(role: str, instance: InstanceConfig, model: ModelConfig, engine: 
 
 
 def engines_of_ranks(instance: InstanceConfig, engine: EngineConfig) -> dict[int, EngineConfig]:
-    """The engine of each rank that this command starts: they share its cores, and each has a device. Raises ConfigError."""
+    """The engine of each rank that this command starts: they share its cores, and each has a device
+    or an equal part of the host's memory. Raises ConfigError."""
     ranks = instance.ranks
     gpus = count_gpus() if engine.device != "cpu" and engine.executor == "torch" else 0
     devices = devices_of_ranks(engine.device, len(ranks), gpus)
     threads = divide_cores(engine.threads or core_count(), len(ranks))
-    return {rank: replace(engine, device=device, threads=threads) for rank, device in zip(ranks, devices, strict=True)}
+    engine = replace(engine, threads=threads)
+    if not gpus and not engine.device.startswith("cuda"):
+        engine = replace(engine, memory_part=memory_part(engine, instance.tp, len(ranks)))
+    return {rank: replace(engine, device=device) for rank, device in zip(ranks, devices, strict=True)}
 
 
 def commands_of_ranks(

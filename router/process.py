@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from common.access import OPEN, Access
 from common.addresses import bind_address
-from common.config import ModelConfig, RouterConfig, parse_bytes
+from common.amounts import parse_bytes
+from common.config import ModelConfig, RouterConfig
 from common.ids import InstanceId
 from common.messages import RouterInbox
 from common.processes.open_files import allow_many_files

@@ -7,7 +7,7 @@ what a GPU has left is measured in `kv_meter.py`.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import parse_memory
+from common.amounts import parse_memory
 from common.errors import ConfigError, MemoryShort
 from common.pages.layout import KVLayout
 

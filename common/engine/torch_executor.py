@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from common.config import EngineConfig, ModelConfig
+from common.config import EngineConfig, ModelConfig, refuse_without_effect
 from common.engine.device import device_of
 from common.engine.executor import ExecutorFailed
 from common.engine.grammars import CompiledSoon
@@ -67,7 +67,9 @@ class TorchExecutor:
             torch.set_num_threads(engine.threads)
         self._threads_now = torch.get_num_threads()
         on_cpu = device_of(engine.device).type == "cpu"
-        self._cores = LentCores(engine.lent_cores, self._threads_now) if engine.lent_cores and on_cpu else None
+        if not on_cpu:
+            refuse_without_effect(engine, ("lent_cores", "memory_part"), "on a GPU")
+        self._cores = LentCores(engine.lent_cores, self._threads_now) if engine.lent_cores else None
         self._runner = ModelRunner(model, engine, progress, group, agree)
         self.description = self._runner.description
         self._wake = wake

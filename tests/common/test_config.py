@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from common.amounts import parse_bytes, parse_memory
 from common.config import (
     STEP_COST,
     AccessConfig,
@@ -14,8 +15,6 @@ from common.config import (
     ModelConfig,
     RouterConfig,
     SecurityConfig,
-    parse_bytes,
-    parse_memory,
     parse_numbers,
     parse_step_cost,
 )
@@ -199,9 +198,13 @@ def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
         ("--load-format", {"executor": "timed", "load_format": "dummy"}),
         ("--graphs", {"executor": "timed", "graphs": "on"}),
         ("--layer-groups", {"executor": "timed", "layer_groups": 0}),
+        ("--lent-cores", {"executor": "timed", "lent_cores": "/tmp/file"}),
+        ("--lent-cores", {"device": "cuda", "lent_cores": "/tmp/file"}),
+        ("--memory-part", {"device": "cuda:1", "memory_part": 5}),
+        ("--memory-part", {"kv_memory": "40%", "memory_part": 5}),
     ],
 )
-def test_the_timed_executor_refuses_what_it_would_ignore(flag: str, given: dict[str, Any]) -> None:
+def test_what_an_executor_or_device_would_ignore_is_refused(flag: str, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=flag):
         EngineConfig(**given)
 

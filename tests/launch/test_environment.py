@@ -1,6 +1,7 @@
 """The cores and GPUs of a host are divided, and what libraries read at import is set before."""
 
 import os
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -8,11 +9,14 @@ import pytest
 
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
 from common.cores import core_count, devices_of_ranks, divide_cores, place_on_gpus
+from common.engine import kv_host
 from common.errors import ConfigError
+from common.host_limits import HostMemory
 from launch import environment
 from launch.gpus import count_gpus
 from launch.local import LocalPlan
 from launch.local_cores import CoresConfig, divide_by_work
+from launch.rank_setup import engines_of_ranks
 
 
 @pytest.mark.parametrize(("cores", "instances", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3), (4, 1, 4), (4, 0, 4)])
@@ -80,6 +84,26 @@ def test_cores_go_to_the_roles_by_the_work_that_each_has(
     assert divide_by_work(cores, *instances, CoresConfig(workload=workload).prefill_share) == threads
 
 
+def test_all_instances_and_ranks_that_are_started_together_get_one_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decided from what is free then: later readings differ."""
+    free_gib = iter((9, 5))
+    monkeypatch.setattr(kv_host, "host_memory_now", lambda: HostMemory(16 * 2**30, next(free_gib) * 2**30))
+    plan = LocalPlan(
+        prefill=1, decode=3, router=RouterConfig(), instance=InstanceConfig(), model=ModelConfig(), engine=EngineConfig(),
+        log=LogConfig(),
+    )  # fmt: skip
+    assert {made.memory_part for made in plan.engines().values()} == {2 * 2**30}
+    ranks = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", sharers=1))
+    assert {made.memory_part for made in ranks.values()} == {2 * 2**30}
+    given = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", memory_part=5))
+    assert {made.memory_part for made in given.values()} == {5}, "the fleet's decision stays"
+    assert plan_part(plan, EngineConfig(kv_memory="10%")) == plan_part(plan, EngineConfig(device="cuda")) == 0
+
+
+def plan_part(plan: LocalPlan, engine: EngineConfig) -> int:
+    return replace(plan, engine=engine).engines()["decode-0"].memory_part
+
+
 def test_no_division_that_uses_as_many_cores_is_faster() -> None:
     """Against all pairs of numbers that fit."""
     for cores, prefill, decode in product(range(2, 25, 2), range(1, 5), range(1, 5)):
@@ -98,10 +122,23 @@ def test_cores_are_lent_where_several_instances_compute_on_the_processor_with_on
         ).lends_cores  # fmt: skip
 
     assert lends() and lends(device="cpu")
-    assert not lends(prefill=0) and not lends(tp=2) and not lends(threads=1) and not lends(gpus=1)
-    assert not lends(device="cuda") and not lends(executor="timed") and not lends(cores=CoresConfig(lend_cores="off"))
-    with pytest.raises(ConfigError, match="--workload has no effect with --threads"):
-        lends(threads=1, cores=CoresConfig(workload="1,1"))
+    assert lends(device="cpu", gpus=2), "a host may have GPUs that are not used"
+    assert not lends(cores=CoresConfig(lend_cores="off"))
+    without_effect: list[tuple[dict[str, Any], str]] = [
+        ({"threads": 1}, "with --threads"),
+        ({"gpus": 1}, "on GPUs"),
+        ({"device": "cuda"}, "on GPUs"),
+        ({"executor": "timed"}, "with --executor timed"),
+        ({"prefill": 0}, "with --prefill 0|with one instance"),
+    ]
+    for flags, why in without_effect:
+        assert not lends(**flags)
+        for cores in (CoresConfig(workload="1,1"), CoresConfig(lend_cores="off")):
+            with pytest.raises(ConfigError, match=f"--(workload|lend-cores) has no effect ({why})"):
+                lends(cores=cores, **flags)
+    assert not lends(tp=2, cores=CoresConfig(workload="1,1"))
+    with pytest.raises(ConfigError, match="--lend-cores has no effect with --tp"):
+        lends(tp=2, cores=CoresConfig(lend_cores="off"))
     with pytest.raises(ConfigError, match="--workload must be two numbers"):
         CoresConfig(workload="512")
 

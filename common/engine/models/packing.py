@@ -91,7 +91,9 @@ def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[s
     """Pack what is worth it, when all weights are filled. sharers: processes of this host that have equal parts of it."""
     begin_s, second_bytes, count = time.perf_counter(), 0, 0
     host = host_memory_now()
-    most_bytes = int(min(host.total_bytes * _SECOND_OF_ALL, host.free_bytes * _SECOND_OF_FREE) / sharers)
+    most_bytes, of_free = int(host.total_bytes * _SECOND_OF_ALL / sharers), int(host.free_bytes * _SECOND_OF_FREE)
+    if most_bytes > of_free:  # else one that starts again, beside others that use their memory, decides as before
+        most_bytes = min(most_bytes, of_free // sharers)
     large = [(layer, layer.weight) for layer in reversed(layers) if layer.weight is not None]
     large = [(layer, weight) for layer, weight in large if weight.numel() >= _LEAST_ITEMS]
     shapes = {weight.shape: weight for _, weight in large}

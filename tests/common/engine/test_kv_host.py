@@ -5,7 +5,7 @@ import re
 import pytest
 
 from common.config import EngineConfig
-from common.engine.kv_host import auto_host_kv_bytes, kv_part
+from common.engine.kv_host import auto_host_kv_bytes, kv_part, part_of
 from common.host_limits import HostMemory
 from common.pages.layout import KVLayout
 
@@ -65,3 +65,28 @@ def test_auto_takes_no_more_than_the_rows_can_use_and_says_why() -> None:
     pages = auto_host_kv_bytes(EngineConfig(max_running=4), 1, layout, 100, lines.append)
     assert pages == 2 * 4 * 7 * layout.page_bytes
     assert len(lines) == 1 and "--kv-memory auto" in lines[0]
+
+
+@pytest.mark.parametrize(("total_gib", "sharers", "weights_gib"), [(16, 4, 0.3), (16, 2, 0.3), (32, 4, 2.6), (64, 8, 2.6)])
+@pytest.mark.parametrize(("busy_gib", "by_hand"), [(0.5, False), (8, False), (0.5, True)])
+def test_one_that_starts_again_beside_others_that_use_their_pages_gets_what_it_had(
+    total_gib: int, sharers: int, weights_gib: float, busy_gib: float, by_hand: bool
+) -> None:
+    """busy_gib: held by other programs. By hand, each decides for itself, and is told no part."""
+    part = 0 if by_hand else part_of(HostMemory(total_gib * GIB, int((total_gib - busy_gib) * GIB)), sharers, sharers)
+
+    def pages(others_gib: float) -> int:
+        free_gib = total_gib - busy_gib - weights_gib - others_gib
+        host = HostMemory(total_gib * GIB, int(free_gib * GIB))
+        return kv_part(host, int(weights_gib * GIB), sharers, BOUNDLESS, part)[0]
+
+    first = pages((sharers - 1) * weights_gib)
+    in_use_gib = sharers * (first / GIB + weights_gib)
+    assert in_use_gib <= total_gib - busy_gib
+    assert pages(in_use_gib * (sharers - 1) / sharers) == first
+
+
+def test_a_second_fleet_of_a_host_gets_the_parts_that_the_first_one_left() -> None:
+    whole = part_of(idle(16), 4, 2)
+    assert part_of(idle(16, 2 * whole / GIB), 4, 2) == whole
+    assert part_of(HostMemory(16 * GIB, 5 * GIB), 4, 4) == GIB

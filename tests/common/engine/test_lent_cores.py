@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from common.config import EngineConfig, ModelConfig
-from common.engine.lent_cores import COMPUTING, GRACE_NS, SLOT_BYTES, LentCores, make_file
+from common.engine import lent_cores
+from common.engine.lent_cores import COMPUTING, GRACE_NS, LOOK_AGAIN_NS, SLOT_BYTES, TAKE_AGAIN_NS, LentCores, make_file
 from common.engine.plan import Plan, StepResult
 from common.engine.torch_executor import TorchExecutor
 from common.errors import ConfigError
@@ -26,7 +27,7 @@ PROMPTS = [np.arange(10, 10 + length, dtype=np.int32) for length in (5, 20)]
 
 
 class Clock:
-    now_ns = 10**12
+    now_ns = 10**9
 
     def __call__(self) -> int:
         return self.now_ns
@@ -98,20 +99,49 @@ def test_those_who_compute_share_what_is_lent(tmp_path: Path) -> None:
         mine.close()
 
 
-def test_the_slot_of_a_process_that_died_is_taken_by_its_successor(tmp_path: Path) -> None:
+def test_the_cores_of_a_process_that_died_while_it_computed_are_free_and_its_successor_takes_its_slot(tmp_path: Path) -> None:
     path = tmp_path / "cores"
-    make_file(path, 2)
-    mine, first = LentCores(str(path), 1), Other(path, 1)
+    make_file(path, 3)
+    clock = Clock()
+    mine, first, busy = LentCores(str(path), 1, clock), Other(path, 2), Other(path, 4)
     mine.begin()
     first.tell("begin")
+    busy.tell("begin")
     first.kill()
-    assert mine.threads() == 1, "nobody says that its cores are free"
-    second = Other(path, 1)
+    assert mine.threads() == 1, "nobody has looked yet"
+    clock.now_ns += LOOK_AGAIN_NS
+    mine.begin()
+    assert mine.threads() == 1 + 2 // 2, "one of the two others lives and computes"
+    second = Other(path, 2)
     try:
-        assert mine.threads() == 2
+        second.tell("begin")
+        clock.now_ns += LOOK_AGAIN_NS
+        mine.begin()
+        assert mine.threads() == 1, "a successor that lives is not taken for dead"
     finally:
         second.kill()
+        busy.kill()
         mine.close()
+
+
+def test_within_a_step_cores_are_taken_at_most_once_a_millisecond_and_given_back_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "cores"
+    make_file(path, 2)
+    clock = Clock()
+    mine = LentCores(str(path), 1, clock)
+    seen = []
+    write_second_slot(path, 2, COMPUTING)
+    mine.begin()
+    for state, after_ns in ((COMPUTING, 0), (0, 0), (COMPUTING, 1), (0, 1), (0, TAKE_AGAIN_NS), (COMPUTING, 1)):
+        write_second_slot(path, 2, state)
+        clock.now_ns += after_ns
+        seen.append(mine.threads())
+    mine.end()
+    write_second_slot(path, 2, 0)
+    mine.begin()
+    seen.append(mine.threads())
+    mine.close()
+    assert seen == [1, 3, 1, 1, 3, 1, 3]
 
 
 def test_one_that_is_drained_leaves_its_cores_to_the_others(tmp_path: Path) -> None:
@@ -140,6 +170,7 @@ def test_the_threads_of_a_step_follow_what_is_lent_and_its_answers_do_not_change
     path = tmp_path / "cores"
     make_file(path, 2)
     set_to: list[int] = []
+    monkeypatch.setattr(lent_cores, "LOOK_AGAIN_NS", 2**60)  # the second slot belongs to no process
 
     def set_threads(threads: int) -> None:
         set_to.append(threads)
@@ -149,11 +180,9 @@ def test_the_threads_of_a_step_follow_what_is_lent_and_its_answers_do_not_change
     model = saved(llama(), tmp_path / "model")
     config = EngineConfig(device="cpu", page_size=8, kv_memory="2MiB", max_running=8, threads=1)
     answers = []
-    for lent_cores in ("", str(path)):
-        executor = TorchExecutor(
-            ModelConfig(model=str(model)), replace(config, lent_cores=lent_cores), lambda: None, lambda text: None
-        )
-        if lent_cores:
+    for file in ("", str(path)):
+        executor = TorchExecutor(ModelConfig(model=str(model)), replace(config, lent_cores=file), lambda: None, lambda text: None)
+        if file:
             write_second_slot(path, 2, 0)
             monkeypatch.setattr(torch, "set_num_threads", set_threads)
         try:

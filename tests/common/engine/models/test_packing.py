@@ -107,6 +107,19 @@ def test_second_copies_are_made_while_memory_allows_and_each_shape_is_measured_o
 
 
 @needs(torch.float32)
+def test_one_that_starts_again_beside_three_others_makes_as_many_second_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packing, "measured_ratios", lambda weight: FASTER_FOR_FEW)
+    total = 8 * 4 * 512 * 256 * 4
+    for free in (total, total // 4):
+        monkeypatch.setattr(packing, "host_memory_now", lambda free=free: HostMemory(total, free))
+        layers = [layer(512, 256), layer(512, 256)]
+        pack_all(layers, sharers=4, progress=lambda text: None)
+        assert [one.weight is not None for one in layers] == [False, True]
+
+
+@needs(torch.float32)
 @pytest.mark.parametrize("ratios", [FASTER_PACKED, FASTER_FOR_FEW], ids=["packed alone", "both copies"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_packed_models_give_the_answers_of_transformers(
