@@ -65,6 +65,9 @@ class Refusal:
         return ConfigError(f"--attention {asked}: {self.reason}: {self.fix}, or take --attention torch")
 
 
+NOT_COMPILED = Refusal("attention in C could not be compiled (the log says why)", "install gcc or clang")
+
+
 def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError if FlashInfer or C is asked for and cannot be used. dtype: of queries.
 
@@ -73,7 +76,7 @@ def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, 
     if asked == "flashinfer":
         refusal = flashinfer_refusal(layout, dtype, host_of(device))
     elif asked == "native":
-        refusal = native_refusal(layout, dtype, device)
+        refusal = native_refusal(layout, dtype, device) or (None if native_library() is not None else NOT_COMPILED)
     if refusal is not None:
         raise refusal.as_error(asked)
 
@@ -165,7 +168,7 @@ def _native_or_torch(needs: AttentionNeeds, asked: AttentionName, progress: Call
         of_chunks = _torch(needs) if needs.dtype == torch.bfloat16 and "amx_bf16" in processor_flags() else None
         progress("attention: in C over the pages" + ("" if of_chunks is None else ", chunks by torch on the matrix units"))
         return NativeAttention(needs.memory, needs.query_heads, needs.layers, needs.dtype, library, of_chunks)
-    refusal = refusal or Refusal("attention in C could not be compiled (the log says why)", "install gcc or clang")
+    refusal = refusal or NOT_COMPILED
     if asked == "native":
         raise refusal.as_error(asked)
     progress(f"attention: torch, which is slower than C, because {refusal.reason}; to use C, {refusal.fix}")

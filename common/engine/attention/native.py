@@ -81,6 +81,8 @@ class NativeAttention:
         of_chunks: Attention | None = None,
     ) -> None:
         assert memory.pool.device.type == "cpu" and {dtype, memory.pool.dtype} <= set(DTYPES)
+        strides = {view.stride() for views in memory.layers for view in views}
+        assert len(strides) == 1 and strides.pop()[2:] == (memory.layout.head_dim, 1), "C steps through all pages in one way"
         self._memory = memory
         self._layers = tuple(layers)
         self._dtype = dtype
@@ -132,6 +134,7 @@ class NativeAttention:
 
     def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
         layout = self._memory.layout
+        assert step.table.dtype == torch.int32 and step.table.stride(1) == 1
         items: list[tuple[int, ...]] = []
         work, partials, splits = 0, 0, 0
         for whole in self._wholes_of(step, how.window):

@@ -50,10 +50,11 @@ INLINE void share(int64_t count, int thread, int threads, int64_t *begin, int64_
     *end = count * (thread + 1) / threads;
 }
 
-/* e^x with a relative error of about 2^-22, for vectors: the compiler has no expf for them. Cephes' polynomial. */
+/* e^x with a relative error of about 2^-22, for vectors: the compiler has no expf for them. Cephes' polynomial. Infinity above 88.4: the
+ * exponent's bits are all set then. */
 INLINE float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
+    x = x > 88.7f ? 88.7f : x;
     const int32_t whole = (int32_t)rintf(x * 1.44269504f);
     const float r = x - (float)whole * 0.693359375f + (float)whole * 2.12194440e-4f;
     float p = 1.9875691500e-4f;

@@ -62,7 +62,7 @@ class NativeKernels(TorchKernels):
         is_bf16 = _IS_BF16.get(x.dtype)
         if is_bf16 is None or x.dim() != 2 or weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps)
-        x = _rows_of(x)
+        x, weight = _rows_of(x), weight.contiguous()
         rows, width = x.shape
         out = x.new_empty(rows, width)
         self._norm(
@@ -75,7 +75,7 @@ class NativeKernels(TorchKernels):
         is_bf16 = _IS_BF16.get(x.dtype)
         if is_bf16 is None or not residual.dtype == weight.dtype == x.dtype:
             return super().add_rms_norm(x, residual, weight, eps)
-        x, residual = _rows_of(x), _rows_of(residual)
+        x, residual, weight = _rows_of(x), _rows_of(residual), weight.contiguous()
         rows, width = x.shape
         out, total = x.new_empty(2, rows, width).unbind()
         self._norm(
@@ -117,13 +117,16 @@ class NativeKernels(TorchKernels):
         tokens, all_heads, dim = heads.shape
         (*key_strides, key_item), (*value_strides, value_item) = keys.stride(), values.stride()
         assert key_item == value_item == 1, "a head of a token is one run of elements in a page"
+        assert cos.dtype == sin.dtype == torch.float32 and places.pages.dtype == places.slots.dtype == torch.int64
         kv_heads = keys.shape[1]
         query_heads = all_heads - 2 * kv_heads
         queries = heads.new_empty(tokens, query_heads, dim)
-        weights = (None, None) if norm is None else (norm.query.data_ptr(), norm.key.data_ptr())
+        weights = (None, None) if norm is None else (norm.query.contiguous(), norm.key.contiguous())
+        pages, slots = places.pages.contiguous(), places.slots.contiguous()
         page, head, slot = key_strides
         work = _RotateWork(
-            heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), *weights, places.pages.data_ptr(), places.slots.data_ptr(),
+            heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), *(None if each is None else each.data_ptr() for each in weights),
+            pages.data_ptr(), slots.data_ptr(),
             queries.data_ptr(), keys.data_ptr(), values.data_ptr(),
             tokens, heads.stride(0), heads.stride(1), query_heads, kv_heads, dim, cos.shape[1],
             page, head, slot, *value_strides, 0.0 if norm is None else norm.eps, is_bf16,
@@ -139,6 +142,7 @@ class NativeKernels(TorchKernels):
         return self._sampled(logits, None, None, None)
 
     def _sampled(self, logits: Tensor, temperature: int | None, seed: int | None, position: int | None) -> Tensor:
+        assert logits.dtype == torch.float32
         logits = _rows_of(logits)
         rows, vocab = logits.shape
         threads = self._threads_for(rows * vocab)

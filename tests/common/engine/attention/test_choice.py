@@ -143,3 +143,11 @@ def test_flashinfer_on_cpu_is_refused_before_the_weights_are_loaded(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"--attention flashinfer: .*computes on CPU.*--device cuda.*--attention torch"):
         runner(saved(qwen3(), tmp_path), lines.append, attention="flashinfer")
     assert lines == []
+
+
+def test_c_without_a_compiler_is_refused_before_the_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/no/such/cc")
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match=r"--attention native: .*install gcc.*--attention torch"):
+        runner(saved(qwen3(), tmp_path), lines.append, attention="native")
+    assert lines == []

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from common.engine.kernels.native_kernels import SOURCE, NativeKernels, load_native_kernels
+from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.native.build import load
 from tests.common.engine.kernels.contract import (
@@ -64,6 +65,26 @@ def test_a_number_that_is_not_finite_stays_so(dtype: torch.dtype) -> None:
     normed = kernels(1).rms_norm(x, x[2], 1e-6)
     assert normed[0].isnan().all() and normed[1, 4].isnan() and normed[2].isfinite().all()
     assert kernels(1).silu_and_mul(x)[:2].isfinite().tolist() == TorchKernels().silu_and_mul(x)[:2].isfinite().tolist()
+
+
+def test_the_activation_of_a_number_far_below_zero_is_zero() -> None:
+    gate_up = torch.tensor([[-1e38, -1e37, -200.0, -89.0, -88.0, -80.0, 80.0, 1e38] + [1.0] * 8])
+    assert torch.allclose(kernels(1).silu_and_mul(gate_up), TorchKernels().silu_and_mul(gate_up), atol=1e-30)
+
+
+def test_weights_pages_and_slots_may_lie_in_every_other_place_of_a_tensor() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(3, 40, generator=generator), torch.randn(80, generator=generator)[::2]
+    angles, heads = torch.randn(3, 8, generator=generator), torch.randn(3, 4, 16, generator=generator)
+    pages, slots = torch.tensor([0, 3, 1, 3, 2, 3])[::2], torch.tensor([1, 3, 2, 3, 0, 3])[::2]
+    norm = HeadNorm(weight[:16], weight[16:32], 1e-6)
+    found = []
+    for each in (kernels(1), TorchKernels()):
+        memory = torch.zeros(2, 4, 1, 4, 16)
+        rotation, places = Rotation(angles.cos(), angles.sin()), PagePlaces(memory[0], memory[1], pages, slots)
+        normed = (each.rms_norm(x, weight, 1e-6), *each.add_rms_norm(x, x, weight, 1e-6))
+        found.append((*normed, each.rotate_and_write(heads, rotation, norm, places), memory))
+    assert all(torch.allclose(native, plain, atol=1e-5) for native, plain in zip(*found, strict=True))
 
 
 def test_without_a_compiler_there_are_no_kernels_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
