@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.kernels.port import Kernels
+from common.engine.models.few_rows import MOST_ROWS, FewRows
 from common.engine.models.int8 import Int8Linear
 from common.errors import ConfigError
 
@@ -37,11 +38,12 @@ class Linear:
 
 @dataclass(slots=True)
 class PackedLinear:
-    """A layer on CPU whose weight may be packed: reordered once for oneDNN's product, which is the faster one for few rows. It
-    has the plain weight, the packed one, or both.
+    """A layer on CPU with a product of its own for few rows: in C over the plain weight, or oneDNN's over a packed one, which is
+    reordered once. With the second it has the plain weight, the packed one, or both.
 
     weight: [outputs, inputs]; None: only the packed one is there. bias: [outputs], or None. shared: the weight is used elsewhere
-    too, so it stays in memory. packed_rows: for how many rows the packed weight is used; for all others the plain one is.
+    too, so it stays in memory. packed_rows: for how many rows the packed weight is used. few_rows: of the product in C; None:
+    there is none. For all other rows torch's product is used.
     """
 
     weight: Tensor | None
@@ -49,12 +51,16 @@ class PackedLinear:
     shared: bool = False
     packed: Tensor | None = None
     packed_rows: range = range(0)
+    few_rows: FewRows | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] → [tokens, outputs]."""
-        if x.shape[0] in self.packed_rows:  # len() of a tensor takes longer
+        rows = x.shape[0]  # len() of a tensor takes longer
+        if rows in self.packed_rows:
             return packed_product(x, self.packed, self.bias)
         assert self.weight is not None
+        if self.few_rows is not None and 0 < rows <= MOST_ROWS:
+            return self.few_rows(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def put(self, rows: slice, weight: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
-"""Which linear layers of a model on CPU use packed weights, and for how many rows.
+"""Which product the linear layers of a model on CPU use for few rows: the one in C over plain weights, or oneDNN's over packed
+ones.
 
 Owns the measurement at start, the memory that second copies may take, and the order of packing: layer by layer, so that no more
 than one weight is in memory twice. Knows layers by their shapes only.
 
-Which product is the faster one depends on the processor and on the rows. oneDNN's packed weights win for the few rows of decode
-steps nearly everywhere. For the many rows of a chunk, torch's own product is as fast on some processors and clearly faster on
-others. There both copies are kept if memory allows; the packed one alone if it does not.
+Which product is the fastest one depends on the processor and on the rows. For the few rows of decode steps torch's own is the
+slowest nearly everywhere. The product in C (`few_rows.c`) needs no copy and no time at start, but there must be a compiler, and
+the weights be float32. For the many rows of a chunk, torch's own product is as fast as oneDNN's on some processors and clearly
+faster on others. So where weights are packed, both copies are kept there if memory allows; the packed one alone if it does not.
 """
 
 import math
@@ -18,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.kv_budget import gib
+from common.engine.models.few_rows import FewRows, fits, load_few_rows
 from common.engine.models.linear import PackedLinear, packed_product, packed_weight
 from common.host_limits import host_memory_now
 
 _LEAST_ITEMS = 2**16
 """Smaller weights stay plain. They are in the caches of the processor, and a call of oneDNN takes longer."""
-_FEW_ROWS, _CHUNK_ROWS = (8, 32), 256
+_ONE_ROW, _FEW_ROWS, _CHUNK_ROWS = 1, (8, 32), 256
 _FEW_END = 128
 """From so many rows on it is a chunk."""
 _SAMPLE_ITEMS = 2**20
@@ -36,8 +39,10 @@ _SECOND_OF_ALL, _SECOND_OF_FREE = 1 / 8, 1 / 4
 """The shares of the host's memory that second copies may take: of the whole, so that equal hosts decide alike, and of what is
 free."""
 
+Product = Callable[[Tensor, Tensor, None], Tensor]
+"""Of rows and a weight, without a bias."""
 Ratios = Mapping[int, float]
-"""The packed product's time as a share of the plain one's, for some numbers of rows."""
+"""A product's time as a share of that of torch's, for some numbers of rows."""
 
 
 def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -53,28 +58,38 @@ def why_not_packed(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def measured_ratios(weight: Tensor) -> Ratios:
-    """weight: [outputs, inputs]. Takes about a tenth of a second for a large one.
+def measured_ratios(weight: Tensor, product: Product, given: Tensor, all_rows: Sequence[int]) -> Ratios:
+    """weight: [outputs, inputs]. given: what the product takes for it. Takes less than a tenth of a second for a large one.
 
     It counts the processor's time of this thread, which computes alone: other processes do the same at this moment, and threads
     that share cores with others wait for each other far longer than they compute.
     """
-    sample, threads = weight[: max(1, _SAMPLE_ITEMS // weight.shape[1])], torch.get_num_threads()
-    packed, ratios = packed_weight(sample), {}
+    threads, ratios = torch.get_num_threads(), {}
     torch.set_num_threads(1)
     try:
-        for rows in (1, *_FEW_ROWS, _CHUNK_ROWS):
+        for rows in all_rows:
             x = torch.ones((rows, weight.shape[1]), dtype=weight.dtype)
-            plain_s, packed_s, spent_s = math.inf, math.inf, 0.0
+            plain_s, product_s, spent_s = math.inf, math.inf, 0.0
             for number in range(1, _MOST_ROUNDS + 1):
-                one_s, other_s = _seconds(F.linear, x, sample), _seconds(packed_product, x, packed)
-                plain_s, packed_s, spent_s = min(plain_s, one_s), min(packed_s, other_s), spent_s + one_s + other_s
+                one_s, other_s = _seconds(F.linear, x, weight), _seconds(product, x, given)
+                plain_s, product_s, spent_s = min(plain_s, one_s), min(product_s, other_s), spent_s + one_s + other_s
                 if spent_s > _ROUNDS_S and number >= _FEWEST_ROUNDS:
                     break
-            ratios[rows] = packed_s / plain_s
+            ratios[rows] = product_s / plain_s
     finally:
         torch.set_num_threads(threads)
     return ratios
+
+
+def measured_packed(samples: Sequence[Tensor]) -> Ratios:
+    """Of oneDNN's product."""
+    rows = (_ONE_ROW, *_FEW_ROWS, _CHUNK_ROWS)
+    return _mean([measured_ratios(sample, packed_product, packed_weight(sample), rows) for sample in samples])
+
+
+def measured_few_rows(samples: Sequence[Tensor], few_rows: FewRows) -> Ratios:
+    """Of the product in C."""
+    return _mean([measured_ratios(sample, few_rows, sample, (_ONE_ROW, *_FEW_ROWS)) for sample in samples])
 
 
 def packed_rows(ratios: Ratios, keeps_weight: bool) -> range:
@@ -84,23 +99,37 @@ def packed_rows(ratios: Ratios, keeps_weight: bool) -> range:
         return range(0)
     if not keeps_weight:
         return range(sys.maxsize)
-    return range(1 if ratios[1] < 1 else 2, sys.maxsize if ratios[_CHUNK_ROWS] < 1 else _FEW_END)
+    return range(1 if ratios[_ONE_ROW] < 1 else 2, sys.maxsize if ratios[_CHUNK_ROWS] < 1 else _FEW_END)
 
 
 def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[str], None]) -> None:
-    """Pack what is worth it, when all weights are filled. sharers: processes of this host that have equal parts of it."""
+    """Give each large layer the product that is the fastest one for few rows, when all weights are filled. sharers: processes of
+    this host that have equal parts of it."""
+    large = [layer for layer in layers if layer.weight is not None and layer.weight.numel() >= _LEAST_ITEMS]
+    if not large:
+        return
+    shapes = {weight.shape: weight for weight in (layer.weight for layer in large) if weight is not None}
+    samples = [_sample(weight) for weight in shapes.values()]
+    packed = measured_packed(samples)
+    few_rows = load_few_rows() if all(map(fits, shapes.values())) else None
+    if few_rows is not None and _for_few(measured_few_rows(samples, few_rows)) < min(1.0, _for_few(packed)):
+        for layer in large:
+            layer.few_rows = few_rows
+        progress(f"{len(large)} linear layers compute few rows in C, over plain weights")
+        return
+    shapes.clear()  # plain weights, which are to be dropped, and parts of them
+    samples.clear()
+    _pack(large, packed, sharers, progress)
+
+
+def _pack(layers: Sequence[PackedLinear], ratios: Ratios, sharers: int, progress: Callable[[str], None]) -> None:
+    """Pack what is worth it."""
     begin_s, second_bytes, count = time.perf_counter(), 0, 0
     host = host_memory_now()
     most_bytes, of_free = int(host.total_bytes * _SECOND_OF_ALL / sharers), int(host.free_bytes * _SECOND_OF_FREE)
     if most_bytes > of_free:  # else one that starts again, beside others that use their memory, decides as before
         most_bytes = min(most_bytes, of_free // sharers)
     large = [(layer, layer.weight) for layer in reversed(layers) if layer.weight is not None]
-    large = [(layer, weight) for layer, weight in large if weight.numel() >= _LEAST_ITEMS]
-    shapes = {weight.shape: weight for _, weight in large}
-    if not shapes:
-        return
-    ratios = _mean([measured_ratios(weight) for weight in shapes.values()])
-    shapes.clear()
     while large:  # the output head comes first: a second copy of it brings the most
         layer, weight = large.pop(0)
         fits = second_bytes + weight.nbytes <= most_bytes
@@ -118,12 +147,23 @@ def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[s
         progress(f"packed the weights of {count} linear layers for few rows in {time.perf_counter() - begin_s:.1f} s{copies}")
 
 
+def _sample(weight: Tensor) -> Tensor:
+    """Some outputs of it, as many as a multiple of 16 where it has so many."""
+    outputs = max(1, _SAMPLE_ITEMS // weight.shape[1])
+    return weight[: outputs // 16 * 16 or outputs]
+
+
+def _for_few(ratios: Ratios) -> float:
+    """Of the rows of decode steps."""
+    return math.prod(ratios[rows] for rows in (_ONE_ROW, *_FEW_ROWS))
+
+
 def _mean(measured: Sequence[Ratios]) -> Ratios:
     """Of all shapes: they differ little on one processor, and less than a measurement on a busy one."""
     return {rows: math.prod(ratios[rows] for ratios in measured) ** (1 / len(measured)) for rows in measured[0]}
 
 
-def _seconds(product: Callable[[Tensor, Tensor, None], Tensor], x: Tensor, weight: Tensor) -> float:
+def _seconds(product: Product, x: Tensor, weight: Tensor) -> float:
     begin_s = time.thread_time()
     product(x, weight, None)
     return time.thread_time() - begin_s

@@ -1,5 +1,6 @@
-"""Packed weights: what they compute, when they are used, and whole models on them against transformers' own."""
+"""Products for few rows: what they compute, which one is used, and whole models on them against transformers' own."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from common.engine.models import packing
 from common.engine.models.decoder import Decoder
+from common.engine.models.few_rows import FewRows, load_few_rows
 from common.engine.models.linear import PackedLinear
-from common.engine.models.packing import measured_ratios, pack_all, packed_rows, why_not_packed
+from common.engine.models.packing import measured_packed, pack_all, packed_rows, why_not_packed
 from common.host_limits import HostMemory
 from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.common.engine.exact import answers, assert_exact, runner
@@ -25,6 +27,13 @@ FASTER_PLAIN = {1: 1.2, 8: 1.3, 32: 0.9, 256: 0.9}
 def needs(dtype: torch.dtype) -> pytest.MarkDecorator:
     reason = why_not_packed(dtype, CPU)
     return pytest.mark.skipif(reason is not None, reason=reason or "")
+
+
+def needed_few_rows() -> FewRows:
+    made = load_few_rows()
+    if made is None:
+        pytest.skip("there is no C compiler")
+    return made
 
 
 def layer(outputs: int, inputs: int, *, shared: bool = False) -> PackedLinear:
@@ -74,7 +83,7 @@ def test_the_faster_product_is_used_where_both_weights_are_there(
 
 def test_a_measurement_has_a_ratio_for_each_number_of_rows_and_leaves_the_threads() -> None:
     threads = torch.get_num_threads()
-    ratios = measured_ratios(torch.randn(64, 128))
+    ratios = measured_packed([torch.randn(64, 128), torch.randn(32, 16)])
     assert torch.get_num_threads() == threads
     assert set(ratios) == set(FASTER_PACKED)
     assert all(0 < ratio < float("inf") for ratio in ratios.values())
@@ -86,11 +95,12 @@ def test_second_copies_are_made_while_memory_allows_and_each_shape_is_measured_o
     measured: list[tuple[int, ...]] = []
     said: list[str] = []
 
-    def measure(weight: Tensor) -> dict[int, float]:
-        measured.append(tuple(weight.shape))
+    def measure(samples: Sequence[Tensor]) -> dict[int, float]:
+        measured.extend(tuple(sample.shape) for sample in samples)
         return FASTER_FOR_FEW
 
-    monkeypatch.setattr(packing, "measured_ratios", measure)
+    monkeypatch.setattr(packing, "load_few_rows", lambda: None)
+    monkeypatch.setattr(packing, "measured_packed", measure)
     for copies, head_packed, plain_left in ((2, True, [False, True]), (0.9, False, [False, False])):
         free = int(copies * 512 * 256 * 4 * 4 * 3) + 64
         monkeypatch.setattr(packing, "host_memory_now", lambda free=free: HostMemory(64 * free, free))
@@ -110,7 +120,8 @@ def test_second_copies_are_made_while_memory_allows_and_each_shape_is_measured_o
 def test_one_that_starts_again_beside_three_others_makes_as_many_second_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packing, "measured_ratios", lambda weight: FASTER_FOR_FEW)
+    monkeypatch.setattr(packing, "load_few_rows", lambda: None)
+    monkeypatch.setattr(packing, "measured_packed", lambda samples: FASTER_FOR_FEW)
     total = 8 * 4 * 512 * 256 * 4
     for free in (total, total // 4):
         monkeypatch.setattr(packing, "host_memory_now", lambda free=free: HostMemory(total, free))
@@ -120,13 +131,33 @@ def test_one_that_starts_again_beside_three_others_makes_as_many_second_copies(
 
 
 @needs(torch.float32)
-@pytest.mark.parametrize("ratios", [FASTER_PACKED, FASTER_FOR_FEW], ids=["packed alone", "both copies"])
+@pytest.mark.parametrize("in_c", [True, False], ids=["in C", "packed"])
+def test_the_product_in_c_is_used_where_it_is_the_fastest_one(monkeypatch: pytest.MonkeyPatch, in_c: bool) -> None:
+    in_c_ratios = {1: 0.8, 8: 0.4, 32: 0.9} if in_c else {1: 0.9, 8: 0.7, 32: 0.9}
+    monkeypatch.setattr(packing, "load_few_rows", needed_few_rows)
+    monkeypatch.setattr(packing, "measured_packed", lambda samples: FASTER_PACKED)
+    monkeypatch.setattr(packing, "measured_few_rows", lambda samples, few_rows: in_c_ratios)
+    layers, small = [layer(512, 256), layer(512, 256, shared=True)], layer(16, 16)
+    pack_all([*layers, small], sharers=1, progress=lambda text: None)
+    assert [one.few_rows is not None for one in (*layers, small)] == [in_c, in_c, False]
+    assert [one.packed is not None for one in (*layers, small)] == [not in_c, not in_c, False]
+
+
+@needs(torch.float32)
+@pytest.mark.parametrize(
+    "ratios", [FASTER_PACKED, FASTER_FOR_FEW, FASTER_PLAIN], ids=["packed alone", "both copies", "few rows in C"]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_packed_models_give_the_answers_of_transformers(
+def test_models_give_the_answers_of_transformers_by_each_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratios: dict[int, float], ranks: int
 ) -> None:
+    if ratios is FASTER_PLAIN:
+        monkeypatch.setattr(packing, "load_few_rows", needed_few_rows)
+        monkeypatch.setattr(packing, "measured_few_rows", lambda samples, few_rows: dict.fromkeys(ratios, 0.1))
+    else:
+        monkeypatch.setattr(packing, "load_few_rows", lambda: None)
     monkeypatch.setattr(packing, "_LEAST_ITEMS", 0)
-    monkeypatch.setattr(packing, "measured_ratios", lambda weight: ratios)
+    monkeypatch.setattr(packing, "measured_packed", lambda samples: ratios)
     model = (
         llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True) if ranks == 1 else qwen3(tie_word_embeddings=False)
     )
@@ -135,7 +166,8 @@ def test_packed_models_give_the_answers_of_transformers(
     path, said = saved(model, tmp_path), list[str]()
     if ranks == 1:
         assert_exact(model, answers(runner(path, said.append), Decoder, prompts, 6, chunk_tokens=150))
-        assert any("packed the weights of 13 linear layers" in line for line in said)
+        told = "13 linear layers compute few rows in C" if ratios is FASTER_PLAIN else "packed the weights of 13 linear layers"
+        assert any(told in line for line in said)
     else:
         for given in answers_of_ranks(path, ranks, prompts, 6, 150):
             assert_exact(model, given)
