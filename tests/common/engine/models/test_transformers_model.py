@@ -214,7 +214,7 @@ def test_a_model_that_makes_much_of_roundings_is_served_in_half_precision(tmp_pa
     made = runner(path, dtype="bfloat16")
     [answer] = answers(made, TransformersModel, [np.arange(30, dtype=np.int32)], 2, chunk_tokens=16)
     assert torch.stack(answer.logits).isfinite().all()
-    dtypes = {tensor.dtype for tensor in made._model._causal.parameters()}  # type: ignore[attr-defined]
+    dtypes = {tensor.dtype for tensor in made.model._causal.parameters()}  # type: ignore[attr-defined]
     assert dtypes == {torch.bfloat16}, "the comparison gave the weights back as they were"
 
 
