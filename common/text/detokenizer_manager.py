@@ -31,7 +31,8 @@ class DetokenizerManager:
     """Made and run by one thread. bind: tcp://host:port of its inbox. router: whose it is. shard: which of that router's
     detokenizers. Raises ConfigError when the model has no tokenizer or the address cannot be bound.
 
-    `meet_router` may be called at any time, also while it runs, so the detokenizer can start before the router.
+    `meet_router` may be called at any time, also while it runs, so the detokenizer can start before the router. Until then no
+    mail is read: the text that it brings could not be sent, and instances that find a new detokenizer tell it tokens at once.
     """
 
     def __init__(self, bind: str, model: str, router: InstanceId = ROUTER, shard: int = 0, trust: Trust = LOOPBACK_ONLY) -> None:
@@ -41,21 +42,25 @@ class DetokenizerManager:
         self._tracer = Tracer(text_name(router, shard), unix_s=time.time() - time.monotonic())
         self._stopping = threading.Event()
         self._router_address: str | None = None
+        self._may_read = threading.Event()
         self._next_beat_s = time.monotonic()
         self.address = self._mailbox.address
 
     def meet_router(self, address: str) -> None:
         """Send text to this address from the next turn on. Any thread may call it."""
         self._router_address = address
+        self._may_read.set()
         self._mailbox.wake()
 
     def stop(self) -> None:
         """End `run` after the present turn. Any thread may call it, also before `run` and after its end."""
         self._stopping.set()
+        self._may_read.set()
         self._mailbox.wake()
 
     def run(self) -> None:
         """Turn until `stop`, then close the inbox."""
+        self._may_read.wait()
         try:
             while not self._stopping.is_set():
                 self._turn()
@@ -103,9 +108,7 @@ class DetokenizerManager:
             self._mailbox.send(router, spans)
 
     def _beat(self) -> None:
-        """Send the heartbeat, if the router is known."""
-        if self._router_address is None:
-            return
+        """Send the heartbeat."""
         core = self._detokenizer
         dropped = sum(core.dropped.values())
         beat = DetokenizerHeartbeat(

@@ -70,6 +70,22 @@ def test_tokens_of_two_instances_become_one_answer_at_the_router(manager: Detoke
     assert got[-1].ending == LENGTH
 
 
+def test_what_comes_before_the_router_is_known_waits_and_nothing_is_lost(manager: DetokenizerManager, make: Make) -> None:
+    """As when it was killed: instances that find the new one tell it tokens at once."""
+    router, decode = make(ROUTER, inbox=RouterInbox), make(DECODE)
+    for mailbox in (router, decode):
+        mailbox.route(DETOKENIZER, manager.address)
+    router.send(DETOKENIZER, ExpectAnswer(key=KEY))
+    decode.send(DETOKENIZER, TokenBatch(deltas=(TokenDelta(KEY, 0, tuple(tiny_tokenizer().encode("cat").ids), LENGTH),)))
+    time.sleep(0.2)  # enough to have read it
+    manager.meet_router(router.address)
+    got: list[TextDelta] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while not got and time.monotonic() < deadline_s:  # heartbeats come too
+        got += [delta for message in arrived(router) if isinstance(message, TextBatch) for delta in message.deltas]
+    assert "".join(delta.text for delta in got) == "cat" and got[-1].ending == LENGTH
+
+
 def test_heartbeats_reach_the_router_from_when_it_is_known(manager: DetokenizerManager, make: Make) -> None:
     router, stranger = make(ROUTER, inbox=RouterInbox), make(PREFILL)
     for mailbox in (router, stranger):
@@ -115,6 +131,7 @@ def test_a_turn_is_bounded_in_time_however_much_mail_waits(model: str, make: Mak
     manager = DetokenizerManager(LOOPBACK, model)
     router = make(ROUTER, inbox=RouterInbox)
     router.route(DETOKENIZER, manager.address)
+    manager.meet_router(router.address)
     for number in range(300):
         router.send(DETOKENIZER, ExpectAnswer(key=key(str(number))))
     thread = threading.Thread(target=manager.run)
