@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from bench.serve.requests import completion_of_ids
 from common.processes.local_fleet import FleetFailed, connected
 
 ANSWER_TOKENS = 2
@@ -71,11 +72,7 @@ class Fleet:
         return Totals(**{name: sum(each[name] for each in counters) for name in Totals.__struct_fields__})
 
     def _ask(self, prompt: Sequence[int], answer_tokens: int) -> Arrivals:
-        body = {
-            "model": self._model, "prompt": list(prompt), "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "return_token_ids": True,
-        }  # fmt: skip
-        data = json.dumps(body).encode()
+        data = completion_of_ids(self._model, prompt, answer_tokens, stream=True, return_token_ids=True)
         with connected(self._url) as connection:
             began = time.perf_counter()
             connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})

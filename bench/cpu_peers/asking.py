@@ -8,7 +8,7 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 import uvloop
@@ -17,6 +17,7 @@ from bench.cpu_peers.engines import SERVED_NAME
 from bench.offline.workload import Asked
 from bench.serve.answers import Answer
 from bench.serve.client import HttpClient
+from bench.serve.requests import COUNTED_STREAM, completion_of_ids
 from common.errors import TandemError
 from common.processes.child import Child, ChildEvent, Exited
 from common.processes.lines import JsonLine
@@ -156,16 +157,7 @@ def _answers(asked: Sequence[Asked]) -> list[Answer]:
 
 
 def _body(asked: Asked) -> bytes:
-    fields: dict[str, Any] = {
-        "model": SERVED_NAME,
-        "prompt": asked.prompt.tolist(),
-        "max_tokens": asked.answer_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }
-    return msgspec.json.encode(fields)
+    return completion_of_ids(SERVED_NAME, asked.prompt.tolist(), asked.answer_tokens, **COUNTED_STREAM)
 
 
 def _check(answers: Sequence[Answer]) -> None:

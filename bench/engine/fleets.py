@@ -22,6 +22,7 @@ import numpy as np
 from bench.engine.answers import agreement
 from bench.engine.figures import Agreement, Check, Exposed, Figure, Pushed
 from bench.engine.plan import CheckRing, MeasureExposed, MeasurePush, Task
+from bench.serve.requests import completion_of_ids
 from common.config import EngineConfig
 from common.engine.device import device_of
 from common.errors import TandemError
@@ -91,8 +92,7 @@ def _answers(url: str, prompts: Sequence[list[int]], tokens: int) -> list[list[i
     """Greedy, several asked at once. Raises FleetFailed."""
 
     def ask(prompt: list[int]) -> list[int]:
-        body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        data = json.dumps(body | {"return_token_ids": True}).encode()
+        data = completion_of_ids("demo", prompt, tokens, return_token_ids=True)
         with connected(url) as connection:
             connection.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
             response = connection.getresponse()

@@ -1,4 +1,4 @@
-"""What a request looks like: the JSON body of a turn, for completions or chats.
+"""What a request looks like: the JSON body of a turn, for completions or chats, and of a completion whose length is given.
 
 Owns the fields. Knows no connection. `Usage` says what the server is asked to tell of tokens; not every server takes all of it.
 """
@@ -19,6 +19,14 @@ _OPTIONS: dict[Usage, dict[str, Any]] = {
     "last": {"stream_options": {"include_usage": True}},
     "none": {},
 }
+COUNTED_STREAM: dict[str, Any] = {"stream": True, **_OPTIONS["continuous"]}
+"""Fields of a stream whose every event says how many tokens there are."""
+
+
+def completion_of_ids(model: str, prompt: Sequence[int], answer_tokens: int, **others: Any) -> bytes:
+    """Greedy, and of exactly this length. prompt: token ids. others: fields beside these."""
+    length = {"max_tokens": answer_tokens, "ignore_eos": True}
+    return msgspec.json.encode({"model": model, "prompt": prompt, "temperature": 0, **length, **others})
 
 
 class Bodies:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from bench.hardware import this_hardware
 from bench.serve.answers import Answer
 from bench.serve.client import HttpClient
+from bench.serve.requests import COUNTED_STREAM, completion_of_ids
 from bench.streams.figures import StreamsOutcome, StreamsRun, report, run_of
 from bench.streams.plan import StreamsBench
 from bench.tables import publish, say
@@ -109,16 +110,8 @@ class _Load:
         now_s = time.perf_counter()
         answer = Answer(0, 0, now_s, answer_tokens, tokens)
         answer.sent(now_s, counts_from_due=False)
-        body = {
-            "model": self._model,
-            "prompt": self._random.choices(range(self._words // 8, self._words), k=tokens),
-            "max_tokens": answer_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        client.send(answer, json.dumps(body).encode(), ended)
+        prompt = self._random.choices(range(self._words // 8, self._words), k=tokens)
+        client.send(answer, completion_of_ids(self._model, prompt, answer_tokens, **COUNTED_STREAM), ended)
         return answer
 
     def _stream_ended(self, answer: Answer) -> None:
