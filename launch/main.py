@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench import overlap_plan
@@ -25,7 +25,7 @@ from bench.streams import plan as streams_plan
 from bench.trace import plan as trace_plan
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import ConfigError
-from common.flags import ConfigClass, add_flags, read_config, to_flags, with_defaults
+from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_defaults
 from common.trust import write_key
 from launch import chat, environment, fleets, instance_command
 from launch.child import ChildProcess, run_process
@@ -261,27 +261,21 @@ def _bench_control(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.control.run import run
 
-    bench = read_config(control_plan.ControlBench, flags)
-    command = _bench_command(flags, BENCH_SWITCHES, bench)
-    return run(with_defaults(bench, control_plan.QUICK if flags.quick else {}), command, flags.markdown)
+    return _run_bench(flags, control_plan.ControlBench, control_plan.QUICK, run)
 
 
 def _bench_router(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.router.run import run
 
-    bench = read_config(router_plan.RouterBench, flags)
-    command = _bench_command(flags, BENCH_SWITCHES, bench)
-    return run(with_defaults(bench, router_plan.QUICK if flags.quick else {}), command, flags.markdown)
+    return _run_bench(flags, router_plan.RouterBench, router_plan.QUICK, run)
 
 
 def _bench_ranks(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.ranks.run import run
 
-    bench = read_config(ranks_plan.RanksBench, flags)
-    command = _bench_command(flags, BENCH_SWITCHES, bench)
-    return run(with_defaults(bench, ranks_plan.QUICK if flags.quick else {}), command, flags.markdown)
+    return _run_bench(flags, ranks_plan.RanksBench, ranks_plan.QUICK, run)
 
 
 def _bench_offline(flags: argparse.Namespace) -> int:
@@ -300,18 +294,14 @@ def _bench_streams(flags: argparse.Namespace) -> int:
     environment.prepare(1)
     from bench.streams.run import run
 
-    bench = read_config(streams_plan.StreamsBench, flags)
-    command = _bench_command(flags, BENCH_SWITCHES, bench)
-    return run(with_defaults(bench, streams_plan.QUICK if flags.quick else {}), command, flags.markdown)
+    return _run_bench(flags, streams_plan.StreamsBench, streams_plan.QUICK, run)
 
 
 def _bench_cpu_peers(flags: argparse.Namespace) -> int:
     # Its children get the variables that they would have outside: what `environment.prepare` sets is for processes of Tandem.
     from bench.cpu_peers.run import run
 
-    bench = read_config(cpu_peers_plan.CpuPeersBench, flags)
-    command = _bench_command(flags, BENCH_SWITCHES, bench)
-    return run(with_defaults(bench, cpu_peers_plan.QUICK if flags.quick else {}), command, flags.markdown)
+    return _run_bench(flags, cpu_peers_plan.CpuPeersBench, cpu_peers_plan.QUICK, run)
 
 
 def _bench_serve(flags: argparse.Namespace) -> int:
@@ -321,8 +311,8 @@ def _bench_serve(flags: argparse.Namespace) -> int:
     target, workload = read_config(serve_plan.Target, flags), read_config(serve_plan.Workload, flags)
     load, results = read_config(serve_plan.Load, flags), read_config(serve_plan.Results, flags)
     bench = serve_plan.ServeBench(target=target, workload=workload, load=load, results=results)
-    shown = dataclasses.replace(target, header=tuple(f"{name}=..." for name in target.headers))  # their values may be secret
-    return run(bench, _bench_command(flags, (), shown, workload, load, results), chat.read_api_key(target.api_key_file))
+    command = _bench_command(flags, (), target.without_secrets(), workload, load, results)
+    return run(bench, command, chat.read_api_key(target.api_key_file))
 
 
 def _bench_compare(flags: argparse.Namespace) -> int:
@@ -337,8 +327,7 @@ def _bench_compare(flags: argparse.Namespace) -> int:
     compare_plan.require_charts()
     from bench.compare.run import run
 
-    shown = dataclasses.replace(target, header=tuple(f"{name}=..." for name in target.headers))  # their values may be secret
-    configs = bench, shown, workload, load, common.results
+    configs = bench, target.without_secrets(), workload, load, common.results
     command = _bench_command(flags, ("--markdown",), *configs, without=compare_plan.DECIDED_BY_COMPARE)
     return run(bench, common, command, flags.markdown, chat.read_api_key(target.api_key_file))
 
@@ -355,6 +344,15 @@ def _bench_trace(flags: argparse.Namespace) -> int:
 
     command = _bench_command(flags, ("--markdown",), bench, workload, load, without=trace_plan.DECIDED_BY_TRACE)
     return run(bench, workload, load, command, flags.markdown, chat.read_api_key(bench.control_key) if bench.control_key else "")
+
+
+def _run_bench(
+    flags: argparse.Namespace, config: type[C], quick: Mapping[str, object], run: Callable[[C, str, bool], int]
+) -> int:
+    """A benchmark that has flags of its own only. quick: what takes the place of its defaults with --quick."""
+    bench = read_config(config, flags)
+    command = _bench_command(flags, BENCH_SWITCHES, bench)
+    return run(with_defaults(bench, quick if flags.quick else {}), command, flags.markdown)
 
 
 def _bench_command(flags: argparse.Namespace, switches: Iterable[str], *configs: ConfigClass, without: Sequence[str] = ()) -> str:

@@ -5,7 +5,7 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing. A flag t
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -76,6 +76,10 @@ class Target:
     def headers(self) -> dict[str, str]:
         pairs = [item.partition("=") for item in self.header]
         return {name.strip(): value.strip() for name, _, value in pairs}
+
+    def without_secrets(self) -> "Target":
+        """As it may be shown: the values of headers may be secret."""
+        return replace(self, header=tuple(f"{name}=..." for name in self.headers))
 
 
 @dataclass(frozen=True, kw_only=True)
