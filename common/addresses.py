@@ -66,6 +66,14 @@ def port_of(address: str) -> int:
     return int(address.rsplit(":", 1)[1])
 
 
+def free_port(host: str = "") -> int:
+    """A port that nobody listens at now, on this address or on all."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def host_for_peers() -> str:
     """This host's address on the interface of its default route; the loopback address where there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -5,11 +5,11 @@ address of its node, and nothing else. When the actor is gone, so is the process
 """
 
 import queue
-import socket
 from collections.abc import Sequence
 
 import msgspec
 
+from common.addresses import free_port
 from common.processes.child import KILL_S, Reported
 from common.processes.lines import JsonLine
 from launch.processes import Child, ChildEvent, launch_command
@@ -45,9 +45,7 @@ class RankHost:
 
     def free_port(self) -> int:
         """A port that nobody listens at now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        return free_port()
 
     def start(self, role: str, flags: Sequence[str]) -> None:
         """Start the process. Called once. Raises OSError."""

@@ -12,7 +12,7 @@ import msgspec
 
 from bench.control.lines import Get, Got, Pings, ProberOrder, ProberReport, RouterReport, Tell, Watch
 from bench.processes import cpu_s, resident_mb
-from common.processes.child import KILL_S, ChildEnded, Respondent
+from common.processes.child import KILL_S, ChildEnded, Respondent, stop_children
 from common.processes.lines import Broken, Ready
 from common.processes.local_fleet import FleetFailed
 
@@ -52,11 +52,7 @@ class RouterUnderMeasure:
         self._child.wait(KILL_S)
 
     def close(self) -> None:
-        for child in (self._child, self._prober):
-            if child is not None:
-                child.terminate()
-                if not child.wait(STOP_S):
-                    child.kill()
+        stop_children([child for child in (self._child, self._prober) if child is not None], STOP_S)
 
     def cpu_s(self) -> float:
         """The CPU time of all its threads so far, in user and system mode, without the detokenizer's process."""

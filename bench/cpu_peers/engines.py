@@ -141,17 +141,8 @@ def _llama(environment: Environment, model: Path, room: Room, port: int) -> Star
     threads = str(room.threads)
     return Start(
         command=(
-            *(
-                environment.python,
-                "-E",
-                environment.program("llama-cpp-server"),
-                "-m",
-                str(model),
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-            ),
+            *(environment.python, "-E", environment.program("llama-cpp-server"), "-m", str(model)),
+            *("--host", "127.0.0.1", "--port", str(port)),
             *("--", "-t", threads, "-tb", threads, "-c", str(room.kv_tokens), "--parallel", str(room.rows), "--kv-unified"),
             *("--cache-ram", "0", "--no-context-shift", "--no-repack", "--alias", SERVED_NAME),
         ),

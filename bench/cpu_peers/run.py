@@ -7,7 +7,6 @@ is a row that says so, and the next one goes on. Prints its progress on stderr.
 import contextlib
 import os
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -18,7 +17,7 @@ from typing import TextIO
 
 import msgspec
 
-from bench.cpu_peers.asking import Asking, EngineFailed, OverHttp, OverPipes, Report, Requests
+from bench.cpu_peers.asking import Asking, EngineFailed, OverHttp, OverPipes
 from bench.cpu_peers.engines import ENGINES, Peer, Room, Start, Tandem
 from bench.cpu_peers.environments import NotInstalled, environment_of
 from bench.cpu_peers.figures import CpuPeersOutcome, Failure, Turn, judge
@@ -29,8 +28,9 @@ from bench.hardware import this_hardware
 from bench.offline.workload import Asked, sequences
 from bench.processes import below
 from bench.tables import publish, say
+from common.addresses import LOOPBACK, free_port
 from common.errors import ConfigError, TandemError
-from common.processes.child import Child, ChildEvent
+from common.processes.child import Child, ChildEvent, stop_children
 from common.processes.lines import Progress
 from common.processes.local_fleet import local_fleet
 
@@ -129,7 +129,7 @@ def _running(bench: CpuPeersBench, name: str, room: Room) -> Iterator[Asking]:
             yield OverHttp(fleet.url, fleet.pid)
         return
     environment = environment_of(engine.recipe, bench.cache_folder)
-    start = engine.start(environment, engine.model(bench.model, bench.cache_folder), room, _free_port())
+    start = engine.start(environment, engine.model(bench.model, bench.cache_folder), room, free_port(LOOPBACK))
     kind = _driver if start.port is None else _server
     with (bench.cache_folder / f"{name}.log").open("w", encoding="utf-8") as log, kind(name, start, log) as asking:
         yield asking
@@ -142,7 +142,7 @@ def _driver(name: str, start: Start, log: TextIO) -> Iterator[Asking]:
         driver.wait_ready(START_S)
         yield driver
     finally:
-        _end(driver.child)
+        stop_children([driver.child], STOP_S)
 
 
 @contextlib.contextmanager
@@ -157,18 +157,11 @@ def _server(name: str, start: Start, log: TextIO) -> Iterator[Asking]:
                 raise EngineFailed(f"{name} did not start: {child.account()}")
         yield OverHttp(url, child.pid)
     finally:
-        _end(child)
+        stop_children([child], STOP_S)
 
 
 def _ignore(event: ChildEvent[Progress]) -> None:
     """A server reports nothing."""
-
-
-def _end(child: Child[Requests, Report] | Child[Progress, Progress]) -> None:
-    child.terminate()
-    if not child.wait(STOP_S):
-        child.kill()
-        child.wait(STOP_S)
 
 
 def _is_healthy(url: str) -> bool:
@@ -177,13 +170,6 @@ def _is_healthy(url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _proportional_gb(pid: int) -> float:

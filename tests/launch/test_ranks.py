@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from common.addresses import among_ranks, host_for_peers
+from common.addresses import LOOPBACK, among_ranks, free_port, host_for_peers
 from common.config import EngineConfig, InstanceConfig, ModelConfig
 from common.errors import MeetingFailed
 from common.ids import Incarnation, InstanceId
@@ -67,16 +67,9 @@ def start() -> Iterator[Callable[[Router | Elsewhere], None]]:
 Start = Callable[[Router | Elsewhere], None]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def two_commands(start: Start) -> tuple[Router, Elsewhere]:
     """An instance whose ranks were started by two commands, with a request that runs."""
-    leader = f"--leader=tcp://127.0.0.1:{free_port()}"
+    leader = f"--leader=tcp://127.0.0.1:{free_port(LOOPBACK)}"
     other = Elsewhere(leader, "--rank=1")
     start(other)
     router = Router(NAME, lambda address: command(f"--router={address}", leader, "--rank=0"))
@@ -152,7 +145,7 @@ def test_the_ranks_of_one_command_die_with_their_leader(start: Start) -> None:
 
 
 def test_a_rank_that_does_not_fit_is_refused_by_name_and_the_leader_says_how_to_start_the_right_one(start: Start) -> None:
-    leader = f"tcp://127.0.0.1:{free_port()}"
+    leader = f"tcp://127.0.0.1:{free_port(LOOPBACK)}"
     router = Router(NAME, lambda address: command(f"--router={address}", f"--leader={leader}", "--rank=0"))
     start(router)
     wrong = Elsewhere(f"--leader={leader}", "--rank=1", "--page-size=32")
