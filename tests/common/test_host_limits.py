@@ -8,69 +8,55 @@ import pytest
 from common.host_limits import HostMemory, host_memory_now, own_memory_bytes, processor_quota
 
 KIB = 1024
-MEMINFO = "MemTotal: 16000 kB\nMemFree: 10 kB\nMemAvailable: 12000 kB\n"
+MEMINFO = "MemTotal: 16000 kB\nMemFree: 10 kB\nMemAvailable: 12000 kB"
 
 
-class Host:
-    """The files of a host: /proc, and its control groups."""
+HOST = HostMemory(16000 * KIB, 12000 * KIB)
+TIGHTEST_GROUP_OF_VERSION_2 = {
+    "proc/self/cgroup": "0::/pod/container",
+    "cgroup/pod/memory.max": f"{8000 * KIB}",
+    "cgroup/pod/memory.current": f"{3000 * KIB}",
+    "cgroup/pod/memory.stat": f"anon 5\ninactive_file {600 * KIB}\nactive_file {400 * KIB}",
+    "cgroup/pod/container/memory.max": "max",
+    "cgroup/pod/cpu.max": "max 100000",
+    "cgroup/pod/container/cpu.max": "250000 100000",
+}
+VERSION_1_IN_A_CONTAINER = {
+    "proc/self/cgroup": "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/",
+    "cgroup/memory/memory.limit_in_bytes": f"{4000 * KIB}",
+    "cgroup/memory/memory.usage_in_bytes": f"{3000 * KIB}",
+    "cgroup/memory/memory.stat": f"active_file 7\ntotal_inactive_file {200 * KIB}\ntotal_active_file {300 * KIB}",
+    "cgroup/cpu/cpu.cfs_quota_us": "150000",
+    "cgroup/cpu/cpu.cfs_period_us": "100000",
+}
+VERSION_1_WITHOUT_LIMITS = {
+    "proc/self/cgroup": "4:memory:/\n1:cpu:/",
+    "cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    "cgroup/cpu/cpu.cfs_quota_us": "-1",
+    "cgroup/cpu/cpu.cfs_period_us": "100000",
+}
 
-    def __init__(self, root: Path) -> None:
-        self.proc, self.cgroups = root / "proc", root / "cgroup"
-        self.write("proc/meminfo", MEMINFO, root)
-        self._root = root
 
-    def write(self, path: str, text: str, root: Path | None = None) -> None:
-        file = (root or self._root) / path
+@pytest.mark.parametrize(
+    ("files", "memory", "quota"),
+    [
+        pytest.param({}, HOST, None, id="no control groups: the host is the limit"),
+        pytest.param(TIGHTEST_GROUP_OF_VERSION_2, HostMemory(8000 * KIB, 6000 * KIB), 2.5, id="version 2: the tightest group"),
+        pytest.param(
+            VERSION_1_IN_A_CONTAINER, HostMemory(4000 * KIB, 1500 * KIB), 1.5, id="version 1 in a container: at the root"
+        ),
+        pytest.param(VERSION_1_WITHOUT_LIMITS, HOST, None, id="version 1 without limits: a huge number and -1"),
+    ],
+)
+def test_the_tightest_group_is_the_limit_and_its_caches_are_free(
+    tmp_path: Path, files: dict[str, str], memory: HostMemory, quota: float | None
+) -> None:
+    for path, text in {"proc/meminfo": MEMINFO, **files}.items():
+        file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-    def memory(self) -> HostMemory:
-        return host_memory_now(self.proc, self.cgroups)
-
-    def quota(self) -> float | None:
-        return processor_quota(self.proc, self.cgroups)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path)
-
-
-def test_without_control_groups_the_host_is_the_limit(host: Host) -> None:
-    assert host.memory() == HostMemory(16000 * KIB, 12000 * KIB)
-    assert host.quota() is None
-
-
-def test_the_tightest_group_of_version_2_counts_and_its_caches_are_free(host: Host) -> None:
-    host.write("proc/self/cgroup", "0::/pod/container\n")
-    host.write("cgroup/pod/memory.max", f"{8000 * KIB}\n")
-    host.write("cgroup/pod/memory.current", f"{3000 * KIB}\n")
-    host.write("cgroup/pod/memory.stat", f"anon 5\ninactive_file {600 * KIB}\nactive_file {400 * KIB}\n")
-    host.write("cgroup/pod/container/memory.max", "max\n")
-    host.write("cgroup/pod/cpu.max", "max 100000\n")
-    host.write("cgroup/pod/container/cpu.max", "250000 100000\n")
-    assert host.memory() == HostMemory(8000 * KIB, 6000 * KIB)
-    assert host.quota() == 2.5
-
-
-def test_version_1_in_a_container_has_its_limits_at_the_root(host: Host) -> None:
-    host.write("proc/self/cgroup", "4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n")
-    host.write("cgroup/memory/memory.limit_in_bytes", f"{4000 * KIB}\n")
-    host.write("cgroup/memory/memory.usage_in_bytes", f"{3000 * KIB}\n")
-    host.write("cgroup/memory/memory.stat", f"active_file 7\ntotal_inactive_file {200 * KIB}\ntotal_active_file {300 * KIB}\n")
-    host.write("cgroup/cpu/cpu.cfs_quota_us", "150000\n")
-    host.write("cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert host.memory() == HostMemory(4000 * KIB, 1500 * KIB)
-    assert host.quota() == 1.5
-
-
-def test_version_1_without_limits_says_so_with_a_huge_number_and_minus_1(host: Host) -> None:
-    host.write("proc/self/cgroup", "4:memory:/\n1:cpu:/\n")
-    host.write("cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    host.write("cgroup/cpu/cpu.cfs_quota_us", "-1\n")
-    host.write("cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    assert host.memory() == HostMemory(16000 * KIB, 12000 * KIB)
-    assert host.quota() is None
+        file.write_text(f"{text}\n")
+    assert host_memory_now(tmp_path / "proc", tmp_path / "cgroup") == memory
+    assert processor_quota(tmp_path / "proc", tmp_path / "cgroup") == quota
 
 
 def test_a_process_knows_what_it_holds() -> None:

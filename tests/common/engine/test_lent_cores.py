@@ -4,6 +4,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,97 +66,96 @@ class Other:
         assert self._child.stdout.readline() == word
 
 
-def test_cores_go_where_the_work_is_and_come_back(tmp_path: Path) -> None:
-    path = tmp_path / "cores"
-    make_file(path, 2)
-    clock = Clock()
-    mine, other = LentCores(str(path), 1, clock), Other(path, 3)
-    try:
-        mine.begin()
-        assert mine.threads() == 4, "the other one has computed nothing yet"
-        other.tell("begin")
-        assert mine.threads() == 1
-        other.tell("end")
-        clock.now_ns = 0
-        assert mine.threads() == 1, "its next step may follow at once"
-        clock.now_ns = time.monotonic_ns() + GRACE_NS
-        assert mine.threads() == 4
-    finally:
-        other.kill()
-        mine.close()
+class Host:
+    """The instances of a host, which lend each other cores: one in this process, and others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.clock = path, Clock()
+        self._first: LentCores | None = None
+        self._others: list[Other] = []
+
+    def first(self, threads: int, slots: int) -> LentCores:
+        """The one in this process. slots: of all that may run."""
+        make_file(self.path, slots)
+        self._first = LentCores(str(self.path), threads, self.clock)
+        return self._first
+
+    def other(self, threads: int) -> Other:
+        self._others.append(Other(self.path, threads))
+        return self._others[-1]
+
+    def close(self) -> None:
+        for other in self._others:
+            other.kill()
+        if self._first is not None:
+            self._first.close()
 
 
-def test_those_who_compute_share_what_is_lent(tmp_path: Path) -> None:
-    path = tmp_path / "cores"
-    make_file(path, 3)
-    mine, busy, idle = LentCores(str(path), 2), Other(path, 2), Other(path, 4)
-    try:
-        mine.begin()
-        busy.tell("begin")
-        assert mine.threads() == 2 + 4 // 2
-    finally:
-        busy.kill()
-        idle.kill()
-        mine.close()
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    found = Host(tmp_path / "cores")
+    yield found
+    found.close()
 
 
-def test_the_cores_of_a_process_that_died_while_it_computed_are_free_and_its_successor_takes_its_slot(tmp_path: Path) -> None:
-    path = tmp_path / "cores"
-    make_file(path, 3)
-    clock = Clock()
-    mine, first, busy = LentCores(str(path), 1, clock), Other(path, 2), Other(path, 4)
+def test_cores_go_where_the_work_is_and_come_back(host: Host) -> None:
+    mine, other = host.first(1, slots=2), host.other(3)
     mine.begin()
-    first.tell("begin")
+    assert mine.threads() == 4, "the other one has computed nothing yet"
+    other.tell("begin")
+    assert mine.threads() == 1
+    other.tell("end")
+    host.clock.now_ns = 0
+    assert mine.threads() == 1, "its next step may follow at once"
+    host.clock.now_ns = time.monotonic_ns() + GRACE_NS
+    assert mine.threads() == 4
+
+
+def test_those_who_compute_share_what_is_lent(host: Host) -> None:
+    mine, busy, _ = host.first(2, slots=3), host.other(2), host.other(4)
+    mine.begin()
     busy.tell("begin")
-    first.kill()
+    assert mine.threads() == 2 + 4 // 2
+
+
+def test_the_cores_of_a_process_that_died_while_it_computed_are_free_and_its_successor_takes_its_slot(host: Host) -> None:
+    mine, dead, busy = host.first(1, slots=3), host.other(2), host.other(4)
+    mine.begin()
+    dead.tell("begin")
+    busy.tell("begin")
+    dead.kill()
     assert mine.threads() == 1, "nobody has looked yet"
-    clock.now_ns += LOOK_AGAIN_NS
+    host.clock.now_ns += LOOK_AGAIN_NS
     mine.begin()
     assert mine.threads() == 1 + 2 // 2, "one of the two others lives and computes"
-    second = Other(path, 2)
-    try:
-        second.tell("begin")
-        clock.now_ns += LOOK_AGAIN_NS
-        mine.begin()
-        assert mine.threads() == 1, "a successor that lives is not taken for dead"
-    finally:
-        second.kill()
-        busy.kill()
-        mine.close()
+    host.other(2).tell("begin")
+    host.clock.now_ns += LOOK_AGAIN_NS
+    mine.begin()
+    assert mine.threads() == 1, "a successor that lives is not taken for dead"
 
 
-def test_within_a_step_cores_are_taken_at_most_once_a_millisecond_and_given_back_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "cores"
-    make_file(path, 2)
-    clock = Clock()
-    mine = LentCores(str(path), 1, clock)
+def test_within_a_step_cores_are_taken_at_most_once_a_millisecond_and_given_back_at_once(host: Host) -> None:
+    mine = host.first(1, slots=2)
     seen = []
-    write_second_slot(path, 2, COMPUTING)
+    write_second_slot(host.path, 2, COMPUTING)
     mine.begin()
     for state, after_ns in ((COMPUTING, 0), (0, 0), (COMPUTING, 1), (0, 1), (0, TAKE_AGAIN_NS), (COMPUTING, 1)):
-        write_second_slot(path, 2, state)
-        clock.now_ns += after_ns
+        write_second_slot(host.path, 2, state)
+        host.clock.now_ns += after_ns
         seen.append(mine.threads())
     mine.end()
-    write_second_slot(path, 2, 0)
+    write_second_slot(host.path, 2, 0)
     mine.begin()
     seen.append(mine.threads())
-    mine.close()
     assert seen == [1, 3, 1, 1, 3, 1, 3]
 
 
-def test_one_that_is_drained_leaves_its_cores_to_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "cores"
-    make_file(path, 2)
-    mine, drained = LentCores(str(path), 1), Other(path, 2)
-    try:
-        mine.begin()
-        drained.tell("begin")
-        drained.tell("close")
-        assert mine.threads() == 3
-    finally:
-        drained.kill()
-        mine.close()
+def test_one_that_is_drained_leaves_its_cores_to_the_others(host: Host) -> None:
+    mine, drained = host.first(1, slots=2), host.other(2)
+    mine.begin()
+    drained.tell("begin")
+    drained.tell("close")
+    assert mine.threads() == 3
 
 
 def test_a_file_that_is_not_there_is_refused_by_flag(tmp_path: Path) -> None:
