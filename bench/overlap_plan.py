@@ -6,8 +6,9 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from common.config import EngineConfig, TransportName, option, parse_numbers
+from common.config import EngineConfig, TransportName
 from common.errors import ConfigError
+from common.options import option, parse_numbers
 
 FleetKind = Literal["layer-wise", "page-wise", "colocated"]
 """layer-wise: one prefill and one decode instance. page-wise: the same, but the last chunk is pushed when it is computed.

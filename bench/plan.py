@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from common.amounts import parse_bytes
-from common.config import Switch, TransportName, option, parse_numbers
+from common.config import TransportName
 from common.errors import ConfigError
+from common.options import Switch, option, parse_numbers
 
 Arrangement = Literal["contiguous", "scattered"]
 Kind = Literal["transport", "thread", "socket", "memmove", "copy"]

@@ -1,17 +1,16 @@
-"""Configuration: frozen slices, validated on construction. Flags are made from these fields: one field, one flag, one help text.
+"""Configuration of a fleet's processes: frozen slices, validated on construction.
 
-Owns names, defaults, help and limits. Reads no files, flags or environment.
+Owns names, defaults, help and limits. Reads no files, flags or environment. What a slice is made of is in `common/options.py`.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from common.addresses import check_address, check_leader
 from common.amounts import parse_bytes, parse_memory
-from common.errors import ConfigError
+from common.options import Switch, option, refuse_without_effect, require, require_choices
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -23,7 +22,6 @@ TransportName = Literal["nixl", "mooncake", "torch", "cma"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dispatch = Literal["auto", "colocated", "conditional"]
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "session", "cache_aware"]
-Switch = Literal["off", "on"]
 Graphs = Literal["auto", "on", "off"]
 ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
 PoolingName = Literal["auto", "none", "last", "mean", "cls"]
@@ -35,35 +33,6 @@ MOST_RANKS = 64
 STEP_COST = "0.005,0.00001,0.00002"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-
-N = TypeVar("N", int, float)
-
-
-def option(default: Any, help_text: str) -> Any:
-    """A field that is also a flag."""
-    return field(default=default, metadata={"help": help_text})
-
-
-def require(holds: bool, flag: str, rule: str, value: object) -> None:
-    """Raises ConfigError, which names the flag and the rule, unless the rule holds."""
-    if not holds:
-        raise ConfigError(f"--{flag} must be {rule}; it is {value!r}")
-
-
-def refuse_without_effect(config: Any, names: Iterable[str], why: str) -> None:
-    """Raises ConfigError when one of these fields, which would change nothing, does not have its default."""
-    for name in names:
-        if getattr(config, name) != type(config).__dataclass_fields__[name].default:
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
-
-
-def _require_choices(config: Any) -> None:
-    """Raise ConfigError unless every field whose type is a Literal holds one of its values."""
-    types = get_type_hints(type(config))
-    for known in fields(config):
-        if get_origin(types[known.name]) is Literal:
-            choices, value = get_args(types[known.name]), getattr(config, known.name)
-            require(value in choices, known.name.replace("_", "-"), " or ".join(choices), value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +122,7 @@ class EngineConfig:
             refuse_without_effect(self, ("memory_part", "lent_cores"), "on a GPU")
         parse_memory(self.kv_memory, "kv-memory", total_bytes=2**40)
         require(_DEVICE.fullmatch(self.device) is not None, "device", "auto, cpu, cuda or cuda:N", self.device)
-        _require_choices(self)
+        require_choices(self)
         if self.executor == "timed":
             parse_step_cost(self.step_cost)
             require(not self.device.startswith("cuda"), "device", "auto or cpu with --executor timed", self.device)
@@ -220,7 +189,7 @@ class InstanceConfig:
         require(0 < self.max_request_timeout_s < math.inf, "max-request-timeout-s", "above 0", self.max_request_timeout_s)
         require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
         require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
-        _require_choices(self)
+        require_choices(self)
 
     def _check_ranks(self) -> None:
         require(1 <= self.tp <= MOST_RANKS, "tp", f"between 1 and {MOST_RANKS}", self.tp)
@@ -325,7 +294,7 @@ class RouterConfig:
         require(self.peers_per_instance >= 0, "peers-per-instance", "0 or more", self.peers_per_instance)
         require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
         require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
-        _require_choices(self)
+        require_choices(self)
         name = "the name of an HTTP header, such as X-Session-Id"
         require(_HEADER_NAME.fullmatch(self.session_header) is not None, "session-header", name, self.session_header)
         if not self.uses("session"):
@@ -362,7 +331,7 @@ class SecurityConfig:
     )
 
     def __post_init__(self) -> None:
-        _require_choices(self)
+        require_choices(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +362,7 @@ class LogConfig:
     log_level: LogLevel = option("info", "lowest level that is logged, to stderr")
 
     def __post_init__(self) -> None:
-        _require_choices(self)
+        require_choices(self)
 
 
 def parse_ranks(text: str, ranks: int) -> range:
@@ -402,14 +371,6 @@ def parse_ranks(text: str, ranks: int) -> range:
     valid = first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first) < ranks
     require(valid, "rank", f"one rank or a range such as 0-1, all below --tp {ranks}", text)
     return range(int(first), int(last or first) + 1)
-
-
-def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ...]:
-    """The numbers of "1,32,1024", as they stand there. kind: int or float. Raises ConfigError, which names the flag."""
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--{flag} must be numbers with commas between them; it is {text!r}") from None
 
 
 def parse_step_cost(text: str) -> tuple[float, float, float]:

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-from common.config import Switch
+from common.options import Switch
 
 
 class ConfigClass(Protocol):
-    """A frozen dataclass whose fields were made with `common.config.option`."""
+    """A frozen dataclass whose fields were made with `common.options.option`."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 

@@ -15,8 +15,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from common.config import option
 from common.errors import ConfigError
+from common.options import option
 from common.processes.router_client import RequestFailed, RouterClient
 
 PROMPT = "you> "

@@ -29,21 +29,13 @@ import msgspec
 
 from common.addresses import LOOPBACK, bind_address, port_of, reachable
 from common.amounts import parse_share
-from common.config import (
-    AccessConfig,
-    EngineConfig,
-    InstanceConfig,
-    LogConfig,
-    ModelConfig,
-    RouterConfig,
-    SecurityConfig,
-    refuse_without_effect,
-)
+from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.cores import core_count, divide_cores, place_on_gpus
 from common.engine.kv_host import memory_part
 from common.engine.lent_cores import make_file
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
+from common.options import refuse_without_effect
 from common.processes.child import Exited, Reported, Running, stop_children
 from common.processes.parent import Parent
 from launch import signals

@@ -5,7 +5,7 @@ Owns the flags and the arithmetic. What instances lend each other while they ser
 
 from dataclasses import dataclass
 
-from common.config import Switch, option, parse_numbers, require
+from common.options import Switch, option, parse_numbers, require
 
 DECODE_TOKEN = 2.0
 """What an answer's token costs, in tokens of prompts: about this much in batches of 8 to 16 rows, where reading the weights

@@ -5,8 +5,8 @@ Owns the flags and the arithmetic of ranks and nodes. Imports nothing heavy: Ray
 
 from dataclasses import dataclass
 
-from common.config import option, require
 from common.errors import ConfigError
+from common.options import option, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ a model of 8 billion parameters in bfloat16 on one H100 per instance; measure yo
 from dataclasses import dataclass
 from typing import Literal
 
-from common.config import Switch, option, parse_step_cost, refuse_without_effect
+from common.config import parse_step_cost
 from common.errors import ConfigError
+from common.options import Switch, option, refuse_without_effect
 
 Arrivals = Literal["poisson", "even"]
 Lengths = Literal["exponential", "constant"]

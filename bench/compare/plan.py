@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from bench.serve.plan import Load, Results, ServeBench, Target, Workload
-from common.config import option, parse_numbers
 from common.errors import ConfigError
+from common.options import option, parse_numbers
 
 DECIDED_BY_COMPARE = (
     *("base_url", "host", "port", "num_prompts", "request_rate"),

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench.offline.plan import OfflineBench
-from common.config import option
 from common.errors import ConfigError
+from common.options import option
 
 
 @dataclass(frozen=True, kw_only=True)

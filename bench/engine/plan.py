@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
-from common.config import DEMO_MODEL, Dtype, EngineConfig, option, parse_numbers
+from common.config import DEMO_MODEL, Dtype, EngineConfig
 from common.errors import ConfigError
+from common.options import option, parse_numbers
 from common.processes.lines import JsonLine
 
 Section = Literal["ceilings", "build", "host", "sampling", "checks", "steps", "floor", "offline", "ring", "push", "exposed"]

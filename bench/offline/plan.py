@@ -6,8 +6,8 @@ Owns names, defaults and limits. Imports nothing heavy, runs nothing.
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import option, parse_numbers
 from common.errors import ConfigError
+from common.options import option, parse_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

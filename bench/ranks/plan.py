@@ -6,7 +6,8 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import MOST_RANKS, option, parse_numbers, require
+from common.config import MOST_RANKS
+from common.options import option, parse_numbers, require
 
 
 @dataclass(frozen=True, kw_only=True)

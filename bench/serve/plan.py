@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from common.config import Switch, option, parse_numbers, refuse_without_effect, require
 from common.errors import ConfigError
+from common.options import Switch, option, parse_numbers, refuse_without_effect, require
 
 Backend = Literal["openai", "openai-chat"]
 Dataset = Literal["random", "prefix_repetition", "custom", "conversation", "trace"]

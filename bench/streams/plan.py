@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from common.config import DEMO_MODEL, option, parse_numbers, require
+from common.config import DEMO_MODEL
+from common.options import option, parse_numbers, require
 
 PAIR = "1 prefill + 1 decode"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from urllib.parse import urlsplit
 
 from bench.serve.plan import Load, ServeBench, Target, Workload
-from common.config import Switch, option, refuse_without_effect
 from common.errors import ConfigError
+from common.options import Switch, option, refuse_without_effect
 
 DECIDED_BY_TRACE = ("num_prompts", "request_rate", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 """Flags of `launch bench serve` that this one has not: it sets them itself."""

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from common.config import EngineConfig, ModelConfig, refuse_without_effect
+from common.config import EngineConfig, ModelConfig
 from common.engine.device import device_of
 from common.engine.executor import ExecutorFailed
 from common.engine.grammars import CompiledSoon
@@ -24,6 +24,7 @@ from common.engine.parallel import ALONE, Group
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
+from common.options import refuse_without_effect
 from common.sampling_params import Grammar
 
 STEPS_QUEUED = 8

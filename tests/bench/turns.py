@@ -20,7 +20,8 @@ import numpy as np
 from bench.fleets import Fleet
 from bench.hardware import this_hardware
 from bench.tables import machine_line, markdown_table, say
-from common.config import DEMO_MODEL, Switch
+from common.config import DEMO_MODEL
+from common.options import Switch
 from common.processes.local_fleet import local_fleet
 from common.text.tokenizer_manager import TokenizerManager
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.config import option
 from common.ids import Role
+from common.options import option
 from common.processes.child import Exited, Reported
 from launch.processes import Child, ChildEvent, launch_command
 from launch.reports import Ready

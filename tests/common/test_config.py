@@ -15,7 +15,6 @@ from common.config import (
     ModelConfig,
     RouterConfig,
     SecurityConfig,
-    parse_numbers,
     parse_step_cost,
 )
 from common.errors import ConfigError
@@ -173,17 +172,6 @@ def test_a_malformed_amount_of_memory_is_refused(text: str) -> None:
 )
 def test_memory_is_an_amount_or_a_share_of_the_whole(text: str, expected: int | None) -> None:
     assert parse_memory(text, "kv-memory", total_bytes=1000) == expected
-
-
-def test_numbers_are_read_as_they_stand_there() -> None:
-    assert parse_numbers("8, 1,8", "pages", int) == (8, 1, 8)
-    assert parse_numbers("0.5,2", "rates", float) == (0.5, 2.0)
-
-
-@pytest.mark.parametrize("text", ["", "1,", "1;2", "1.5", "two"])
-def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--pages must be numbers with commas between them"):
-        parse_numbers(text, "pages", int)
 
 
 @pytest.mark.parametrize(

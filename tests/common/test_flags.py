@@ -7,17 +7,9 @@ from typing import Literal
 
 import pytest
 
-from common.config import (
-    AccessConfig,
-    EngineConfig,
-    InstanceConfig,
-    LogConfig,
-    ModelConfig,
-    RouterConfig,
-    SecurityConfig,
-    option,
-)
+from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.flags import ConfigClass, add_flags, flag_of, read_config, to_flags
+from common.options import option
 from launch import main as launch_main
 
 CONFIGS: tuple[type[ConfigClass], ...] = (

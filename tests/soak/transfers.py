@@ -17,8 +17,8 @@ from typing import get_args
 
 import msgspec
 
-from common.config import option
 from common.flags import add_flags, read_config
+from common.options import option
 from tests.chaos.report import percentile
 from tests.soak.fleet import AWAY_S, Fleet, Shape, Strike
 from tests.soak.report import HEADER, LISTED, Check, Period, line, verdict
