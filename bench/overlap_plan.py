@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from common.config import EngineConfig, TransportName
-from common.errors import ConfigError
-from common.options import option, parse_numbers
+from common.options import option, parse_numbers, require, require_at_least
 
 FleetKind = Literal["layer-wise", "page-wise", "colocated"]
 """layer-wise: one prefill and one decode instance. page-wise: the same, but the last chunk is pushed when it is computed.
@@ -37,15 +36,11 @@ class OverlapBench:
     json: str = option("", "write the figures of every request to this file")
 
     def __post_init__(self) -> None:
-        for flag in ("repeat", "layers", "hidden", "kv_heads", "head_dim"):
-            if vars(self)[flag] < 1:
-                raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, is {vars(self)[flag]}")
-        if self.head_dim % 2:
-            raise ConfigError(f"--head-dim must be even, is {self.head_dim}")
-        if "" in self.models or len(set(self.models)) < len(self.models):
-            raise ConfigError(f"--model must name checkpoints, each once, with commas between them, is {self.model!r}")
-        if min(self.lengths) < 1:
-            raise ConfigError(f"--chunks must be at least 1, is {self.chunks}")
+        require_at_least(self, repeat=1, layers=1, hidden=1, kv_heads=1, head_dim=1)
+        require(self.head_dim % 2 == 0, "head-dim", "even", self.head_dim)
+        each_once = "" not in self.models and len(set(self.models)) == len(self.models)
+        require(each_once, "model", "names of checkpoints, each once, with commas between them", self.model)
+        require(min(self.lengths) >= 1, "chunks", "at least 1 each", self.chunks)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -62,8 +57,7 @@ def prompt_tokens(chunks: int, engine: EngineConfig) -> int:
 
     Raises ConfigError when nothing is left.
     """
-    if engine.chunk_tokens <= engine.page_size:
-        raise ConfigError(f"--chunk-tokens must be more than --page-size, is {engine.chunk_tokens}")
+    require(engine.chunk_tokens > engine.page_size, "chunk-tokens", "more than --page-size", engine.chunk_tokens)
     return chunks * engine.chunk_tokens - engine.page_size
 
 

@@ -13,7 +13,7 @@ import msgspec
 from common.amounts import parse_bytes
 from common.config import TransportName
 from common.errors import ConfigError
-from common.options import Switch, option, parse_numbers
+from common.options import Switch, option, parse_numbers, require, require_above_0
 
 Arrangement = Literal["contiguous", "scattered"]
 Kind = Literal["transport", "thread", "socket", "memmove", "copy"]
@@ -84,11 +84,9 @@ class TransferBench:
     json: str = option("", "write every figure of every round to this file")
 
     def __post_init__(self) -> None:
-        if self.transport not in (ALL, *get_args(TransportName)):
-            raise ConfigError(f"--transport must be {ALL} or one of {', '.join(get_args(TransportName))}, is {self.transport!r}")
-        for flag, value in (("seconds", self.seconds), ("idle-s", self.idle_s), ("repeat", self.repeat)):
-            if value <= 0:
-                raise ConfigError(f"--{flag} must be above 0, is {value}")
+        known = get_args(TransportName)
+        require(self.transport in (ALL, *known), "transport", f"{ALL} or one of {', '.join(known)}", self.transport)
+        require_above_0(self, "seconds", "idle_s", "repeat")
         for page_bytes in self.page_sizes:
             if page_bytes % self.unit_bytes or page_bytes > self.pool_bytes:
                 raise ConfigError(f"--page-bytes {page_bytes} must be a multiple of the smallest and no more than --memory")
@@ -96,10 +94,9 @@ class TransferBench:
             raise ConfigError(
                 f"--page-bytes must be multiples of 8 from {SMALLEST_PAGE_BYTES}, the smallest is {self.unit_bytes}"
             )
-        if not (self.devices == ("cpu", "cpu") or all(map(_GPU.fullmatch, self.devices))):
-            raise ConfigError(f"--device must be cpu, cuda, cuda:N or cuda:N,cuda:M, is {self.device!r}")
-        if min(self.page_counts) < 1:
-            raise ConfigError(f"--pages must be at least 1, is {self.pages}")
+        is_device = self.devices == ("cpu", "cpu") or all(map(_GPU.fullmatch, self.devices))
+        require(is_device, "device", "cpu, cuda, cuda:N or cuda:N,cuda:M", self.device)
+        require(min(self.page_counts) >= 1, "pages", "at least 1 each", self.pages)
 
     @property
     def transports(self) -> tuple[TransportName, ...]:

@@ -10,7 +10,16 @@ from typing import Literal, get_args
 
 from common.addresses import check_address, check_leader
 from common.amounts import parse_bytes, parse_memory
-from common.options import Switch, option, refuse_without_effect, require, require_choices
+from common.options import (
+    Switch,
+    option,
+    refuse_without_effect,
+    require,
+    require_above_0,
+    require_at_least,
+    require_between,
+    require_choices,
+)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -29,6 +38,7 @@ ReasoningParserName = Literal["auto", "think", "none"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEMO_MODEL = "demo"
 DAY_S = 86_400.0
+MOST_PORT = 65_535
 MOST_RANKS = 64
 STEP_COST = "0.005,0.00001,0.00002"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -108,14 +118,11 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        require(1 <= self.page_size <= 1024, "page-size", "between 1 and 1024", self.page_size)
+        require_between(self, 1, 1024, "page_size")
         require(0 <= self.max_running <= 4096, "max-running", "between 1 and 4096, or 0", self.max_running)
         require(self.chunk_tokens >= 0, "chunk-tokens", "at least 1, or 0", self.chunk_tokens)
-        require(self.layer_groups >= 0, "layer-groups", "0 or more", self.layer_groups)
-        require(self.context_tokens >= 0, "context-tokens", "0 or more", self.context_tokens)
-        require(0 <= self.threads <= 4096, "threads", "between 0 and 4096", self.threads)
-        require(0 <= self.sharers <= 4096, "sharers", "between 0 and 4096", self.sharers)
-        require(self.memory_part >= 0, "memory-part", "0 or more", self.memory_part)
+        require_between(self, 0, 4096, "threads", "sharers")
+        require_at_least(self, layer_groups=0, context_tokens=0, memory_part=0)
         if self.kv_memory != "auto":
             refuse_without_effect(self, ("memory_part",), "without --kv-memory auto")
         if self.device.startswith("cuda"):
@@ -184,15 +191,14 @@ class InstanceConfig:
         for address in self.routers:
             check_address(address)
         require(len(set(self.routers)) == len(self.routers), "router", "addresses that differ", self.router)
-        require(0 <= self.inbox_port < 65536, "inbox-port", "between 0 and 65535", self.inbox_port)
-        require(self.max_waiting >= 1, "max-waiting", "at least 1", self.max_waiting)
+        require_between(self, 0, MOST_PORT, "inbox_port")
+        require_at_least(self, max_waiting=1, drain_timeout_s=0)
         require(0 < self.max_request_timeout_s < math.inf, "max-request-timeout-s", "above 0", self.max_request_timeout_s)
-        require(self.startup_timeout_s > 0, "startup-timeout-s", "above 0", self.startup_timeout_s)
-        require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
+        require_above_0(self, "startup_timeout_s")
         require_choices(self)
 
     def _check_ranks(self) -> None:
-        require(1 <= self.tp <= MOST_RANKS, "tp", f"between 1 and {MOST_RANKS}", self.tp)
+        require_between(self, 1, MOST_RANKS, "tp")
         require(self.tp == 1 or self.verify_pages == "off", "verify-pages", "off with --tp above 1", self.verify_pages)
         if len(self.ranks) == self.tp:
             refuse_without_effect(self, ("leader",), "where one command starts all ranks")
@@ -275,24 +281,17 @@ class RouterConfig:
     )
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 65536, "port", "between 0 and 65535", self.port)
-        require(0 <= self.control_port < 65536, "control-port", "between 0 and 65535", self.control_port)
-        require(0 <= self.own_port < 65536, "own-port", "between 0 and 65535", self.own_port)
+        require_between(self, 0, MOST_PORT, "port", "control_port", "own_port")
         require(self.share_port == "on" or self.own_port == 0, "own-port", "0 without --share-port", self.own_port)
-        require(self.max_requests >= 1, "max-requests", "at least 1", self.max_requests)
-        require(self.default_max_tokens >= 0, "default-max-tokens", "0 or more", self.default_max_tokens)
-        require(self.heartbeat_s > 0, "heartbeat-s", "above 0", self.heartbeat_s)
+        require_at_least(self, max_requests=1, default_max_tokens=0, max_attempts=1, peers_per_instance=0)
+        require_at_least(self, drain_timeout_s=0, keep_alive_s=0, resume_wait_s=0)
+        require_between(self, 1, 64, "detokenizers")
+        require_above_0(self, "heartbeat_s")
         require(self.dead_after_s > 2 * self.heartbeat_s, "dead-after-s", "more than two heartbeats", self.dead_after_s)
         limit_s = self.max_request_timeout_s
         require(0 < limit_s < math.inf, "max-request-timeout-s", "above 0", limit_s)
         rule = f"above 0 and at most --max-request-timeout-s ({limit_s:g})"
         require(0 < self.request_timeout_s <= limit_s, "request-timeout-s", rule, self.request_timeout_s)
-        require(self.drain_timeout_s >= 0, "drain-timeout-s", "0 or more", self.drain_timeout_s)
-        require(self.max_attempts >= 1, "max-attempts", "at least 1", self.max_attempts)
-        require(1 <= self.detokenizers <= 64, "detokenizers", "between 1 and 64", self.detokenizers)
-        require(self.keep_alive_s >= 0, "keep-alive-s", "0 or more", self.keep_alive_s)
-        require(self.peers_per_instance >= 0, "peers-per-instance", "0 or more", self.peers_per_instance)
-        require(self.resume_wait_s >= 0, "resume-wait-s", "0 or more", self.resume_wait_s)
         require(parse_bytes(self.max_body, "max-body") is not None, "max-body", "an amount such as 16MiB", self.max_body)
         require_choices(self)
         name = "the name of an HTTP header, such as X-Session-Id"

@@ -26,11 +26,31 @@ def require(holds: bool, flag: str, rule: str, value: object) -> None:
         raise ConfigError(f"--{flag} must be {rule}; it is {value!r}")
 
 
+def require_at_least(config: Any, **least: float) -> None:
+    """Raises ConfigError, which names the flag, unless each of these fields is at least this."""
+    for name, limit in least.items():
+        require(
+            vars(config)[name] >= limit, _flag_name(name), f"at least {limit:g}" if limit else "0 or more", vars(config)[name]
+        )
+
+
+def require_between(config: Any, least: float, most: float, *names: str) -> None:
+    """Raises ConfigError, which names the flag, unless each of these fields is from least to most."""
+    for name in names:
+        require(least <= vars(config)[name] <= most, _flag_name(name), f"between {least:g} and {most:g}", vars(config)[name])
+
+
+def require_above_0(config: Any, *names: str) -> None:
+    """Raises ConfigError, which names the flag, unless each of these fields is above 0."""
+    for name in names:
+        require(vars(config)[name] > 0, _flag_name(name), "above 0", vars(config)[name])
+
+
 def refuse_without_effect(config: Any, names: Iterable[str], why: str) -> None:
     """Raises ConfigError when one of these fields, which would change nothing, does not have its default."""
     for name in names:
         if getattr(config, name) != type(config).__dataclass_fields__[name].default:
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect {why}: leave it out")
+            raise ConfigError(f"--{_flag_name(name)} has no effect {why}: leave it out")
 
 
 def require_choices(config: Any) -> None:
@@ -39,7 +59,7 @@ def require_choices(config: Any) -> None:
     for known in fields(config):
         if get_origin(types[known.name]) is Literal:
             choices, value = get_args(types[known.name]), getattr(config, known.name)
-            require(value in choices, known.name.replace("_", "-"), " or ".join(choices), value)
+            require(value in choices, _flag_name(known.name), " or ".join(choices), value)
 
 
 def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ...]:
@@ -48,3 +68,7 @@ def parse_numbers(text: str, flag: str, kind: Callable[[str], N]) -> tuple[N, ..
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"--{flag} must be numbers with commas between them; it is {text!r}") from None
+
+
+def _flag_name(field_name: str) -> str:
+    return field_name.replace("_", "-")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from common.errors import ConfigError
-from common.options import option
+from common.options import option, require_at_least
 from common.processes.router_client import RequestFailed, RouterClient
 
 PROMPT = "you> "
@@ -35,8 +35,7 @@ class ChatPlan:
     api_key_file: str = option("", "file with the API key; default: the environment variable OPENAI_API_KEY, if it is set")
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 0:
-            raise ConfigError(f"--max-tokens must be 0 or more; it is {self.max_tokens}")
+        require_at_least(self, max_tokens=0)
 
 
 @dataclass(slots=True)

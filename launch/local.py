@@ -35,7 +35,7 @@ from common.engine.kv_host import memory_part
 from common.engine.lent_cores import make_file
 from common.errors import ConfigError, TandemError
 from common.flags import to_flags
-from common.options import refuse_without_effect
+from common.options import refuse_without_effect, require_at_least, require_between
 from common.processes.child import Exited, Reported, Running, stop_children
 from common.processes.parent import Parent
 from launch import signals
@@ -83,13 +83,9 @@ class LocalPlan:
     here: str = LOOPBACK
 
     def __post_init__(self) -> None:
-        if self.prefill < 0:
-            raise ConfigError(f"--prefill must be 0 or more, is {self.prefill}")
-        if self.decode < 1:
-            raise ConfigError(f"--decode must be at least 1, is {self.decode}")
+        require_at_least(self, prefill=0, decode=1)
+        require_between(self, 1, MOST_ROUTERS, "routers")
         self._check_cores()
-        if not 1 <= self.routers <= MOST_ROUTERS:
-            raise ConfigError(f"--routers must be between 1 and {MOST_ROUTERS}, is {self.routers}")
         self._check_shares()
 
     @property

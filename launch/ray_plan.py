@@ -6,7 +6,7 @@ Owns the flags and the arithmetic of ranks and nodes. Imports nothing heavy: Ray
 from dataclasses import dataclass
 
 from common.errors import ConfigError
-from common.options import option, require
+from common.options import option, require, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,7 @@ class RayConfig:
     def __post_init__(self) -> None:
         shown = self.ray_address
         require(shown != "" and "://" not in shown, "ray-address", "host:port of the head, or auto", shown)
-        require(self.nodes_per_instance >= 1, "nodes-per-instance", "at least 1", self.nodes_per_instance)
-        require(self.cpus_per_rank >= 1, "cpus-per-rank", "at least 1", self.cpus_per_rank)
+        require_at_least(self, nodes_per_instance=1, cpus_per_rank=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing. The defa
 a model of 8 billion parameters in bfloat16 on one H100 per instance; measure your own with `launch bench engine`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from common.config import parse_step_cost
 from common.errors import ConfigError
-from common.options import Switch, option, refuse_without_effect
+from common.options import Switch, option, refuse_without_effect, require, require_at_least, require_between
 
 Arrivals = Literal["poisson", "even"]
 Lengths = Literal["exponential", "constant"]
@@ -25,7 +26,6 @@ _WITHOUT_TRACE = (
 )  # fmt: skip
 _AT_LEAST_0 = (
     "prefill", "duration_s", "link_latency_s", "message_s", "max_tokens", "kill_every_s", "seed", "think_s", "system_tokens",
-    "long_share",
 )  # fmt: skip
 
 
@@ -55,11 +55,9 @@ class FleetPlan:
     def __post_init__(self) -> None:
         _check(self)
         if parse_step_cost(self.step_cost)[0] == 0:
-            raise ConfigError(f"--step-cost: a step must take some time, is {self.step_cost!r}")
-        if self.decode < 1:
-            raise ConfigError(f"--decode must be at least 1, is {self.decode}")
-        if self.kv_token_bytes % 2:
-            raise ConfigError(f"--kv-token-bytes must be even (keys and values), is {self.kv_token_bytes}")
+            raise ConfigError(f"--step-cost: a step must take some time; it is {self.step_cost!r}")
+        require_at_least(self, decode=1)
+        require(self.kv_token_bytes % 2 == 0, "kv-token-bytes", "even (keys and values)", self.kv_token_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +101,7 @@ class LoadPlan:
             refuse_without_effect(self, ("think_s",), "without --turns")
         if not self.long_share:
             refuse_without_effect(self, ("long_input",), "without --long-share")
-        if self.long_share > 1:
-            raise ConfigError(f"--long-share must be at most 1, is {self.long_share}")
+        require_between(self, 0, 1, "long_share")
         if not self.kill_every_s:
             refuse_without_effect(self, ("restart_s",), "without --kill-every-s")
 
@@ -112,8 +109,5 @@ class LoadPlan:
 def _check(plan: FleetPlan | LoadPlan) -> None:
     """Raises ConfigError, which names the flag."""
     for name, value in vars(plan).items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in _ABOVE_0 and not 0 < value < float("inf"):
-            raise ConfigError(f"{flag} must be above 0, is {value}")
-        if name in _AT_LEAST_0 and not 0 <= value < float("inf"):
-            raise ConfigError(f"{flag} must be at least 0, is {value}")
+        require(name not in _ABOVE_0 or 0 < value < math.inf, name.replace("_", "-"), "above 0", value)
+        require(name not in _AT_LEAST_0 or 0 <= value < math.inf, name.replace("_", "-"), "0 or more", value)

@@ -4,6 +4,7 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 """
 
 import importlib.util
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from itertools import product
 
 from bench.serve.plan import Load, Results, ServeBench, Target, Workload
 from common.errors import ConfigError
-from common.options import option, parse_numbers
+from common.options import option, parse_numbers, require, require_above_0, require_at_least
 
 DECIDED_BY_COMPARE = (
     *("base_url", "host", "port", "num_prompts", "request_rate"),
@@ -63,12 +64,9 @@ class CompareBench:
             raise ConfigError("--layout is missing: give NAME=FLAGS of `launch local` or NAME=URL for each layout")
         if len({each.name for each in self.layouts}) < len(self.layouts):
             raise ConfigError("--layout must have another name for each layout")
-        if not all(0 < rate < float("inf") for rate in self.ladder):
-            raise ConfigError(f"--rates must be above 0, is {self.rates}")
-        if self.seconds <= 0:
-            raise ConfigError(f"--seconds must be above 0, is {self.seconds:g}")
-        if self.rounds < 1:
-            raise ConfigError(f"--rounds must be at least 1, is {self.rounds}")
+        require(all(0 < rate < math.inf for rate in self.ladder), "rates", "above 0 each", self.rates)
+        require_above_0(self, "seconds")
+        require_at_least(self, rounds=1)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

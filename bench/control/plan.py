@@ -6,8 +6,7 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import ConfigError
-from common.options import option, parse_numbers
+from common.options import option, parse_numbers, require, require_above_0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +19,8 @@ class ControlBench:
     json: str = option("", "write the figures to this file: a list with an object for each size")
 
     def __post_init__(self) -> None:
-        if min(self.sizes) < 2:
-            raise ConfigError(f"--instances must be at least 2, is {self.instances}")
-        for flag in ("seconds", "patience_s"):
-            if vars(self)[flag] <= 0:
-                raise ConfigError(f"--{flag.replace('_', '-')} must be above 0, is {vars(self)[flag]}")
+        require(min(self.sizes) >= 2, "instances", "at least 2 each", self.instances)
+        require_above_0(self, "seconds", "patience_s")
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from bench.offline.plan import OfflineBench
 from common.errors import ConfigError
-from common.options import option
+from common.options import option, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,7 @@ class CpuPeersBench:
     json: str = option("", "write the figures to this file")
 
     def __post_init__(self) -> None:
-        for flag, least in (("num_prompts", 1), ("rounds", 1), ("threads", 1), ("limit_s", 1)):
-            if vars(self)[flag] < least:
-                raise ConfigError(f"--{flag.replace('_', '-')} must be at least {least}, is {vars(self)[flag]:g}")
+        require_at_least(self, num_prompts=1, rounds=1, threads=1, limit_s=1)
         if not self.names:
             raise ConfigError("--engines is empty: name at least one")
         for flag, names in (("engines", self.names), ("once", self.names_once)):

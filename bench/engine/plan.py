@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from common.config import DEMO_MODEL, Dtype, EngineConfig
-from common.errors import ConfigError
-from common.options import option, parse_numbers
+from common.options import option, parse_numbers, require, require_above_0, require_at_least
 from common.processes.lines import JsonLine
 
 Section = Literal["ceilings", "build", "host", "sampling", "checks", "steps", "floor", "offline", "ring", "push", "exposed"]
@@ -73,26 +72,18 @@ class EngineBench:
 
     def __post_init__(self) -> None:
         for flag, names in (("models", self.shapes), ("offline-models", self.offline_shapes)):
-            if not names or not set(names) <= SHAPES.keys():
-                raise ConfigError(f"--{flag} must be of {', '.join(SHAPES)}, is {', '.join(names)!r}")
-        if not set(_parts(self.only)) <= set(SECTIONS):
-            raise ConfigError(f"--only must be of {', '.join(SECTIONS)}, is {self.only!r}")
+            require(len(names) > 0 and set(names) <= SHAPES.keys(), flag, f"of {', '.join(SHAPES)}", ", ".join(names))
+        require(set(_parts(self.only)) <= set(SECTIONS), "only", f"of {', '.join(SECTIONS)}", self.only)
         for flag, numbers in (
             ("batches", self.batch_sizes),
             ("contexts", self.context_lengths),
             ("prompt-chunks", self.chunk_lengths),
             ("sequence-tokens", self.sequence_range),
-            ("prompt-tokens", (self.prompt_tokens,)),
-            ("sequences", (self.sequences,)),
         ):
-            if min(numbers) < 1:
-                raise ConfigError(f"--{flag} must be at least 1, is {min(numbers)}")
-        if len(self.sequence_range) != 2:
-            raise ConfigError(f"--sequence-tokens must be two numbers with a comma between them, is {self.sequence_tokens!r}")
-        if self.rounds < 2:
-            raise ConfigError(f"--rounds must be at least 2, is {self.rounds}")
-        if self.budget_s <= 0:
-            raise ConfigError(f"--budget-s must be above 0, is {self.budget_s}")
+            require(min(numbers) >= 1, flag, "at least 1 each", min(numbers))
+        require(len(self.sequence_range) == 2, "sequence-tokens", "two numbers with a comma between them", self.sequence_tokens)
+        require_at_least(self, prompt_tokens=1, sequences=1, rounds=2)
+        require_above_0(self, "budget_s")
 
     @property
     def shapes(self) -> tuple[str, ...]:

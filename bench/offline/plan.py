@@ -6,8 +6,7 @@ Owns names, defaults and limits. Imports nothing heavy, runs nothing.
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import ConfigError
-from common.options import option, parse_numbers
+from common.options import option, parse_numbers, require, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +22,7 @@ class OfflineBench:
     json: str = option("", "write the figures to this file")
 
     def __post_init__(self) -> None:
-        for flag, least in (("num_prompts", 1), ("repeat", 1), ("temperature", 0)):
-            if vars(self)[flag] < least:
-                raise ConfigError(f"--{flag.replace('_', '-')} must be at least {least}, is {vars(self)[flag]:g}")
+        require_at_least(self, num_prompts=1, repeat=1, temperature=0)
         self.prompt_range, self.answer_range  # noqa: B018  # refused here, and not in the middle of a run
 
     @property
@@ -44,9 +41,7 @@ QUICK_ENGINE: dict[str, Any] = {"max_running": 4, "chunk_tokens": 32, "kv_memory
 
 def _range(text: str, flag: str) -> tuple[int, int]:
     numbers = parse_numbers(text, flag, int)
-    if len(numbers) != 2:
-        raise ConfigError(f"--{flag} must be two numbers with a comma between them, is {text!r}")
+    require(len(numbers) == 2, flag, "two numbers with a comma between them", text)
     fewest, most = numbers
-    if not 1 <= fewest <= most:
-        raise ConfigError(f"--{flag} must be at least 1, and the first number not above the second, is {text!r}")
+    require(1 <= fewest <= most, flag, "at least 1, and the first number not above the second", text)
     return fewest, most

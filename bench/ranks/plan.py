@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import MOST_RANKS
-from common.options import option, parse_numbers, require
+from common.options import option, parse_numbers, require, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class RanksBench:
             all(1 <= count <= MOST_RANKS for count in self.counts), "ranks", f"numbers between 1 and {MOST_RANKS}", self.ranks
         )
         require(all(1 <= rows <= 4096 for rows in self.batches), "rows", "numbers between 1 and 4096", self.rows)
-        require(self.steps >= 1, "steps", "at least 1", self.steps)
+        require_at_least(self, steps=1)
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -6,8 +6,7 @@ Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import ConfigError
-from common.options import option, parse_numbers
+from common.options import option, parse_numbers, require, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,8 @@ class RouterBench:
     json: str = option("", "write the figures to this file")
 
     def __post_init__(self) -> None:
-        if min(self.numbers) < 1:
-            raise ConfigError(f"--streams must be at least 1, is {self.streams}")
-        for flag, least in (("rate", 1), ("seconds", 0.1), ("requests", 8), ("open", 0), ("open_s", 2), ("routers", 1)):
-            if vars(self)[flag] < least:
-                raise ConfigError(f"--{flag} must be at least {least:g}, is {vars(self)[flag]:g}")
+        require(min(self.numbers) >= 1, "streams", "at least 1 each", self.streams)
+        require_at_least(self, rate=1, seconds=0.1, requests=8, open=0, open_s=2, routers=1)
 
     @property
     def numbers(self) -> tuple[int, ...]:

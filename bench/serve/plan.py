@@ -9,8 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from common.config import MOST_PORT
 from common.errors import ConfigError
-from common.options import Switch, option, parse_numbers, refuse_without_effect, require
+from common.options import (
+    Switch,
+    option,
+    parse_numbers,
+    refuse_without_effect,
+    require,
+    require_above_0,
+    require_at_least,
+    require_between,
+)
 
 Backend = Literal["openai", "openai-chat"]
 Dataset = Literal["random", "prefix_repetition", "custom", "conversation", "trace"]
@@ -54,8 +64,8 @@ class Target:
         parts = urlsplit(self.url)
         require(parts.scheme in ("http", "https") and bool(parts.hostname), "base-url", "http://host:port", self.url)
         require(self.endpoint == "" or self.endpoint.startswith("/"), "endpoint", "a path that begins with /", self.endpoint)
-        require(0 < self.port < 65536, "port", "from 1 to 65535", self.port)
-        require(self.request_timeout_s > 0, "request-timeout-s", "above 0", self.request_timeout_s)
+        require_between(self, 1, MOST_PORT, "port")
+        require_above_0(self, "request_timeout_s")
         for name, value in self.headers.items():
             fits = name.isascii() and name.isprintable() and " " not in name and name != "" and value.isprintable()
             require(fits, "header", "KEY=VALUE of printable characters", f"{name}={value}")
@@ -125,13 +135,10 @@ class Workload:
         refuse_without_effect(self, sorted(others), where)
         if self.dataset_name in ("custom", "trace"):
             require(self.dataset_path != "", "dataset-path", f"a file {where}", self.dataset_path)
-        least = {"num_prompts": 0, "random_prefix_len": 0, "prefix_repetition_prefix_len": 0, "trace_duration_s": 0, "seed": 0}
+        require_at_least(self, num_prompts=0, random_prefix_len=0, prefix_repetition_prefix_len=0, trace_duration_s=0, seed=0)
         counts = ("random_input_len", "random_output_len", "custom_output_len", "conversation_turns", "trace_block_tokens")
-        least |= dict.fromkeys((*counts, *_PREFIXES[1:]), 1)
-        for name, bound in least.items():
-            require(vars(self)[name] >= bound, name.replace("_", "-"), f"at least {bound}", vars(self)[name])
-        for name in ("trace_speed", "trace_length_scale"):
-            require(vars(self)[name] > 0, name.replace("_", "-"), "above 0", vars(self)[name])
+        require_at_least(self, **dict.fromkeys((*counts, *_PREFIXES[1:]), 1))
+        require_above_0(self, "trace_speed", "trace_length_scale")
         require(0 <= self.random_range_ratio < 1, "random-range-ratio", "from 0 to below 1", self.random_range_ratio)
 
 
@@ -157,11 +164,8 @@ class Load:
     extra_body: str = option("", "a JSON object whose fields are added to each request, over those that are there")
 
     def __post_init__(self) -> None:
-        require(self.request_rate > 0, "request-rate", "above 0", self.request_rate)
-        require(self.burstiness > 0, "burstiness", "above 0", self.burstiness)
-        require(self.max_concurrency >= 0, "max-concurrency", "0 or more", self.max_concurrency)
-        require(self.num_warmups >= 1, "num-warmups", "at least 1", self.num_warmups)
-        require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
+        require_above_0(self, "request_rate", "burstiness")
+        require_at_least(self, max_concurrency=0, num_warmups=1, temperature=0)
         if self.ramp_up_strategy == "none":
             refuse_without_effect(self, ("ramp_up_start_rps", "ramp_up_end_rps"), "without --ramp-up-strategy")
             if math.isinf(self.request_rate):

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from common.config import DEMO_MODEL
-from common.options import option, parse_numbers, require
+from common.options import option, parse_numbers, require, require_above_0, require_at_least
 
 PAIR = "1 prefill + 1 decode"
 
@@ -36,9 +36,8 @@ class StreamsBench:
 
     def __post_init__(self) -> None:
         require(self.threads != 1 and self.threads >= 0, "threads", "at least 2, or 0", self.threads)
-        for name in ("prefill_chunk", "streams", "stream_tokens", "prompts", "prompt_tokens", "rounds"):
-            require(vars(self)[name] >= 1, name.replace("_", "-"), "at least 1", vars(self)[name])
-        require(self.seconds > 0, "seconds", "above 0", self.seconds)
+        require_at_least(self, prefill_chunk=1, streams=1, stream_tokens=1, prompts=1, prompt_tokens=1, rounds=1)
+        require_above_0(self, "seconds")
         require(min(self.chunk_sizes) >= 1, "chunks", "at least 1 each", self.chunks)
 
     @property

@@ -3,13 +3,14 @@
 Owns names, defaults and limits. Imports nothing heavy, starts nothing.
 """
 
+import math
 import shlex
 from dataclasses import dataclass, fields, replace
 from urllib.parse import urlsplit
 
 from bench.serve.plan import Load, ServeBench, Target, Workload
 from common.errors import ConfigError
-from common.options import Switch, option, refuse_without_effect
+from common.options import Switch, option, refuse_without_effect, require
 
 DECIDED_BY_TRACE = ("num_prompts", "request_rate", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 """Flags of `launch bench serve` that this one has not: it sets them itself."""
@@ -30,17 +31,13 @@ class TraceBench:
     out: str = option("trace.json.gz", "the file that https://ui.perfetto.dev opens")
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds <= MOST_S:
-            raise ConfigError(f"--seconds must be above 0 and at most {MOST_S:g}; it is {self.seconds:g}")
-        if not 0 < self.rate < float("inf"):
-            raise ConfigError(f"--rate must be above 0; it is {self.rate:g}")
-        if not self.out.endswith(".gz"):
-            raise ConfigError(f"--out must end with .gz, because the file is compressed; it is {self.out!r}")
+        require(0 < self.seconds <= MOST_S, "seconds", f"above 0 and at most {MOST_S:g}", self.seconds)
+        require(0 < self.rate < math.inf, "rate", "above 0", self.rate)
+        require(self.out.endswith(".gz"), "out", "a name that ends with .gz, because the file is compressed", self.out)
         if self.url:
             refuse_without_effect(self, OF_OWN_FLEET, "with --url")
             parts = urlsplit(self.url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(f"--url must be http://host:port; it is {self.url!r}")
+            require(parts.scheme in ("http", "https") and bool(parts.hostname), "url", "http://host:port", self.url)
         else:
             refuse_without_effect(self, ("control_key", "insecure"), "without --url")
         _ = self.fleet_flags

@@ -45,7 +45,7 @@ def sorted_as_given(file: Path) -> list[str]:
         (["--trace=/nowhere.jsonl", "--turns=2"], "--turns has no effect with --trace"),
         (["--think-s=1"], "--think-s has no effect without --turns"),
         (["--long-input=9"], "--long-input has no effect without --long-share"),
-        (["--long-share=1.5"], "--long-share must be at most 1"),
+        (["--long-share=1.5"], "--long-share must be between 0 and 1"),
         (["--restart-s=1"], "--restart-s has no effect without --kill-every-s"),
     ],
 )

@@ -64,7 +64,7 @@ def test_engines_alternate_and_slow_ones_take_part_once() -> None:
         ({"engines": "tandem,abacus"}, "--engines: there is no 'abacus'"),
         ({"engines": " ,"}, "--engines is empty"),
         ({"once": "abacus"}, "--once: there is no 'abacus'"),
-        ({"rounds": 0}, "--rounds must be at least 1, is 0"),
+        ({"rounds": 0}, "--rounds must be at least 1; it is 0"),
         ({"prompt_tokens": "9,3"}, "--prompt-tokens"),
     ],
 )

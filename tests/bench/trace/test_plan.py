@@ -26,7 +26,7 @@ def test_the_command_can_be_repeated_and_the_load_lasts_as_long_as_the_trace() -
     [
         (("--seconds", "601"), "--seconds must be above 0 and at most 600"),
         (("--rate", "0"), "--rate must be above 0"),
-        (("--out", "trace.json"), "--out must end with .gz"),
+        (("--out", "trace.json"), "--out must be a name that ends with .gz"),
         (("--fleet", "'"), "--fleet: the quotes"),
         (("--url", "host:1"), "--url must be http://host:port"),
         (("--url", "http://h:1", "--rate", "3"), "--rate has no effect with --url"),
