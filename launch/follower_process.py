@@ -30,7 +30,7 @@ from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
 from launch.child import ChildProcess
 from launch.instance_process import CLOSE_S, TRANSPORT_START_S
-from launch.parts import Share, make_executor, make_transfers
+from launch.parts import ParallelContext, make_executor, make_transfers
 from launch.rank_children import RankChildren, RankCommands, no_ranks
 from launch.rank_leader import LOST_S, describe_rank
 from launch.rank_setup import rank_setup
@@ -103,10 +103,10 @@ def serve(
             meeting = _Meeting(rank, instance, among_ranks(host, instance.leader))
             meeting.welcome = start.wait_for(lambda: joining.welcome)
             meet = None if engine.executor == "timed" else meeting.meet
-            share = Share(rank, instance.tp, start.agree, meet)
-            engine, executor = make_executor(role, model, engine, mailbox.wake, process.progress, share)
+            parallel = ParallelContext(rank, instance.tp, start.agree, meet)
+            engine, executor = make_executor(role, model, engine, mailbox.wake, process.progress, parallel)
             stack.callback(executor.close)
-            thread, transfers = make_transfers(instance, executor.description, mailbox.wake, share)
+            thread, transfers = make_transfers(instance, executor.description, mailbox.wake, parallel)
             stack.callback(thread.close)
             pool = thread.start(TRANSPORT_START_S)
             stack.callback(meeting.leave)

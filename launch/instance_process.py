@@ -34,7 +34,7 @@ from common.trust import LOOPBACK_ONLY, Trust
 from common.wire import Mailbox
 from decode.scheduler import DecodeScheduler
 from launch.child import ChildProcess
-from launch.parts import WHOLE, make_executor, make_transfers
+from launch.parts import SINGLE_RANK, make_executor, make_transfers
 from launch.rank_children import RankCommands, no_ranks
 from launch.rank_leader import LeaderRanks, describe_rank
 from launch.reports import Ready
@@ -74,11 +74,11 @@ def serve(
             if instance.tp > 1:
                 ranks = LeaderRanks(process, role, name, life, instance, model, engine, trust, others)
                 stack.callback(ranks.close)
-            share = WHOLE if ranks is None else ranks.share
-            engine, executor = make_executor(role, model, engine, mailbox.wake, process.progress, share)
+            parallel = SINGLE_RANK if ranks is None else ranks.parallel
+            engine, executor = make_executor(role, model, engine, mailbox.wake, process.progress, parallel)
             stack.callback(executor.close)
             process.progress("registering memory for transfers")
-            thread, own = make_transfers(instance, executor.description, mailbox.wake, share)
+            thread, own = make_transfers(instance, executor.description, mailbox.wake, parallel)
             transfers: Transfers = own
             stack.callback(thread.close)
             pool = thread.start(TRANSPORT_START_S)

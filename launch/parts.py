@@ -29,9 +29,9 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Which part of its instance a rank is. agree: on a number of pages with the other ranks. meet: the device → the group of all
-    ranks; None: it computes alone."""
+class ParallelContext:
+    """Which rank of its instance a process is, and how it works with the others. agree: on a number of pages. meet: the device →
+    the group of all ranks; None: it computes alone."""
 
     rank: int = 0
     ranks: int = 1
@@ -39,18 +39,18 @@ class Share:
     meet: "Callable[[torch.device], Group] | None" = None
 
 
-WHOLE = Share()
+SINGLE_RANK = ParallelContext()
 
 
 def make_executor(
-    role: Role, model: ModelConfig, engine: EngineConfig, wake: Wake, progress: Progress, share: Share = WHOLE
+    role: Role, model: ModelConfig, engine: EngineConfig, wake: Wake, progress: Progress, parallel: ParallelContext = SINGLE_RANK
 ) -> tuple[EngineConfig, Executor]:
     """The executor, and the config that it follows."""
     if engine.executor == "timed":
         from common.engine.timed_checkpoint import TimedCheckpoint
 
         engine = with_step_size(engine, "cpu")
-        return engine, TimedCheckpoint(model, engine, wake, progress, share.rank, share.ranks, share.agree)
+        return engine, TimedCheckpoint(model, engine, wake, progress, parallel.rank, parallel.ranks, parallel.agree)
     from common.engine.device import device_of, with_device_defaults
     from common.engine.parallel import ALONE
     from common.engine.torch_executor import TorchExecutor
@@ -58,16 +58,16 @@ def make_executor(
     engine = with_device_defaults(engine)
     if role == "prefill":  # it computes no decode steps
         engine = replace(engine, graphs="off")
-    group = ALONE if share.meet is None else share.meet(device_of(engine.device))
-    return engine, TorchExecutor(model, engine, wake, progress, group, share.agree)
+    group = ALONE if parallel.meet is None else parallel.meet(device_of(engine.device))
+    return engine, TorchExecutor(model, engine, wake, progress, group, parallel.agree)
 
 
 def make_transfers(
-    instance: InstanceConfig, engine: EngineDescription, wake: Wake, share: Share = WHOLE
+    instance: InstanceConfig, engine: EngineDescription, wake: Wake, parallel: ParallelContext = SINGLE_RANK
 ) -> tuple[TransferThread, TargetRanks]:
     """The thread of the transport, and the transfers over it to peers of any number of ranks."""
     kv_heads = engine.model.kv_heads
-    first_head = heads_of(share.rank, share.ranks, kv_heads).start
+    first_head = heads_of(parallel.rank, parallel.ranks, kv_heads).start
 
     def make_loop() -> TransferLoop:
         transport = make_transport(instance.transport, instance.host)
@@ -75,4 +75,4 @@ def make_transfers(
         return TransferLoop(transport, instance.transport, *parts, time.monotonic, measures=True, first_head=first_head)
 
     thread = TransferThread(make_loop, wake)
-    return thread, TargetRanks(thread, share.rank, share.ranks, kv_heads)
+    return thread, TargetRanks(thread, parallel.rank, parallel.ranks, kv_heads)

@@ -30,7 +30,7 @@ from common.trust import Trust
 from common.wire import Mailbox
 from kv_transfer.ranked_transfers import RankedTransfers
 from launch.child import ChildProcess
-from launch.parts import Share
+from launch.parts import ParallelContext
 from launch.rank_children import RankChildren, RankCommands
 from launch.rank_setup import rank_setup
 from launch.rank_start import StartThread
@@ -87,11 +87,11 @@ class LeaderRanks:
     # --- start -----------------------------------------------------------------------------------------------------------------
 
     @property
-    def share(self) -> Share:
+    def parallel(self) -> ParallelContext:
         """Loading with it waits until every rank is there."""
         if self._is_timed:
             self._start.say(lambda: self._gathering.open(""))
-        return Share(0, self._instance.tp, self._start.agree, None if self._is_timed else self._meet)
+        return ParallelContext(0, self._instance.tp, self._start.agree, None if self._is_timed else self._meet)
 
     def join(self, executor: Executor, transfers: Transfers, pool: PoolDescriptor) -> tuple[Executor, Transfers]:
         """This rank can take plans: wait until all can. Returns the executor and the transfers over all of them."""
