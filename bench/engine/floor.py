@@ -55,16 +55,14 @@ class _Products:
         self._model, self._dtype = model, dtype
 
     def of(self, tokens: int, sampled: int) -> Callable[[], None]:
-        """Computes them once, the output head for the sampled tokens alone."""
-        *layers, (head, hidden) = self._model.products()
-        given = {inputs: torch.randn(tokens, inputs, dtype=self._dtype) for _, inputs in layers}
-        last = torch.randn(sampled, hidden, dtype=self._dtype)
+        """Computes them once, what follows the last layer's attention for the sampled tokens alone."""
+        sizes = [(product, (sampled if wanted else tokens, inputs)) for product, inputs, wanted in self._model.products()]
+        given = {size: torch.randn(size, dtype=self._dtype) for _, size in sizes}
 
         @torch.inference_mode()
         def run() -> None:
-            for product, inputs in layers:
-                product(given[inputs])
-            head(last)
+            for product, size in sizes:
+                product(given[size])
 
         return run
 

@@ -41,8 +41,8 @@ class EmptyModel:
         self._hidden = torch.zeros(rows, 1, device=device)
         self._logits = torch.zeros(rows, VOCAB, device=device)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        return self._hidden[: len(token_ids)]
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
+        return self._hidden[: len(token_ids if wanted is None else wanted)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits[: len(hidden)]

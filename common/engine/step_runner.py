@@ -111,22 +111,31 @@ class StepRunner:
         rows.length[step.chunk_rows] = step.chunk_ends
         rows.length[step.decode_rows] = decode_lengths + 1
         self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, decode_lengths + 1, host.decode_lengths))
-        hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written)
+        reads_all = self._poolings.asked_of(plan) or (special is not None and len(special.prompt_at) > 0)
+        wanted = None if reads_all or not plan.chunks else step.sampled_at
+        hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written, wanted)
         prompt_told = self._drawing.told_of_prompts(hidden, self._model.logits, special)
         pooled = self._poolings.pool(plan, hidden)
         if len(step.sampled_at) == 0:
             return PendingStep(plan, step.sampled_at, progress, prompt_told=prompt_told)
-        logits = self._model.logits(hidden[step.sampled_at])
+        logits = self._model.logits(hidden[step.sampled_at] if reads_all else hidden)
         tokens = self._drawing.draw(logits, rows.sampling(step.sampled_rows), step, host.filter_width, special)
         rows.last_token[step.sampled_rows] = tokens
         return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told, pooled)
 
     def _hidden(
-        self, token_ids: Tensor, positions: Tensor, rows: Tensor, attention: Attention, written: Callable[[int], None]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        attention: Attention,
+        written: Callable[[int], None],
+        wanted: Tensor | None = None,
     ) -> Tensor:
         page_size = self._memory.layout.page_size
         pages, slots = self.rows.table[rows, positions // page_size].long(), positions % page_size
-        return self._model.hidden(token_ids, positions, PagedStep(self._memory, attention, self._kernels, pages, slots, written))
+        step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
+        return self._model.hidden(token_ids, positions, step, wanted)
 
     # --- graphs ------------------------------------------------------------------------------------------------------------
 

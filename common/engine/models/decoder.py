@@ -92,8 +92,9 @@ class Decoder:
         self._head = OutputHead(head, shape.vocab_size, group)
         self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, embedding.device)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """token_ids, positions: [tokens] int64. Returns [tokens, hidden], normed."""
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
+        """token_ids, positions: [tokens] int64. wanted: [count] int64, or None for all. Returns [count, hidden], normed. From the
+        last layer's attention on, it computes the wanted tokens alone: of most tokens of a chunk only the KV is of use."""
         rotation, kernels, eps = self._rotary(positions), self._kernels, self.shape.norm_eps
         total, tokens = self._group.sum, token_ids.shape[0]  # len() of a tensor takes longer
         residual = self._embedding(token_ids)
@@ -101,22 +102,29 @@ class Decoder:
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for number, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
             heads = layer.qkv(x).view(tokens, -1, self.shape.head_dim)
-            out = attention.rotate_and_attend(number, heads, rotation, layer.head_norm)
-            x = total(layer.output(out.reshape(tokens, -1)))
+            out = attention.rotate_and_attend(number, heads, rotation, layer.head_norm).reshape(tokens, -1)
+            if wanted is not None and number == len(self._layers) - 1:
+                if not len(wanted):
+                    return residual[:0]
+                out, residual = out[wanted], residual[wanted]
+            x = total(layer.output(out))
             x, residual = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
             x = total(layer.mlp(x))
             x, residual = kernels.add_rms_norm(x, residual, next_norm, eps)
         return x
 
-    def products(self) -> list[tuple[AnyLinear, int]]:
-        """The linear layers of one forward in their order, the output head last, and the inputs of each. Those of a mixture of
-        experts are not among them."""
-        shape, found = self.shape, list[tuple[AnyLinear, int]]()
-        for layer in self._layers:
-            found += [(layer.qkv, shape.hidden), (layer.output, shape.heads * shape.head_dim // self._group.ranks)]
+    def products(self) -> list[tuple[AnyLinear, int, bool]]:
+        """The linear layers of one forward in their order: each with its inputs, and whether it computes the wanted tokens alone.
+        Those of a mixture of experts are not among them."""
+        shape, found = self.shape, list[tuple[AnyLinear, int, bool]]()
+        for number, layer in enumerate(self._layers):
+            wanted = number == len(self._layers) - 1
+            found.append((layer.qkv, shape.hidden, False))
+            found.append((layer.output, shape.heads * shape.head_dim // self._group.ranks, wanted))
             if isinstance(layer.mlp, GatedMlp):
-                found += [(layer.mlp.gate_up, shape.hidden), (layer.mlp.down, shape.intermediate // self._group.ranks)]
-        return [*found, (self._head.product, shape.hidden)]
+                found.append((layer.mlp.gate_up, shape.hidden, wanted))
+                found.append((layer.mlp.down, shape.intermediate // self._group.ranks, wanted))
+        return [*found, (self._head.product, shape.hidden, True)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32."""

@@ -35,8 +35,9 @@ class Model(Protocol):
     @property
     def capturable(self) -> bool: ...
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        """token_ids, positions: [tokens] int64. Returns [tokens, hidden]."""
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
+        """token_ids, positions: [tokens] int64. wanted: [count] int64, the tokens whose hidden states are of use; None: all.
+        Returns theirs, [count, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocab] float32."""

@@ -66,8 +66,9 @@ class TransformersModel:
             self._head = _with_given_hidden(causal, self._decoder)
             self.attention = self._rehearse(shape)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention) -> Tensor:
-        return self._decode(token_ids, positions, _Layers(attention))
+    def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
+        hidden = self._decode(token_ids, positions, _Layers(attention))
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By the model's own head, with all that it does to logits: it is given a decoder that returns `hidden`."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.engine.checkpoint import read_weights
-from common.engine.kernels.port import HeadNorm, Rotation
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.models import registry
 from common.engine.models.decoder import Decoder
@@ -29,6 +28,7 @@ from tests.common.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3,
 from tests.common.engine.driver import Driver
 from tests.common.engine.exact import answers, assert_exact, reference_logits, runner
 from tests.common.engine.graph_recorder import RecordedGraphs
+from tests.common.engine.models.own_values import OwnValues
 from tests.common.engine.models.test_linear import needs_fp8_on_cpu
 from tests.common.engine.models.test_loading import distance
 from tests.common.engine.ranks import answers_of_ranks, least_of, on_ranks, runner_of
@@ -124,19 +124,6 @@ class Partial:
 
 def of_rank(rank: int, ranks: int) -> Loading:
     return Loading(torch.float32, torch.device("cpu"), 64, group=Partial(rank, ranks))
-
-
-class OwnValues:
-    """Attention of each token to itself alone. Implements `StepAttention`."""
-
-    def __init__(self, heads: int) -> None:
-        self._heads = heads
-
-    def rotate_and_attend(self, layer: int, heads: Tensor, rotation: Rotation, norm: HeadNorm | None) -> Tensor:
-        return heads[:, : self._heads] * 1.0
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        raise NotImplementedError("decoders let it rotate")
 
 
 @torch.inference_mode()
