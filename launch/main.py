@@ -247,10 +247,10 @@ def _bench_overlap(flags: argparse.Namespace) -> int:
 
 
 def _bench_engine(flags: argparse.Namespace) -> int:
-    environment.prepare(1)
+    bench, engine = read_config(engine_plan.EngineBench, flags), read_config(EngineConfig, flags)
+    environment.prepare(engine.threads)
     from bench.engine.run import run
 
-    bench, engine = read_config(engine_plan.EngineBench, flags), read_config(EngineConfig, flags)
     command = _bench_command(flags, BENCH_SWITCHES, bench, engine)
     if flags.quick:
         bench, engine = with_defaults(bench, engine_plan.QUICK), with_defaults(engine, engine_plan.QUICK_ENGINE)
