@@ -2,7 +2,8 @@
  *
  * Owns the arithmetic and how it is divided among threads. Knows pointers, counts and strides (in elements); knows no torch.
  *
- * Few rows are bound by the memory: each weight is read once, and what is next is fetched while the rows are multiplied with what is here.
+ * Few rows are bound by the memory: each weight is read once, and what is next is fetched while the rows are multiplied with what is here. It goes
+ * into the second cache, for which some processors can wait for more lines at a time than for the first one.
  * A block of OUTPUTS outputs meets all rows before the next block, a tile of ROWS rows at a time, whose sums stay in registers. Lanes are inputs,
  * so the weight needs no other order, and chunks use the same copy of it by another product.
  */
@@ -30,7 +31,7 @@ INLINE void multiply(const float *x, int64_t x_row, const float *weight, int64_t
         floats w[OUTPUTS];
         for (int o = 0; o < OUTPUTS; o++) {
             w[o] = load(weight + o * weight_row + i);
-            if (ahead) __builtin_prefetch(ahead + o * weight_row + i, 0, 3);
+            if (ahead) __builtin_prefetch(ahead + o * weight_row + i, 0, 2);
         }
         for (int r = 0; r < rows; r++) {
             const floats v = load(x + r * x_row + i);

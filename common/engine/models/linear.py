@@ -38,12 +38,11 @@ class Linear:
 
 @dataclass(slots=True)
 class PackedLinear:
-    """A layer on CPU with a product of its own for few rows: in C over the plain weight, or oneDNN's over a packed one, which is
-    reordered once. With the second it has the plain weight, the packed one, or both.
+    """A layer on CPU with the plain weight, a packed one, which is reordered once for oneDNN's product, or both.
 
     weight: [outputs, inputs]; None: only the packed one is there. bias: [outputs], or None. shared: the weight is used elsewhere
-    too, so it stays in memory. packed_rows: for how many rows the packed weight is used. few_rows: of the product in C; None:
-    there is none. For all other rows torch's product is used.
+    too, so it stays in memory. packed_rows: for how many rows the packed weight is used. few_rows: for few others, the product
+    in C over the plain weight; None: there is none. For all other rows torch's product is used.
     """
 
     weight: Tensor | None

@@ -12,16 +12,19 @@ from common.engine.models import packing
 from common.engine.models.decoder import Decoder
 from common.engine.models.few_rows import FewRows, load_few_rows
 from common.engine.models.linear import PackedLinear
-from common.engine.models.packing import measured_packed, pack_all, packed_rows, why_not_packed
+from common.engine.models.packing import ROWS, Measured, measure, pack_all, why_not_packed
 from common.host_limits import HostMemory
 from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.common.engine.exact import answers, assert_exact, runner
 from tests.common.engine.ranks import answers_of_ranks
 
 CPU = torch.device("cpu")
-FASTER_PACKED = {1: 0.9, 8: 0.5, 32: 0.8, 256: 0.9}
-FASTER_FOR_FEW = {1: 1.2, 8: 0.5, 32: 0.8, 256: 1.5}
-FASTER_PLAIN = {1: 1.2, 8: 1.3, 32: 0.9, 256: 0.9}
+FASTER_PACKED = Measured({1: 0.9, 8: 0.5, 16: 0.6, 32: 0.8, 256: 0.9}, None)
+FASTER_FOR_FEW = Measured({1: 1.2, 8: 0.5, 16: 0.6, 32: 0.8, 256: 1.5}, None)
+FASTER_FOR_MANY = Measured({1: 0.9, 8: 0.5, 16: 0.5, 32: 0.5, 256: 0.7}, {1: 0.6, 8: 0.4, 16: 0.7, 32: 0.8, 256: 1.0})
+FASTER_PLAIN = Measured({1: 1.2, 8: 1.3, 16: 1.1, 32: 0.9, 256: 0.9}, None)
+FASTER_IN_C = Measured({1: 1.2, 8: 0.5, 16: 0.6, 32: 0.8, 256: 0.95}, {1: 0.9, 8: 0.4, 16: 0.5, 32: 0.8, 256: 1.0})
+SLOWER_IN_C = Measured({1: 1.2, 8: 1.3, 16: 1.1, 32: 1.1, 256: 1.2}, {1: 1.2, 8: 1.3, 16: 1.1, 32: 1.1, 256: 1.0})
 
 
 def needs(dtype: torch.dtype) -> pytest.MarkDecorator:
@@ -65,42 +68,56 @@ def test_a_packed_layer_computes_what_a_plain_one_does(dtype: torch.dtype, round
 
 
 @pytest.mark.parametrize(
-    ("ratios", "keeps_weight", "uses"),
+    ("measured", "keeps_weight", "uses"),
     [
-        (FASTER_PACKED, False, {1, 2, 100, 5000}),
-        (FASTER_PACKED, True, {1, 2, 100, 5000}),
-        (FASTER_FOR_FEW, False, {1, 2, 100, 5000}),
-        (FASTER_FOR_FEW, True, {2, 100}),
-        (FASTER_PLAIN, True, set()),
+        (FASTER_PACKED, False, {1, 2, 8, 16, 32, 100, 256, 5000}),
+        (FASTER_PACKED, True, {1, 2, 8, 16, 32, 100, 256, 5000}),
+        (FASTER_FOR_FEW, False, {1, 2, 8, 16, 32, 100, 256, 5000}),
+        (FASTER_FOR_FEW, True, {8, 16, 32}),
+        (FASTER_FOR_MANY, True, {16, 32, 100, 256, 5000}),
     ],
 )
-def test_the_faster_product_is_used_where_both_weights_are_there(
-    ratios: dict[int, float], keeps_weight: bool, uses: set[int]
-) -> None:
-    rows = packed_rows(ratios, keeps_weight)
-    assert {count for count in (1, 2, 100, 5000) if count in rows} == uses
+def test_the_faster_product_is_used_where_both_weights_are_there(measured: Measured, keeps_weight: bool, uses: set[int]) -> None:
+    rows = measured.packed_rows(keeps_weight)
+    assert {count for count in (1, 2, 8, 16, 32, 100, 256, 5000) if count in rows} == uses
+    fastest = {count: min(measured.packed[count], measured.plain[count]) for count in ROWS}
+    assert not keeps_weight or measured.both == fastest
 
 
-def test_a_measurement_has_a_ratio_for_each_number_of_rows_and_leaves_the_threads() -> None:
+def test_the_range_of_packed_rows_is_the_best_one_where_no_range_is_right_for_all() -> None:
+    measured = Measured({1: 0.5, 8: 1.1, 16: 0.6, 32: 2.0, 256: 0.9}, None)
+    assert [count in measured.packed_rows(keeps_weight=True) for count in ROWS] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("in_c", [True, False], ids=["C and torch", "torch alone"])
+def test_a_measurement_has_a_ratio_for_each_number_of_rows_and_leaves_the_threads(in_c: bool) -> None:
     threads = torch.get_num_threads()
-    ratios = measured_packed([torch.randn(64, 128), torch.randn(32, 16)])
+    measured = measure([torch.randn(64, 128), torch.randn(32, 16)], needed_few_rows() if in_c else None)
     assert torch.get_num_threads() == threads
-    assert set(ratios) == set(FASTER_PACKED)
-    assert all(0 < ratio < float("inf") for ratio in ratios.values())
+    assert (measured.in_c is not None) == in_c
+    for ratios in (measured.packed, measured.plain, measured.both):
+        assert tuple(ratios) == ROWS and all(0 < ratio < float("inf") for ratio in ratios.values())
+    assert measured.plain[256] == 1.0, "C computes few rows only"
+
+
+def test_some_of_each_large_weight_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def heard(samples: Sequence[Tensor], few_rows: FewRows | None) -> Measured:
+        seen.extend(tuple(sample.shape) for sample in samples)
+        return FASTER_PLAIN
+
+    monkeypatch.setattr(packing, "measure", heard)
+    layers = [layer(16, 16), layer(512, 256), layer(4096, 1000), *[layer(512, 128)] * 40]
+    pack_all(layers, sharers=1, progress=lambda text: None)
+    assert seen[:3] == [(512, 256), (1040, 1000), (512, 128)] and len(seen) == 24
 
 
 @needs(torch.float32)
-def test_second_copies_are_made_while_memory_allows_and_each_shape_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_copies_are_made_while_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is shared with the embedding. Room for the head and one of two layers; then for none of them."""
-    measured: list[tuple[int, ...]] = []
     said: list[str] = []
-
-    def measure(samples: Sequence[Tensor]) -> dict[int, float]:
-        measured.extend(tuple(sample.shape) for sample in samples)
-        return FASTER_FOR_FEW
-
-    monkeypatch.setattr(packing, "load_few_rows", lambda: None)
-    monkeypatch.setattr(packing, "measured_packed", measure)
+    monkeypatch.setattr(packing, "measure", lambda samples, few_rows: FASTER_FOR_FEW)
     for copies, head_packed, plain_left in ((2, True, [False, True]), (0.9, False, [False, False])):
         free = int(copies * 512 * 256 * 4 * 4 * 3) + 64
         monkeypatch.setattr(packing, "host_memory_now", lambda free=free: HostMemory(64 * free, free))
@@ -111,7 +128,6 @@ def test_second_copies_are_made_while_memory_allows_and_each_shape_is_measured_o
         assert [one.weight is not None for one in layers] == plain_left
         assert all(one.packed is not None for one in layers)
         assert small.packed is None and small.weight is not None
-    assert measured == [(512, 256)] * 2
     assert "packed the weights of 3 linear layers" in said[0] and "of them second copies" in said[0]
     assert "packed the weights of 2 linear layers" in said[1] and "second copies" not in said[1]
 
@@ -120,8 +136,7 @@ def test_second_copies_are_made_while_memory_allows_and_each_shape_is_measured_o
 def test_one_that_starts_again_beside_three_others_makes_as_many_second_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packing, "load_few_rows", lambda: None)
-    monkeypatch.setattr(packing, "measured_packed", lambda samples: FASTER_FOR_FEW)
+    monkeypatch.setattr(packing, "measure", lambda samples, few_rows: FASTER_FOR_FEW)
     total = 8 * 4 * 512 * 256 * 4
     for free in (total, total // 4):
         monkeypatch.setattr(packing, "host_memory_now", lambda free=free: HostMemory(total, free))
@@ -131,33 +146,48 @@ def test_one_that_starts_again_beside_three_others_makes_as_many_second_copies(
 
 
 @needs(torch.float32)
-@pytest.mark.parametrize("in_c", [True, False], ids=["in C", "packed"])
-def test_the_product_in_c_is_used_where_it_is_the_fastest_one(monkeypatch: pytest.MonkeyPatch, in_c: bool) -> None:
-    in_c_ratios = {1: 0.8, 8: 0.4, 32: 0.9} if in_c else {1: 0.9, 8: 0.7, 32: 0.9}
+@pytest.mark.parametrize(
+    ("measured", "has_room", "in_c", "packed"),
+    [
+        pytest.param("FASTER_IN_C", True, [True, True], [False, False], id="C is the fastest"),
+        pytest.param("FASTER_PACKED", True, [False, False], [True, True], id="packed is the fastest"),
+        pytest.param("FASTER_FOR_MANY", True, [True, True], [True, True], id="both: C for few rows, packed for more"),
+        pytest.param("FASTER_FOR_MANY", False, [False, True], [True, False], id="no room for both"),
+        pytest.param("SLOWER_IN_C", True, [False, False], [False, False], id="torch is the fastest"),
+    ],
+)
+def test_each_layer_gets_the_products_that_are_fastest_and_have_room(
+    monkeypatch: pytest.MonkeyPatch, measured: str, has_room: bool, in_c: list[bool], packed: list[bool]
+) -> None:
+    """The second layer is shared."""
+    room = 2**40 if has_room else 0
+    monkeypatch.setattr(packing, "host_memory_now", lambda: HostMemory(room, room))
     monkeypatch.setattr(packing, "load_few_rows", needed_few_rows)
-    monkeypatch.setattr(packing, "measured_packed", lambda samples: FASTER_PACKED)
-    monkeypatch.setattr(packing, "measured_few_rows", lambda samples, few_rows: in_c_ratios)
+    monkeypatch.setattr(packing, "measure", lambda samples, few_rows: globals()[measured])
     layers, small = [layer(512, 256), layer(512, 256, shared=True)], layer(16, 16)
     pack_all([*layers, small], sharers=1, progress=lambda text: None)
-    assert [one.few_rows is not None for one in (*layers, small)] == [in_c, in_c, False]
-    assert [one.packed is not None for one in (*layers, small)] == [not in_c, not in_c, False]
+    assert [one.few_rows is not None for one in (*layers, small)] == [*in_c, False]
+    assert [one.packed is not None for one in (*layers, small)] == [*packed, False]
+    assert layers[1].weight is not None and (layers[0].weight is None) == (packed[0] and not in_c[0])
 
 
 @needs(torch.float32)
 @pytest.mark.parametrize(
-    "ratios", [FASTER_PACKED, FASTER_FOR_FEW, FASTER_PLAIN], ids=["packed alone", "both copies", "few rows in C"]
+    ("measured", "told"),
+    [
+        pytest.param(FASTER_PACKED, "packed the weights of 13 linear layers", id="packed alone"),
+        pytest.param(FASTER_FOR_FEW, "packed the weights of 13 linear layers", id="packed, and torch"),
+        pytest.param(FASTER_FOR_MANY, "13 linear layers compute few rows in C", id="packed, and C"),
+        pytest.param(FASTER_IN_C, "13 linear layers compute few rows in C", id="C, and torch"),
+    ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_give_the_answers_of_transformers_by_each_product(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratios: dict[int, float], ranks: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured, told: str, ranks: int
 ) -> None:
-    if ratios is FASTER_PLAIN:
-        monkeypatch.setattr(packing, "load_few_rows", needed_few_rows)
-        monkeypatch.setattr(packing, "measured_few_rows", lambda samples, few_rows: dict.fromkeys(ratios, 0.1))
-    else:
-        monkeypatch.setattr(packing, "load_few_rows", lambda: None)
     monkeypatch.setattr(packing, "_LEAST_ITEMS", 0)
-    monkeypatch.setattr(packing, "measured_packed", lambda samples: ratios)
+    monkeypatch.setattr(packing, "load_few_rows", needed_few_rows if measured.in_c else lambda: None)
+    monkeypatch.setattr(packing, "measure", lambda samples, few_rows: measured)
     model = (
         llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True) if ranks == 1 else qwen3(tie_word_embeddings=False)
     )
@@ -166,7 +196,6 @@ def test_models_give_the_answers_of_transformers_by_each_product(
     path, said = saved(model, tmp_path), list[str]()
     if ranks == 1:
         assert_exact(model, answers(runner(path, said.append), Decoder, prompts, 6, chunk_tokens=150))
-        told = "13 linear layers compute few rows in C" if ratios is FASTER_PLAIN else "packed the weights of 13 linear layers"
         assert any(told in line for line in said)
     else:
         for given in answers_of_ranks(path, ranks, prompts, 6, 150):
