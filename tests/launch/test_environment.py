@@ -1,8 +1,11 @@
 """The cores and GPUs of a host are divided, and what libraries read at import is set before."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,3 +175,23 @@ def test_thread_pools_get_what_the_process_was_given(monkeypatch: pytest.MonkeyP
     assert "GOMP_SPINCOUNT" not in os.environ, "what a person set stays"
     environment.prepare(0)
     assert os.environ["OMP_NUM_THREADS"] == str(core_count())
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+ALLOCATES = """
+from launch import environment
+environment.prepare(1)
+import torch
+weight = torch.ones(2**24)
+sizes = [line.split() for line in open("/proc/self/smaps") if line.startswith("AnonHugePages")]
+print(sum(int(size) for _, size, _ in sizes) * 1024)
+"""
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system gives a process no huge pages"
+)
+def test_weights_are_in_huge_pages() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    said = subprocess.run([sys.executable, "-c", ALLOCATES], check=True, capture_output=True, encoding="utf-8", env=environ)
+    assert int(said.stdout) > 2**25, "at least half of the weight"
