@@ -14,6 +14,7 @@ _SPINS = "1000"
 is 300,000 times, which is no faster on an idle host, and three times slower where anybody else wants the cores: threads that wait
 then keep those from running that they wait for (docs/measurements/cpu.md)."""
 _INFINIBAND = Path("/sys/class/infiniband")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def prepare(threads: int) -> None:
@@ -25,7 +26,8 @@ def prepare(threads: int) -> None:
         os.environ[name] = str(threads or core_count())
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages, so weights take fewer lookups of addresses
+    if _HUGE_PAGES.exists():  # torch asks for them, so weights take fewer lookups of addresses; it complains where there are none
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")

@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.engine.batch import GREEDY
 from bench.engine.device import fill_randomly, memory_of
 from bench.engine.figures import Figure, Floor
-from bench.engine.models import layer_weights, shape_folder
+from bench.engine.models import products_flop, shape_folder
 from bench.engine.plan import MeasureFloor
 from bench.engine.steps import WARM_STEPS, Say, decode_plans, start, why_not_decoded
 from bench.figures import Spread
@@ -107,7 +107,7 @@ class _Bench:
         kv_bytes = rows * context * layout.page_bytes / layout.page_size
         heads = 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
         tokens = context if step == "prefill" else rows
-        flop = 2.0 * shape.layers * layer_weights(shape) * tokens
+        flop = products_flop(shape, tokens, rows)
         attention_s = max(kv_bytes / self.read_bytes_per_s, heads / flop * min(products_s) if step == "prefill" else 0.0)
         return Floor(
             model=self.task.model,

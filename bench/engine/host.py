@@ -35,6 +35,7 @@ class EmptyModel:
     """Implements `Model`: its results are there before it is asked."""
 
     capturable = True
+    spared_bytes = 0
 
     def __init__(self, rows: int, head_dim: int, device: torch.device) -> None:
         self.attention: Sequence[LayerAttention] = [LayerAttention(head_dim**-0.5)]

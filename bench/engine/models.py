@@ -34,6 +34,16 @@ def layer_weights(shape: ServedShape) -> int:
     return attention + 3 * shape.hidden * shape.intermediate
 
 
+def late_weights(shape: ServedShape) -> int:
+    """Of these, the numbers behind the attention: in the last layer, only sampled tokens meet them."""
+    return shape.hidden * shape.heads * shape.head_dim + 3 * shape.hidden * shape.intermediate
+
+
+def products_flop(shape: ServedShape, tokens: int, sampled: int) -> float:
+    """Operations of the products of all layers in one forward: two for each weight and token."""
+    return 2.0 * shape.layers * layer_weights(shape) * tokens - 2.0 * late_weights(shape) * (tokens - sampled)
+
+
 def step_weight_bytes(shape: ServedShape, item_bytes: int, engine: EngineConfig) -> int:
     """Bytes of weights that a decode step reads: every matrix of every layer, and the output head."""
     in_layers = item_bytes if engine.quantization == "none" else 1
@@ -42,9 +52,9 @@ def step_weight_bytes(shape: ServedShape, item_bytes: int, engine: EngineConfig)
 
 
 def prefill_flop(shape: ServedShape, tokens: int) -> float:
-    """Operations of a prompt: two for each weight and token, and of attention four for each head, its size, and pair of tokens
-    of which one sees the other. The output head counts for the last token."""
-    products = 2.0 * shape.layers * layer_weights(shape) * tokens + 2.0 * shape.vocab_size * shape.hidden
+    """Operations of a prompt: those of all products, and of attention four for each head, its size, and pair of tokens of which
+    one sees the other. What is behind the last attention counts for the last token."""
+    products = products_flop(shape, tokens, 1) + 2.0 * shape.vocab_size * shape.hidden
     pairs = tokens * (tokens + 1) / 2
     return products + 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
 

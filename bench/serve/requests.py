@@ -26,7 +26,7 @@ COUNTED_STREAM: dict[str, Any] = {"stream": True, **_OPTIONS["continuous"]}
 def completion_of_ids(model: str, prompt: Sequence[int], answer_tokens: int, **others: Any) -> bytes:
     """Greedy, and of exactly this length. prompt: token ids. others: fields beside these."""
     length = {"max_tokens": answer_tokens, "ignore_eos": True}
-    return msgspec.json.encode({"model": model, "prompt": prompt, "temperature": 0, **length, **others})
+    return msgspec.json.encode({"model": model, "prompt": list(prompt), "temperature": 0, **length, **others})
 
 
 class Bodies:

@@ -23,13 +23,19 @@ USEFUL_FOR_CACHE = 2
 
 
 def auto_host_kv_bytes(
-    engine: EngineConfig, ranks: int, layout: KVLayout, context_tokens: int, progress: Callable[[str], None]
+    engine: EngineConfig,
+    ranks: int,
+    layout: KVLayout,
+    context_tokens: int,
+    progress: Callable[[str], None],
+    spared_bytes: int = 0,
 ) -> int:
     """Bytes for pages. Call it when the weights are loaded. ranks: of the instance. layout: of this rank's pages. context_tokens:
-    the longest sequence. progress: gets the reason."""
+    the longest sequence. progress: gets the reason. spared_bytes: as `Model.spared_bytes`."""
     useful = USEFUL_FOR_CACHE * engine.max_running * layout.pages_for(context_tokens) * layout.page_bytes
     sharers = sharers_of_host(engine.sharers, engine.threads, ranks)
-    chosen, why = kv_part(host_memory_now(), own_memory_bytes(), sharers, useful, engine.memory_part)
+    taken = own_memory_bytes() + spared_bytes
+    chosen, why = kv_part(host_memory_now(), taken, sharers, useful, engine.memory_part)
     progress(f"--kv-memory auto: up to {gib(chosen)} for KV pages, {why}")
     return chosen
 

@@ -136,7 +136,8 @@ class ModelRunner:
         if given is not None:
             kv_bytes = given
         elif self._device.type == "cpu":
-            kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, progress)
+            spared = self.model.spared_bytes
+            kv_bytes = auto_host_kv_bytes(self._engine, self._group.ranks, layout, asked or own, progress, spared)
         else:
             kv_bytes = self._measured_kv_bytes(shape, layout, maker, progress)
         budget = self._agreed_budget(shape, layout, kv_bytes, measured=given is None)

@@ -74,6 +74,7 @@ class Decoder:
     ) -> None:
         self.shape = shape
         self.capturable = capturable
+        self.spared_bytes = 0
         self._group = group
         share = share_of(shape, group.rank, group.ranks)
         self.attention = [LayerAttention(shape.head_dim**-0.5, window) for window in shape.windows]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.kv_budget import gib
-from common.engine.models.few_rows import FewRows, fits, load_few_rows
+from common.engine.models.few_rows import MOST_ROWS, FewRows, fits, load_few_rows
 from common.engine.models.linear import PackedLinear, packed_product, packed_weight
 from common.host_limits import host_memory_now
 
@@ -73,7 +73,8 @@ class Measured(NamedTuple):
         """For how many rows the packed weight is used, of a layer that has one. keeps_weight: it has the plain one for others."""
         if not keeps_weight:
             return range(sys.maxsize)
-        ends = (1, *(math.isqrt(one * next_one) + 1 for one, next_one in itertools.pairwise(ROWS)), sys.maxsize)
+        between = (math.isqrt(one * next_one) + 1 for one, next_one in itertools.pairwise(_FEW_ROWS))
+        ends = (1, *between, MOST_ROWS + 1, sys.maxsize)
         ranges = [range(begin, end) for begin, end in itertools.combinations(ends, 2)]
         return min(ranges, key=lambda rows: math.prod(self.packed[n] if n in rows else self.plain[n] for n in ROWS))
 
@@ -121,17 +122,17 @@ def measure(samples: Sequence[Tensor], few_rows: FewRows | None) -> Measured:
     return Measured(packed, None if few_rows is None else in_c)
 
 
-def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[str], None]) -> None:
+def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[str], None]) -> int:
     """Give each large layer its products, when all weights are filled. sharers: processes of this host that have equal parts of
-    it."""
+    it. Returns the bytes that second copies may take and do not."""
     large = [(layer, layer.weight) for layer in layers if layer.weight is not None and layer.weight.numel() >= _LEAST_ITEMS]
     if not large:
-        return
+        return 0
     few_rows = load_few_rows() if all(fits(weight) for _, weight in large) else None
     measured = measure([_sample(weight) for _, weight in large[:_SAMPLES]], few_rows)
     plain, packed, both = mean(measured.plain), mean(measured.packed), mean(measured.both)
     begin_s, second_bytes, packs, in_c = time.perf_counter(), 0, 0, 0
-    most_bytes = _most_second_bytes(sharers)
+    most_bytes = min(_most_second_bytes(sharers), sum(weight.nbytes for _, weight in large))
     while large:  # the output head comes first: a second copy of it brings the most
         layer, weight = large.pop()
         has_room = second_bytes + weight.nbytes <= most_bytes
@@ -148,6 +149,7 @@ def pack_all(layers: Sequence[PackedLinear], sharers: int, progress: Callable[[s
         progress(f"packed the weights of {packs} linear layers in {time.perf_counter() - begin_s:.1f} s{copies}")
     if in_c:
         progress(f"{in_c} linear layers compute few rows in C, over plain weights")
+    return most_bytes - second_bytes
 
 
 def _most_second_bytes(sharers: int) -> int:
@@ -158,9 +160,9 @@ def _most_second_bytes(sharers: int) -> int:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Some outputs of it, as many as a multiple of 16 where it has so many."""
-    outputs = max(1, _SAMPLE_ITEMS // weight.shape[1])
-    return weight[: outputs // 16 * 16 or outputs]
+    """Some outputs of it: a multiple of 16, or of 4 if each has very many inputs, because C needs that."""
+    outputs = max(4, _SAMPLE_ITEMS // weight.shape[1])
+    return weight[: outputs // 16 * 16 or outputs // 4 * 4]
 
 
 def _best_seconds(given: Sequence[Tensor], products: Sequence[tuple[Product, Sequence[Tensor]]]) -> list[float]:

@@ -35,6 +35,11 @@ class Model(Protocol):
     @property
     def capturable(self) -> bool: ...
 
+    @property
+    def spared_bytes(self) -> int:
+        """What its weights may take of the host's memory and do not. Pages leave it free: whether weights take it depends on a
+        measurement, and instances of a fleet must have pools for equal contexts."""
+
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
         """token_ids, positions: [tokens] int64. wanted: [count] int64, the tokens whose hidden states are of use; None: all.
         Returns theirs, [count, hidden]."""

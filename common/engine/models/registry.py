@@ -69,7 +69,7 @@ def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, 
         slots.fill_random()
     else:
         slots.fill(with_one_spelling(read_weights(path, progress)))
-    slots.pack(loading.sharers, progress)
+    model.spared_bytes = slots.pack(loading.sharers, progress)
     return model
 
 

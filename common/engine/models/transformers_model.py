@@ -54,6 +54,7 @@ class TransformersModel:
     storage for every step of one size."""
 
     capturable = False
+    spared_bytes = 0
 
     def __init__(self, causal: PreTrainedModel, shape: ServedShape) -> None:
         """Raises ConfigError when our attention would not compute what the model's own does."""

@@ -126,8 +126,9 @@ class WeightSlots:
         self._packable.append(made)
         return made
 
-    def pack(self, sharers: int, progress: Callable[[str], None]) -> None:
-        """Pack what is faster so, when all weights are filled. sharers: processes of this host that have equal parts of it."""
+    def pack(self, sharers: int, progress: Callable[[str], None]) -> int:
+        """Pack what is faster so, when all weights are filled. sharers: processes of this host that have equal parts of it.
+        Returns `Model.spared_bytes`."""
         self.slots.clear()  # they hold plain weights, which are to be dropped
         self._tied.clear()
         while self._int8:
@@ -135,8 +136,7 @@ class WeightSlots:
             if source is not None:
                 layer.put(slice(None), source)
             layer.pack()
-        if self._packable is not None:
-            pack_all(self._packable, sharers, progress)
+        return 0 if self._packable is None else pack_all(self._packable, sharers, progress)
 
     def _empty_int8(self, outputs: int, inputs: int, bias: Tensor | None = None, source: Tensor | None = None) -> Int8Linear:
         """source: the weight that it gets in the end; None: parts are put as they are read."""

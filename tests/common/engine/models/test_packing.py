@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.engine.models import packing
 from common.engine.models.decoder import Decoder
-from common.engine.models.few_rows import FewRows, load_few_rows
+from common.engine.models.few_rows import FewRows, fits, load_few_rows
 from common.engine.models.linear import PackedLinear
 from common.engine.models.packing import ROWS, Measured, measure, pack_all, why_not_packed
 from common.host_limits import HostMemory
@@ -169,6 +169,28 @@ def test_each_layer_gets_the_products_that_are_fastest_and_have_room(
     assert [one.few_rows is not None for one in (*layers, small)] == [*in_c, False]
     assert [one.packed is not None for one in (*layers, small)] == [*packed, False]
     assert layers[1].weight is not None and (layers[0].weight is None) == (packed[0] and not in_c[0])
+
+
+@needs(torch.float32)
+@pytest.mark.parametrize("room_bytes", [0, 4 * 512 * 256 * 4, 2**30])
+def test_second_copies_and_what_they_spare_are_the_same_whatever_was_measured(
+    monkeypatch: pytest.MonkeyPatch, room_bytes: int
+) -> None:
+    """Else the pools of pages of two instances would differ where their measurements do."""
+    monkeypatch.setattr(packing, "host_memory_now", lambda: HostMemory(8 * room_bytes, 8 * room_bytes))
+    monkeypatch.setattr(packing, "load_few_rows", needed_few_rows)
+    seen = set()
+    for measured in (FASTER_IN_C, FASTER_PACKED, FASTER_FOR_FEW, FASTER_FOR_MANY, SLOWER_IN_C):
+        monkeypatch.setattr(packing, "measure", lambda samples, few_rows, measured=measured: measured)
+        layers = [layer(512, 256, shared=number == 5) for number in range(6)]
+        spared_bytes = pack_all(layers, sharers=1, progress=lambda text: None)
+        seen.add(spared_bytes + sum(one.weight.nbytes for one in layers if one.weight is not None and one.packed is not None))
+    assert seen == {min(room_bytes, 6 * 512 * 256 * 4)}
+
+
+def test_what_is_measured_of_a_weight_with_very_many_inputs_fits_the_c() -> None:
+    for outputs, inputs in ((16, 70_016), (4, 2**19), (32, 2**16)):
+        assert fits(packing._sample(torch.empty(outputs, inputs)))
 
 
 @needs(torch.float32)
