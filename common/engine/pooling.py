@@ -43,7 +43,7 @@ class Poolings:
 
     def asked_of(self, plan: Plan) -> bool:
         """Whether `pool` needs the hidden states of this step's chunks."""
-        return bool(self._asked) and any(chunk.row in self._asked for chunk in plan.chunks)
+        return any(chunk.row in self._asked for chunk in plan.chunks)
 
     def pool(self, plan: Plan, hidden: Tensor) -> Pooled | None:
         """Take in the chunks of a step. hidden: [tokens, hidden], normed, those of the chunks first; of a step that is not

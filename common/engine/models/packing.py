@@ -1,8 +1,8 @@
 """Which product the linear layers of a model on CPU use for how many rows: torch's or the one in C, over plain weights, or
 oneDNN's over packed ones.
 
-Owns the measurement at start, the memory that second copies may take, and the order of packing: layer by layer, so that no more
-than one weight is in memory twice. Knows layers by their shapes only.
+Owns the measurement at start, the memory that second copies may take, and the order of packing: layer by layer, so that beyond
+second copies no more than one weight is in memory twice. Knows layers by their shapes only.
 
 Which product is the fastest one depends on the processor and on the rows. For the few rows of decode steps torch's own is the
 slowest nearly everywhere, and the one in C (`few_rows.c`), which needs a compiler and float32, is as fast as the memory for up to
