@@ -23,6 +23,7 @@ from common.engine.model_runner import ModelRunner
 from common.engine.parallel import ALONE, Group
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan, StepResult
+from common.engine.thread_pool import end_own_pool
 from common.ids import Int32Array
 from common.options import refuse_without_effect
 from common.sampling_params import Grammar
@@ -72,6 +73,8 @@ class TorchExecutor:
             refuse_without_effect(engine, ("lent_cores", "memory_part"), "on a GPU")
         self._cores = LentCores(engine.lent_cores, self._threads_now) if engine.lent_cores else None
         self._runner = ModelRunner(model, engine, progress, group, agree)
+        if on_cpu:
+            end_own_pool()  # the engine thread computes from now on
         self.description = self._runner.description
         self._wake = wake
         self._steps: queue.Queue[_Step | None] = queue.Queue(STEPS_QUEUED)
