@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.config import Quantization
 from common.engine.kernels.port import Kernels
-from common.engine.models.int8 import Int8Linear, largest_token_number
+from common.engine.models.int8 import Int8Linear, int8_product
 from common.engine.models.linear import AnyLinear, Fp8Linear, Linear, PackedLinear, check_fp8
 from common.engine.models.packing import pack_all, why_not_packed
 from common.errors import ConfigError
@@ -69,7 +69,7 @@ class WeightSlots:
     def __init__(self, dtype: torch.dtype, device: torch.device, kernels: Kernels, quantization: Quantization = "none") -> None:
         if quantization == "fp8":
             check_fp8(dtype, device)
-        self._largest_int8 = largest_token_number(device) if quantization == "int8" else 0
+        self._int8_product = int8_product(device, kernels) if quantization == "int8" else None
         self._int8: list[tuple[Int8Linear, Tensor | None]] = []
         self._dtype = dtype
         self._device = device
@@ -140,7 +140,8 @@ class WeightSlots:
 
     def _empty_int8(self, outputs: int, inputs: int, bias: Tensor | None = None, source: Tensor | None = None) -> Int8Linear:
         """source: the weight that it gets in the end; None: parts are put as they are read."""
-        made = Int8Linear.empty(outputs, inputs, bias, self._largest_int8, self._kernels)
+        assert self._int8_product is not None
+        made = Int8Linear.empty(outputs, inputs, bias, self._int8_product, self._kernels)
         self._int8.append((made, source))
         return made
 

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel
 from common.engine.kernels.choice import make_kernels
 from common.engine.models import int8
 from common.engine.models.decoder import Decoder
-from common.engine.models.int8 import Int8Linear, largest_token_number
+from common.engine.models.int8 import Int8Linear, OneDnnProduct, QuantisedProduct, int8_product
+from common.engine.models.int8_product import MOST_INPUTS, load_int8_product
 from common.errors import ConfigError
 from tests.common.engine.checkpoints import VOCAB, qwen2, qwen3, saved
 from tests.common.engine.exact import answers, reference_logits, runner
@@ -22,15 +24,26 @@ CPU = torch.device("cpu")
 PROMPTS = [np.random.default_rng(6).integers(3, VOCAB, length).astype(np.int32) for length in (3, 40, 90)]
 
 
-def largest_here() -> int | ConfigError:
+KERNELS = make_kernels(CPU)
+
+
+def products_here() -> list[QuantisedProduct]:
+    """Those that are right on this processor: the one in C, and oneDNN's with tokens of 8 and of 7 bits."""
+    in_c = load_int8_product()
     try:
-        return largest_token_number(CPU)
-    except ConfigError as error:
-        return error
+        of_onednn = [product for largest in (127, 63) if int8._is_right(product := OneDnnProduct(largest, KERNELS))]
+    except (RuntimeError, AttributeError, NotImplementedError):
+        of_onednn = []
+    return [*of_onednn, *([] if in_c is None else [in_c])]
 
 
-LARGEST = largest_here()
-needs_int8 = pytest.mark.skipif(isinstance(LARGEST, ConfigError), reason=str(LARGEST))
+PRODUCTS = products_here()
+needs_int8 = pytest.mark.skipif(not PRODUCTS, reason="no product in int8 is right on this processor")
+
+
+def largest_of(product: QuantisedProduct) -> int:
+    """The largest number of its quantised tokens."""
+    return product._largest if isinstance(product, OneDnnProduct) else 127
 
 
 def quantised(x: Tensor, largest: int) -> Tensor:
@@ -39,8 +52,8 @@ def quantised(x: Tensor, largest: int) -> Tensor:
     return (x.double() / step).round() * step
 
 
-def layer(weight: Tensor, bias: Tensor | None, largest: int) -> Int8Linear:
-    made = Int8Linear.empty(len(weight), weight.shape[1], bias, largest, make_kernels(CPU))
+def layer(weight: Tensor, bias: Tensor | None, product: QuantisedProduct) -> Int8Linear:
+    made = Int8Linear.empty(len(weight), weight.shape[1], bias, product, KERNELS)
     made.put(slice(0, 16), weight[:16])
     made.put(slice(16, None), weight[16:])
     made.pack()
@@ -48,14 +61,17 @@ def layer(weight: Tensor, bias: Tensor | None, largest: int) -> Int8Linear:
 
 
 @needs_int8
-@pytest.mark.parametrize("largest", sorted({LARGEST, 63}) if isinstance(LARGEST, int) else [63])
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda each: f"{type(each).__name__}-{largest_of(each)}")
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2.0**-20), (torch.bfloat16, 2.0**-8)])
-def test_a_product_is_that_of_its_definition_and_near_the_exact_one(dtype: torch.dtype, rounding: float, largest: int) -> None:
+def test_a_product_is_that_of_its_definition_and_near_the_exact_one(
+    dtype: torch.dtype, rounding: float, product: QuantisedProduct
+) -> None:
+    largest = largest_of(product)
     torch.manual_seed(4)
     weight = torch.randn(48, 321, dtype=dtype) * torch.logspace(-3, 3, 48, dtype=dtype)[:, None]
     for rows, bias in ((0, None), (1, None), (37, torch.randn(48, dtype=dtype))):
         x = torch.randn(rows, 321, dtype=dtype) ** 3
-        out = layer(weight, bias, largest)(x)
+        out = layer(weight, bias, product)(x)
         assert out.shape == (rows, 48) and out.dtype == dtype
         added = torch.zeros(48, dtype=torch.float64) if bias is None else bias.double()
         weight8, x8 = quantised(weight, 127), quantised(x, largest)
@@ -74,34 +90,85 @@ def test_a_product_is_that_of_its_definition_and_near_the_exact_one(dtype: torch
         assert not rows or ((out.double() - exact).abs() > 0.01 * bound).any(), "the bound is no wider than it must be by far"
 
 
+@pytest.mark.skipif(load_int8_product() is None, reason="this processor does not multiply bytes, or there is no C compiler")
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 62), (32, 64), (80, 320), (515, 130)])
+def test_the_product_in_c_depends_on_no_other_row_and_no_number_of_threads(outputs: int, inputs: int) -> None:
+    product = load_int8_product()
+    assert product is not None
+    torch.manual_seed(inputs)
+    made = layer(torch.randn(outputs, inputs), torch.randn(outputs), product)
+    wide = torch.full((40, inputs + 3), torch.inf)
+    wide[:, :inputs] = torch.randn(40, inputs)
+    wide[7, inputs // 2], wide[9] = torch.nan, 0.0
+    before, alone = torch.get_num_threads(), torch.cat([made(wide[row : row + 1, :inputs].contiguous()) for row in range(40)])
+    assert alone[7].isnan().all() and alone[[*range(7), *range(8, 40)]].isfinite().all()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for rows in range(41):
+                assert torch.equal(made(wide[:rows, :inputs])[:7], alone[: min(rows, 7)])  # its rows are not next to each other
+                assert torch.equal(made(wide[8:rows, :inputs]), alone[8:rows])
+            assert torch.equal(made(wide[10:, :inputs].T.contiguous().T), alone[10:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_product_is_the_one_in_c_but_where_there_is_none_or_tiles_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InC(OneDnnProduct):
+        """Stands for the one in C on processors that have none."""
+
+    if not any(isinstance(product, OneDnnProduct) for product in PRODUCTS):
+        pytest.skip("oneDNN has no int8 products here")
+    in_c = InC(63, KERNELS)
+    for found, flags, expected in (
+        (in_c, "avx512_vnni", InC),
+        (in_c, "avx512_vnni amx_int8", OneDnnProduct),
+        (None, "", OneDnnProduct),
+    ):
+        monkeypatch.setattr(int8, "load_int8_product", lambda found=found: found)
+        monkeypatch.setattr(int8, "processor_flags", lambda flags=flags: flags)
+        assert type(int8_product(CPU, KERNELS)) is expected
+    monkeypatch.setattr(int8, "load_int8_product", lambda: in_c)
+    monkeypatch.setattr(int8, "processor_flags", lambda: "")
+    right = OneDnnProduct.__call__
+    monkeypatch.setattr(InC, "__call__", lambda self, *given: right(self, *given) + 1)
+    assert type(int8_product(CPU, KERNELS)) is OneDnnProduct, "a product that is wrong is not used"
+
+
 def test_int8_is_refused_where_it_cannot_be_computed_or_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="--quantization int8 computes on CPU, and the device is cuda: use fp8 or none"):
-        largest_token_number(torch.device("cuda"))
-    right = int8._product
+        int8_product(torch.device("cuda"), KERNELS)
+    if PRODUCTS:
+        with pytest.raises(
+            ConfigError, match=f"layers of at most {MOST_INPUTS} inputs, but one of this model has {MOST_INPUTS + 1}"
+        ):
+            Int8Linear.empty(4, MOST_INPUTS + 1, None, PRODUCTS[0], KERNELS)
+    monkeypatch.setattr(int8, "load_int8_product", lambda: None)
+    right = OneDnnProduct.__call__
 
-    def saturating(values: Tensor, largest: int, packed: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    def saturating(self: OneDnnProduct, *given: Any) -> Tensor:
         """Sums of two products that do not fit into 16 bits are wrong, as on processors without VNNI."""
-        out = right(values, largest, packed, scale, zeros)
-        return out if 2 * 127 * int(values.max()) < 2**15 else out - 1
+        out = right(self, *given)
+        return out if 2 * 127 * (2 * self._largest + 1) < 2**15 else out - 1
 
     def refusing(*_: object) -> Tensor:
         raise RuntimeError("could not create a primitive\nand more")
 
-    if isinstance(LARGEST, int):
-        monkeypatch.setattr(int8, "_product", saturating)
-        assert largest_token_number(CPU) == 63
-        monkeypatch.setattr(int8, "_product", lambda *given: right(*given) + 1)
+    if any(isinstance(product, OneDnnProduct) for product in PRODUCTS):
+        monkeypatch.setattr(OneDnnProduct, "__call__", saturating)
+        product = int8_product(CPU, KERNELS)
+        assert isinstance(product, OneDnnProduct) and product._largest == 63
+        monkeypatch.setattr(OneDnnProduct, "__call__", lambda self, *given: right(self, *given) + 1)
         with pytest.raises(ConfigError, match="int8 products are wrong on this processor: use --quantization none"):
-            largest_token_number(CPU)
-    monkeypatch.setattr(int8, "_product", refusing)
+            int8_product(CPU, KERNELS)
+    monkeypatch.setattr(OneDnnProduct, "__call__", refusing)
     with pytest.raises(ConfigError, match=r"no int8 products here \(.+\): use --quantization none"):
-        largest_token_number(CPU)
+        int8_product(CPU, KERNELS)
 
 
 def by_definition(model: PreTrainedModel) -> PreTrainedModel:
     """The model in float64, but for the quantisation of weights and inputs of linear layers."""
-    assert isinstance(LARGEST, int)
-    largest = LARGEST
+    largest = largest_of(int8_product(CPU, KERNELS))
     made = copy.deepcopy(model).double()
     for layer in made.modules():
         if isinstance(layer, torch.nn.Linear):

@@ -1,0 +1,180 @@
+/* The product of an int8 weight with rows that are quantised here: out = x weight^T + bias, for processors that multiply bytes (VNNI).
+ *
+ * Owns the arithmetic, the order of a packed weight, and how the work is divided among threads. Knows pointers, counts and strides (in
+ * elements); knows no torch.
+ *
+ * The instruction multiplies bytes without a sign by bytes with one, and adds four products to each number of a vector. So weights are moved by
+ * 128, and what that adds to a sum is taken off it, which takes the sum of a row's numbers alone. A weight is packed in blocks of OUTPUTS outputs;
+ * in a block, four inputs of each output lie together, then the next four. So a block is read once, from its begin to its end, for ROWS rows, whose
+ * sums stay in registers; rows are packed in the same way.
+ * All threads quantise some of the rows, wait for each other, and compute some of the blocks.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "parallel.h"
+#include "vectors.h"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#define DOT "vpdpbusd"
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+#define DOT "%{vex%} vpdpbusd"
+#endif
+
+/* AHEAD: how far before its use a weight is fetched, in bytes: the processor's own prefetching ends where a page of memory does. */
+enum { OUTPUTS = 2 * LANES, ROWS = REGISTERS == 32 ? 12 : 6, TOGETHER = 4, LINE = 64, AHEAD = 4096, LARGEST = 127, MOVED = 128 };
+
+/* Outputs of a block; 0: this processor has no such instruction, or the compiler does not know it. */
+int int8_block(void) {
+#ifdef DOT
+    return OUTPUTS;
+#else
+    return 0;
+#endif
+}
+
+#ifdef DOT
+
+extern void GOMP_barrier(void);
+
+/* numbers: the quantised rows, `stride` each, in groups of ROWS. row_scale, row_sum: of each row. */
+typedef struct {
+    const float *x;
+    const uint8_t *weight;
+    const float *scale, *bias;
+    float *out, *row_scale;
+    int32_t *row_sum;
+    int8_t *numbers;
+    int64_t rows, inputs, outputs, x_row, stride;
+} product;
+
+/* As an instruction of its own: of the function that compilers have for it, some make copies of all sums. */
+INLINE signs add_products(signs sum, signs weights, signs numbers) {
+    __asm__(DOT " %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(numbers));
+    return sum;
+}
+
+INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Numbers from -LARGEST to LARGEST, by a scale of the row. Those behind the last input are 0. */
+static void quantise(const product *p, int64_t row) {
+    const float *restrict x = p->x + row * p->x_row;
+    const int64_t group = row / ROWS * ROWS, width = least_of(ROWS, p->rows - group);
+    int8_t *to = p->numbers + group * p->stride + (row - group) * TOGETHER;
+    const float smallest = 1e-30f;
+    uint32_t most;
+    memcpy(&most, &smallest, sizeof most); /* numbers without a sign are ordered as their bits are */
+    for (int64_t i = 0; i < p->inputs; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    float largest;
+    memcpy(&largest, &most, sizeof largest);
+    const float inverse = LARGEST / largest;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < p->stride; i += LINE) {
+        int32_t some[LINE];
+        int8_t numbers[LINE];
+        const int64_t count = least_of(LINE, p->inputs - i);
+        if (count == LINE)
+            for (int64_t j = 0; j < LINE; j++) some[j] = (int32_t)rintf(x[i + j] * inverse);
+        else
+            for (int64_t j = 0; j < LINE; j++) some[j] = j < count ? (int32_t)rintf(x[i + j] * inverse) : 0;
+        for (int64_t j = 0; j < LINE; j++) {
+            numbers[j] = (int8_t)some[j];
+            sum += some[j];
+        }
+        for (int64_t j = 0; j < least_of(LINE, p->stride - i); j += TOGETHER) memcpy(to + (i + j) * width, numbers + j, TOGETHER);
+    }
+    p->row_scale[row] = largest / LARGEST;
+    p->row_sum[row] = sum;
+}
+
+/* The sums of LANES outputs of one row become numbers. */
+INLINE void finish(const product *p, signs sum, int64_t row, int64_t output) {
+    const signs moved = sum - MOVED * p->row_sum[row];
+    floats y = __builtin_convertvector(moved, floats) * load(p->scale + output) * p->row_scale[row];
+    if (p->bias) y += load(p->bias + output);
+    float *to = p->out + row * p->outputs + output;
+    if (output + LANES <= p->outputs)
+        store(to, y);
+    else if (output < p->outputs)
+        memcpy(to, &y, sizeof(float) * (size_t)(p->outputs - output));
+}
+
+/* One block times the rows of a group. fetches: the block's weights come from memory. */
+INLINE void multiply(const product *p, int64_t row, int64_t block, int rows, int fetches) {
+    const uint8_t *weight = p->weight + block * OUTPUTS * p->stride;
+    const int8_t *numbers = p->numbers + row * p->stride;
+    signs sum[ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (signs){0};
+    for (int64_t i = 0; i < p->stride; i += TOGETHER) {
+        signs weights[2];
+        memcpy(weights, weight + i * OUTPUTS, sizeof weights);
+        if (fetches)
+            for (int64_t at = 0; at < TOGETHER * OUTPUTS; at += LINE) __builtin_prefetch(weight + i * OUTPUTS + AHEAD + at, 0, 2);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, numbers + i * rows + r * TOGETHER, sizeof four);
+            const signs of_row = (signs){0} + four;
+            sum[r][0] = add_products(sum[r][0], weights[0], of_row);
+            sum[r][1] = add_products(sum[r][1], weights[1], of_row);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++) finish(p, sum[r][half], row + r, block * OUTPUTS + half * LANES);
+}
+
+static void multiply_block(const product *p, int64_t block) {
+    for (int64_t row = 0; row < p->rows; row += ROWS) {
+        switch (p->rows - row) { /* of a count that is known to the compiler, the sums are registers */
+#define GROUP(n) multiply(p, row, block, n < ROWS ? n : ROWS, 1)
+            case 1: GROUP(1); break;
+            case 2: GROUP(2); break;
+            case 3: GROUP(3); break;
+            case 4: GROUP(4); break;
+            case 5: GROUP(5); break;
+            case 6: GROUP(6); break;
+#if defined(__AVX512F__)
+            case 7: GROUP(7); break;
+            case 8: GROUP(8); break;
+            case 9: GROUP(9); break;
+            case 10: GROUP(10); break;
+            case 11: GROUP(11); break;
+#endif
+#undef GROUP
+            default:
+                if (row)
+                    multiply(p, row, block, ROWS, 0);
+                else
+                    multiply(p, row, block, ROWS, 1);
+        }
+    }
+}
+
+static void body(void *data, int thread, int threads) {
+    const product *p = (const product *)data;
+    for (int64_t row = p->rows * thread / threads; row < p->rows * (thread + 1) / threads; row++) quantise(p, row);
+    if (threads > 1) GOMP_barrier();
+    const int64_t blocks = (p->outputs + OUTPUTS - 1) / OUTPUTS, end = blocks * (thread + 1) / threads;
+    for (int64_t block = blocks * thread / threads; block < end; block++) multiply_block(p, block);
+}
+
+/* x: [rows, inputs], its rows x_row apart. weight: packed, of whole blocks and of inputs that are a multiple of TOGETHER, moved by 128. scale, bias:
+ * of whole blocks; bias may be null. out: [rows, outputs]. memory: (inputs rounded up + 8) bytes for each row. */
+void int8_product(const float *x, const uint8_t *weight, const float *scale, const float *bias, float *out, void *memory, int64_t rows,
+                  int64_t inputs, int64_t outputs, int64_t x_row, int threads) {
+    const int64_t stride = (inputs + TOGETHER - 1) / TOGETHER * TOGETHER;
+    float *row_scale = (float *)memory;
+    int32_t *row_sum = (int32_t *)(row_scale + rows);
+    product p = {x, weight, scale, bias, out, row_scale, row_sum, (int8_t *)(row_sum + rows), rows, inputs, outputs, x_row, stride};
+    parallel(threads, body, &p);
+}
+
+#endif
