@@ -38,7 +38,8 @@ def measure(task: MeasureFloor, say: Say) -> Iterator[Figure]:
         layout, region = runner.description.layout, runner.description.memory
         fill_randomly(region, torch_dtype(layout.dtype))
         assert isinstance(runner.model, Decoder), "the shapes of this bench are decoders"
-        bench = _Bench(task, runner, shape, _Products(runner.model, torch_dtype(layout.dtype)), _read_bytes_per_s(runner))
+        dtype = torch_dtype(runner.description.model.dtype)  # type: ignore[arg-type]
+        bench = _Bench(task, runner, shape, _Products(runner.model, dtype), _read_bytes_per_s(runner))
         for tokens in task.chunks:
             say(f"floor of prefill, {tokens} tokens")
             yield bench.prefill(tokens)

@@ -22,6 +22,7 @@ from common.engine.graphs import CudaGraphs, GraphMaker, ladder
 from common.engine.host_allocator import keep_step_memory
 from common.engine.kernels.choice import make_kernels
 from common.engine.kv_budget import Agree, KVBudget, as_offered, check_context, given_kv_bytes, kv_budget
+from common.engine.kv_dtype import kv_dtype_of
 from common.engine.kv_host import auto_host_kv_bytes
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.kv_meter import KVMemoryMeter, total_bytes
@@ -72,7 +73,7 @@ class ModelRunner:
             kv_heads=len(heads_of(group.rank, group.ranks, shape.kv_heads)),
             head_dim=shape.head_dim,
             page_size=engine.page_size,
-            dtype=dtype_name if engine.kv_dtype == "auto" else "float8_e4m3fn",
+            dtype=kv_dtype_of(engine, dtype_name),
         )
         check_attention(engine.attention, layout, self._dtype, self._device)
         given = given_kv_bytes(engine.kv_memory, str(self._device), total_bytes(self._device))

@@ -15,6 +15,7 @@ from common.config import EngineConfig, ModelConfig, parse_step_cost
 from common.engine.checkpoint import fingerprint
 from common.engine.executor import EngineDescription
 from common.engine.kv_budget import Agree, as_offered, given_kv_bytes, kv_budget
+from common.engine.kv_dtype import kv_dtype_of
 from common.engine.kv_host import auto_host_kv_bytes
 from common.engine.models.end_of_sequence import TOKENIZER
 from common.engine.models.served_shape import read_served_shape
@@ -57,7 +58,7 @@ class TimedCheckpoint(TimedExecutor):
             kv_heads=len(heads_of(rank, ranks, shape.kv_heads)),
             head_dim=shape.head_dim,
             page_size=engine.page_size,
-            dtype="float8_e4m3fn" if engine.kv_dtype == "fp8_e4m3" else _dtype(engine),
+            dtype=kv_dtype_of(engine, _dtype(engine)),
         )
         given = given_kv_bytes(engine.kv_memory, "cpu", host_memory_now().total_bytes)
         context = engine.context_tokens or shape.context_tokens

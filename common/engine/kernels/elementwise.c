@@ -161,7 +161,8 @@ void silu_and_mul(const void *gate_up, void *out, int64_t rows, int64_t width, i
 /* --- rotary embedding ----------------------------------------------------------------------------------------------------------------- */
 
 /* heads: [tokens, query_heads + 2 * kv_heads, dim]. cos, sin: [tokens, half]. query_norm, key_norm: [dim], or null. queries: [tokens,
- * query_heads, dim]. keys, values: of a layer; page p, head h and slot s of it are at p * page + h * head + s * slot. */
+ * query_heads, dim]. keys, values: of a layer; page p, head h and slot s of it are at p * page + h * head + s * slot. Pages are as exact as
+ * heads or less: bfloat16 where heads are. */
 typedef struct {
     const void *heads;
     const float *cos, *sin;
@@ -171,11 +172,12 @@ typedef struct {
     int64_t tokens, token_row, head_row, query_heads, kv_heads, dim, half;
     int64_t key_page, key_head, key_slot, value_page, value_head, value_slot;
     float eps;
-    int is_bf16;
+    int is_bf16, pages_are_bf16;
 } rotate_work;
 
+/* to_is_bf16: what is written; is_bf16: all that is read. */
 INLINE void rotate_head(const void *restrict from, const float *restrict cos, const float *restrict sin, const void *restrict weight,
-                        void *restrict to, int64_t dim, int64_t half, float eps, int is_bf16) {
+                        void *restrict to, int64_t dim, int64_t half, float eps, int is_bf16, int to_is_bf16) {
     if (weight) {
         float squares = 0.0f;
         for (int64_t i = 0; i < dim; i++) squares += load(from, i, is_bf16) * load(from, i, is_bf16);
@@ -183,22 +185,29 @@ INLINE void rotate_head(const void *restrict from, const float *restrict cos, co
         for (int64_t i = 0; i < half; i++) {
             const float a = rounded(rounded(load(from, i, is_bf16) * scale, is_bf16) * load(weight, i, is_bf16), is_bf16);
             const float b = rounded(rounded(load(from, half + i, is_bf16) * scale, is_bf16) * load(weight, half + i, is_bf16), is_bf16);
-            store(to, i, a * cos[i] - b * sin[i], is_bf16);
-            store(to, half + i, b * cos[i] + a * sin[i], is_bf16);
+            store(to, i, a * cos[i] - b * sin[i], to_is_bf16);
+            store(to, half + i, b * cos[i] + a * sin[i], to_is_bf16);
         }
         for (int64_t i = 2 * half; i < dim; i++)
-            store(to, i, rounded(load(from, i, is_bf16) * scale, is_bf16) * load(weight, i, is_bf16), is_bf16);
+            store(to, i, rounded(load(from, i, is_bf16) * scale, is_bf16) * load(weight, i, is_bf16), to_is_bf16);
         return;
     }
     for (int64_t i = 0; i < half; i++) {
         const float a = load(from, i, is_bf16), b = load(from, half + i, is_bf16);
-        store(to, i, a * cos[i] - b * sin[i], is_bf16);
-        store(to, half + i, b * cos[i] + a * sin[i], is_bf16);
+        store(to, i, a * cos[i] - b * sin[i], to_is_bf16);
+        store(to, half + i, b * cos[i] + a * sin[i], to_is_bf16);
     }
-    for (int64_t i = 2 * half; i < dim; i++) store(to, i, load(from, i, is_bf16), is_bf16);
+    for (int64_t i = 2 * half; i < dim; i++) store(to, i, load(from, i, is_bf16), to_is_bf16);
 }
 
-INLINE void rotate_tokens(const rotate_work *w, int thread, int threads, int is_bf16) {
+INLINE void copy_head(const void *restrict from, void *restrict to, int64_t dim, int is_bf16, int to_is_bf16) {
+    if (is_bf16 == to_is_bf16)
+        memcpy(to, from, (size_t)dim << (is_bf16 ? 1 : 2));
+    else
+        for (int64_t i = 0; i < dim; i++) store(to, i, load(from, i, is_bf16), to_is_bf16);
+}
+
+INLINE void rotate_tokens(const rotate_work *w, int thread, int threads, int is_bf16, int pages_are_bf16) {
     int64_t begin, end;
     const int64_t all_heads = w->query_heads + 2 * w->kv_heads;
     share(w->tokens * all_heads, thread, threads, &begin, &end);
@@ -209,13 +218,13 @@ INLINE void rotate_tokens(const rotate_work *w, int thread, int threads, int is_
         const int64_t page = w->pages[token], slot = w->slots[token], kv = head - w->query_heads;
         if (kv < 0) {
             void *to = (void *)at(w->queries, (token * w->query_heads + head) * w->dim, is_bf16);
-            rotate_head(from, cos, sin, w->query_norm, to, w->dim, w->half, w->eps, is_bf16);
+            rotate_head(from, cos, sin, w->query_norm, to, w->dim, w->half, w->eps, is_bf16, is_bf16);
         } else if (kv < w->kv_heads) {
-            void *to = (void *)at(w->keys, page * w->key_page + kv * w->key_head + slot * w->key_slot, is_bf16);
-            rotate_head(from, cos, sin, w->key_norm, to, w->dim, w->half, w->eps, is_bf16);
+            void *to = (void *)at(w->keys, page * w->key_page + kv * w->key_head + slot * w->key_slot, pages_are_bf16);
+            rotate_head(from, cos, sin, w->key_norm, to, w->dim, w->half, w->eps, is_bf16, pages_are_bf16);
         } else {
             const int64_t place = page * w->value_page + (kv - w->kv_heads) * w->value_head + slot * w->value_slot;
-            memcpy((void *)at(w->values, place, is_bf16), from, (size_t)w->dim << (is_bf16 ? 1 : 2));
+            copy_head(from, (void *)at(w->values, place, pages_are_bf16), w->dim, is_bf16, pages_are_bf16);
         }
     }
 }
@@ -223,9 +232,11 @@ INLINE void rotate_tokens(const rotate_work *w, int thread, int threads, int is_
 static void rotate_part(void *data, int thread, int threads) {
     const rotate_work *w = (const rotate_work *)data;
     if (w->is_bf16)
-        rotate_tokens(w, thread, threads, 1);
+        rotate_tokens(w, thread, threads, 1, 1);
+    else if (w->pages_are_bf16)
+        rotate_tokens(w, thread, threads, 0, 1);
     else
-        rotate_tokens(w, thread, threads, 0);
+        rotate_tokens(w, thread, threads, 0, 0);
 }
 
 void rotate_and_write(const rotate_work *work, int threads) { parallel(threads, rotate_part, (void *)work); }

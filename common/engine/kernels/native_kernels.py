@@ -41,6 +41,7 @@ class _RotateWork(ctypes.Structure):
         *((name, _COUNT) for name in ("key_page", "key_head", "key_slot", "value_page", "value_head", "value_slot")),
         ("eps", _FLOAT),
         ("is_bf16", _INT),
+        ("pages_are_bf16", _INT),
     )
 
 
@@ -110,8 +111,13 @@ class NativeKernels(TorchKernels):
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         keys, values = places.keys, places.values
-        is_bf16 = _IS_BF16.get(heads.dtype)
-        if is_bf16 is None or keys.dtype != heads.dtype or (norm is not None and norm.query.dtype != heads.dtype):
+        is_bf16, pages_are_bf16 = _IS_BF16.get(heads.dtype), _IS_BF16.get(keys.dtype)
+        if (
+            is_bf16 is None
+            or pages_are_bf16 is None
+            or pages_are_bf16 < is_bf16
+            or (norm is not None and norm.query.dtype != heads.dtype)
+        ):
             return super().rotate_and_write(heads, rotation, norm, places)
         heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()
         tokens, all_heads, dim = heads.shape
@@ -129,7 +135,7 @@ class NativeKernels(TorchKernels):
             pages.data_ptr(), slots.data_ptr(),
             queries.data_ptr(), keys.data_ptr(), values.data_ptr(),
             tokens, heads.stride(0), heads.stride(1), query_heads, kv_heads, dim, cos.shape[1],
-            page, head, slot, *value_strides, 0.0 if norm is None else norm.eps, is_bf16,
+            page, head, slot, *value_strides, 0.0 if norm is None else norm.eps, is_bf16, pages_are_bf16,
         )  # fmt: skip
         self._rotate(ctypes.addressof(work), self._threads_for(tokens * all_heads * dim))
         return queries

@@ -7,6 +7,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 enum { LANES = 16, REGISTERS = 32 };
 #elif defined(__AVX__)
@@ -34,10 +38,17 @@ INLINE floats load(const float *from) {
 
 INLINE void store(float *to, floats x) { memcpy(to, &x, sizeof x); }
 
+/* On x86 in the processor's own words: gcc widens a vector in two halves and joins them. */
 INLINE floats load_bfloat16(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (floats)((words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)) << 16);
+#elif defined(__AVX2__)
+    return (floats)((words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)) << 16);
+#else
     halves x;
     memcpy(&x, from, sizeof x);
     return (floats)(__builtin_convertvector(x, words) << 16);
+#endif
 }
 
 INLINE float from_bfloat16(uint16_t x) {

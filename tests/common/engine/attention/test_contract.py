@@ -60,6 +60,8 @@ BACKENDS: list[tuple[Maker, torch.dtype, KVDtype, float]] = [
     (torch_backend, torch.bfloat16, "bfloat16", 3e-2),
     (native_backend, torch.bfloat16, "bfloat16", 1e-2),
     (native_decode_backend, torch.bfloat16, "bfloat16", 3e-2),
+    (torch_backend, torch.float32, "bfloat16", 5e-6),
+    (native_backend, torch.float32, "bfloat16", 5e-6),
     (torch_backend, torch.float32, "float8_e4m3fn", 5e-6),
     (flashinfer_backend, torch.float16, "float16", 2e-3),
     (flashinfer_backend, torch.bfloat16, "float8_e4m3fn", 2e-2),

@@ -281,7 +281,8 @@ class KernelsContract:
     @pytest.mark.parametrize("norm", [False, True])
     @pytest.mark.parametrize(
         ("dtype", "page_dtype"),
-        [(dtype, dtype) for dtype in DTYPES] + [(torch.bfloat16, FP8), (torch.float16, torch.bfloat16)],
+        [(dtype, dtype) for dtype in DTYPES]
+        + [(torch.float32, torch.bfloat16), (torch.bfloat16, FP8), (torch.float16, torch.bfloat16)],
     )
     def test_rotated_queries_return_and_kv_is_in_its_pages(self, dtype: torch.dtype, page_dtype: torch.dtype, norm: bool) -> None:
         check_rotation(self.subject(dtype), 5, HeadSizes(4, 2, 16, 8), norm=norm, page_dtype=page_dtype)

@@ -20,6 +20,20 @@ from tests.common.engine.kernels.contract import (
 LIBRARY = load(SOURCE)
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no C compiler")
 DTYPES = (torch.float32, torch.bfloat16)
+SPECIAL = [
+    1 + 2.0**-8,
+    1 + 3 * 2.0**-8,
+    -1 - 2.0**-8,
+    1 + 2.0**-8 + 2.0**-20,
+    3.4e38,
+    -3.4e38,
+    torch.inf,
+    -torch.inf,
+    1e-40,
+    9e-41,
+    0.0,
+]
+"""Between two numbers of bfloat16, just above that, beyond the largest one, not finite, and subnormal."""
 
 
 class TestNativeKernels(KernelsContract):
@@ -35,6 +49,35 @@ def test_threads_share_tokens_that_do_not_divide_evenly(dtype: torch.dtype) -> N
     check_activation(subject, 7, 3001)
     check_rotation(subject, 17, HeadSizes(14, 2, 71, 33), norm=True, page_dtype=dtype)
     check_rotation(subject, 17, HeadSizes(14, 2, 71, 33), norm=False, page_dtype=dtype, order="head")
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("dim", "half"), [(128, 64), (71, 33), (20, 5), (1, 0)])
+def test_bfloat16_pages_hold_what_float32_pages_do_as_torch_rounds_it(dim: int, half: int, norm: bool) -> None:
+    """Bit by bit. Queries are the same, and no other byte of the pool is written."""
+    generator = torch.Generator().manual_seed(dim)
+    heads = torch.randn(19, 6, dim, generator=generator) * torch.logspace(-20, 20, 19)[:, None, None]
+    heads[:, -1, :11] = torch.tensor(SPECIAL)[:dim]
+    angles, weights = torch.randn(19, half, generator=generator), torch.randn(2, dim, generator=generator)
+    given = Rotation(angles.cos(), angles.sin()), HeadNorm(weights[0], weights[1], 1e-6) if norm else None
+    places = torch.randperm(40, generator=generator)[:19]
+    pages, slots = places // 4, places % 4
+    queries, pools = [], []
+    for page_dtype in DTYPES:
+        pool = torch.full((2, 10, 2, 4, dim), 7.0, dtype=page_dtype)
+        queries.append(kernels(3).rotate_and_write(heads, *given, PagePlaces(pool[0], pool[1], pages, slots)))
+        pools.append(pool)
+    assert torch.equal(*queries)
+    assert torch.equal(pools[0].bfloat16().view(torch.int16), pools[1].view(torch.int16))
+    assert torch.equal(pools[1][1][pages, :, slots].view(torch.int16), heads[:, 4:].bfloat16().view(torch.int16))
+
+
+def test_what_is_not_a_number_stays_so_in_bfloat16_pages() -> None:
+    heads, angles = torch.full((1, 3, 40), torch.nan), torch.zeros(1, 16)
+    pool = torch.zeros(2, 1, 1, 1, 40, dtype=torch.bfloat16)
+    at = torch.zeros(1, dtype=torch.int64)
+    kernels(1).rotate_and_write(heads, Rotation(angles, angles), None, PagePlaces(pool[0], pool[1], at, at))
+    assert pool.isnan().all()
 
 
 def test_threads_share_a_vocabulary_and_sample_what_the_definition_of_the_noise_says() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from common.engine.model_runner import ModelRunner
@@ -14,7 +15,7 @@ from common.engine.models.port import Model
 from common.engine.models.transformers_model import TransformersModel
 from common.engine.plan import Chunk, Plan, RowStart
 from tests.common.engine.checkpoints import VOCAB, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, saved
-from tests.common.engine.exact import GREEDY, Answer, assert_exact, recorded_logits, runner
+from tests.common.engine.exact import GREEDY, Answer, answers, assert_exact, recorded_logits, runner
 from tests.common.engine.models.test_transformers_model import gemma2
 
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], type[Model]]] = {
@@ -41,7 +42,21 @@ def test_an_answer_goes_on_from_pages_that_another_runner_computed(tmp_path: Pat
     make, kind = MODELS[name]
     model = make()
     path = saved(model, tmp_path)
-    prefill, decode = runner(path, kv_memory="2MiB"), runner(path, kv_memory="4MiB")
+    assert_exact(model, handed_over(runner(path, kv_memory="2MiB"), runner(path, kv_memory="4MiB"), kind))
+
+
+def test_an_answer_over_bfloat16_pages_is_the_same_with_and_without_a_handoff(tmp_path: Path) -> None:
+    path = saved(qwen3(), tmp_path)
+    prefill, decode, both = (runner(path, kv_memory=memory, kv_dtype="bfloat16") for memory in ("2MiB", "4MiB", "4MiB"))
+    assert prefill.description.layout == decode.description.layout
+    given = handed_over(prefill, decode, Decoder)
+    for moved, whole in zip(given, answers(both, Decoder, [each.prompt for each in given], TOKENS, 1000), strict=True):
+        assert moved.tokens == whole.tokens
+        torch.testing.assert_close(torch.stack(moved.logits), torch.stack(whole.logits), atol=1e-4, rtol=0)
+
+
+def handed_over(prefill: ModelRunner, decode: ModelRunner, kind: type[Model]) -> list[Answer]:
+    """Greedy answers to prompts of a token, of about a page and of many, each from pages copied between the pools."""
     random = np.random.default_rng(2)
     given = [Answer(random.integers(3, VOCAB, length).astype(np.int32)) for length in (1, 16, 17, 130)]
     free = iter(random.permutation(decode.description.total_pages).astype(np.int32))
@@ -63,4 +78,4 @@ def test_an_answer_goes_on_from_pages_that_another_runner_computed(tmp_path: Pat
             for answer, token, logits in zip(given, result.tokens.tolist(), calls[-1], strict=True):
                 answer.tokens.append(token)
                 answer.logits.append(logits.clone())
-    assert_exact(model, given)
+    return given
