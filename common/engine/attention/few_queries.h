@@ -14,17 +14,45 @@ typedef struct {
     int64_t width;
 } few;
 
-INLINE float total_of(floats x) {
-    quads part[LANES / 4];
-    memcpy(part, &x, sizeof x);
-    for (int i = 1; i < LANES / 4; i++) part[0] += part[i];
-    return (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
-}
-
 /* Asks for rows that are needed soon: the processor's own prefetching ends where a page does. They go into the second cache, for which it can
  * wait for more of them at a time than for the first one. */
 INLINE void fetch(const void *rows, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)rows + at, 0, 2);
+}
+
+/* The totals of four vectors: each step adds halves of what is left, of two vectors at a time. */
+INLINE quads totals_of(const floats *x) {
+#if defined(__AVX512F__)
+#define HALVES(a, b)                                                                         \
+    (SHUFFLED(signs, a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +         \
+     SHUFFLED(signs, a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+    const floats a = HALVES(x[0], x[1]), b = HALVES(x[2], x[3]);
+#undef HALVES
+    floats four = SHUFFLED(signs, a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                  SHUFFLED(signs, a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    four += SHUFFLED(signs, four, four, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    four += SHUFFLED(signs, four, four, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    four = SHUFFLED(signs, four, four, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+    quads totals;
+    memcpy(&totals, &four, sizeof totals);
+    return totals;
+#else
+    quads part[4];
+    for (int i = 0; i < 4; i++) {
+        quads of[LANES / 4];
+        memcpy(of, x + i, sizeof of);
+        part[i] = of[0];
+        for (int j = 1; j < LANES / 4; j++) part[i] += of[j];
+    }
+    const quads a = SHUFFLED(quad_signs, part[0], part[1], 0, 4, 1, 5) + SHUFFLED(quad_signs, part[0], part[1], 2, 6, 3, 7);
+    const quads b = SHUFFLED(quad_signs, part[2], part[3], 0, 4, 1, 5) + SHUFFLED(quad_signs, part[2], part[3], 2, 6, 3, 7);
+    return SHUFFLED(quad_signs, a, b, 0, 1, 4, 5) + SHUFFLED(quad_signs, a, b, 2, 3, 6, 7);
+#endif
+}
+
+INLINE float total_of(floats x) {
+    const floats one[4] = {x};
+    return totals_of(one)[0];
 }
 
 /* scores [heads, slots] of slots whose keys lie one behind the other. */
@@ -33,18 +61,26 @@ INLINE void dots(const float *query, int64_t width, const void *keys, float *sco
     for (int64_t d = 0; d < width; d += LANES) {
         floats key[4];
 #pragma GCC unroll 4
-        for (int s = 0; s < slots; s++) key[s] = load_as(keys, s * width + d, is_bfloat16);
+        for (int s = 0; s < slots; s++) key[s] = kept(load_as(keys, s * width + d, is_bfloat16));
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++)
+        for (int h = 0; h < heads; h++) {
+            const floats of_head = kept(load(query + h * width + d));
 #pragma GCC unroll 4
-            for (int s = 0; s < slots; s++) sum[h][s] += key[s] * load(query + h * width + d);
+            for (int s = 0; s < slots; s++) sum[h][s] += key[s] * of_head;
+        }
     }
 #pragma GCC unroll 4
-    for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++) {
+        if (slots == 4) {
+            const quads totals = totals_of(sum[h]);
+            memcpy(scores + h * SLOTS, &totals, sizeof totals);
+            continue;
+        }
         for (int s = 0; s < slots; s++) scores[h * SLOTS + s] = total_of(sum[h][s]);
+    }
 }
 
+/* While keys are read, which is done first, the values that belong to them are fetched, but once for all heads. */
 INLINE void score_runs(const few *f, int64_t h, const run *runs, int count, int heads, int is_bfloat16) {
     const int slots = heads == 4 && REGISTERS == 16 ? 2 : 4;
     float *scores = f->scores + h * SLOTS;
@@ -52,8 +88,7 @@ INLINE void score_runs(const few *f, int64_t h, const run *runs, int count, int 
         const int64_t row = f->width * (is_bfloat16 ? 2 : 4);
         int64_t s = 0;
         for (; s + slots <= runs[r].count; s += slots) {
-            fetch((const char *)runs[r].values + s * row, slots * row);
-            if (r + 1 < count) fetch((const char *)runs[r + 1].keys + s * row, slots * row);
+            if (h == 0) fetch((const char *)runs[r].values + s * row, slots * row);
             dots(f->query + h * f->width, f->width, moved(runs[r].keys, s * f->width, is_bfloat16), scores + s, heads, slots, is_bfloat16);
         }
         for (; s < runs[r].count; s++)
@@ -62,24 +97,28 @@ INLINE void score_runs(const few *f, int64_t h, const run *runs, int count, int 
     }
 }
 
-/* sum [heads, vectors] = shrink * sum + weights * values, at element d of a head. */
-INLINE void weigh(const few *f, int64_t h, int64_t d, const run *runs, int count, int heads, int vectors, int is_bfloat16) {
+/* sum [heads, vectors] = shrink * sum + weights * values, at element d of a head. While values are read, the keys of the next block are fetched. */
+INLINE void weigh(const few *f, int64_t h, int64_t d, const run *runs, int count, const run *next, int heads, int vectors, int is_bfloat16) {
     floats sum[4][8];
 #pragma GCC unroll 4
     for (int i = 0; i < heads; i++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sum[i][v] = load(f->sum + (h + i) * f->width + d + v * LANES) * f->shrink[h + i];
     const float *weights = f->scores + h * SLOTS;
-    for (int r = 0; r < count; r++)
+    const int64_t row = f->width * (is_bfloat16 ? 2 : 4);
+    for (int r = 0; r < count; r++) {
+        const int64_t ahead = h == 0 && d == 0 ? next[r].count : 0;
         for (int64_t s = 0; s < runs[r].count; s++, weights++) {
+            if (s < ahead) fetch((const char *)next[r].keys + s * row, row);
             floats value[8];
 #pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) value[v] = load_as(runs[r].values, s * f->width + d + v * LANES, is_bfloat16);
+            for (int v = 0; v < vectors; v++) value[v] = kept(load_as(runs[r].values, s * f->width + d + v * LANES, is_bfloat16));
 #pragma GCC unroll 4
             for (int i = 0; i < heads; i++)
 #pragma GCC unroll 8
                 for (int v = 0; v < vectors; v++) sum[i][v] += value[v] * weights[i * SLOTS];
         }
+    }
 #pragma GCC unroll 4
     for (int i = 0; i < heads; i++)
 #pragma GCC unroll 8
@@ -108,22 +147,24 @@ INLINE void soften(const call *c, const few *f, int64_t h, int64_t slots) {
     f->largest[h] = largest;
 }
 
-INLINE void block_of_heads(const call *c, const few *f, int64_t h, const run *runs, int count, int64_t slots, int heads, int is_bfloat16) {
+INLINE void block_of_heads(const call *c, const few *f, int64_t h, const run *runs, int count, const run *next, int64_t slots, int heads,
+                           int is_bfloat16) {
     score_runs(f, h, runs, count, heads, is_bfloat16);
     for (int i = 0; i < heads; i++) soften(c, f, h + i, slots);
     const int widest = (REGISTERS == 32 ? 16 : 8) / heads < 8 ? (REGISTERS == 32 ? 16 : 8) / heads : 8;
     int64_t d = 0;
-    for (; d + widest * LANES <= f->width; d += widest * LANES) weigh(f, h, d, runs, count, heads, widest, is_bfloat16);
-    for (; d + 2 * LANES <= f->width; d += 2 * LANES) weigh(f, h, d, runs, count, heads, 2, is_bfloat16);
-    for (; d < f->width; d += LANES) weigh(f, h, d, runs, count, heads, 1, is_bfloat16);
+    for (; d + widest * LANES <= f->width; d += widest * LANES) weigh(f, h, d, runs, count, next, heads, widest, is_bfloat16);
+    for (; d + 2 * LANES <= f->width; d += 2 * LANES) weigh(f, h, d, runs, count, next, heads, 2, is_bfloat16);
+    for (; d < f->width; d += LANES) weigh(f, h, d, runs, count, next, heads, 1, is_bfloat16);
 }
 
-INLINE void block_of_slots(const call *c, const few *f, const run *runs, int count, int64_t slots, int is_bfloat16) {
+/* next: the runs of the next block, as many as of this one; those that are not there have no slots. */
+INLINE void block_of_slots(const call *c, const few *f, const run *runs, int count, const run *next, int64_t slots, int is_bfloat16) {
     const int64_t group = c->heads / c->kv_heads;
     int64_t h = 0;
-    for (; h + 4 <= group; h += 4) block_of_heads(c, f, h, runs, count, slots, 4, is_bfloat16);
-    for (; h + 2 <= group; h += 2) block_of_heads(c, f, h, runs, count, slots, 2, is_bfloat16);
-    for (; h < group; h++) block_of_heads(c, f, h, runs, count, slots, 1, is_bfloat16);
+    for (; h + 4 <= group; h += 4) block_of_heads(c, f, h, runs, count, next, slots, 4, is_bfloat16);
+    for (; h + 2 <= group; h += 2) block_of_heads(c, f, h, runs, count, next, slots, 2, is_bfloat16);
+    for (; h < group; h++) block_of_heads(c, f, h, runs, count, next, slots, 1, is_bfloat16);
 }
 
 /* Copies the keys and values of a block whose rows are not whole vectors. Returns them as one run. */
@@ -146,22 +187,28 @@ static void few_queries(const call *c, const item *t, int64_t head, float *works
     f.largest = f.copy + 2 * SLOTS * width;
     f.total = f.largest + group;
     f.shrink = f.total + group;
-    run runs[SLOTS];
+    run blocks[2][SLOTS];
     for (int64_t token = 0; token < t->tokens; token++) {
         const int64_t end = t->position + token + 1, last = least(t->last, end);
         const int64_t at = ((t->token + token) * c->heads + head * group) * c->dim;
         copy_rows(moved(c->query, at, c->query_is_bfloat16), group, c->dim, f.query, width, c->query_is_bfloat16);
         for (int64_t i = 0; i < group * width; i++) f.query[i] *= query_scale(c), f.sum[i] = 0.0f;
         for (int64_t h = 0; h < group; h++) f.largest[h] = LOWEST, f.total[h] = 0.0f;
-        for (int64_t slot = most(t->first, end - c->window); slot < last; slot += SLOTS) {
-            const int64_t slots = least(SLOTS, last - slot);
-            const int count = find_runs(c, t, head, slot, slot + slots, runs);
+        int64_t slot = most(t->first, end - c->window);
+        run *runs = blocks[0], *next = blocks[1];
+        int count = find_runs(c, t, head, slot, least(slot + SLOTS, last), runs);
+        while (slot < last) {
+            const int64_t after = least(slot + SLOTS, last);
+            const int next_count = find_runs(c, t, head, after, least(after + SLOTS, last), next);
+            for (int r = next_count; r < count; r++) next[r].count = 0;
             if (width != c->dim) {
-                const run in_copy = copied(c, &f, runs, count);
-                block_of_slots(c, &f, &in_copy, 1, slots, 0);
+                const run in_copy = copied(c, &f, runs, count), nothing = {0};
+                block_of_slots(c, &f, &in_copy, 1, &nothing, after - slot, 0);
             }
-            else if (c->pages_are_bfloat16) block_of_slots(c, &f, runs, count, slots, 1);
-            else block_of_slots(c, &f, runs, count, slots, 0);
+            else if (c->pages_are_bfloat16) block_of_slots(c, &f, runs, count, next, after - slot, 1);
+            else block_of_slots(c, &f, runs, count, next, after - slot, 0);
+            run *done = runs;
+            runs = next, next = done, count = next_count, slot = after;
         }
         for (int64_t h = 0; h < group; h++) finish(c, t, head, token * group + h, f.sum + h * width, 1, f.largest[h], f.total[h]);
     }

@@ -24,8 +24,16 @@ enum { LANES = 4, REGISTERS = 16 };
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float quads __attribute__((vector_size(16)));
 typedef int32_t signs __attribute__((vector_size(4 * LANES)));
+typedef int32_t quad_signs __attribute__((vector_size(16)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+/* Elements of a and b by their numbers, those of b behind those of a. type: a vector of as many signs. */
+#if defined(__clang__)
+#define SHUFFLED(type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(type, a, b, ...) __builtin_shuffle(a, b, (type){__VA_ARGS__})
+#endif
 
 /* A function whose integer arguments decide which code is made for it. */
 #define INLINE static inline __attribute__((always_inline))
@@ -33,6 +41,16 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 INLINE floats load(const float *from) {
     floats x;
     memcpy(&x, from, sizeof x);
+    return x;
+}
+
+/* x, in a register from here on: compilers would load it again for each use, and processors load fewer vectors than they multiply. */
+INLINE floats kept(floats x) {
+#if defined(__x86_64__)
+    __asm__("" : "+v"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#endif
     return x;
 }
 
