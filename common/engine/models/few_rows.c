@@ -18,7 +18,7 @@ enum { OUTPUTS = 4, ROWS = REGISTERS == 32 ? 6 : 2, INPUTS = 512, MOST_ROWS = 64
 typedef struct {
     const float *x, *weight, *bias;
     float *out;
-    int64_t rows, inputs, outputs, x_row;
+    int64_t rows, inputs, outputs, x_row, taken;
 } product;
 
 /* A tile's sums over `inputs` inputs, a multiple of LANES; added to what is in `sums` unless it is the first. ahead: the weights to fetch, or null. */
@@ -74,9 +74,12 @@ static void block(const product *p, int64_t output, int is_last) {
 }
 
 static void body(void *data, int thread, int threads) {
-    const product *p = (const product *)data;
-    const int64_t blocks = p->outputs / OUTPUTS, begin = blocks * thread / threads, end = blocks * (thread + 1) / threads;
-    for (int64_t b = begin; b < end; b++) block(p, b * OUTPUTS, b + 1 == blocks);
+    (void)thread;
+    product *p = (product *)data;
+    const int64_t blocks = p->outputs / OUTPUTS;
+    int64_t begin, end;
+    while (take_part(&p->taken, blocks, threads, &begin, &end))
+        for (int64_t b = begin; b < end; b++) block(p, b * OUTPUTS, b + 1 == blocks);
 }
 
 /* x: [rows, inputs], its rows x_row apart. weight: [outputs, inputs]. bias: [outputs], or null. out: [rows, outputs]. rows: 1 to MOST_ROWS.
@@ -84,7 +87,7 @@ static void body(void *data, int thread, int threads) {
 int few_rows(const float *x, const float *weight, const float *bias, float *out, int64_t rows, int64_t inputs, int64_t outputs, int64_t x_row,
              int threads) {
     if (inputs % LANES || outputs % OUTPUTS || rows < 1 || rows > MOST_ROWS) return 1;
-    product p = {x, weight, bias, out, rows, inputs, outputs, x_row};
+    product p = {x, weight, bias, out, rows, inputs, outputs, x_row, 0};
     parallel(threads, body, &p);
     return 0;
 }

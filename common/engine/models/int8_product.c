@@ -46,7 +46,7 @@ typedef struct {
     float *out, *row_scale;
     int32_t *row_sum;
     int8_t *numbers;
-    int64_t rows, inputs, outputs, x_row, stride;
+    int64_t rows, inputs, outputs, x_row, stride, taken;
 } product;
 
 /* As an instruction of its own: of the function that compilers have for it, some make copies of all sums. */
@@ -159,11 +159,12 @@ static void multiply_block(const product *p, int64_t block) {
 }
 
 static void body(void *data, int thread, int threads) {
-    const product *p = (const product *)data;
+    product *p = (product *)data;
     for (int64_t row = p->rows * thread / threads; row < p->rows * (thread + 1) / threads; row++) quantise(p, row);
     if (threads > 1) GOMP_barrier();
-    const int64_t blocks = (p->outputs + OUTPUTS - 1) / OUTPUTS, end = blocks * (thread + 1) / threads;
-    for (int64_t block = blocks * thread / threads; block < end; block++) multiply_block(p, block);
+    int64_t begin, end;
+    while (take_part(&p->taken, (p->outputs + OUTPUTS - 1) / OUTPUTS, threads, &begin, &end))
+        for (int64_t block = begin; block < end; block++) multiply_block(p, block);
 }
 
 /* x: [rows, inputs], its rows x_row apart. weight: packed, of whole blocks and of inputs that are a multiple of TOGETHER, moved by 128. scale, bias:
@@ -173,7 +174,7 @@ void int8_product(const float *x, const uint8_t *weight, const float *scale, con
     const int64_t stride = (inputs + TOGETHER - 1) / TOGETHER * TOGETHER;
     float *row_scale = (float *)memory;
     int32_t *row_sum = (int32_t *)(row_scale + rows);
-    product p = {x, weight, scale, bias, out, row_scale, row_sum, (int8_t *)(row_sum + rows), rows, inputs, outputs, x_row, stride};
+    product p = {x, weight, scale, bias, out, row_scale, row_sum, (int8_t *)(row_sum + rows), rows, inputs, outputs, x_row, stride, 0};
     parallel(threads, body, &p);
 }
 

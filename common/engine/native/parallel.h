@@ -7,6 +7,8 @@
  */
 #pragma once
 
+#include <stdint.h>
+
 extern void GOMP_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags);
 extern int omp_get_thread_num(void);
 extern int omp_get_num_threads(void);
@@ -30,4 +32,15 @@ static inline void parallel(int threads, void (*body)(void *data, int thread, in
     }
     parallel_call call = {body, data};
     GOMP_parallel(parallel_enter, &call, (unsigned)threads, 0);
+}
+
+/* Each thread takes the next part of `count` until none is left, because other processes may hold one of them up. PARTS: of each thread; more
+ * parts balance better, fewer are longer runs of memory. */
+enum { PARTS = 8 };
+
+static inline int take_part(int64_t *taken, int64_t count, int threads, int64_t *begin, int64_t *end) {
+    const int64_t parts = threads > 1 ? (int64_t)threads * PARTS : 1, part = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+    *begin = count * part / parts;
+    *end = count * (part + 1) / parts;
+    return part < parts;
 }
