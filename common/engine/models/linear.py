@@ -2,7 +2,7 @@
 FP8. Those in int8 are in `int8.py`.
 
 Owns the arithmetic of one layer, and what FP8 needs. Does not know where weights come from, which layer it is, or which product
-is the faster one (`packing.py`).
+is the fastest (`packing.py`).
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.kernels.port import Kernels
-from common.engine.models.few_rows import MOST_ROWS, FewRows
 from common.engine.models.int8 import Int8Linear
+from common.engine.models.packed_products import PackedProduct
 from common.errors import ConfigError
 
 _FP8_MULTIPLE = 16
@@ -38,28 +38,28 @@ class Linear:
 
 @dataclass(slots=True)
 class PackedLinear:
-    """A layer on CPU with the plain weight, a packed one, which is reordered once for oneDNN's product, or both.
+    """A layer on CPU with the plain weight, a packed one, or both.
 
     weight: [outputs, inputs]; None: only the packed one is there. bias: [outputs], or None. shared: the weight is used elsewhere
-    too, so it stays in memory. packed_rows: for how many rows the packed weight is used. few_rows: for few others, the product
-    in C over the plain weight; None: there is none. For all other rows torch's product is used.
+    too, so it stays in memory. packed_rows: for how many rows the packed weight is used; for all others torch's product is, over
+    the plain one. product: the one over the packed weight, which has its own form of the bias.
     """
 
     weight: Tensor | None
     bias: Tensor | None
     shared: bool = False
-    packed: Tensor | None = None
+    outputs: int = 0
     packed_rows: range = range(0)
-    few_rows: FewRows | None = None
+    product: PackedProduct | None = None
+    packed: Tensor | None = None
+    packed_bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] → [tokens, outputs]."""
-        rows = x.shape[0]  # len() of a tensor takes longer
-        if rows in self.packed_rows:
-            return packed_product(x, self.packed, self.bias)
+        if x.shape[0] in self.packed_rows:  # len() of a tensor takes longer
+            assert self.product is not None and self.packed is not None
+            return self.product(x, self.packed, self.packed_bias, self.outputs)
         assert self.weight is not None
-        if self.few_rows is not None and 0 < rows <= MOST_ROWS:
-            return self.few_rows(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def put(self, rows: slice, weight: Tensor) -> Tensor:
@@ -67,10 +67,12 @@ class PackedLinear:
         assert self.weight is not None
         return self.weight[rows].copy_(weight)
 
-    def pack(self, packed_rows: range, *, keeps_weight: bool) -> None:
+    def pack(self, product: PackedProduct, packed_rows: range, *, keeps_weight: bool) -> None:
         """Use a packed weight for so many rows. keeps_weight: the plain one stays, for all others."""
         assert self.weight is not None
-        self.packed, self.packed_rows = packed_weight(self.weight), packed_rows
+        self.outputs, self.packed_rows, self.product = self.weight.shape[0], packed_rows, product
+        self.packed = product.packed(self.weight)
+        self.packed_bias = None if self.bias is None else product.of_outputs(self.bias)
         if not keeps_weight:
             self.weight = None
 
@@ -115,19 +117,6 @@ class Fp8Linear:
 
 
 AnyLinear: TypeAlias = Linear | PackedLinear | Fp8Linear | Int8Linear
-
-
-def packed_weight(weight: Tensor) -> Tensor:
-    """A copy of a weight in the layout that oneDNN prefers. weight: [outputs, inputs], on CPU. Raises RuntimeError where oneDNN
-    does not compute its dtype."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return packed
-
-
-def packed_product(x: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x: [tokens, inputs]. packed: of `packed_weight`. Returns [tokens, outputs]."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return out
 
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:

@@ -18,7 +18,8 @@ from common.config import Quantization
 from common.engine.kernels.port import Kernels
 from common.engine.models.int8 import Int8Linear, int8_product
 from common.engine.models.linear import AnyLinear, Fp8Linear, Linear, PackedLinear, check_fp8
-from common.engine.models.packing import pack_all, why_not_packed
+from common.engine.models.packed_products import packed_products
+from common.engine.models.packing import pack_all
 from common.errors import ConfigError
 
 Cut = tuple[slice, ...]
@@ -78,7 +79,8 @@ class WeightSlots:
         self.slots: dict[str, Slot] = {}
         self._elsewhere: dict[str, tuple[int, ...]] = {}
         self._tied: dict[str, tuple[Slot, Tensor]] = {}
-        self._packable: list[PackedLinear] | None = [] if why_not_packed(dtype, device) is None else None
+        self._packed_products = packed_products(dtype, device)
+        self._packable: list[PackedLinear] = []
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """The weight of this name, and nothing else, in one tensor."""
@@ -120,7 +122,7 @@ class WeightSlots:
 
     def product(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> Linear | PackedLinear:
         """A layer in the model's dtype. shared: the weight is used elsewhere too."""
-        if self._packable is None:
+        if not self._packed_products:
             return Linear(weight, bias)
         made = PackedLinear(weight, bias, shared)
         self._packable.append(made)
@@ -136,7 +138,7 @@ class WeightSlots:
             if source is not None:
                 layer.put(slice(None), source)
             layer.pack()
-        return 0 if self._packable is None else pack_all(self._packable, sharers, progress)
+        return pack_all(self._packable, self._packed_products, sharers, progress)
 
     def _empty_int8(self, outputs: int, inputs: int, bias: Tensor | None = None, source: Tensor | None = None) -> Int8Linear:
         """source: the weight that it gets in the end; None: parts are put as they are read."""
