@@ -24,7 +24,7 @@ from common.options import (
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["none", "fp8", "int8"]
-KVDtypeName = Literal["auto", "bfloat16", "fp8_e4m3"]
+KVDtypeName = Literal["auto", "float32", "bfloat16", "fp8_e4m3"]
 AttentionName = Literal["auto", "torch", "native", "flashinfer"]
 ExecutorName = Literal["torch", "timed"]
 TransportName = Literal["nixl", "mooncake", "torch", "cma"]
@@ -78,8 +78,8 @@ class EngineConfig:
     )
     kv_dtype: KVDtypeName = option(
         "auto",
-        "data type of KV pages; auto: that of the weights, but bfloat16 with int8; bfloat16: half the memory of float32, and "
-        "read faster; fp8_e4m3: half the memory of bfloat16, less exact",
+        "data type of KV pages; auto: that of the weights, but bfloat16 with int8; float32: with float32 or int8 weights on CPU; "
+        "bfloat16: half the memory of float32, and read faster; fp8_e4m3: half the memory of bfloat16, less exact",
     )
     attention: AttentionName = option(
         "auto", "implementation of attention; auto: flashinfer on CUDA, native (in C) on CPU, torch where those cannot be used"

@@ -19,6 +19,13 @@ def kv_dtype_of(engine: EngineConfig, dtype: KVDtype) -> KVDtype:
     match engine.kv_dtype:
         case "auto":
             return "bfloat16" if engine.quantization == "int8" and dtype == "float32" else dtype
+        case "float32":
+            if dtype != "float32":
+                raise ConfigError(
+                    f"--kv-dtype float32 with --dtype {dtype}: keys and values are computed in {dtype}, so such pages are larger "
+                    f"and no more exact: give --kv-dtype auto"
+                )
+            return "float32"
         case "bfloat16":
             if dtype == "float16":
                 raise ConfigError(

@@ -32,6 +32,8 @@ PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).astype(np.int32) for n
         ("auto", "float16", "none", "float16"),
         ("auto", "float32", "int8", "bfloat16"),
         ("auto", "bfloat16", "int8", "bfloat16"),
+        ("float32", "float32", "none", "float32"),
+        ("float32", "float32", "int8", "float32"),
         ("bfloat16", "float32", "none", "bfloat16"),
         ("bfloat16", "bfloat16", "none", "bfloat16"),
         ("fp8_e4m3", "float16", "none", "float8_e4m3fn"),
@@ -44,10 +46,13 @@ def test_pages_are_as_the_flag_says_and_by_default_as_exact_as_the_weights(
     assert kv_dtype_of(EngineConfig(kv_dtype=asked, quantization=quantization), dtype) == pages
 
 
-def test_pages_that_are_as_large_as_those_of_the_weights_but_less_exact_are_refused_before_the_load(tmp_path: Path) -> None:
+def test_pages_that_have_no_advantage_over_those_of_the_weights_are_refused_before_the_load(tmp_path: Path) -> None:
     lines: list[str] = []
+    path = saved(qwen3(), tmp_path)
     with pytest.raises(ConfigError, match=r"--kv-dtype bfloat16 with --dtype float16: .*give --kv-dtype auto"):
-        runner(saved(qwen3(), tmp_path), lines.append, dtype="float16", kv_dtype="bfloat16")
+        runner(path, lines.append, dtype="float16", kv_dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"--kv-dtype float32 with --dtype bfloat16: .*no more exact: give --kv-dtype auto"):
+        runner(path, lines.append, dtype="bfloat16", kv_dtype="float32")
     assert lines == []
 
 
