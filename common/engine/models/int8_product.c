@@ -13,8 +13,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "groups.h"
 #include "parallel.h"
-#include "vectors.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 #define DOT "vpdpbusd"
@@ -22,8 +22,8 @@
 #define DOT "%{vex%} vpdpbusd"
 #endif
 
-/* AHEAD: how far before its use a weight is fetched, in bytes: the processor's own prefetching ends where a page of memory does. */
-enum { OUTPUTS = 2 * LANES, ROWS = REGISTERS == 32 ? 12 : 6, TOGETHER = 4, LINE = 64, AHEAD = 4096, LARGEST = 127, MOVED = 128 };
+/* SOME: so many numbers of a row are quantised at a time. */
+enum { TOGETHER = 4, SOME = 64, LARGEST = 127, MOVED = 128 };
 
 /* Outputs of a block; 0: this processor has no such instruction, or the compiler does not know it. */
 int int8_block(void) {
@@ -55,8 +55,6 @@ INLINE signs add_products(signs sum, signs weights, signs numbers) {
     return sum;
 }
 
-INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Numbers from -LARGEST to LARGEST, by a scale of the row. Those behind the last input are 0. */
 static void quantise(const product *p, int64_t row) {
     const float *restrict x = p->x + row * p->x_row;
@@ -75,19 +73,19 @@ static void quantise(const product *p, int64_t row) {
     memcpy(&largest, &most, sizeof largest);
     const float inverse = LARGEST / largest;
     int32_t sum = 0;
-    for (int64_t i = 0; i < p->stride; i += LINE) {
-        int32_t some[LINE];
-        int8_t numbers[LINE];
-        const int64_t count = least_of(LINE, p->inputs - i);
-        if (count == LINE)
-            for (int64_t j = 0; j < LINE; j++) some[j] = (int32_t)rintf(x[i + j] * inverse);
+    for (int64_t i = 0; i < p->stride; i += SOME) {
+        int32_t some[SOME];
+        int8_t numbers[SOME];
+        const int64_t count = least_of(SOME, p->inputs - i);
+        if (count == SOME)
+            for (int64_t j = 0; j < SOME; j++) some[j] = (int32_t)rintf(x[i + j] * inverse);
         else
-            for (int64_t j = 0; j < LINE; j++) some[j] = j < count ? (int32_t)rintf(x[i + j] * inverse) : 0;
-        for (int64_t j = 0; j < LINE; j++) {
+            for (int64_t j = 0; j < SOME; j++) some[j] = j < count ? (int32_t)rintf(x[i + j] * inverse) : 0;
+        for (int64_t j = 0; j < SOME; j++) {
             numbers[j] = (int8_t)some[j];
             sum += some[j];
         }
-        for (int64_t j = 0; j < least_of(LINE, p->stride - i); j += TOGETHER) memcpy(to + (i + j) * width, numbers + j, TOGETHER);
+        for (int64_t j = 0; j < least_of(SOME, p->stride - i); j += TOGETHER) memcpy(to + (i + j) * width, numbers + j, TOGETHER);
     }
     p->row_scale[row] = largest / LARGEST;
     p->row_sum[row] = sum;
@@ -115,8 +113,7 @@ INLINE void multiply(const product *p, int64_t row, int64_t block, int rows, int
     for (int64_t i = 0; i < p->stride; i += TOGETHER) {
         signs weights[2];
         memcpy(weights, weight + i * OUTPUTS, sizeof weights);
-        if (fetches)
-            for (int64_t at = 0; at < TOGETHER * OUTPUTS; at += LINE) __builtin_prefetch(weight + i * OUTPUTS + AHEAD + at, 0, 2);
+        if (fetches) fetch_ahead(weight + i * OUTPUTS, TOGETHER * OUTPUTS);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t four;
@@ -132,30 +129,9 @@ INLINE void multiply(const product *p, int64_t row, int64_t block, int rows, int
 }
 
 static void multiply_block(const product *p, int64_t block) {
-    for (int64_t row = 0; row < p->rows; row += ROWS) {
-        switch (p->rows - row) { /* of a count that is known to the compiler, the sums are registers */
-#define GROUP(n) multiply(p, row, block, n < ROWS ? n : ROWS, 1)
-            case 1: GROUP(1); break;
-            case 2: GROUP(2); break;
-            case 3: GROUP(3); break;
-            case 4: GROUP(4); break;
-            case 5: GROUP(5); break;
-            case 6: GROUP(6); break;
-#if defined(__AVX512F__)
-            case 7: GROUP(7); break;
-            case 8: GROUP(8); break;
-            case 9: GROUP(9); break;
-            case 10: GROUP(10); break;
-            case 11: GROUP(11); break;
-#endif
-#undef GROUP
-            default:
-                if (row)
-                    multiply(p, row, block, ROWS, 0);
-                else
-                    multiply(p, row, block, ROWS, 1);
-        }
-    }
+#define MULTIPLY(row, rows, fetches) multiply(p, row, block, rows, fetches)
+    FOR_EACH_GROUP(p->rows, MULTIPLY)
+#undef MULTIPLY
 }
 
 static void body(void *data, int thread, int threads) {

@@ -9,12 +9,8 @@
  */
 #include <stdint.h>
 
+#include "groups.h"
 #include "parallel.h"
-#include "vectors.h"
-
-/* ROWS: of a group: their sums, two vectors each, fill the registers but for some. AHEAD: how far before its use a weight is fetched, in bytes:
- * the processor's own prefetching ends where a page of memory does. */
-enum { OUTPUTS = 2 * LANES, ROWS = REGISTERS == 32 ? 12 : 6, LINE = 64, AHEAD = 4096 };
 
 int panel_outputs(void) { return OUTPUTS; }
 
@@ -26,8 +22,6 @@ typedef struct {
     float *out, *packed;
     int64_t rows, inputs, outputs, x_row, taken;
 } product;
-
-INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void pack_row(const product *p, int64_t row) {
     const int64_t group = row / ROWS * ROWS, width = least_of(ROWS, p->rows - group);
@@ -53,8 +47,7 @@ INLINE void multiply(const product *p, int64_t row, int64_t panel, int rows, int
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (floats){0};
     for (int64_t i = 0; i < p->inputs; i++, weight += OUTPUTS, x += rows) {
         const floats a = kept(load(weight)), b = kept(load(weight + LANES));
-        if (fetches)
-            for (int at = 0; at < OUTPUTS * 4; at += LINE) __builtin_prefetch((const char *)weight + AHEAD + at, 0, 2);
+        if (fetches) fetch_ahead(weight, OUTPUTS * 4);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const floats of_row = kept((floats){0} + x[r]);
@@ -68,30 +61,9 @@ INLINE void multiply(const product *p, int64_t row, int64_t panel, int rows, int
 }
 
 static void multiply_panel(const product *p, int64_t panel) {
-    for (int64_t row = 0; row < p->rows; row += ROWS) {
-        switch (p->rows - row) { /* of a count that is known to the compiler, the sums are registers */
-#define GROUP(n) multiply(p, row, panel, n < ROWS ? n : ROWS, 1)
-            case 1: GROUP(1); break;
-            case 2: GROUP(2); break;
-            case 3: GROUP(3); break;
-            case 4: GROUP(4); break;
-            case 5: GROUP(5); break;
-            case 6: GROUP(6); break;
-#if defined(__AVX512F__) || defined(__aarch64__)
-            case 7: GROUP(7); break;
-            case 8: GROUP(8); break;
-            case 9: GROUP(9); break;
-            case 10: GROUP(10); break;
-            case 11: GROUP(11); break;
-#endif
-#undef GROUP
-            default:
-                if (row)
-                    multiply(p, row, panel, ROWS, 0);
-                else
-                    multiply(p, row, panel, ROWS, 1);
-        }
-    }
+#define MULTIPLY(row, rows, fetches) multiply(p, row, panel, rows, fetches)
+    FOR_EACH_GROUP(p->rows, MULTIPLY)
+#undef MULTIPLY
 }
 
 static void body(void *data, int thread, int threads) {
