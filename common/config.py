@@ -78,8 +78,8 @@ class EngineConfig:
     )
     kv_dtype: KVDtypeName = option(
         "auto",
-        "data type of KV pages; auto: that of the weights, but bfloat16 with int8; float32: with float32 or int8 weights on CPU; "
-        "bfloat16: half the memory of float32, and read faster; fp8_e4m3: half the memory of bfloat16, less exact",
+        "data type of KV pages; auto: that of the weights, but bfloat16 for float32 in int8; float32: with float32 or int8 "
+        "weights on CPU; bfloat16: half the memory of that, and read faster; fp8_e4m3: half the memory of bfloat16, less exact",
     )
     attention: AttentionName = option(
         "auto", "implementation of attention; auto: flashinfer on CUDA, native (in C) on CPU, torch where those cannot be used"

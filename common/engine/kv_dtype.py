@@ -13,8 +13,8 @@ from common.pages.layout import KVDtype
 def kv_dtype_of(engine: EngineConfig, dtype: KVDtype) -> KVDtype:
     """dtype: of the weights, as they are before they are quantised. Raises ConfigError.
 
-    Int8 weights get bfloat16 pages: on CPU a long context waits for the reading of its pages, and their error, at most 2^-9 of
-    each number, is far below that of the weights.
+    Float32 in int8 gets bfloat16 pages: on CPU a long context waits for the reading of its pages, and their error, at most 2^-8
+    of each number, is far below that of the weights.
     """
     match engine.kv_dtype:
         case "auto":

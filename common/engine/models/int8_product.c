@@ -9,6 +9,7 @@
  * sums stay in registers; rows are packed in the same way.
  * All threads quantise some of the rows, wait for each other, and compute some of the blocks.
  */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -71,6 +72,12 @@ static void quantise(const product *p, int64_t row) {
     }
     float largest;
     memcpy(&largest, &most, sizeof largest);
+    if (!(largest <= FLT_MAX)) { /* such a row has no numbers: its outputs are NaN */
+        for (int64_t i = 0; i < p->stride; i += TOGETHER) memset(to + i * width, 0, TOGETHER);
+        p->row_scale[row] = NAN;
+        p->row_sum[row] = 0;
+        return;
+    }
     const float inverse = LARGEST / largest;
     int32_t sum = 0;
     for (int64_t i = 0; i < p->stride; i += SOME) {
@@ -94,7 +101,7 @@ static void quantise(const product *p, int64_t row) {
 /* The sums of LANES outputs of one row become numbers. */
 INLINE void finish(const product *p, signs sum, int64_t row, int64_t output) {
     const signs moved = sum - MOVED * p->row_sum[row];
-    floats y = __builtin_convertvector(moved, floats) * load(p->scale + output) * p->row_scale[row];
+    floats y = kept(kept(__builtin_convertvector(moved, floats) * load(p->scale + output)) * p->row_scale[row]); /* rounded in one order */
     if (p->bias) y += load(p->bias + output);
     float *to = p->out + row * p->outputs + output;
     if (output + LANES <= p->outputs)

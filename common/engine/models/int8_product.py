@@ -34,10 +34,20 @@ class Int8Product:
         self._function.restype = None
 
     def packed(self, weight: Tensor) -> Tensor:
-        """weight: [outputs, inputs] int8, at most MOST_INPUTS inputs. Returns [blocks, inputs / 4, block, 4] uint8."""
+        """weight: [outputs, inputs] int8, at most MOST_INPUTS inputs. Returns [blocks, inputs / 4, block, 4] uint8. Written in
+        place: what a copy between would take stays with the process, and KV pages would get less."""
         outputs, inputs = weight.shape
-        whole = F.pad(weight, (0, -inputs % _TOGETHER, 0, -outputs % self._block)).view(torch.uint8) ^ _SIGN
-        return whole.view(-1, self._block, whole.shape[1] // _TOGETHER, _TOGETHER).transpose(1, 2).contiguous()
+        blocks, fours = -(-outputs // self._block), -(-inputs // _TOGETHER)
+        packed = weight.new_zeros(blocks, fours, self._block, _TOGETHER)
+        for first, last in ((0, outputs // self._block), (outputs // self._block, blocks)):
+            rows = weight[first * self._block : last * self._block]
+            count = self._block if len(rows) % self._block == 0 else len(rows)
+            even = inputs // _TOGETHER * _TOGETHER
+            into, parts = packed[first:last, :, :count], last - first
+            into[:, : even // _TOGETHER] = rows[:, :even].view(parts, count, even // _TOGETHER, _TOGETHER).transpose(1, 2)
+            if even < inputs:
+                into[:, -1, :, : inputs - even] = rows[:, even:].view(parts, count, inputs - even)
+        return packed.view(torch.uint8).bitwise_xor_(_SIGN)
 
     def of_outputs(self, numbers: Tensor) -> Tensor:
         """A scale or a bias, [outputs], as the product reads it: float32, of whole blocks."""
@@ -48,6 +58,7 @@ class Int8Product:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, inputs = x.shape
+        assert x.dtype == torch.float32 and -(-inputs // _TOGETHER) == packed.shape[1], "not the inputs of this weight"
         out = x.new_empty(rows, outputs)
         memory = x.new_empty(rows * (packed.shape[1] * _TOGETHER + _ROW_BYTES), dtype=torch.uint8)
         self._function(

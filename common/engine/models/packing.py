@@ -28,6 +28,8 @@ from common.host_limits import host_memory_now
 
 _LEAST_ITEMS = 2**16
 """Smaller weights stay plain: they are in the caches of the processor."""
+_LEAST_OUTPUTS = 64
+"""So do those of fewer outputs: packed in whole panels, they would be far larger."""
 _FEW_ROWS, _CHUNK_ROWS = (1, 8, 16, 32), 256
 ROWS = (*_FEW_ROWS, _CHUNK_ROWS)
 """Numbers of rows that are measured."""
@@ -109,7 +111,7 @@ def pack_all(
 ) -> int:
     """Give each large layer its products, when all weights are filled. products: those that compete. sharers: processes of this
     host that have equal parts of it. Returns the bytes that second copies may take and do not."""
-    large = [(layer, layer.weight) for layer in layers if layer.weight is not None and layer.weight.numel() >= _LEAST_ITEMS]
+    large = [(layer, layer.weight) for layer in layers if layer.weight is not None and _is_large(layer.weight)]
     if not large:
         return 0
     measured = measure([_sample(weight) for _, weight in large[:_SAMPLES]], products)
@@ -128,6 +130,10 @@ def pack_all(
         copies = f", {gib(second_bytes)} of them second copies" if second_bytes else ""
         progress(f"packed the weights of {packs} linear layers in {time.perf_counter() - begin_s:.1f} s{copies}")
     return most_bytes - second_bytes
+
+
+def _is_large(weight: Tensor) -> bool:
+    return weight.numel() >= _LEAST_ITEMS and len(weight) >= _LEAST_OUTPUTS
 
 
 def _most_second_bytes(sharers: int) -> int:

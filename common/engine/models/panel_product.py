@@ -48,6 +48,7 @@ class PanelProduct:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, inputs = x.shape
+        assert x.dtype == torch.float32 and inputs == packed.shape[1], "not the inputs of this weight"
         out, memory = x.new_empty(rows, outputs), x.new_empty(rows * inputs)
         self._function(
             x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), memory.data_ptr(),
