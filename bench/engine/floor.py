@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from common.model_path import resolve_model_path
 
 READ_BYTES = 2**29
 """Far more than the caches of a core hold."""
-READS, PREFILL_ROUNDS = 5, 3
+PREFILL_ROUNDS = 3
 
 
 def measure(task: MeasureFloor, say: Say) -> Iterator[Figure]:
@@ -39,7 +40,7 @@ def measure(task: MeasureFloor, say: Say) -> Iterator[Figure]:
         fill_randomly(region, torch_dtype(layout.dtype))
         assert isinstance(runner.model, Decoder), "the shapes of this bench are decoders"
         dtype = torch_dtype(runner.description.model.dtype)  # type: ignore[arg-type]
-        bench = _Bench(task, runner, shape, _Products(runner.model, dtype), _read_bytes_per_s(runner))
+        bench = _Bench(task, runner, shape, _Products(runner.model, dtype))
         for tokens in task.chunks:
             say(f"floor of prefill, {tokens} tokens")
             yield bench.prefill(tokens)
@@ -74,7 +75,6 @@ class _Bench:
     runner: ModelRunner
     shape: ServedShape
     products: _Products
-    read_bytes_per_s: float
 
     def decode(self, batch: int, context: int) -> Floor:
         steps = WARM_STEPS + self.task.rounds
@@ -97,19 +97,21 @@ class _Bench:
     def _beside(
         self, plans: Sequence[Plan], products: Callable[[], None], step: str, rows: int, context: int, pairs: int
     ) -> Floor:
-        """The first plans only warm up. Attention reads the KV of each row once, and computes no faster than the products do."""
+        """The first plans only warm up. Attention reads the KV of each row once, and computes no faster than the products do. How
+        fast the memory is read is the median: a read is short, and some are twice as fast as what a whole step meets."""
         shape, layout = self.shape, self.runner.description.layout
         warm = min(WARM_STEPS, len(plans) - PREFILL_ROUNDS)
         for plan in plans[:warm]:
             self.runner.run(plan)
         products()
-        taken = [(_seconds(partial(self.runner.run, plan)), _seconds(products)) for plan in plans[warm:]]
-        step_s, products_s = zip(*taken, strict=True)
+        read_bytes, read = _reading(self.runner)
+        taken = [(_seconds(partial(self.runner.run, plan)), _seconds(products), _seconds(read)) for plan in plans[warm:]]
+        step_s, products_s, reads_s = zip(*taken, strict=True)
         kv_bytes = rows * context * layout.page_bytes / layout.page_size
         heads = 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
         tokens = context if step == "prefill" else rows
         flop = products_flop(shape, tokens, rows)
-        attention_s = max(kv_bytes / self.read_bytes_per_s, heads / flop * min(products_s) if step == "prefill" else 0.0)
+        attention_s = max(kv_bytes / read_bytes * median(reads_s), heads / flop * min(products_s) if step == "prefill" else 0.0)
         return Floor(
             model=self.task.model,
             step=step,
@@ -121,11 +123,11 @@ class _Bench:
         )
 
 
-def _read_bytes_per_s(runner: ModelRunner) -> float:
-    """How fast torch's threads read memory: the sum of a part of the pages."""
+def _reading(runner: ModelRunner) -> tuple[int, Callable[[], object]]:
+    """Bytes, and a call in which torch's threads read so many: the sum of a part of the pages."""
     pool: Tensor = memory_of(runner.description.memory)
     part = pool[: min(READ_BYTES, len(pool)) // 8 * 8].view(torch.int64)
-    return part.nbytes / min(_seconds(part.sum) for _ in range(READS))
+    return part.nbytes, part.sum
 
 
 def _seconds(act: Callable[[], object]) -> float:
