@@ -111,7 +111,8 @@ def test_the_timeline_of_a_chat_goes_through_router_prefill_and_decode_in_order(
     assert all(later > earlier - APART_S for earlier, later in pairwise(course))
     durations = choice["durations"]
     parts = durations["queue_s"] + durations["prefill_s"] + durations["exposed_transfer_s"] + durations["decode_s"]
-    assert 0 < parts < durations["e2e_s"] and durations["transfer_s"] > 0 and durations["time_to_first_token_s"] > 0
+    assert 0 < parts < durations["e2e_s"] and durations["time_to_first_token_s"] > 0
+    assert 0 <= durations["transfer_s"] < durations["e2e_s"]  # by the clocks of two processes, so a short one may be 0
 
 
 BAD_BODIES: list[tuple[str, dict[str, object], int, str | None]] = [

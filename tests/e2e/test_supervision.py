@@ -23,7 +23,7 @@ from tests.fleet_pages import FleetPages, RunningFleet, running_fleet
 from tests.shared_memory import left_behind, shared_files
 
 PATIENCE_S = 120.0
-ANSWER_TOKENS = 500
+ANSWER_TOKENS = 1200
 """Answers take seconds of decode steps, and a fault must hit them in a moment of that."""
 PROMPTS = [f"Count from {number} to 90." for number in range(3, 7)]
 PREFILL, DECODE = ["prefill-0"], ["decode-0", "decode-1"]
