@@ -7,7 +7,7 @@
 
 #include "item.h"
 
-/* The state of the query heads of one token. query, sum: [heads, width], width being dim padded to whole vectors. scores: [heads, SLOTS].
+/* The state of the query heads of one token and one KV head. query, sum: [heads, width], width being dim padded to whole vectors. scores: [heads, SLOTS].
  * copy: [2, SLOTS, width], for keys and values that cannot be read in place. */
 typedef struct {
     float *query, *sum, *scores, *copy, *largest, *total, *shrink;
@@ -178,38 +178,53 @@ static run copied(const call *c, const few *f, const run *runs, int count) {
     return all;
 }
 
-static void few_queries(const call *c, const item *t, int64_t head, float *workspace) {
-    const int64_t group = c->heads / c->kv_heads, width = padded(c->dim, LANES);
-    few f = {.query = workspace, .width = width};
+/* Floats of the state of one KV head, without the copy. */
+static int64_t state_floats(int64_t group, int64_t width) { return padded(group * (2 * width + SLOTS + 3), LANES); }
+
+INLINE few state_of(float *memory, int64_t group, int64_t width, float *copy) {
+    few f = {.query = memory, .copy = copy, .width = width};
     f.sum = f.query + group * width;
     f.scores = f.sum + group * width;
-    f.copy = f.scores + group * SLOTS;
-    f.largest = f.copy + 2 * SLOTS * width;
+    f.largest = f.scores + group * SLOTS;
     f.total = f.largest + group;
     f.shrink = f.total + group;
+    return f;
+}
+
+/* Block by block of the context, all heads of one before the next: they lie together in a page. */
+static void few_queries(const call *c, const item *t, int64_t first_head, int64_t kv_heads, float *workspace) {
+    const int64_t group = c->heads / c->kv_heads, width = padded(c->dim, LANES), of_head = state_floats(group, width);
+    float *copy = workspace + kv_heads * of_head;
     run blocks[2][SLOTS];
     for (int64_t token = 0; token < t->tokens; token++) {
-        const int64_t end = t->position + token + 1, last = least(t->last, end);
-        const int64_t at = ((t->token + token) * c->heads + head * group) * c->dim;
-        copy_rows(moved(c->query, at, c->query_is_bfloat16), group, c->dim, f.query, width, c->query_is_bfloat16);
-        for (int64_t i = 0; i < group * width; i++) f.query[i] *= query_scale(c), f.sum[i] = 0.0f;
-        for (int64_t h = 0; h < group; h++) f.largest[h] = LOWEST, f.total[h] = 0.0f;
-        int64_t slot = most(t->first, end - c->window);
+        const int64_t end = t->position + token + 1, first = most(t->first, end - c->window), last = least(t->last, end);
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const few f = state_of(workspace + h * of_head, group, width, copy);
+            const int64_t at = ((t->token + token) * c->heads + (first_head + h) * group) * c->dim;
+            copy_rows(moved(c->query, at, c->query_is_bfloat16), group, c->dim, f.query, width, c->query_is_bfloat16);
+            for (int64_t i = 0; i < group * width; i++) f.query[i] *= query_scale(c), f.sum[i] = 0.0f;
+            for (int64_t i = 0; i < group; i++) f.largest[i] = LOWEST, f.total[i] = 0.0f;
+        }
         run *runs = blocks[0], *next = blocks[1];
-        int count = find_runs(c, t, head, slot, least(slot + SLOTS, last), runs);
-        while (slot < last) {
-            const int64_t after = least(slot + SLOTS, last);
-            const int next_count = find_runs(c, t, head, after, least(after + SLOTS, last), next);
+        int count = find_runs(c, t, first_head, first, least(first + SLOTS, last), runs);
+        for (int64_t slot = first, h = 0; slot < last;) {
+            const few f = state_of(workspace + h * of_head, group, width, copy);
+            const int64_t slots = least(SLOTS, last - slot);
+            if (++h == kv_heads) h = 0, slot += SLOTS;
+            const int next_count = find_runs(c, t, first_head + h, slot, least(slot + SLOTS, last), next);
             for (int r = next_count; r < count; r++) next[r].count = 0;
             if (width != c->dim) {
                 const run in_copy = copied(c, &f, runs, count), nothing = {0};
-                block_of_slots(c, &f, &in_copy, 1, &nothing, after - slot, 0);
+                block_of_slots(c, &f, &in_copy, 1, &nothing, slots, 0);
             }
-            else if (c->pages_are_bfloat16) block_of_slots(c, &f, runs, count, next, after - slot, 1);
-            else block_of_slots(c, &f, runs, count, next, after - slot, 0);
+            else if (c->pages_are_bfloat16) block_of_slots(c, &f, runs, count, next, slots, 1);
+            else block_of_slots(c, &f, runs, count, next, slots, 0);
             run *done = runs;
-            runs = next, next = done, count = next_count, slot = after;
+            runs = next, next = done, count = next_count;
         }
-        for (int64_t h = 0; h < group; h++) finish(c, t, head, token * group + h, f.sum + h * width, 1, f.largest[h], f.total[h]);
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const few f = state_of(workspace + h * of_head, group, width, copy);
+            for (int64_t i = 0; i < group; i++) finish(c, t, first_head + h, token * group + i, f.sum + i * width, 1, f.largest[i], f.total[i]);
+        }
     }
 }

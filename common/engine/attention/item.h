@@ -17,6 +17,7 @@ enum {
     PANEL = 3,                          /* vectors of queries whose results a tile holds */
     TILE = REGISTERS == 32 ? 8 : 4,     /* rows of a tile: with PANEL vectors each, they fill the registers but for some */
     MANY = LANES,                       /* from so many queries on, lanes are queries */
+    TURNS = 16,                         /* a thread has at least so many where it can: fewer are longer runs of memory, more balance better */
 };
 #define UNSEEN -INFINITY /* The score of a slot that a query does not see: its weight is 0, because no largest score is below LOWEST. */
 #define LOWEST -FLT_MAX  /* The largest score before any is seen. */
@@ -32,7 +33,7 @@ typedef struct {
 /* query, out: [tokens, heads, dim]. keys, values: a layer's pages. table: page ids, by row. items: [items]. workspace: floats of each
  * thread. partials: [items of splits] of
  * [kv_heads, queries of the item, dim + 2]. done: [splits, kv_heads]. window: most slots that a token sees. softcap: 0 for
- * none. next: the next item and head to be taken. */
+ * none. next: of the turns in which items are taken. together: KV heads of a turn, at most. */
 typedef struct {
     const void *query, *keys, *values;
     void *out;
@@ -41,7 +42,7 @@ typedef struct {
     float *workspace, *partials;
     int64_t *done;
     int64_t item_count, split_count, table_stride, page_stride, head_stride, workspace_floats;
-    int64_t heads, kv_heads, page_size, dim, window, threads, next;
+    int64_t heads, kv_heads, page_size, dim, window, threads, next, together;
     int32_t query_is_bfloat16, pages_are_bfloat16;
     float scale, softcap;
 } call;

@@ -4,9 +4,10 @@ Owns the division of a step into items of work, and the memory in which they are
 not know models, sampling or requests.
 
 An item is some tokens of one row over some of its context. One call of a layer computes all items for all KV heads: each thread
-takes the next one until none is left, the largest first. Long contexts are split, so that few rows give work to all threads. Each
-item of a split leaves its result in memory, and the one that ends last merges them. A row is split by its own length, whatever
-the other rows and the number of threads are: sums are made in one order, and a greedy answer does not depend on them.
+takes the next one until none is left, the largest first. It takes several heads of it at a time where enough is left for the
+other threads: all heads of a page lie together in memory. Long contexts are split, so that few rows give work to all threads.
+Each item of a split leaves its result in memory, and the one that ends last merges them. A row is split by its own length,
+whatever the other rows and the number of threads are: sums are made in one order, and a greedy answer does not depend on them.
 """
 
 import ctypes
@@ -51,7 +52,7 @@ class _Call(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("item_count", "split_count", "table_stride", "page_stride", "head_stride")),
         *((name, ctypes.c_int64) for name in ("workspace_floats", "heads", "kv_heads", "page_size", "dim")),
-        *((name, ctypes.c_int64) for name in ("window", "threads", "next")),
+        *((name, ctypes.c_int64) for name in ("window", "threads", "next", "together")),
         *((name, ctypes.c_int32) for name in ("query_is_bfloat16", "pages_are_bfloat16")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
@@ -93,9 +94,11 @@ class NativeAttention:
         self._run = library.paged_attention
         self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
         library.item_queries.restype = library.workspace_floats.restype = ctypes.c_int64
-        library.workspace_floats.argtypes = [ctypes.c_int64] * 3
+        library.workspace_floats.argtypes = [ctypes.c_int64] * 4
         self._item_tokens = max(1, library.item_queries() // self._group)
-        self._workspace_floats = library.workspace_floats(self._item_tokens * self._group, self._group, memory.layout.head_dim)
+        self._workspace_floats = library.workspace_floats(
+            self._item_tokens * self._group, memory.layout.kv_heads, self._group, memory.layout.head_dim
+        )
         self._workspace = torch.empty(0)
         self._plans: dict[LayerAttention, _Plan] = {}
 

@@ -12,9 +12,9 @@
 int64_t item_queries(void) { return 2 * WIDE; }
 
 /* How many floats each thread needs for items of up to so many queries, and how many a partial result takes. */
-int64_t workspace_floats(int64_t queries, int64_t group, int64_t dim) {
+int64_t workspace_floats(int64_t queries, int64_t kv_heads, int64_t group, int64_t dim) {
     const int64_t width = padded(dim, LANES), tiled = padded(dim, TILE), panels = padded(queries, WIDE);
-    const int64_t few_floats = group * (2 * width + SLOTS + 3) + 2 * SLOTS * width;
+    const int64_t few_floats = kv_heads * state_floats(group, width) + 2 * SLOTS * width;
     const int64_t many_floats = panels * (2 * tiled + 3) + WIDE + SLOTS * (WIDE + 2 * tiled);
     return padded(most(few_floats, many_floats), 64);
 }
@@ -23,19 +23,24 @@ static void work(void *data, int thread, int threads) {
     (void)threads;
     call *c = (call *)data;
     float *workspace = c->workspace + thread * c->workspace_floats;
+    const int64_t turns = (c->kv_heads + c->together - 1) / c->together;
     for (;;) {
         const int64_t next = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        if (next >= c->item_count * c->kv_heads) return;
-        const item *t = c->items + next / c->kv_heads;
-        const int64_t head = next % c->kv_heads;
-        if (t->tokens * (c->heads / c->kv_heads) >= MANY) many_queries(c, t, head, workspace);
-        else few_queries(c, t, head, workspace);
-        if (t->parts > 1) merge(c, t, head, workspace);
+        if (next >= c->item_count * turns) return;
+        const item *t = c->items + next / turns;
+        const int64_t first = next % turns * c->together, last = least(first + c->together, c->kv_heads);
+        const int is_many = t->tokens * (c->heads / c->kv_heads) >= MANY;
+        if (!is_many) few_queries(c, t, first, last - first, workspace);
+        for (int64_t head = first; head < last; head++) {
+            if (is_many) many_queries(c, t, head, workspace);
+            if (t->parts > 1) merge(c, t, head, workspace);
+        }
     }
 }
 
 void paged_attention(call *c) {
     c->next = 0;
+    c->together = most(1, least(c->kv_heads, c->item_count * c->kv_heads / (c->threads * TURNS)));
     memset(c->done, 0, c->split_count * c->kv_heads * sizeof *c->done);
     parallel((int)c->threads, work, c);
 }

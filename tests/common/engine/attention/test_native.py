@@ -94,6 +94,24 @@ def test_a_row_gets_the_same_numbers_on_any_number_of_threads_and_beside_any_oth
             assert torch.equal(found[-1][layer], found[0][layer])
 
 
+@pytest.mark.parametrize("rows", [4, 9, 25])
+def test_a_thread_that_takes_several_heads_of_a_page_computes_the_same_as_one_that_takes_one(rows: int) -> None:
+    """With as many rows, a turn has one, two or all of the three KV heads; a row alone is computed head by head."""
+    shape = Shape(6, 3, 40, 16, (LayerAttention(0.1), LayerAttention(0.1, 33, 3.0)), width=40)
+    step = Step(shape, [], [1 + 617 * row % 601 for row in range(rows)])
+    attention = planned(step)
+    together = [attention.run(layer, step.query) for layer in range(2)]
+    assert all(step.error(layer, out) < 1e-5 for layer, out in enumerate(together))
+    tokens = step.tokens
+    for row in range(rows):
+        alone = replace(
+            tokens, decode_rows=tokens.decode_rows[row : row + 1], decode_lengths=tokens.decode_lengths[row : row + 1]
+        )
+        attention.plan(replace(alone, host_lengths=tokens.host_lengths[row : row + 1]))
+        for layer in range(2):
+            assert torch.equal(attention.run(layer, step.query[row : row + 1])[0], together[layer][row])
+
+
 def test_each_layer_runs_on_the_threads_that_torch_has_by_then() -> None:
     """A change of torch's number amid a step must not make the runtime end threads and start them again."""
     layers = (LayerAttention(0.1),)
