@@ -14,12 +14,6 @@ typedef struct {
     int64_t width;
 } few;
 
-/* Asks for rows that are needed soon: the processor's own prefetching ends where a page does. They go into the second cache, for which it can
- * wait for more of them at a time than for the first one. */
-INLINE void fetch(const void *rows, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)rows + at, 0, 2);
-}
-
 /* The totals of four vectors: each step adds halves of what is left, of two vectors at a time. */
 INLINE quads totals_of(const floats *x) {
 #if defined(__AVX512F__)

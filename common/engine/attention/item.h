@@ -53,10 +53,6 @@ typedef struct {
     int64_t count;
 } run;
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
-
 INLINE floats load_as(const void *from, int64_t at, int is_bfloat16) {
     return is_bfloat16 ? load_bfloat16((const uint16_t *)from + at) : load((const float *)from + at);
 }

@@ -33,14 +33,13 @@ MlpMaker = Callable[[int], Mlp]
 
 @dataclass(slots=True)
 class GatedMlp:
-    """SwiGLU (Shazeer 2020). gate_up: both in one product, the gate first."""
+    """SwiGLU (Shazeer 2020). gate_up: a gated layer, both in one product."""
 
     gate_up: AnyLinear
     down: AnyLinear
-    kernels: Kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.kernels.silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 @dataclass(slots=True)
@@ -79,7 +78,7 @@ class Decoder:
         share = share_of(shape, group.rank, group.ranks)
         self.attention = [LayerAttention(shape.head_dim**-0.5, window) for window in shape.windows]
         self._kernels = kernels
-        make_mlp = make_mlp or (lambda number: gated_mlp(shape, share, slots, kernels, number))
+        make_mlp = make_mlp or (lambda number: gated_mlp(shape, share, slots, number))
         held, rows = share.vocabulary, share.vocabulary_rows
         embedding = slots.rows(EMBEDDING, held, rows, shape.vocab_size, shape.hidden)
         self._embedding = Embedding(embedding, held, group)
@@ -132,15 +131,14 @@ class Decoder:
         return self._head(hidden)
 
 
-def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, kernels: Kernels, number: int) -> GatedMlp:
+def gated_mlp(shape: ModelShape, share: Share, slots: WeightSlots, number: int) -> GatedMlp:
     """The mlp of layer `number`."""
     prefix, width = f"model.layers.{number}.mlp.", share.intermediate
     gate_up = [Part(prefix + name, shape.intermediate, width) for name in ("gate_proj", "up_proj")]
     down = [Part(prefix + "down_proj", shape.hidden)]
     return GatedMlp(
-        gate_up=slots.linear(gate_up, shape.hidden, shape.mlp_bias),
+        gate_up=slots.linear(gate_up, shape.hidden, shape.mlp_bias, gated=True),
         down=slots.linear(down, shape.intermediate, shape.mlp_bias, width, share.adds_biases),
-        kernels=kernels,
     )
 
 

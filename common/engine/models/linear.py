@@ -5,6 +5,7 @@ Owns the arithmetic of one layer, and what FP8 needs. Does not know where weight
 is the fastest (`packing.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from common.engine.kernels.port import Kernels
 from common.engine.models.int8 import Int8Linear
-from common.engine.models.packed_products import PackedProduct
+from common.engine.products.port import Packed, PackedProduct
 from common.errors import ConfigError
 
+Gate = Callable[[Tensor], Tensor]
+"""What a gated layer makes of its product, [tokens, 2 * outputs] → [tokens, outputs]: SwiGLU (Shazeer 2020), the gates first."""
 _FP8_MULTIPLE = 16
 
 
@@ -26,10 +29,12 @@ class Linear:
 
     weight: Tensor
     bias: Tensor | None
+    gate: Gate | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, inputs] → [tokens, outputs]."""
-        return F.linear(x, self.weight, self.bias)
+        """[tokens, inputs] → [tokens, outputs]; with a gate half as many."""
+        out = F.linear(x, self.weight, self.bias)
+        return out if self.gate is None else self.gate(out)
 
     def put(self, rows: slice, weight: Tensor) -> Tensor:
         """Set some outputs. weight: [rows, inputs], any float dtype, on any device. Returns them."""
@@ -42,25 +47,25 @@ class PackedLinear:
 
     weight: [outputs, inputs]; None: only the packed one is there. bias: [outputs], or None. shared: the weight is used elsewhere
     too, so it stays in memory. packed_rows: for how many rows the packed weight is used; for all others torch's product is, over
-    the plain one. product: the one over the packed weight, which has its own form of the bias.
+    the plain one. product: the one over the packed weight.
     """
 
     weight: Tensor | None
     bias: Tensor | None
+    gate: Gate | None = None
     shared: bool = False
-    outputs: int = 0
     packed_rows: range = range(0)
     product: PackedProduct | None = None
-    packed: Tensor | None = None
-    packed_bias: Tensor | None = None
+    packed: Packed | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, inputs] → [tokens, outputs]."""
+        """[tokens, inputs] → [tokens, outputs]; with a gate half as many."""
         if x.shape[0] in self.packed_rows:  # len() of a tensor takes longer
             assert self.product is not None and self.packed is not None
-            return self.product(x, self.packed, self.packed_bias, self.outputs)
+            return self.product(x, self.packed)
         assert self.weight is not None
-        return F.linear(x, self.weight, self.bias)
+        out = F.linear(x, self.weight, self.bias)
+        return out if self.gate is None else self.gate(out)
 
     def put(self, rows: slice, weight: Tensor) -> Tensor:
         """Set some outputs, before anything is packed. weight: [rows, inputs], any float dtype. Returns them."""
@@ -70,9 +75,8 @@ class PackedLinear:
     def pack(self, product: PackedProduct, packed_rows: range, *, keeps_weight: bool) -> None:
         """Use a packed weight for so many rows. keeps_weight: the plain one stays, for all others."""
         assert self.weight is not None
-        self.outputs, self.packed_rows, self.product = self.weight.shape[0], packed_rows, product
-        self.packed = product.packed(self.weight)
-        self.packed_bias = None if self.bias is None else product.of_outputs(self.bias)
+        self.packed_rows, self.product = packed_rows, product
+        self.packed = product.pack(self.weight, self.bias, gated=self.gate is not None)
         if not keeps_weight:
             self.weight = None
 
@@ -89,9 +93,12 @@ class Fp8Linear:
     scale: Tensor
     bias: Tensor | None
     kernels: Kernels
+    gate: Gate | None = None
 
     @classmethod
-    def empty(cls, outputs: int, inputs: int, bias: Tensor | None, device: torch.device, kernels: Kernels) -> "Fp8Linear":
+    def empty(
+        cls, outputs: int, inputs: int, bias: Tensor | None, device: torch.device, kernels: Kernels, gate: Gate | None = None
+    ) -> "Fp8Linear":
         """Raises ConfigError for a size that FP8 products do not have."""
         if outputs % _FP8_MULTIPLE or inputs % _FP8_MULTIPLE:
             raise ConfigError(
@@ -99,12 +106,13 @@ class Fp8Linear:
                 f"{inputs} inputs and {outputs} outputs: use --quantization none"
             )
         weight = torch.empty((outputs, inputs), dtype=torch.float8_e4m3fn, device=device)
-        return cls(weight, torch.empty((1, outputs), dtype=torch.float32, device=device), bias, kernels)
+        return cls(weight, torch.empty((1, outputs), dtype=torch.float32, device=device), bias, kernels, gate)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, inputs] → [tokens, outputs]."""
+        """[tokens, inputs] → [tokens, outputs]; with a gate half as many."""
         values, scales = self.kernels.quantise(x)
-        return _product(values, scales, self.weight, self.scale, self.bias)
+        out = _product(values, scales, self.weight, self.scale, self.bias)
+        return out if self.gate is None else self.gate(out)
 
     def put(self, rows: slice, weight: Tensor) -> Tensor:
         """Set some outputs. weight: [rows, inputs], any float dtype, on any device. Returns it on the layer's device, because FP8

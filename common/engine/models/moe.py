@@ -123,7 +123,7 @@ def mlp_of_layer(
 ) -> Mlp:
     """The mlp of layer `number`: a mixture, or a dense one where the shape says so. Names are those of `with_one_spelling`."""
     if number not in experts.layers:
-        return gated_mlp(shape, share, slots, kernels, number)
+        return gated_mlp(shape, share, slots, number)
     prefix, inner, here = f"model.layers.{number}.mlp.", experts.intermediate, share.experts
     made = MixtureOfExperts(
         router=slots.tensor(prefix + "gate.weight", experts.experts, shape.hidden),

@@ -4,10 +4,10 @@ Owns the measurement at start, the memory that second copies may take, and the o
 second copies no more than one weight is in memory twice. Knows layers by their shapes only.
 
 Which product is the fastest one depends on the processor and on the rows. For the few rows of decode steps torch's own is the
-slowest nearly everywhere, and the one in C (`panel_product.c`) is as fast as the memory. For the many rows of a chunk all are
-about equal on some processors, and one is clearly faster or slower on others. So the products over packed weights compete, and
-each layer has the plain weight, one that is packed for the fastest of them, or, where that is clearly faster and memory allows,
-both.
+slowest nearly everywhere, and the one in C (`products/panel_product.c`) is as fast as the memory. For the many rows of a chunk
+all are about equal on some processors, and one is clearly faster or slower on others. So the products over packed weights
+compete, and each layer has the plain weight, one that is packed for the fastest of them, or, where that is clearly faster and
+memory allows, both.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.engine.kv_budget import gib
 from common.engine.models.linear import PackedLinear
-from common.engine.models.packed_products import PackedProduct
+from common.engine.products.port import Packed, PackedProduct
 from common.host_limits import host_memory_now
 
 _LEAST_ITEMS = 2**16
@@ -48,10 +48,8 @@ free."""
 
 Ratios = Mapping[int, float]
 """A product's time as a share of that of torch's over plain weights, for each number of rows in `ROWS`."""
-_Call = Callable[[Tensor, Tensor, int], object]
-"""Of rows, a weight, plain or packed, and its outputs."""
-_Weights = Sequence[tuple[Tensor, int]]
-"""Each with its outputs."""
+_Calls = Sequence[tuple[Callable[[Tensor, Any], object], Sequence[Tensor] | Sequence[Packed]]]
+"""Products of rows and a weight, and weights as each of them reads them."""
 
 
 class Measured(NamedTuple):
@@ -90,8 +88,10 @@ def measure(samples: Sequence[Tensor], products: Sequence[PackedProduct]) -> Mea
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        calls = [_plain_call([(sample, len(sample)) for sample in samples])]
-        calls += [_packed_call(product, [(product.packed(sample), len(sample)) for sample in samples]) for product in products]
+        calls: _Calls = [
+            (F.linear, samples),
+            *((product, [product.pack(sample) for sample in samples]) for product in products),
+        ]
         ratios: list[dict[int, float]] = [{} for _ in products]
         for rows in ROWS:
             count = len(samples) if rows in _FEW_ROWS else _CHUNK_SAMPLES
@@ -149,22 +149,14 @@ def _sample(weight: Tensor) -> Tensor:
     return weight[: outputs // 32 * 32 or outputs]
 
 
-def _plain_call(weights: _Weights) -> tuple[_Call, _Weights]:
-    return lambda x, weight, outputs: F.linear(x, weight), weights
-
-
-def _packed_call(product: PackedProduct, weights: _Weights) -> tuple[_Call, _Weights]:
-    return lambda x, weight, outputs: product(x, weight, None, outputs), weights
-
-
-def _best_seconds(given: Sequence[Tensor], calls: Sequence[tuple[_Call, _Weights]]) -> list[float]:
+def _best_seconds(given: Sequence[Tensor], calls: _Calls) -> list[float]:
     """Of each call: of all that is given with its weights in turn."""
     best_s, spent_s = [math.inf] * len(calls), 0.0
     for number in itertools.count(1):
         for at, (call, weights) in enumerate(calls):
             begin_s = time.thread_time()
-            for x, (weight, outputs) in zip(given, weights, strict=False):  # of chunks, only some
-                call(x, weight, outputs)
+            for x, weight in zip(given, weights, strict=False):  # of chunks, only some
+                call(x, weight)
             taken_s = time.thread_time() - begin_s
             best_s[at], spent_s = min(best_s[at], taken_s), spent_s + taken_s
         if number >= _MOST_ROUNDS or (spent_s > _ROUNDS_S and number >= _FEWEST_ROUNDS):

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from common.config import Quantization
 from common.engine.kernels.port import Kernels
-from common.engine.models.int8 import Int8Linear, int8_product
-from common.engine.models.linear import AnyLinear, Fp8Linear, Linear, PackedLinear, check_fp8
-from common.engine.models.packed_products import packed_products
+from common.engine.models.int8 import Int8Linear
+from common.engine.models.linear import AnyLinear, Fp8Linear, Gate, Linear, PackedLinear, check_fp8
 from common.engine.models.packing import pack_all
+from common.engine.products.choice import float_products, int8_product
 from common.errors import ConfigError
 
 Cut = tuple[slice, ...]
@@ -79,7 +79,7 @@ class WeightSlots:
         self.slots: dict[str, Slot] = {}
         self._elsewhere: dict[str, tuple[int, ...]] = {}
         self._tied: dict[str, tuple[Slot, Tensor]] = {}
-        self._packed_products = packed_products(dtype, device)
+        self._float_products = [] if quantization == "int8" else float_products(dtype, device, kernels)
         self._packable: list[PackedLinear] = []
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -89,20 +89,28 @@ class WeightSlots:
         return made
 
     def linear(
-        self, parts: Sequence[Part], inputs: int, bias: bool, inputs_here: range | None = None, adds_bias: bool = True
+        self,
+        parts: Sequence[Part],
+        inputs: int,
+        bias: bool,
+        inputs_here: range | None = None,
+        adds_bias: bool = True,
+        gated: bool = False,
     ) -> AnyLinear:
         """One layer of several in the checkpoint, one below the other, so that they are one matrix product. inputs: in the
-        checkpoint. inputs_here: which of them this rank has; None: all. adds_bias: whether it has the bias, if there is one."""
+        checkpoint. inputs_here: which of them this rank has; None: all. adds_bias: whether it has the bias, if there is one.
+        gated: SwiGLU (Shazeer 2020), the gates first: the layer gives silu(gate) * the other half."""
         outputs = sum(len(part.rows) for part in parts)
         columns = range(inputs) if inputs_here is None else inputs_here
         added = self.empty(outputs) if bias and adds_bias else None
+        gate = self._kernels.silu_and_mul if gated else None
         made: AnyLinear
         if self._quantization == "fp8":
-            made = Fp8Linear.empty(outputs, len(columns), added, self._device, self._kernels)
+            made = Fp8Linear.empty(outputs, len(columns), added, self._device, self._kernels, gate)
         elif self._quantization == "int8":
-            made = self._empty_int8(outputs, len(columns), added)
+            made = self._empty_int8(outputs, len(columns), added, gated=gated)
         else:
-            made = self.product(self.empty(outputs, len(columns)), added)
+            made = self.product(self.empty(outputs, len(columns)), added, gate)
         begin = 0
         for part in parts:
             rows, cut = slice(begin, begin + len(part.rows)), (_slice(part.rows), _slice(columns))
@@ -120,11 +128,13 @@ class WeightSlots:
             return self._empty_int8(weight.shape[0], weight.shape[1], source=weight)
         return self.product(weight, shared=shared)
 
-    def product(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> Linear | PackedLinear:
+    def product(
+        self, weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *, shared: bool = False
+    ) -> Linear | PackedLinear:
         """A layer in the model's dtype. shared: the weight is used elsewhere too."""
-        if not self._packed_products:
-            return Linear(weight, bias)
-        made = PackedLinear(weight, bias, shared)
+        if not self._float_products:
+            return Linear(weight, bias, gate)
+        made = PackedLinear(weight, bias, gate, shared)
         self._packable.append(made)
         return made
 
@@ -138,12 +148,14 @@ class WeightSlots:
             if source is not None:
                 layer.put(slice(None), source)
             layer.pack()
-        return pack_all(self._packable, self._packed_products, sharers, progress)
+        return pack_all(self._packable, self._float_products, sharers, progress)
 
-    def _empty_int8(self, outputs: int, inputs: int, bias: Tensor | None = None, source: Tensor | None = None) -> Int8Linear:
+    def _empty_int8(
+        self, outputs: int, inputs: int, bias: Tensor | None = None, source: Tensor | None = None, gated: bool = False
+    ) -> Int8Linear:
         """source: the weight that it gets in the end; None: parts are put as they are read."""
         assert self._int8_product is not None
-        made = Int8Linear.empty(outputs, inputs, bias, self._int8_product, self._kernels)
+        made = Int8Linear.empty(outputs, inputs, bias, self._int8_product, self._kernels, gated=gated)
         self._int8.append((made, source))
         return made
 

@@ -39,8 +39,9 @@ static inline void parallel(int threads, void (*body)(void *data, int thread, in
 enum { PARTS = 8 };
 
 static inline int take_part(int64_t *taken, int64_t count, int threads, int64_t *begin, int64_t *end) {
-    const int64_t parts = threads > 1 ? (int64_t)threads * PARTS : 1, part = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+    const int64_t most = threads > 1 ? (int64_t)threads * PARTS : 1, parts = most < count ? most : count, part = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+    if (part >= parts) return 0;
     *begin = count * part / parts;
     *end = count * (part + 1) / parts;
-    return part < parts;
+    return 1;
 }

@@ -21,6 +21,9 @@ enum { LANES = 4, REGISTERS = 32 };
 enum { LANES = 4, REGISTERS = 16 };
 #endif
 
+/* Bytes of a line of the caches. */
+enum { LINE = 64 };
+
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float quads __attribute__((vector_size(16)));
 typedef int32_t signs __attribute__((vector_size(4 * LANES)));
@@ -37,6 +40,10 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 /* A function whose integer arguments decide which code is made for it. */
 #define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t padded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
 INLINE floats load(const float *from) {
     floats x;
@@ -55,6 +62,12 @@ INLINE floats kept(floats x) {
 }
 
 INLINE void store(float *to, floats x) { memcpy(to, &x, sizeof x); }
+
+/* Asks for what is needed soon: the processor's own prefetching ends where a page of memory does. It goes into the second cache, for which some
+ * processors can wait for more lines at a time than for the first one. */
+INLINE void fetch(const void *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch((const char *)from + at, 0, 2);
+}
 
 /* On x86 in the processor's own words: gcc widens a vector in two halves and joins them. */
 INLINE floats load_bfloat16(const uint16_t *from) {
@@ -103,4 +116,12 @@ INLINE floats exp2_of(floats x) {
     y = y * rest + 6.9314718e-1f;
     y = y * rest + 1.0f;
     return y * (floats)((whole + 127) << 23);
+}
+
+/* x / (1 + e^-x), with e of no more than 1, so that nothing overflows. */
+INLINE floats silu(floats x) {
+    const words sign = (words)x & 0x80000000u;
+    const floats e = exp2_of((floats)((words)x | 0x80000000u) * 1.44269504f);
+    const words is_negative = (words)((signs)sign >> 31);
+    return (floats)((is_negative & (words)(x * e)) | (~is_negative & (words)x)) / (1.0f + e);
 }

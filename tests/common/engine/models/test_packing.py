@@ -1,6 +1,6 @@
-"""Products over packed weights: what they compute, which one is used, and whole models on them against transformers' own."""
+"""Which product over packed weights is used, and whole models on each of them against transformers' own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,31 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.kernels.choice import make_kernels
 from common.engine.models import packing
 from common.engine.models.decoder import Decoder
 from common.engine.models.linear import PackedLinear
-from common.engine.models.packed_products import OneDnnProduct, PackedProduct, packed_products
 from common.engine.models.packing import ROWS, Measured, measure, pack_all
-from common.engine.models.panel_product import PanelProduct, load_panel_product
+from common.engine.products.choice import float_products
+from common.engine.products.port import Packed, PackedProduct
 from common.host_limits import HostMemory
 from tests.common.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.common.engine.exact import answers, assert_exact, runner
 from tests.common.engine.ranks import answers_of_ranks
 
 CPU = torch.device("cpu")
-PRODUCTS = {dtype: packed_products(dtype, CPU) for dtype in (torch.float32, torch.bfloat16)}
 
 
 class Unused:
     """A product that is not asked to compute."""
 
-    def packed(self, weight: Tensor) -> Tensor:
-        return weight.clone()
+    def pack(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, gated: bool = False) -> Packed:
+        return Packed(weight.clone(), bias, scale, len(weight), gated)
 
-    def of_outputs(self, bias: Tensor) -> Tensor:
-        return bias
-
-    def __call__(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         raise AssertionError("it computes nothing")
 
 
@@ -43,68 +40,12 @@ FASTER_PLAIN = {1: 1.2, 8: 1.3, 16: 1.1, 32: 0.9, 256: 0.9}
 
 
 def layer(outputs: int, inputs: int, *, shared: bool = False) -> PackedLinear:
-    return PackedLinear(torch.randn(outputs, inputs), None, shared)
-
-
-@pytest.fixture
-def threads() -> Iterator[tuple[int, ...]]:
-    """How many to try. The number is restored at the end."""
-    before = torch.get_num_threads()
-    yield 1, 2, 3
-    torch.set_num_threads(before)
+    return PackedLinear(torch.randn(outputs, inputs), None, shared=shared)
 
 
 def measures(monkeypatch: pytest.MonkeyPatch, packed: dict[int, float]) -> None:
     """The first product is the fastest, with these times."""
     monkeypatch.setattr(packing, "measure", lambda samples, products: Measured(products[0], packed))
-
-
-@pytest.mark.parametrize(
-    ("product", "dtype", "rounding"),
-    [
-        pytest.param(product, dtype, rounding, id=f"{type(product).__name__}-{dtype}")
-        for dtype, rounding in ((torch.float32, 2**-18), (torch.bfloat16, 2**-8))
-        for product in PRODUCTS[dtype]
-    ],
-)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_packed_layer_computes_what_a_plain_one_does(
-    product: PackedProduct, dtype: torch.dtype, rounding: float, with_bias: bool
-) -> None:
-    torch.manual_seed(5)
-    weight, bias = torch.randn(48, 130).to(dtype), torch.randn(48).to(dtype) if with_bias else None
-    made = PackedLinear(weight, bias)
-    made.pack(product, range(1, 9), keeps_weight=True)
-    packed_alone = PackedLinear(weight, bias)
-    packed_alone.pack(product, range(10**9), keeps_weight=False)
-    for rows in (0, 1, 8, 9, 300):
-        x = torch.randn(130, rows).to(dtype).T  # its rows are not contiguous
-        exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
-        for one in (made, packed_alone):
-            out = one(x)
-            assert out.dtype == dtype and out.shape == exact.shape
-            assert torch.allclose(out.double(), exact, rtol=rounding, atol=130 * rounding / 8)
-
-
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (33, 62), (32, 64), (80, 320), (515, 130)])
-def test_a_row_in_c_depends_on_no_other_row_and_no_number_of_threads(outputs: int, inputs: int, threads: tuple[int, ...]) -> None:
-    product = load_panel_product()
-    if product is None:
-        pytest.skip("there is no C compiler")
-    torch.manual_seed(inputs)
-    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
-    made = PackedLinear(weight, bias)
-    made.pack(product, range(10**9), keeps_weight=False)
-    wide = torch.full((40, inputs + 3), torch.nan)
-    wide[:, :inputs] = torch.randn(40, inputs)
-    exact = wide[:, :inputs].double() @ weight.double().T + bias
-    alone = torch.cat([made(wide[row : row + 1, :inputs].contiguous()) for row in range(40)])
-    assert torch.allclose(alone.double(), exact, rtol=1e-5, atol=1e-5 * inputs**0.5)
-    for count in threads:
-        torch.set_num_threads(count)
-        for rows in range(41):
-            assert torch.equal(made(wide[:rows, :inputs]), alone[:rows])  # its rows are not next to each other
-        assert torch.equal(made(wide[:, :inputs].T.contiguous().T), alone)
 
 
 @pytest.mark.parametrize(
@@ -134,20 +75,17 @@ def test_the_range_of_packed_rows_is_the_best_one_where_no_range_is_right_for_al
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_fastest_product_is_measured_and_the_threads_stay(order: int) -> None:
-    class Slow(OneDnnProduct):
+    class Slow(Unused):
         """Computes, but each product ten times."""
 
-        def packed(self, weight: Tensor) -> Tensor:
-            return weight
-
-        def __call__(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-            return torch.stack([x @ packed.T for _ in range(10)])[0]
+        def __call__(self, x: Tensor, packed: Packed) -> Tensor:
+            return torch.stack([x @ packed.weight.T for _ in range(10)])[0]
 
     class Quick(Slow):
         """Does not compute at all."""
 
-        def __call__(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-            assert packed.shape == (outputs, x.shape[1])
+        def __call__(self, x: Tensor, packed: Packed) -> Tensor:
+            assert packed.weight.shape == (packed.outputs, x.shape[1])
             return x
 
     threads = torch.get_num_threads()
@@ -239,7 +177,7 @@ def test_second_copies_and_what_they_spare_are_the_same_whatever_was_measured(
     assert seen == {min(room_bytes, 6 * 512 * 256 * 4)}
 
 
-@pytest.mark.parametrize("product", PRODUCTS[torch.float32], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("product", float_products(torch.float32, CPU, make_kernels(CPU)), ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("measured", [FASTER_PACKED, FASTER_FOR_FEW, FASTER_FOR_MANY], ids=["packed", "for few", "for many"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_give_the_answers_of_transformers_by_each_product(
@@ -260,11 +198,3 @@ def test_models_give_the_answers_of_transformers_by_each_product(
     else:
         for given in answers_of_ranks(path, ranks, prompts, 6, 150):
             assert_exact(model, given)
-
-
-def test_what_computes_a_dtype_here_is_found_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packed_products(torch.float32, torch.device("cuda")) == packed_products(torch.float64, CPU) == []
-    assert not any(isinstance(product, PanelProduct) for product in PRODUCTS[torch.bfloat16])
-    assert any(isinstance(product, PanelProduct) for product in PRODUCTS[torch.float32]) == (load_panel_product() is not None)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not any(isinstance(product, OneDnnProduct) for product in packed_products(torch.float32, CPU))

@@ -1,13 +1,10 @@
 /* The product of an int8 weight with rows that are quantised here: out = x weight^T + bias, for processors that multiply bytes (VNNI).
  *
- * Owns the arithmetic, the order of a packed weight, and how the work is divided among threads. Knows pointers, counts and strides (in
- * elements); knows no torch.
+ * Owns the arithmetic. Knows pointers, counts and strides (in elements); knows no torch.
  *
  * The instruction multiplies bytes without a sign by bytes with one, and adds four products to each number of a vector. So weights are moved by
- * 128, and what that adds to a sum is taken off it, which takes the sum of a row's numbers alone. A weight is packed in blocks of OUTPUTS outputs;
- * in a block, four inputs of each output lie together, then the next four. So a block is read once, from its begin to its end, for ROWS rows, whose
- * sums stay in registers; rows are packed in the same way.
- * All threads quantise some of the rows, wait for each other, and compute some of the blocks.
+ * 128, and what that adds to a sum is taken off it, which takes the sum of a row's numbers alone. In a block of the weight (`groups.h`),
+ * four inputs of each output lie together, then the next four; rows are packed in the same way.
  */
 #include <float.h>
 #include <math.h>
@@ -15,7 +12,6 @@
 #include <string.h>
 
 #include "groups.h"
-#include "parallel.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 #define DOT "vpdpbusd"
@@ -37,8 +33,6 @@ int int8_block(void) {
 
 #ifdef DOT
 
-extern void GOMP_barrier(void);
-
 /* numbers: the quantised rows, `stride` each, in groups of ROWS. row_scale, row_sum: of each row. */
 typedef struct {
     const float *x;
@@ -47,7 +41,8 @@ typedef struct {
     float *out, *row_scale;
     int32_t *row_sum;
     int8_t *numbers;
-    int64_t rows, inputs, outputs, x_row, stride, taken;
+    int64_t rows, inputs, outputs, x_row, stride;
+    int gated;
 } product;
 
 /* As an instruction of its own: of the function that compilers have for it, some make copies of all sums. */
@@ -57,10 +52,11 @@ INLINE signs add_products(signs sum, signs weights, signs numbers) {
 }
 
 /* Numbers from -LARGEST to LARGEST, by a scale of the row. Those behind the last input are 0. */
-static void quantise(const product *p, int64_t row) {
+static void quantise(const void *data, int64_t row) {
+    const product *p = (const product *)data;
     const float *restrict x = p->x + row * p->x_row;
-    const int64_t group = row / ROWS * ROWS, width = least_of(ROWS, p->rows - group);
-    int8_t *to = p->numbers + group * p->stride + (row - group) * TOGETHER;
+    const row_place place = place_of(row, p->rows);
+    int8_t *to = p->numbers + place.first * p->stride + place.at * TOGETHER;
     const float smallest = 1e-30f;
     uint32_t most;
     memcpy(&most, &smallest, sizeof most); /* numbers without a sign are ordered as their bits are */
@@ -73,7 +69,7 @@ static void quantise(const product *p, int64_t row) {
     float largest;
     memcpy(&largest, &most, sizeof largest);
     if (!(largest <= FLT_MAX)) { /* such a row has no numbers: its outputs are NaN */
-        for (int64_t i = 0; i < p->stride; i += TOGETHER) memset(to + i * width, 0, TOGETHER);
+        for (int64_t i = 0; i < p->stride; i += TOGETHER) memset(to + i * place.rows, 0, TOGETHER);
         p->row_scale[row] = NAN;
         p->row_sum[row] = 0;
         return;
@@ -83,7 +79,7 @@ static void quantise(const product *p, int64_t row) {
     for (int64_t i = 0; i < p->stride; i += SOME) {
         int32_t some[SOME];
         int8_t numbers[SOME];
-        const int64_t count = least_of(SOME, p->inputs - i);
+        const int64_t count = least(SOME, p->inputs - i);
         if (count == SOME)
             for (int64_t j = 0; j < SOME; j++) some[j] = (int32_t)rintf(x[i + j] * inverse);
         else
@@ -92,26 +88,21 @@ static void quantise(const product *p, int64_t row) {
             numbers[j] = (int8_t)some[j];
             sum += some[j];
         }
-        for (int64_t j = 0; j < least_of(SOME, p->stride - i); j += TOGETHER) memcpy(to + (i + j) * width, numbers + j, TOGETHER);
+        for (int64_t j = 0; j < least(SOME, p->stride - i); j += TOGETHER) memcpy(to + (i + j) * place.rows, numbers + j, TOGETHER);
     }
     p->row_scale[row] = largest / LARGEST;
     p->row_sum[row] = sum;
 }
 
-/* The sums of LANES outputs of one row become numbers. */
-INLINE void finish(const product *p, signs sum, int64_t row, int64_t output) {
+/* The sums of a vector of outputs of one row become numbers. */
+INLINE floats scaled(const product *p, signs sum, int64_t row, int64_t output) {
     const signs moved = sum - MOVED * p->row_sum[row];
-    floats y = kept(kept(__builtin_convertvector(moved, floats) * load(p->scale + output)) * p->row_scale[row]); /* rounded in one order */
-    if (p->bias) y += load(p->bias + output);
-    float *to = p->out + row * p->outputs + output;
-    if (output + LANES <= p->outputs)
-        store(to, y);
-    else if (output < p->outputs)
-        memcpy(to, &y, sizeof(float) * (size_t)(p->outputs - output));
+    const floats y = kept(kept(__builtin_convertvector(moved, floats) * load(p->scale + output)) * p->row_scale[row]); /* rounded in one order */
+    return p->bias ? y + load(p->bias + output) : y;
 }
 
 /* One block times the rows of a group. fetches: the block's weights come from memory. */
-INLINE void multiply(const product *p, int64_t row, int64_t block, int rows, int fetches) {
+INLINE void multiply(const product *p, int64_t block, int64_t row, int rows, int fetches) {
     const uint8_t *weight = p->weight + block * OUTPUTS * p->stride;
     const int8_t *numbers = p->numbers + row * p->stride;
     signs sum[ROWS][2];
@@ -120,7 +111,7 @@ INLINE void multiply(const product *p, int64_t row, int64_t block, int rows, int
     for (int64_t i = 0; i < p->stride; i += TOGETHER) {
         signs weights[2];
         memcpy(weights, weight + i * OUTPUTS, sizeof weights);
-        if (fetches) fetch_ahead(weight + i * OUTPUTS, TOGETHER * OUTPUTS);
+        if (fetches) fetch(weight + i * OUTPUTS + AHEAD, INPUT_BYTES);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             int32_t four;
@@ -131,34 +122,30 @@ INLINE void multiply(const product *p, int64_t row, int64_t block, int rows, int
         }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-        for (int half = 0; half < 2; half++) finish(p, sum[r][half], row + r, block * OUTPUTS + half * LANES);
+    for (int r = 0; r < rows; r++) {
+        const floats first = scaled(p, sum[r][0], row + r, block * OUTPUTS), second = scaled(p, sum[r][1], row + r, block * OUTPUTS + LANES);
+        store_results(p->out + (row + r) * p->outputs, p->outputs, block, first, second, p->gated);
+    }
 }
 
-static void multiply_block(const product *p, int64_t block) {
-#define MULTIPLY(row, rows, fetches) multiply(p, row, block, rows, fetches)
+static void multiply_rows(const void *data, int64_t block) {
+    const product *p = (const product *)data;
+#define MULTIPLY(row, rows, fetches) multiply(p, block, row, rows, fetches)
     FOR_EACH_GROUP(p->rows, MULTIPLY)
 #undef MULTIPLY
 }
 
-static void body(void *data, int thread, int threads) {
-    product *p = (product *)data;
-    for (int64_t row = p->rows * thread / threads; row < p->rows * (thread + 1) / threads; row++) quantise(p, row);
-    if (threads > 1) GOMP_barrier();
-    int64_t begin, end;
-    while (take_part(&p->taken, (p->outputs + OUTPUTS - 1) / OUTPUTS, threads, &begin, &end))
-        for (int64_t block = begin; block < end; block++) multiply_block(p, block);
-}
-
 /* x: [rows, inputs], its rows x_row apart. weight: packed, of whole blocks and of inputs that are a multiple of TOGETHER, moved by 128. scale, bias:
- * of whole blocks; bias may be null. out: [rows, outputs]. memory: (inputs rounded up + 8) bytes for each row. */
+ * of whole blocks; bias may be null. out: [rows, outputs]; gated: half as many as the weight has. memory: (inputs rounded up + 8) bytes for each
+ * row. */
 void int8_product(const float *x, const uint8_t *weight, const float *scale, const float *bias, float *out, void *memory, int64_t rows,
-                  int64_t inputs, int64_t outputs, int64_t x_row, int threads) {
-    const int64_t stride = (inputs + TOGETHER - 1) / TOGETHER * TOGETHER;
+                  int64_t inputs, int64_t outputs, int64_t x_row, int gated, int threads) {
+    const int64_t stride = padded(inputs, TOGETHER);
     float *row_scale = (float *)memory;
     int32_t *row_sum = (int32_t *)(row_scale + rows);
-    product p = {x, weight, scale, bias, out, row_scale, row_sum, (int8_t *)(row_sum + rows), rows, inputs, outputs, x_row, stride, 0};
-    parallel(threads, body, &p);
+    const product p = {x, weight, scale, bias, out, row_scale, row_sum, (int8_t *)(row_sum + rows), rows, inputs, outputs, x_row, stride, gated};
+    work w = {&p, quantise, multiply_rows, rows, blocks_of(outputs, gated), 0};
+    parallel(threads, work_on, &w);
 }
 
 #endif

@@ -1,0 +1,73 @@
+"""The product of int8 layers in C, for processors that multiply bytes: it quantises the rows, multiplies and scales in one call.
+
+Owns how a weight is packed for it, and how a call becomes pointers and counts. Does not know what the C computes
+(`int8_product.c`), or where oneDNN's product is used (`choice.py`).
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.engine.native.build import load
+from common.engine.products.port import Packed, in_blocks, pieces
+
+SOURCE = Path(__file__).with_name("int8_product.c")
+MOST_INPUTS = 2**16
+"""A sum of as many products of bytes fits in 32 bits."""
+_TOGETHER = 4
+_ROW_BYTES = 8
+"""As in the C source: inputs that are multiplied together, and the memory for a row beside its numbers."""
+_SIGN = 0x80
+"""The bit that moves a byte by 128."""
+
+
+class Int8Product:
+    """Implements `PackedProduct`. library: of the C source. block: outputs of a block."""
+
+    def __init__(self, library: ctypes.CDLL, block: int) -> None:
+        self._block = block
+        self._function = library["int8_product"]
+        self._function.argtypes = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4, ctypes.c_int, ctypes.c_int]
+        self._function.restype = None
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, gated: bool = False) -> Packed:
+        """weight: int8, of at most MOST_INPUTS inputs. The packed one: [blocks, inputs / 4, block, 4] uint8. Written in place:
+        what a copy between would take stays with the process, and KV pages would get less."""
+        outputs, inputs = weight.shape
+        blocks, fours, even = -(-outputs // self._block), -(-inputs // _TOGETHER), inputs // _TOGETHER
+        packed = weight.new_zeros(blocks, fours, self._block, _TOGETHER)
+        for within, places, rows in pieces(weight, self._block, gated):
+            into = packed[within, :, places]
+            into[:, :even] = rows[..., : even * _TOGETHER].view(*rows.shape[:2], even, _TOGETHER).transpose(1, 2)
+            if even < fours:
+                into[:, -1, :, : inputs % _TOGETHER] = rows[..., even * _TOGETHER :]
+        moved = packed.view(torch.uint8).bitwise_xor_(_SIGN)
+        bias, scale = (in_blocks(numbers, self._block, gated) for numbers in (bias, scale))
+        return Packed(moved, bias, scale, outputs // (1 + gated), gated)
+
+    def __call__(self, x: Tensor, packed: Packed) -> Tensor:
+        """x: float32. Returns float32."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows, inputs = x.shape
+        weight, bias, scale, outputs, gated = packed
+        assert x.dtype == torch.float32 and -(-inputs // _TOGETHER) == weight.shape[1], "not the inputs of this weight"
+        assert scale is not None
+        out = x.new_empty(rows, outputs)
+        memory = x.new_empty(rows * (weight.shape[1] * _TOGETHER + _ROW_BYTES), dtype=torch.uint8)
+        self._function(
+            x.data_ptr(), weight.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+            memory.data_ptr(), rows, inputs, outputs, x.stride(0), gated, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+@cache
+def load_int8_product() -> Int8Product | None:
+    """None where this processor does not multiply bytes, or where C cannot be compiled, which the log tells."""
+    library = load(SOURCE)
+    block = 0 if library is None else int(library.int8_block())
+    return Int8Product(library, block) if library is not None and block else None
