@@ -71,10 +71,9 @@ class Rows:
         self._page_size = page_size
         self.table = torch.zeros(rows + 1, pages, dtype=torch.int32, device=device)
         self.table[rows] = spare_page
-        self.length, self.last_token, self._top_k, self._seed = torch.zeros(
-            4, rows + 1, dtype=torch.int64, device=device
-        ).unbind()
-        self._temperature, self._top_p, self._min_p = torch.zeros(3, rows + 1, dtype=torch.float32, device=device).unbind()
+        self._whole = torch.zeros(4, rows + 1, dtype=torch.int64, device=device)
+        self._shares = torch.zeros(3, rows + 1, dtype=torch.float32, device=device)
+        self.length, self.last_token, *_ = self._whole.unbind()
         self._leased, self._host_length, self._host_top_k = np.zeros((3, rows + 1), dtype=np.int64)
         self._is_noisy, self._filters = np.zeros((2, rows + 1), dtype=bool)
 
@@ -147,23 +146,16 @@ class Rows:
         if len(step.started):
             rows = step.started
             state = step.started_state.view(7, -1)
-            whole, share = state[:4], state[4:]
-            self.length[rows], self.last_token[rows], self._top_k[rows], self._seed[rows] = whole.unbind()
-            self._temperature[rows], self._top_p[rows], self._min_p[rows] = share.view(torch.float64).float().unbind()
+            self._whole[:, rows], self._shares[:, rows] = state[:4], state[4:].view(torch.float64).float()
         if len(step.table_rows):
             self.table.index_put_((step.table_rows, step.table_columns), step.table_pages.int())
 
     def sampling(self, rows: Tensor) -> RowSampling:
         """How these rows sample their next token. Its noise depends on its position in the sequence, not on where the row began.
         Call it when the rows' lengths include the step's token. rows: [rows] int64."""
-        return RowSampling(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seed=self._seed[rows],
-            position=self.length[rows],
-        )
+        position, _, top_k, seed = self._whole[:, rows].unbind()
+        temperature, top_p, min_p = self._shares[:, rows].unbind()
+        return RowSampling(temperature, top_k, top_p, min_p, seed, position)
 
 
 _NONE = np.empty(0, dtype=np.int64)

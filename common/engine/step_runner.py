@@ -104,13 +104,16 @@ class StepRunner:
         self, plan: Plan, host: HostStep, step: StepArrays[Tensor], special: Special | None, progress: LayerProgress
     ) -> PendingStep:
         rows = self.rows
-        decode_lengths = rows.length[step.decode_rows]
-        token_ids = torch.cat([step.token_ids, rows.last_token[step.decode_rows]])
-        positions = torch.cat([step.positions, decode_lengths])
-        token_rows = torch.cat([step.token_rows, step.decode_rows])
-        rows.length[step.chunk_rows] = step.chunk_ends
-        rows.length[step.decode_rows] = decode_lengths + 1
-        self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, decode_lengths + 1, host.decode_lengths))
+        positions = rows.length[step.decode_rows]
+        lengths = positions + 1
+        token_ids, token_rows = rows.last_token[step.decode_rows], step.decode_rows
+        rows.length[step.decode_rows] = lengths
+        if plan.chunks:
+            token_ids = torch.cat([step.token_ids, token_ids])
+            positions = torch.cat([step.positions, positions])
+            token_rows = torch.cat([step.token_rows, token_rows])
+            rows.length[step.chunk_rows] = step.chunk_ends
+        self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, lengths, host.decode_lengths))
         reads_all = self._poolings.asked_of(plan) or (special is not None and len(special.prompt_at) > 0)
         wanted = None if reads_all or not plan.chunks else step.sampled_at
         hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written, wanted)

@@ -125,11 +125,11 @@ class NativeAttention:
         call, alone, _ = self._plans[self._layers[layer]]
         keys, values = self._memory.layers[layer]
         query = query.contiguous()
-        out = torch.empty_like(query)
+        out = query.new_empty(query.shape)
         call.query, call.keys, call.values, call.out = query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
         # Asked at each layer: torch's number follows the cores that other instances lend, and the runtime has one pool for both.
         call.threads = 1 if alone else torch.get_num_threads()
-        if len(self._workspace) < call.threads * self._workspace_floats:
+        if self._workspace.shape[0] < call.threads * self._workspace_floats:
             self._workspace = torch.empty(call.threads * self._workspace_floats)
         call.workspace = self._workspace.data_ptr()
         self._run(ctypes.byref(call))

@@ -78,7 +78,7 @@ class NativeKernels(TorchKernels):
             return super().add_rms_norm(x, residual, weight, eps)
         x, residual, weight = _rows_of(x), _rows_of(residual), weight.contiguous()
         rows, width = x.shape
-        out, total = x.new_empty(2, rows, width).unbind()
+        out, total = x.new_empty(rows, width), x.new_empty(rows, width)
         self._norm(
             x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(), rows, width, x.stride(0),
             residual.stride(0), eps, is_bf16, self._threads_for(rows * width),
@@ -90,7 +90,7 @@ class NativeKernels(TorchKernels):
         if is_bf16 is None:
             return super().silu_and_mul(gate_up)
         gate_up = _rows_of(gate_up)
-        rows, width = len(gate_up), gate_up.shape[1] // 2
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         threads = self._threads_for(rows * width)
         self._silu(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), is_bf16, threads)

@@ -33,7 +33,9 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> Rotation:
         """positions: [tokens] int64. The attention factor of yarn and longrope multiplies both."""
-        angles = positions[:, None].float() * self._frequencies[None, :]
+        angles = positions[:, None].float() * self._frequencies
+        if self._factor == 1.0:
+            return Rotation(angles.cos(), angles.sin())
         return Rotation(angles.cos() * self._factor, angles.sin() * self._factor)
 
 
