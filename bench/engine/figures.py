@@ -117,7 +117,8 @@ class Floor(JsonLine, frozen=True, kw_only=True):
     """A step and its floor. step: "decode", or "prefill" of one row whose prompt is `context` tokens.
 
     skipped: why it was not measured. products_ms: its products of matrices alone. attention_ms: its KV read once at the speed of
-    the memory; in prefill at least its operations at the speed of the products.
+    the memory; in prefill at least its operations at the speed of the products. ratio: the step to its floor in each round, in
+    which they took turns: the memory of a host that others use too may be twice as fast in one second as in the next.
     """
 
     model: str
@@ -127,14 +128,8 @@ class Floor(JsonLine, frozen=True, kw_only=True):
     skipped: str = ""
     step_ms: Spread | None = None
     products_ms: Spread | None = None
-    attention_ms: float = 0.0
-
-    @property
-    def ratio(self) -> float | None:
-        """The step to its floor, the best of the rounds of each: other work on the host only adds."""
-        if self.step_ms is None or self.products_ms is None:
-            return None
-        return self.step_ms.least / (self.products_ms.least + self.attention_ms)
+    attention_ms: Spread | None = None
+    ratio: Spread | None = None
 
 
 class Offline(JsonLine, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import numpy as np
 import torch
@@ -97,8 +96,7 @@ class _Bench:
     def _beside(
         self, plans: Sequence[Plan], products: Callable[[], None], step: str, rows: int, context: int, pairs: int
     ) -> Floor:
-        """The first plans only warm up. Attention reads the KV of each row once, and computes no faster than the products do. How
-        fast the memory is read is the median: a read is short, and some are twice as fast as what a whole step meets."""
+        """The first plans only warm up. Attention reads the KV of each row once, and computes no faster than the products do."""
         shape, layout = self.shape, self.runner.description.layout
         warm = min(WARM_STEPS, len(plans) - PREFILL_ROUNDS)
         for plan in plans[:warm]:
@@ -106,20 +104,25 @@ class _Bench:
         products()
         read_bytes, read = _reading(self.runner)
         taken = [(_seconds(partial(self.runner.run, plan)), _seconds(products), _seconds(read)) for plan in plans[warm:]]
-        step_s, products_s, reads_s = zip(*taken, strict=True)
         kv_bytes = rows * context * layout.page_bytes / layout.page_size
         heads = 4.0 * shape.heads * shape.head_dim * pairs * shape.layers
         tokens = context if step == "prefill" else rows
         flop = products_flop(shape, tokens, rows)
-        attention_s = max(kv_bytes / read_bytes * median(reads_s), heads / flop * min(products_s) if step == "prefill" else 0.0)
+        computes = heads / flop if step == "prefill" else 0.0
+        rounds = [
+            (step_s, products_s, max(kv_bytes / read_bytes * read_s, computes * products_s))
+            for step_s, products_s, read_s in taken
+        ]
+        step_ms, products_ms, attention_ms = (Spread.of(1e3 * seconds for seconds in part) for part in zip(*rounds, strict=True))
         return Floor(
             model=self.task.model,
             step=step,
             rows=rows,
             context=context,
-            step_ms=Spread.of(1e3 * seconds for seconds in step_s),
-            products_ms=Spread.of(1e3 * seconds for seconds in products_s),
-            attention_ms=1e3 * attention_s,
+            step_ms=step_ms,
+            products_ms=products_ms,
+            attention_ms=attention_ms,
+            ratio=Spread.of(step_s / (products_s + attention_s) for step_s, products_s, attention_s in rounds),
         )
 
 

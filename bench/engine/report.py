@@ -78,7 +78,7 @@ def sections(outcome: EngineOutcome) -> Iterator[Section]:
             _offline,
         ),
         (
-            "Steps on CPU and their floor, ms: the best of the rounds (goal: at most 1.15)",
+            "Steps on CPU and their floor, ms: medians of the rounds (goal: at most 1.15)",
             ("model", "step", "rows", "context", "step", "products alone", "attention at the memory's speed", "ratio"),
             _floors,
         ),
@@ -226,10 +226,11 @@ def _floors(outcome: EngineOutcome) -> Table:
 
 def _floor_line(floor: Floor) -> tuple[str, ...]:
     where = floor.model, floor.step, str(floor.rows), str(floor.context)
-    if floor.step_ms is None or floor.products_ms is None:
+    parts = floor.step_ms, floor.products_ms, floor.attention_ms
+    if floor.ratio is None:
         return (*where, *[MISSING] * 3, f"not measured: {floor.skipped}")
-    times = (floor.step_ms.least, floor.products_ms.least, floor.attention_ms)
-    return (*where, *(f"{ms:.2f}" for ms in times), f"{floor.ratio:.2f}")
+    times = [f"{part.median:.2f}" for part in parts if part is not None]
+    return (*where, *times, f"{floor.ratio.median:.2f} ({floor.ratio.least:.2f} … {floor.ratio.most:.2f})")
 
 
 def _spread(spread: Spread, form: str, scale: float = 1.0) -> str:
