@@ -116,9 +116,10 @@ class Prefill(JsonLine, frozen=True, kw_only=True):
 class Floor(JsonLine, frozen=True, kw_only=True):
     """A step and its floor. step: "decode", or "prefill" of one row whose prompt is `context` tokens.
 
-    skipped: why it was not measured. products_ms: its products of matrices alone. attention_ms: its KV read once at the speed of
-    the memory; in prefill at least its operations at the speed of the products. ratio: the step to its floor in each round, in
-    which they took turns: the memory of a host that others use too may be twice as fast in one second as in the next.
+    skipped: why it was not measured. products_ms: its products of matrices alone, SwiGLU included, which is a part of one.
+    attention_ms: its KV read once at the speed of the memory; in prefill at least its operations at the speed of the products.
+    ratio: the step to its floor in each round, in which they took turns: the memory of a host that others use too may be twice
+    as fast in one second as in the next.
     """
 
     model: str

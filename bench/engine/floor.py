@@ -50,7 +50,7 @@ def measure(task: MeasureFloor, say: Say) -> Iterator[Figure]:
 
 
 class _Products:
-    """Every product of a forward, on random numbers."""
+    """Every product of a forward, on random numbers. SwiGLU is a part of one of them (`products/port.py`)."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype

@@ -11,7 +11,7 @@
 /* How many queries an item should have at most, unless one token has more: two panels share what is copied. */
 int64_t item_queries(void) { return 2 * WIDE; }
 
-/* How many floats each thread needs for items of up to so many queries, and how many a partial result takes. */
+/* How many floats each thread needs for items of up to so many queries. */
 int64_t workspace_floats(int64_t queries, int64_t kv_heads, int64_t group, int64_t dim) {
     const int64_t width = padded(dim, LANES), tiled = padded(dim, TILE), panels = padded(queries, WIDE);
     const int64_t few_floats = kv_heads * state_floats(group, width) + 2 * SLOTS * width;

@@ -10,12 +10,9 @@ from torch import Tensor
 
 from common.engine.kernels.port import Kernels
 from common.engine.products.int8_product import MOST_INPUTS
-from common.engine.products.port import Packed, PackedProduct
+from common.engine.products.port import LARGEST_WEIGHT, SIGN, Packed, PackedProduct
 from common.errors import ConfigError
 
-_LARGEST_WEIGHT = 127
-_SIGN = 0x80
-"""The bit that moves a byte by 128: numbers that were moved to be positive become signed again."""
 _BLOCK_ROWS = 4096
 """So many outputs are quantised at a time: it takes memory besides the weight's."""
 
@@ -57,8 +54,8 @@ class Int8Linear:
         values, scales = self.weight[rows], self.scale[rows]
         for begin in range(0, len(weight), _BLOCK_ROWS):
             block = slice(begin, begin + _BLOCK_ROWS)
-            moved, found = self.kernels.quantise_int8(weight[block], _LARGEST_WEIGHT)
-            values[block] = moved.bitwise_xor_(_SIGN).view(torch.int8)
+            moved, found = self.kernels.quantise_int8(weight[block], LARGEST_WEIGHT)
+            values[block] = moved.bitwise_xor_(SIGN).view(torch.int8)
             scales[block] = found[:, 0]
         return weight
 

@@ -14,10 +14,9 @@ from common.engine.native.build import processor_flags
 from common.engine.products.int8_product import load_int8_product
 from common.engine.products.onednn import MISSING, OneDnnInt8Product, OneDnnProduct
 from common.engine.products.panel_product import load_panel_product
-from common.engine.products.port import PackedProduct
+from common.engine.products.port import LARGEST_WEIGHT, PackedProduct
 from common.errors import ConfigError
 
-_LARGEST_WEIGHT = 127
 _LARGEST_OF_ROWS = (127, 63)
 """The largest number of a quantised row: with 8 bits, and with 7."""
 _TRIED = ((1, 64, 48), (20, 256, 160), (200, 96, 512))
@@ -69,5 +68,5 @@ def _is_exact(product: PackedProduct, rows: int, inputs: int, outputs: int) -> b
     signs, weight_signs = (
         2 * torch.randint(0, 2, shape, generator=generator) - 1 for shape in ((rows, inputs), (outputs, inputs))
     )
-    packed = product.pack((_LARGEST_WEIGHT * weight_signs).to(torch.int8), scale=torch.ones(outputs))
-    return torch.equal(product(signs.float(), packed).round().long(), _LARGEST_WEIGHT * (signs @ weight_signs.T))
+    packed = product.pack((LARGEST_WEIGHT * weight_signs).to(torch.int8), scale=torch.ones(outputs))
+    return torch.equal(product(signs.float(), packed).round().long(), LARGEST_WEIGHT * (signs @ weight_signs.T))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.engine.native.build import load
-from common.engine.products.port import Packed, in_blocks, pieces
+from common.engine.products.port import SIGN, Packed, in_blocks, pieces
 
 SOURCE = Path(__file__).with_name("int8_product.c")
 MOST_INPUTS = 2**16
@@ -20,8 +20,6 @@ MOST_INPUTS = 2**16
 _TOGETHER = 4
 _ROW_BYTES = 8
 """As in the C source: inputs that are multiplied together, and the memory for a row beside its numbers."""
-_SIGN = 0x80
-"""The bit that moves a byte by 128."""
 
 
 class Int8Product:
@@ -44,7 +42,7 @@ class Int8Product:
             into[:, :even] = rows[..., : even * _TOGETHER].view(*rows.shape[:2], even, _TOGETHER).transpose(1, 2)
             if even < fours:
                 into[:, -1, :, : inputs % _TOGETHER] = rows[..., even * _TOGETHER :]
-        moved = packed.view(torch.uint8).bitwise_xor_(_SIGN)
+        moved = packed.view(torch.uint8).bitwise_xor_(SIGN)
         bias, scale = (in_blocks(numbers, self._block, gated) for numbers in (bias, scale))
         return Packed(moved, bias, scale, outputs // (1 + gated), gated)
 

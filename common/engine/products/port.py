@@ -10,6 +10,11 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
+LARGEST_WEIGHT = 127
+"""The largest number of an int8 weight."""
+SIGN = 0x80
+"""The bit that moves a byte by 128: between numbers with a sign and numbers without one."""
+
 
 class Packed(NamedTuple):
     """The weight of a layer and what belongs to its outputs, as one product reads them. outputs: of a row, which are half as many

@@ -29,6 +29,13 @@ def quantised(x: Tensor, largest: int) -> Tensor:
     return (x.double() / step).round() * step
 
 
+def ties(x: Tensor, largest: int) -> Tensor:
+    """What all numbers of each row that lie between two steps can change it by, [rows, 1]."""
+    step = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-30) / largest
+    between = ((x.double() / step) % 1 - 0.5).abs() < 1e-4
+    return between.sum(-1, keepdim=True) * step
+
+
 def layer(weight: Tensor, bias: Tensor | None, product: PackedProduct) -> Int8Linear:
     made = Int8Linear.empty(len(weight), weight.shape[1], bias, product, KERNELS)
     made.put(slice(0, 16), weight[:16])
@@ -54,8 +61,8 @@ def test_a_product_is_that_of_its_definition_and_near_the_exact_one(
         weight8, x8 = quantised(weight, 127), quantised(x, largest)
         size = x8.abs() @ weight8.abs().T + added.abs()
         defined, exact = x8 @ weight8.T + added, x.double() @ weight.double().T + added
-        # a number between two steps may be rounded to either, of which there are few
-        tie = x.double().abs().amax(-1, keepdim=True) / largest * weight8.abs().amax(-1) * 2
+        # a number between two steps may be rounded to either
+        tie = ties(x, largest) * weight8.abs().amax(-1) + x8.abs().amax(-1, keepdim=True) * ties(weight, 127).T
         assert ((out.double() - defined).abs() <= rounding * defined.abs() + 1e-5 * size + tie).all()
 
         def error(of: Tensor, steps: int) -> Tensor:
