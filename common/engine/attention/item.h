@@ -21,7 +21,6 @@ enum {
 };
 #define UNSEEN -INFINITY /* The score of a slot that a query does not see: its weight is 0, because no largest score is below LOWEST. */
 #define LOWEST -FLT_MAX  /* The largest score before any is seen. */
-#define LOG2_E 1.44269504f
 
 /* Query tokens [token, token + tokens) of the step, the first at `position` of its row, over slots [first, last) of the context.
  * A token sees the slots up to its own position. parts: how many items share these tokens; if several, `partial` is where this one leaves

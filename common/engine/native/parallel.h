@@ -39,7 +39,7 @@ static inline void parallel(int threads, void (*body)(void *data, int thread, in
 enum { PARTS = 8 };
 
 static inline int take_part(int64_t *taken, int64_t count, int threads, int64_t *begin, int64_t *end) {
-    const int64_t most = threads > 1 ? (int64_t)threads * PARTS : 1, parts = most < count ? most : count, part = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+    const int64_t wanted = threads > 1 ? (int64_t)threads * PARTS : 1, parts = wanted < count ? wanted : count, part = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
     if (part >= parts) return 0;
     *begin = count * part / parts;
     *end = count * (part + 1) / parts;

@@ -23,6 +23,7 @@ enum { LANES = 4, REGISTERS = 16 };
 
 /* Bytes of a line of the caches. */
 enum { LINE = 64 };
+#define LOG2_E 1.44269504f
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float quads __attribute__((vector_size(16)));
@@ -121,7 +122,7 @@ INLINE floats exp2_of(floats x) {
 /* x / (1 + e^-x), with e of no more than 1, so that nothing overflows. */
 INLINE floats silu(floats x) {
     const words sign = (words)x & 0x80000000u;
-    const floats e = exp2_of((floats)((words)x | 0x80000000u) * 1.44269504f);
+    const floats e = exp2_of((floats)((words)x | 0x80000000u) * LOG2_E);
     const words is_negative = (words)((signs)sign >> 31);
     return (floats)((is_negative & (words)(x * e)) | (~is_negative & (words)x)) / (1.0f + e);
 }

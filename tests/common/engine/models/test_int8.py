@@ -30,10 +30,10 @@ def quantised(x: Tensor, largest: int) -> Tensor:
 
 
 def ties(x: Tensor, largest: int) -> Tensor:
-    """What all numbers of each row that lie between two steps can change it by, [rows, 1]."""
+    """A step for each number that lies between two of them, 0 for all others: [rows, inputs]."""
     step = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-30) / largest
     between = ((x.double() / step) % 1 - 0.5).abs() < 1e-4
-    return between.sum(-1, keepdim=True) * step
+    return between * step
 
 
 def layer(weight: Tensor, bias: Tensor | None, product: PackedProduct) -> Int8Linear:
@@ -62,7 +62,7 @@ def test_a_product_is_that_of_its_definition_and_near_the_exact_one(
         size = x8.abs() @ weight8.abs().T + added.abs()
         defined, exact = x8 @ weight8.T + added, x.double() @ weight.double().T + added
         # a number between two steps may be rounded to either
-        tie = ties(x, largest) * weight8.abs().amax(-1) + x8.abs().amax(-1, keepdim=True) * ties(weight, 127).T
+        tie = ties(x, largest) @ weight8.abs().T + x8.abs() @ ties(weight, 127).T
         assert ((out.double() - defined).abs() <= rounding * defined.abs() + 1e-5 * size + tie).all()
 
         def error(of: Tensor, steps: int) -> Tensor:

@@ -13,6 +13,11 @@ from common.engine.products.port import PackedProduct
 
 CPU = torch.device("cpu")
 KERNELS = make_kernels(CPU)
+SIZES = [
+    *((outputs, inputs, False) for outputs, inputs in ((1, 1), (33, 62), (32, 64), (80, 320), (515, 130))),
+    *((outputs, inputs, True) for outputs, inputs in ((2, 1), (34, 62), (32, 64), (80, 320), (514, 130))),
+]
+"""Outputs, inputs and whether the layer is gated: blocks that are full and not, also in each half."""
 
 
 def int8_products() -> list[PackedProduct]:

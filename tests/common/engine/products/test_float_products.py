@@ -10,11 +10,9 @@ from common.engine.products.choice import float_products
 from common.engine.products.onednn import OneDnnProduct
 from common.engine.products.panel_product import PanelProduct, load_panel_product
 from common.engine.products.port import PackedProduct
-from tests.common.engine.products.here import CPU, KERNELS, numbers_of_threads
+from tests.common.engine.products.here import CPU, KERNELS, SIZES, numbers_of_threads
 
 PRODUCTS = {dtype: float_products(dtype, CPU, KERNELS) for dtype in (torch.float32, torch.bfloat16)}
-SIZES = [(2, 1), (34, 62), (32, 64), (80, 320), (514, 130)]
-"""Outputs and inputs: blocks that are full and not, also in each half of a gated layer."""
 
 
 def gate(out: Tensor) -> Tensor:
@@ -51,11 +49,10 @@ def test_a_packed_layer_computes_what_a_plain_one_does(
         for one in (made, packed_alone):
             out = one(x)
             assert out.dtype == dtype and out.shape == exact.shape
-            assert torch.allclose(out.double(), exact, rtol=4 * rounding, atol=130 * rounding / 32 * most)
+            assert torch.allclose(out.double(), exact, rtol=(4 if gated else 1) * rounding, atol=130 * rounding / 32 * most)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), SIZES)
 def test_a_row_in_c_depends_on_no_other_row_and_no_number_of_threads(outputs: int, inputs: int, gated: bool) -> None:
     product = load_panel_product()
     if product is None:

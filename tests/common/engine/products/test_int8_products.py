@@ -14,7 +14,7 @@ from common.engine.products.int8_product import MOST_INPUTS, load_int8_product
 from common.engine.products.onednn import OneDnnInt8Product
 from common.engine.products.port import Packed, PackedProduct
 from common.errors import ConfigError
-from tests.common.engine.products.here import CPU, KERNELS, int8_products, numbers_of_threads
+from tests.common.engine.products.here import CPU, KERNELS, SIZES, int8_products, numbers_of_threads
 
 PRODUCTS = int8_products()
 needs_c = pytest.mark.skipif(
@@ -42,8 +42,7 @@ def test_a_gated_layer_is_the_gate_of_the_plain_one(product: PackedProduct, widt
 
 
 @needs_c
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(2, 1), (34, 62), (32, 64), (80, 320), (514, 130)])
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), SIZES)
 def test_the_product_in_c_depends_on_no_other_row_and_no_number_of_threads(outputs: int, inputs: int, gated: bool) -> None:
     product = load_int8_product()
     assert product is not None
