@@ -105,7 +105,8 @@ class EngineConfig:
         2, "push the last chunk of a prompt in this many groups of layers while it computes; 0: push it afterwards"
     )
     graphs: Graphs = option(
-        "auto", "replay decode steps as CUDA graphs; auto: on CUDA, where the model and the attention backend allow it"
+        "auto",
+        "replay decode steps, on CUDA as graphs and on CPU as one call of C; auto: where the model and attention allow it",
     )
     graph_sizes: str = option(
         "auto",

@@ -26,15 +26,15 @@ class LayerProgress:
         report: Callable[[int], None] | None,
         between: Callable[[], None] | None = None,
     ) -> None:
-        self._report, self._between = report, between
+        self._report, self.between = report, between
         self._on_stream = device.type == "cuda"
         self._ends = {layers * group // groups for group in range(1, groups + 1)} - {0}
         self._events: list[tuple[int, torch.cuda.Event]] = []
 
     def written(self, layers: int) -> None:
         """Call when the KV of the first `layers` layers is written, or its writes are in the stream."""
-        if self._between is not None:
-            self._between()
+        if self.between is not None:
+            self.between()
         if self._report is None or layers not in self._ends:
             return
         if not self._on_stream:

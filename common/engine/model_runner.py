@@ -31,6 +31,7 @@ from common.engine.models.loading import Loading
 from common.engine.models.registry import load_model, model_fingerprint
 from common.engine.models.served_shape import ServedShape, read_served_shape
 from common.engine.models.shares import check_ranks
+from common.engine.native.recording import load_recorder
 from common.engine.parallel import ALONE, Group
 from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
@@ -95,6 +96,8 @@ class ModelRunner:
                 self.steps = self._make_steps(self._memory, shape, budget.context_tokens, progress)
                 if maker is not None:
                     self._capture(self.steps, maker, self._graph_sizes, progress)
+                if self._device.type == "cpu" and engine.graphs != "off":
+                    self._record(self.steps, progress)
                 self._warm_up(self.steps, layout, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
         self.description = EngineDescription(
             model=ModelIdentity(
@@ -231,7 +234,17 @@ class ModelRunner:
         if refused is not None:
             progress(f"CUDA graphs are off: {refused}")
 
+    def _record(self, steps: StepRunner, progress: Progress) -> None:
+        """On CPU, what graphs are on CUDA. Raises ConfigError as `_capture` does."""
+        recorder = load_recorder()
+        if self._group.ranks > 1:
+            refused: str | None = "ranks wait for each other in a step"
+        else:
+            refused = "there is no C compiler" if recorder is None else steps.record(recorder)
+        if refused is not None and self._engine.graphs == "on":
+            raise ConfigError(f"--graphs on: decode steps cannot be recorded ({refused}); give --graphs auto or off")
+        if refused is not None:
+            progress(f"decode steps are not recorded: {refused}")
+
     def _graph_maker(self) -> GraphMaker | None:
-        if self._engine.graphs == "on" and self._device.type != "cuda":
-            raise ConfigError(f"--graphs on needs a CUDA device, and the device is {self._device}: give --graphs auto or off")
         return CudaGraphs() if self._device.type == "cuda" and self._engine.graphs != "off" else None

@@ -4,7 +4,8 @@ Owns the rows, the order of a step's parts, and the graphs of the decode step. K
 ports. Does not know checkpoints, threads, requests or messages.
 
     prepare (host) ─► one copy to the device ─► rows that start or grow ─┬─► eager: chunks and decode rows in one forward
-                                                                         └─► decode rows alone: the replay of a graph
+                                                                         ├─► decode rows alone on CUDA: the replay of a graph
+                                                                         └─► decode rows alone on CPU: that of a recording
 """
 
 from collections.abc import Callable, Sequence
@@ -23,10 +24,13 @@ from common.engine.kv_memory import KVMemory
 from common.engine.layer_progress import LayerProgress
 from common.engine.logits.port import LogitsProcessor
 from common.engine.models.port import Model
+from common.engine.native.recording import Recorder
 from common.engine.paged_step import PagedStep
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan
-from common.engine.pooling import Poolings
+from common.engine.pooling import Pooled, Poolings
+from common.engine.raw_logprobs import Told
+from common.engine.recorded_forwards import RecordedForwards
 from common.engine.rows import HostStep, Rows, StepArrays
 from common.engine.sampler import Sampler
 from common.engine.staging import Staging
@@ -68,6 +72,7 @@ class StepRunner:
         self._drawing = Drawing(sampler, processors, max_rows, self._device)
         self._poolings = Poolings()
         self._staging = Staging(self._device)
+        self._forwards: RecordedForwards | None = None
         self._graph_sizes: Sequence[int] = ()
         self._graphs: dict[int, _DecodeGraph] = {}
         self.vocab_size = vocab_size
@@ -114,6 +119,9 @@ class StepRunner:
             token_rows = torch.cat([step.token_rows, token_rows])
             rows.length[step.chunk_rows] = step.chunk_ends
         self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, lengths, host.decode_lengths))
+        if self._forwards is not None and not plan.chunks:
+            logits = self._forwards.logits(token_ids, positions, *self._places(positions, token_rows), progress.between)
+            return self._drawn(plan, host, step, special, progress, logits)
         reads_all = self._poolings.asked_of(plan) or (special is not None and len(special.prompt_at) > 0)
         wanted = None if reads_all or not plan.chunks else step.sampled_at
         hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written, wanted)
@@ -122,9 +130,28 @@ class StepRunner:
         if len(step.sampled_at) == 0:
             return PendingStep(plan, step.sampled_at, progress, prompt_told=prompt_told)
         logits = self._model.logits(hidden[step.sampled_at] if reads_all else hidden)
+        return self._drawn(plan, host, step, special, progress, logits, prompt_told, pooled)
+
+    def _drawn(
+        self,
+        plan: Plan,
+        host: HostStep,
+        step: StepArrays[Tensor],
+        special: Special | None,
+        progress: LayerProgress,
+        logits: Tensor,
+        prompt_told: Told | None = None,
+        pooled: Pooled | None = None,
+    ) -> PendingStep:
+        rows = self.rows
         tokens = self._drawing.draw(logits, rows.sampling(step.sampled_rows), step, host.filter_width, special)
         rows.last_token[step.sampled_rows] = tokens
         return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told, pooled)
+
+    def _places(self, positions: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages and slots of tokens."""
+        page_size = self._memory.layout.page_size
+        return self.rows.table[rows, positions // page_size].long(), positions % page_size
 
     def _hidden(
         self,
@@ -135,10 +162,23 @@ class StepRunner:
         written: Callable[[int], None],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        page_size = self._memory.layout.page_size
-        pages, slots = self.rows.table[rows, positions // page_size].long(), positions % page_size
-        step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
+        step = PagedStep(self._memory, attention, self._kernels, *self._places(positions, rows), written)
         return self._model.hidden(token_ids, positions, step, wanted)
+
+    # --- recordings --------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def record(self, recorder: Recorder) -> str | None:
+        """On CPU: replay decode steps from now on. Returns why that is not possible; None: it is. Computes the null row."""
+        if not self._model.capturable:
+            return "the model's implementation cannot be recorded"
+        row, length = self._graph_rows[:1].fill_(self.rows.null), np.ones(1, dtype=np.int64)
+        self._attention.plan(StepTokens((), self.rows.table, row, torch.from_numpy(length), length))
+        forwards = RecordedForwards(recorder, self._model, self._memory, self._attention, self._kernels)
+        token_ids, positions = self.rows.last_token[row], self.rows.length[row]
+        refused = forwards.refused(token_ids, positions, *self._places(positions, row))
+        self._forwards = forwards if refused is None else None
+        return refused
 
     # --- graphs ------------------------------------------------------------------------------------------------------------
 

@@ -29,21 +29,22 @@ typedef struct {
     int64_t token, tokens, position, row, first, last, parts, partial, first_partial, split;
 } item;
 
-/* query, out: [tokens, heads, dim]. keys, values: a layer's pages. table: page ids, by row. items: [items]. workspace: floats of each
- * thread. partials: [items of splits] of
- * [kv_heads, queries of the item, dim + 2]. done: [splits, kv_heads]. window: most slots that a token sees. softcap: 0 for
- * none. next: of the turns in which items are taken. together: KV heads of a turn, at most. */
+/* What the layers of a step share that attend alike, and then what is of one layer. table: page ids, by row. items: [items]. workspace: floats of
+ * each thread. partials: [items of splits] of [kv_heads, queries of the item, dim + 2]. done: [splits, kv_heads]. window: most slots that a
+ * token sees. threads: at most, as there is workspace and work for them. softcap: 0 for none. query, out: [tokens, heads, dim]. keys, values: a
+ * layer's pages. next: of the turns in which items are taken. together: KV heads of a turn, at most. */
 typedef struct {
-    const void *query, *keys, *values;
-    void *out;
     const int32_t *table;
     const item *items;
     float *workspace, *partials;
     int64_t *done;
     int64_t item_count, split_count, table_stride, page_stride, head_stride, workspace_floats;
-    int64_t heads, kv_heads, page_size, dim, window, threads, next, together;
+    int64_t heads, kv_heads, page_size, dim, window, threads;
     int32_t query_is_bfloat16, pages_are_bfloat16;
     float scale, softcap;
+    const void *query, *keys, *values;
+    void *out;
+    int64_t next, together;
 } call;
 
 /* Slots of one page, or what is copied of them: `count` rows of keys and of values. */

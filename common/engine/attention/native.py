@@ -11,6 +11,7 @@ whatever the other rows and the number of threads are: sums are made in one orde
 """
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor
 from common.engine.attention.port import Attention, LayerAttention, Segment, StepTokens
 from common.engine.kv_memory import KVMemory
 from common.engine.native.build import load
+from common.engine.native.function import NativeFunction
 
 SOURCE = Path(__file__).with_name("paged_attention.c")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -42,27 +44,31 @@ _Item = tuple[int, int, int, int, int, int]
 """Token, tokens, position, row, first slot and end of the slots: the first six fields of `item` in C."""
 
 
-class _Call(ctypes.Structure):
-    """`call` in C, which says what each field is."""
+class _StepPlan(ctypes.Structure):
+    """`call` in C, which says what each field is. Those of a layer are C's own."""
 
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "keys", "values", "out", "table", "items", "workspace", "partials", "done")
-        ),
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "items", "workspace", "partials", "done")),
         *((name, ctypes.c_int64) for name in ("item_count", "split_count", "table_stride", "page_stride", "head_stride")),
         *((name, ctypes.c_int64) for name in ("workspace_floats", "heads", "kv_heads", "page_size", "dim")),
-        *((name, ctypes.c_int64) for name in ("window", "threads", "next", "together")),
+        *((name, ctypes.c_int64) for name in ("window", "threads")),
         *((name, ctypes.c_int32) for name in ("query_is_bfloat16", "pages_are_bfloat16")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    ]
+        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "out")),
+        *((name, ctypes.c_int64) for name in ("next", "together")),
+    )
+
+
+class _LayerCall(ctypes.Structure):
+    """`layer_call` in C."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("plan", "query", "keys", "values", "out"))
 
 
 class _Plan(NamedTuple):
-    """A call without the layer's tensors and the threads, and the memory that it points to. alone: one thread computes it."""
+    """A plan, and the memory that it points to."""
 
-    call: _Call
-    alone: bool
+    step: _StepPlan
     kept: tuple[Tensor | NDArray[np.int64], ...]
 
 
@@ -91,16 +97,17 @@ class NativeAttention:
         self._elsewhere = 0
         self._heads = query_heads
         self._group = query_heads // memory.layout.kv_heads
-        self._run = library.paged_attention
-        self._run.argtypes, self._run.restype = [ctypes.POINTER(_Call)], None
+        self._attend = NativeFunction(library, "paged_attention")
         library.item_queries.restype = library.workspace_floats.restype = ctypes.c_int64
         library.workspace_floats.argtypes = [ctypes.c_int64] * 4
         self._item_tokens = max(1, library.item_queries() // self._group)
         self._workspace_floats = library.workspace_floats(
             self._item_tokens * self._group, memory.layout.kv_heads, self._group, memory.layout.head_dim
         )
-        self._workspace = torch.empty(0)
-        self._plans: dict[LayerAttention, _Plan] = {}
+        # For all processors, since threads follow the cores that other instances lend. What none uses takes no memory.
+        self._most_threads = max(os.cpu_count() or 1, torch.get_num_threads())
+        self._workspace = torch.empty(self._most_threads * self._workspace_floats)
+        self._plans = {how: _Plan(_StepPlan(), ()) for how in dict.fromkeys(self._layers)}
 
     def plan(self, step: StepTokens) -> None:
         if self._of_chunks is not None:
@@ -108,7 +115,12 @@ class NativeAttention:
             self._of_chunks.plan(replace(step, decode_rows=rows, decode_lengths=lengths, host_lengths=on_host))
             self._elsewhere = step.chunks[-1].end if step.chunks else 0
             step = replace(step, chunks=())
-        self._plans = {how: self._planned(step, how) for how in dict.fromkeys(self._layers)}
+        for how, (shared, _) in self._plans.items():
+            planned, kept = self._planned(step, how)
+            ctypes.memmove(
+                ctypes.addressof(shared), ctypes.addressof(planned), ctypes.sizeof(shared)
+            )  # recorded calls point to it
+            self._plans[how] = _Plan(shared, kept)
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         if self._of_chunks is None or self._elsewhere == 0:
@@ -119,20 +131,14 @@ class NativeAttention:
         return torch.cat([chunks, self._computed(layer, query[self._elsewhere :])])
 
     def for_graph(self, rows: int) -> None:
-        """None: the items depend on the rows' lengths."""
+        """None: there are no CUDA graphs on CPU. Calls may be recorded: what a plan changes is in memory that they point to."""
 
     def _computed(self, layer: int, query: Tensor) -> Tensor:
-        call, alone, _ = self._plans[self._layers[layer]]
+        plan = self._plans[self._layers[layer]].step
         keys, values = self._memory.layers[layer]
         query = query.contiguous()
         out = query.new_empty(query.shape)
-        call.query, call.keys, call.values, call.out = query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
-        # Asked at each layer: torch's number follows the cores that other instances lend, and the runtime has one pool for both.
-        call.threads = 1 if alone else torch.get_num_threads()
-        if self._workspace.shape[0] < call.threads * self._workspace_floats:
-            self._workspace = torch.empty(call.threads * self._workspace_floats)
-        call.workspace = self._workspace.data_ptr()
-        self._run(ctypes.byref(call))
+        self._attend(_LayerCall(ctypes.addressof(plan), query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()))
         return out
 
     def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
@@ -160,16 +166,18 @@ class NativeAttention:
         left = torch.empty(partials * layout.kv_heads * (layout.head_dim + 2))
         done = np.empty(splits * layout.kv_heads, np.int64)
         keys = self._memory.layers[0][0]
-        call = _Call(
-            table=step.table.data_ptr(), items=array.ctypes.data, partials=left.data_ptr(), done=done.ctypes.data,
+        plan = _StepPlan(
+            table=step.table.data_ptr(), items=array.ctypes.data, workspace=self._workspace.data_ptr(),
+            partials=left.data_ptr(), done=done.ctypes.data,
             item_count=len(array), split_count=splits, table_stride=step.table.stride(0),
             page_stride=keys.stride(0), head_stride=keys.stride(1), workspace_floats=self._workspace_floats,
             heads=self._heads, kv_heads=layout.kv_heads, page_size=layout.page_size,
             dim=layout.head_dim, window=2**62 if how.window is None else how.window,
+            threads=1 if work * layout.kv_heads <= ALONE_COST else self._most_threads,
             query_is_bfloat16=self._dtype == torch.bfloat16, pages_are_bfloat16=keys.dtype == torch.bfloat16,
             scale=how.scale, softcap=how.softcap or 0.0,
         )  # fmt: skip
-        return _Plan(call, work * layout.kv_heads <= ALONE_COST, (step.table, left, done, array))
+        return _Plan(plan, (step.table, left, done, array))
 
     def _wholes_of(self, step: StepTokens, window: int | None) -> Iterator[list[_Item]]:
         """The items of each chunk and of each decode row, before they are split over their contexts."""

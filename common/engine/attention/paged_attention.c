@@ -38,9 +38,19 @@ static void work(void *data, int thread, int threads) {
     }
 }
 
-void paged_attention(call *c) {
-    c->next = 0;
-    c->together = most(1, least(c->kv_heads, c->item_count * c->kv_heads / (c->threads * TURNS)));
-    memset(c->done, 0, c->split_count * c->kv_heads * sizeof *c->done);
-    parallel((int)c->threads, work, c);
+/* plan: what it says of a layer does not count. */
+typedef struct {
+    const call *plan;
+    const void *query, *keys, *values;
+    void *out;
+} layer_call;
+
+void paged_attention(const layer_call *l, int threads) {
+    call c = *l->plan;
+    const int64_t sharing = least(threads, c.threads);
+    c.query = l->query, c.keys = l->keys, c.values = l->values, c.out = l->out;
+    c.next = 0;
+    c.together = most(1, least(c.kv_heads, c.item_count * c.kv_heads / (sharing * TURNS)));
+    memset(c.done, 0, c.split_count * c.kv_heads * sizeof *c.done);
+    parallel((int)sharing, work, &c);
 }

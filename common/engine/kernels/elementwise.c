@@ -1,7 +1,8 @@
 /* The small operations of a decoder, each in one pass over its tensors: norms, activation, rotary embedding, sampling, row scales.
  *
  * Owns the arithmetic and how it is divided among threads. Knows pointers, counts and strides (in elements); knows no torch. A tensor of a
- * model is float32, or bfloat16 where `is_bf16` is 1; what is computed in between is float32, and is rounded where torch rounds it.
+ * model is float32, or bfloat16 where `is_bf16` is 1; what is computed in between is float32, and is rounded where torch rounds it. Each
+ * function takes the structure that says what to compute, and the number of torch's threads.
  */
 #include <math.h>
 #include <stdint.h>
@@ -44,6 +45,11 @@ INLINE float rounded(float x, int is_bf16) { return is_bf16 ? from_bits((uint32_
 
 INLINE const void *at(const void *base, int64_t i, int is_bf16) { return (const char *)base + (i << (is_bf16 ? 1 : 2)); }
 
+/* Fewer elements are done sooner by one thread than a second one can be told of them. */
+enum { ALONE = 1 << 14 };
+
+static int threads_for(int64_t elements, int threads) { return elements < ALONE ? 1 : threads; }
+
 /* The part of `count` that a thread does: [*begin, *end). */
 INLINE void share(int64_t count, int thread, int threads, int64_t *begin, int64_t *end) {
     *begin = count * thread / threads;
@@ -68,7 +74,8 @@ INLINE float exp_of(float x) {
 
 /* --- norms ---------------------------------------------------------------------------------------------------------------------------- */
 
-/* residual: null for a norm without one; then total is null too. */
+/* out = rms_norm(total) * weight with total = x + residual. residual: null for a norm without one; then total is null too. x, residual: their
+ * rows x_row and residual_row apart. out, total: [rows, width] contiguous. */
 typedef struct {
     const void *x, *residual, *weight;
     void *out, *total;
@@ -111,15 +118,11 @@ static void norm_part(void *data, int thread, int threads) {
         norm_rows(w, thread, threads, 0);
 }
 
-/* out = rms_norm(total) * weight with total = x + residual. out, total: [rows, width] contiguous. */
-void add_rms_norm(const void *x, const void *residual, const void *weight, void *out, void *total, int64_t rows, int64_t width,
-                  int64_t x_row, int64_t residual_row, float eps, int is_bf16, int threads) {
-    norm_work work = {x, residual, weight, out, total, rows, width, x_row, residual_row, eps, is_bf16};
-    parallel(threads, norm_part, &work);
-}
+void add_rms_norm(const norm_work *w, int threads) { parallel(threads_for(w->rows * w->width, threads), norm_part, (void *)w); }
 
 /* --- activation ----------------------------------------------------------------------------------------------------------------------- */
 
+/* out[i] = silu(gate[i]) * up[i]. gate_up: [rows, 2 * width], the gate first, its rows `row` apart. out: [rows, width] contiguous. */
 typedef struct {
     const void *gate_up;
     void *out;
@@ -152,11 +155,7 @@ static void silu_part(void *data, int thread, int threads) {
         silu_rows(w, thread, threads, 0);
 }
 
-/* out[i] = silu(gate[i]) * up[i]. gate_up: [rows, 2 * width], the gate first. out: [rows, width] contiguous. */
-void silu_and_mul(const void *gate_up, void *out, int64_t rows, int64_t width, int64_t row, int is_bf16, int threads) {
-    silu_work work = {gate_up, out, rows, width, row, is_bf16};
-    parallel(threads, silu_part, &work);
-}
+void silu_and_mul(const silu_work *w, int threads) { parallel(threads_for(w->rows * w->width, threads), silu_part, (void *)w); }
 
 /* --- rotary embedding ----------------------------------------------------------------------------------------------------------------- */
 
@@ -239,7 +238,58 @@ static void rotate_part(void *data, int thread, int threads) {
         rotate_tokens(w, thread, threads, 0, 0);
 }
 
-void rotate_and_write(const rotate_work *work, int threads) { parallel(threads, rotate_part, (void *)work); }
+void rotate_and_write(const rotate_work *w, int threads) {
+    parallel(threads_for(w->tokens * (w->query_heads + 2 * w->kv_heads) * w->dim, threads), rotate_part, (void *)w);
+}
+
+/* cos, sin: [tokens, half], of positions [tokens] times frequencies [half], both times factor. */
+typedef struct {
+    const int64_t *positions;
+    const float *frequencies;
+    float *cos, *sin;
+    int64_t tokens, half;
+    float factor;
+} angle_work;
+
+static void angle_part(void *data, int thread, int threads) {
+    const angle_work *w = (const angle_work *)data;
+    int64_t begin, end;
+    share(w->tokens, thread, threads, &begin, &end);
+    for (int64_t i = begin * w->half; i < end * w->half; i++) {
+        const float angle = (float)w->positions[i / w->half] * w->frequencies[i % w->half];
+        w->cos[i] = cosf(angle) * w->factor;
+        w->sin[i] = sinf(angle) * w->factor;
+    }
+}
+
+void rotation(const angle_work *w, int threads) {
+    parallel(threads_for(w->tokens * w->half * 16, threads), angle_part, (void *)w); /* an angle takes as long as many sums */
+}
+
+/* --- embedding ------------------------------------------------------------------------------------------------------------------------ */
+
+/* out[i] = table[ids[i]], rows of `bytes`. ids: [count]; zeros for those outside of [0, rows). */
+typedef struct {
+    const void *table;
+    const int64_t *ids;
+    void *out;
+    int64_t count, rows, bytes;
+} embed_work;
+
+static void embed_part(void *data, int thread, int threads) {
+    const embed_work *w = (const embed_work *)data;
+    int64_t begin, end;
+    share(w->count, thread, threads, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        char *to = (char *)w->out + i * w->bytes;
+        if (w->ids[i] >= 0 && w->ids[i] < w->rows)
+            memcpy(to, (const char *)w->table + w->ids[i] * w->bytes, (size_t)w->bytes);
+        else
+            memset(to, 0, (size_t)w->bytes);
+    }
+}
+
+void embed(const embed_work *w, int threads) { parallel(threads_for(w->count * w->bytes / 4, threads), embed_part, (void *)w); }
 
 /* --- sampling ------------------------------------------------------------------------------------------------------------------------- */
 
@@ -251,12 +301,14 @@ typedef struct {
     int32_t token;
 } choice;
 
-/* temperature: [rows], or null: all rows are greedy. found: [rows, parts], what each thread found in its part of the vocabulary. best:
- * [rows], of the whole vocabulary. */
+/* One token of each row, as `Kernels.sample` says. logits: [rows, vocab], their rows `row` apart. temperature: [rows], or null: all rows are
+ * greedy. found: [rows, parts], what each thread finds in its part of the vocabulary. best: [rows], of the whole vocabulary. tokens: [rows].
+ * parts: most threads. */
 typedef struct {
     const float *logits, *temperature;
     const int64_t *seed, *position;
     choice *found, *best;
+    int64_t *tokens;
     int64_t rows, vocab, row, parts;
     float greedy_below;
 } sample_work;
@@ -361,9 +413,9 @@ static void noisy_part(void *data, int thread, int threads) {
 }
 
 /* Runs the body, and then sets the best of each row that it concerns: the first of equal ones. */
-static void find(sample_work *w, void (*body)(void *, int, int), int is_noise) {
+static void find(const sample_work *w, void (*body)(void *, int, int), int is_noise, int threads) {
     for (int64_t i = 0; i < w->rows * w->parts; i++) w->found[i] = (choice){-INFINITY, 0}; /* there may be fewer threads than parts */
-    parallel((int)w->parts, body, w);
+    parallel(threads, body, (void *)w);
     for (int64_t row = 0; row < w->rows; row++) {
         if (is_noise && !is_noisy(w, row)) continue;
         choice best = w->found[row * w->parts];
@@ -375,20 +427,19 @@ static void find(sample_work *w, void (*body)(void *, int, int), int is_noise) {
     }
 }
 
-/* One token of each row, as `Kernels.sample` says. logits: [rows, vocab]. scratch: [rows, threads + 1] of 8 bytes. tokens: [rows]. */
-void sample(const float *logits, const float *temperature, const int64_t *seed, const int64_t *position, void *scratch, int64_t *tokens,
-            int64_t rows, int64_t vocab, int64_t row, float greedy_below, int threads) {
-    choice *found = (choice *)scratch, *best = found + rows * threads;
-    sample_work work = {logits, temperature, seed, position, found, best, rows, vocab, row, threads, greedy_below};
+void sample(const sample_work *w, int threads) {
+    const int sharing = threads_for(w->rows * w->vocab, threads < w->parts ? threads : (int)w->parts);
     int some = 0;
-    find(&work, largest_part, 0);
-    for (int64_t i = 0; i < rows; i++) some |= is_noisy(&work, i);
-    if (some) find(&work, noisy_part, 1);
-    for (int64_t i = 0; i < rows; i++) tokens[i] = work.best[i].token;
+    find(w, largest_part, 0, sharing);
+    for (int64_t i = 0; i < w->rows; i++) some |= is_noisy(w, i);
+    if (some) find(w, noisy_part, 1, sharing);
+    for (int64_t i = 0; i < w->rows; i++) w->tokens[i] = w->best[i].token;
 }
 
 /* --- int8 ----------------------------------------------------------------------------------------------------------------------------- */
 
+/* Each row in whole numbers from -largest to largest with a scale of its own. x: [rows, width], its rows `row` apart. out: the same plus
+ * largest + 1, contiguous. scales: [rows]. */
 typedef struct {
     const void *x;
     uint8_t *out;
@@ -425,10 +476,4 @@ static void quantise_part(void *data, int thread, int threads) {
         quantise_rows(w, thread, threads, 0);
 }
 
-/* Each row in whole numbers from -largest to largest with a scale of its own. x: [rows, width]. out: the same plus largest + 1,
-   contiguous. scales: [rows]. */
-void quantise_int8(const void *x, uint8_t *out, float *scales, int64_t rows, int64_t width, int64_t row, int largest, int is_bf16,
-                   int threads) {
-    quantise_work work = {x, out, scales, rows, width, row, largest, is_bf16};
-    parallel(threads, quantise_part, &work);
-}
+void quantise_int8(const quantise_work *w, int threads) { parallel(threads_for(w->rows * w->width, threads), quantise_part, (void *)w); }

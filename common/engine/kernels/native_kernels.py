@@ -5,7 +5,6 @@ torch computes what the C has no code for, such as float16 or FP8 pages.
 """
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +15,82 @@ from common.engine.kernels.noise import GREEDY_BELOW
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.native.build import load
+from common.engine.native.function import NativeFunction
 
 SOURCE = Path(__file__).with_name("elementwise.c")
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
-_ALONE_ELEMENTS = 2**14
-"""Fewer elements are done sooner by one thread than a second one can be told of them."""
 _POINTER, _COUNT, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_ARGUMENTS: dict[str, "list[type[ctypes._SimpleCData[Any]]]"] = {
-    "add_rms_norm": [_POINTER] * 5 + [_COUNT] * 4 + [_FLOAT, _INT, _INT],
-    "silu_and_mul": [_POINTER] * 2 + [_COUNT] * 3 + [_INT, _INT],
-    "rotate_and_write": [_POINTER, _INT],
-    "sample": [_POINTER] * 6 + [_COUNT] * 3 + [_FLOAT, _INT],
-    "quantise_int8": [_POINTER] * 3 + [_COUNT] * 3 + [_INT] * 3,
-}
+
+
+def _fields(
+    pointers: str, counts: str, floats: str = "", ints: str = "is_bf16"
+) -> "list[tuple[str, type[ctypes._SimpleCData[Any]]]]":
+    """Of a structure of the C source, which says what each field is."""
+    kinds = ((_POINTER, pointers), (_COUNT, counts), (_FLOAT, floats), (_INT, ints))
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
+class _EmbedWork(ctypes.Structure):
+    _fields_ = _fields("table ids out", "count rows bytes", ints="")
+
+
+class _AngleWork(ctypes.Structure):
+    _fields_ = _fields("positions frequencies cos sin", "tokens half", "factor", ints="")
+
+
+class _NormWork(ctypes.Structure):
+    _fields_ = _fields("x residual weight out total", "rows width x_row residual_row", "eps")
+
+
+class _SiluWork(ctypes.Structure):
+    _fields_ = _fields("gate_up out", "rows width row")
 
 
 class _RotateWork(ctypes.Structure):
-    """`rotate_work` of the C source."""
-
-    _fields_ = (
-        *((name, _POINTER) for name in ("heads", "cos", "sin", "query_norm", "key_norm", "pages", "slots")),
-        *((name, _POINTER) for name in ("queries", "keys", "values")),
-        *((name, _COUNT) for name in ("tokens", "token_row", "head_row", "query_heads", "kv_heads", "dim", "half")),
-        *((name, _COUNT) for name in ("key_page", "key_head", "key_slot", "value_page", "value_head", "value_slot")),
-        ("eps", _FLOAT),
-        ("is_bf16", _INT),
-        ("pages_are_bf16", _INT),
+    _fields_ = _fields(
+        "heads cos sin query_norm key_norm pages slots queries keys values",
+        "tokens token_row head_row query_heads kv_heads dim half key_page key_head key_slot value_page value_head value_slot",
+        "eps",
+        "is_bf16 pages_are_bf16",
     )
 
 
-class NativeKernels(TorchKernels):
-    """Implements `Kernels`. library: of the C source. threads: tells at each call how many share its work: those of torch, whose
-    number follows the cores that other instances lend."""
+class _SampleWork(ctypes.Structure):
+    _fields_ = _fields("logits temperature seed position found best tokens", "rows vocab row parts", "greedy_below", ints="")
 
-    def __init__(self, library: ctypes.CDLL, threads: Callable[[], int] = torch.get_num_threads) -> None:
+
+class _QuantiseWork(ctypes.Structure):
+    _fields_ = _fields("x out scales", "rows width row", ints="largest is_bf16")
+
+
+class NativeKernels(TorchKernels):
+    """Implements `Kernels`. library: of the C source."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
-        self._threads = threads
-        functions = {name: library[name] for name in _ARGUMENTS}  # by index: each call makes a function of its own
-        for name, function in functions.items():
-            function.argtypes, function.restype = _ARGUMENTS[name], None
-        self._norm, self._silu = functions["add_rms_norm"], functions["silu_and_mul"]
-        self._rotate, self._sample = functions["rotate_and_write"], functions["sample"]
-        self._quantise_int8 = functions["quantise_int8"]
+        self._embed, self._rotation = NativeFunction(library, "embed"), NativeFunction(library, "rotation")
+        self._norm, self._silu = NativeFunction(library, "add_rms_norm"), NativeFunction(library, "silu_and_mul")
+        self._rotate, self._sample = NativeFunction(library, "rotate_and_write"), NativeFunction(library, "sample")
+        self._quantise_int8 = NativeFunction(library, "quantise_int8")
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        assert token_ids.dtype == torch.int64 and table.is_contiguous()
+        token_ids, (rows, width) = token_ids.contiguous(), table.shape
+        out = table.new_empty(token_ids.shape[0], width)
+        self._embed(
+            _EmbedWork(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), token_ids.shape[0], rows, width * table.itemsize)
+        )
+        return out
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        assert positions.dtype == torch.int64 and frequencies.dtype == torch.float32
+        positions, frequencies = positions.contiguous(), frequencies.contiguous()
+        tokens, half = positions.shape[0], frequencies.shape[0]
+        cos, sin = frequencies.new_empty(tokens, half), frequencies.new_empty(tokens, half)
+        self._rotation(
+            _AngleWork(positions.data_ptr(), frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), tokens, half, factor)
+        )
+        return Rotation(cos, sin)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         is_bf16 = _IS_BF16.get(x.dtype)
@@ -67,9 +100,8 @@ class NativeKernels(TorchKernels):
         rows, width = x.shape
         out = x.new_empty(rows, width)
         self._norm(
-            x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None, rows, width, x.stride(0), 0, eps, is_bf16,
-            self._threads_for(rows * width),
-        )  # fmt: skip
+            _NormWork(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None, rows, width, x.stride(0), 0, eps, is_bf16)
+        )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -79,10 +111,11 @@ class NativeKernels(TorchKernels):
         x, residual, weight = _rows_of(x), _rows_of(residual), weight.contiguous()
         rows, width = x.shape
         out, total = x.new_empty(rows, width), x.new_empty(rows, width)
-        self._norm(
+        work = _NormWork(
             x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(), rows, width, x.stride(0),
-            residual.stride(0), eps, is_bf16, self._threads_for(rows * width),
+            residual.stride(0), eps, is_bf16,
         )  # fmt: skip
+        self._norm(work)
         return out, total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -92,8 +125,7 @@ class NativeKernels(TorchKernels):
         gate_up = _rows_of(gate_up)
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        threads = self._threads_for(rows * width)
-        self._silu(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), is_bf16, threads)
+        self._silu(_SiluWork(gate_up.data_ptr(), out.data_ptr(), rows, width, gate_up.stride(0), is_bf16))
         return out
 
     def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
@@ -103,10 +135,9 @@ class NativeKernels(TorchKernels):
         x = _rows_of(x)
         rows, width = x.shape
         out, scales = x.new_empty(rows, width, dtype=torch.uint8), x.new_empty(rows, 1, dtype=torch.float32)
-        threads = self._threads_for(rows * width)
         self._quantise_int8(
-            x.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, width, x.stride(0), largest, is_bf16, threads
-        )  # fmt: skip
+            _QuantiseWork(x.data_ptr(), out.data_ptr(), scales.data_ptr(), rows, width, x.stride(0), largest, is_bf16)
+        )
         return out, scales
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
@@ -137,7 +168,7 @@ class NativeKernels(TorchKernels):
             tokens, heads.stride(0), heads.stride(1), query_heads, kv_heads, dim, cos.shape[1],
             page, head, slot, *value_strides, 0.0 if norm is None else norm.eps, is_bf16, pages_are_bf16,
         )  # fmt: skip
-        self._rotate(ctypes.addressof(work), self._threads_for(tokens * all_heads * dim))
+        self._rotate(work)
         return queries
 
     def sample(self, logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -151,16 +182,15 @@ class NativeKernels(TorchKernels):
         assert logits.dtype == torch.float32
         logits = _rows_of(logits)
         rows, vocab = logits.shape
-        threads = self._threads_for(rows * vocab)
-        tokens, scratch = (torch.empty(count, dtype=torch.int64) for count in (rows, rows * (threads + 1)))
-        self._sample(
-            logits.data_ptr(), temperature, seed, position, scratch.data_ptr(), tokens.data_ptr(), rows, vocab, logits.stride(0),
-            GREEDY_BELOW, threads,
+        parts = torch.get_num_threads()
+        found, best = torch.empty(rows * parts, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)  # 8 bytes each
+        tokens = torch.empty(rows, dtype=torch.int64)
+        work = _SampleWork(
+            logits.data_ptr(), temperature, seed, position, found.data_ptr(), best.data_ptr(), tokens.data_ptr(), rows, vocab,
+            logits.stride(0), parts, GREEDY_BELOW,
         )  # fmt: skip
+        self._sample(work)
         return tokens
-
-    def _threads_for(self, elements: int) -> int:
-        return 1 if elements < _ALONE_ELEMENTS else self._threads()
 
 
 def load_native_kernels() -> NativeKernels | None:

@@ -48,6 +48,13 @@ class Kernels(Protocol):
     """Every method returns new tensors, of its input's dtype where nothing else is said. Norms are in float32 inside, as
     checkpoints are trained. No method waits for the device, and what a call starts there depends on shapes alone."""
 
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """token_ids: [tokens] int64, each a row of table. table: [rows, hidden]. Returns [tokens, hidden]."""
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        """Of the angles position * frequency. positions: [tokens] int64. frequencies: [rotary_dim / 2] float32. factor:
+        multiplies cos and sin."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Zhang and Sennrich 2019. x: [tokens, hidden]; weight: [hidden]. Returns the shape of x."""
 

@@ -21,6 +21,12 @@ class TorchKernels:
     def __init__(self) -> None:
         self._token_noise: Tensor | None = None
 
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        return rotation(positions, frequencies, factor)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -74,6 +80,14 @@ class TorchKernels:
         entry = entry.clamp(max=len(rows) - 1)
         column = (at - indptr[entry]).clamp(max=table.shape[1] - 1)
         out.copy_(torch.where(within, table[rows[entry], column], out))
+
+
+def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+    """As `Kernels.rotation`."""
+    angles = positions[:, None].float() * frequencies
+    if factor == 1.0:
+        return Rotation(angles.cos(), angles.sin())
+    return Rotation(angles.cos() * factor, angles.sin() * factor)
 
 
 def quantise_int8(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,13 @@ sizes follow two rules: a thread moves 16 bytes at a time, and a row that is muc
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from common.engine.kernels import triton_source as source
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
-from common.engine.kernels.torch_kernels import quantise_int8
+from common.engine.kernels.torch_kernels import quantise_int8, rotation
 
 _NORM_ELEMENTS = 1024
 """Elements that a program norms at least, in as many rows as it takes."""
@@ -24,6 +25,12 @@ _PAGES = 1024
 class TritonKernels:
     """Implements `Kernels`. The kernels start on the current CUDA device, which must be that of the tensors. Their number and
     shapes depend on the shapes of tensors alone, so that calls may be captured in a CUDA graph."""
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(token_ids, table)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        return rotation(positions, frequencies, factor)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = _rows_of(x)

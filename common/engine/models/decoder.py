@@ -81,7 +81,7 @@ class Decoder:
         make_mlp = make_mlp or (lambda number: gated_mlp(shape, share, slots, number))
         held, rows = share.vocabulary, share.vocabulary_rows
         embedding = slots.rows(EMBEDDING, held, rows, shape.vocab_size, shape.hidden)
-        self._embedding = Embedding(embedding, held, group)
+        self._embedding = Embedding(embedding, held, group, kernels)
         self._layers = [_layer(shape, share, slots, number, make_mlp(number)) for number in range(shape.layers)]
         self._norm = slots.tensor("model.norm.weight", shape.hidden)
         if shape.tied:
@@ -90,7 +90,7 @@ class Decoder:
         else:
             head = slots.head(slots.rows(HEAD, held, rows, shape.vocab_size, shape.hidden))
         self._head = OutputHead(head, shape.vocab_size, group)
-        self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, embedding.device)
+        self._rotary = Rotary(shape.rope, shape.head_dim, context_tokens, embedding.device, kernels)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, wanted: Tensor | None = None) -> Tensor:
         """token_ids, positions: [tokens] int64. wanted: [count] int64, or None for all. Returns [count, hidden], normed. From the

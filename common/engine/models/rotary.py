@@ -1,13 +1,13 @@
 """Rotary embedding (RoPE, Su et al. 2021): the angles of each position, with every scaling that transformers knows.
 
 Owns the choice of one set of frequencies for an instance. The formulas of scaling are transformers' own; it is imported only for
-a model that scales. Does not know how a config spells them (`rope.py`) or how queries and keys are rotated.
+a model that scales. Does not know how a config spells them (`rope.py`), or how angles are computed and queries and keys rotated.
 """
 
 import torch
 from torch import Tensor
 
-from common.engine.kernels.port import Rotation
+from common.engine.kernels.port import Kernels, Rotation
 from common.engine.models.rope import Rope
 from common.errors import ConfigError
 
@@ -24,19 +24,17 @@ class Rotary:
     Raises ConfigError for parameters of which no frequencies can be made.
     """
 
-    def __init__(self, rope: Rope, head_dim: int, context_tokens: int, device: torch.device) -> None:
+    def __init__(self, rope: Rope, head_dim: int, context_tokens: int, device: torch.device, kernels: Kernels) -> None:
         if rope.kind == "default":
             frequencies, self._factor = _frequencies(rope.base, head_dim), 1.0
         else:
             frequencies, self._factor = _scaled(rope, head_dim, context_tokens)
         self._frequencies = frequencies.to(device)
+        self._kernels = kernels
 
     def __call__(self, positions: Tensor) -> Rotation:
         """positions: [tokens] int64. The attention factor of yarn and longrope multiplies both."""
-        angles = positions[:, None].float() * self._frequencies
-        if self._factor == 1.0:
-            return Rotation(angles.cos(), angles.sin())
-        return Rotation(angles.cos() * self._factor, angles.sin() * self._factor)
+        return self._kernels.rotation(positions, self._frequencies, self._factor)
 
 
 def _frequencies(base: float, head_dim: int) -> Tensor:

@@ -5,9 +5,9 @@ Owns what a rank does for the token ids that other ranks have. Knows no layers.
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.kernels.port import Kernels
 from common.engine.models.linear import AnyLinear
 from common.engine.parallel import Group
 
@@ -19,14 +19,15 @@ class Embedding:
     weight: Tensor
     ids: range
     group: Group
+    kernels: Kernels
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[tokens] int64 → [tokens, hidden]. Each token is a row of one rank; the others add zeros."""
         if self.group.ranks == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.kernels.embed(token_ids, self.weight)
         rows = token_ids - self.ids.start
         elsewhere = (rows < 0) | (rows >= len(self.ids))
-        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        found = self.kernels.embed(rows.masked_fill(elsewhere, 0), self.weight)
         return self.group.sum(found.masked_fill(elsewhere[:, None], 0.0))
 
 

@@ -14,6 +14,18 @@
 
 enum { OUTPUTS = 2 * LANES, ROWS = REGISTERS == 32 ? 12 : 6, INPUT_BYTES = 4 * OUTPUTS };
 
+/* out = x weight^T + bias. x: [rows, inputs], its rows x_row apart. weight: packed. scale, bias: of whole blocks; null: there is none. out: [rows,
+ * outputs]; gated: half as many as the weight has. memory: for the packed rows. */
+typedef struct {
+    const float *x;
+    const void *weight;
+    const float *scale, *bias;
+    float *out;
+    void *memory;
+    int64_t rows, inputs, outputs, x_row;
+    int gated;
+} product_call;
+
 /* How far before its use a weight is fetched, in bytes. */
 enum { AHEAD = 4096 };
 

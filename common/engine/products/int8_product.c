@@ -135,16 +135,14 @@ static void multiply_rows(const void *data, int64_t block) {
 #undef MULTIPLY
 }
 
-/* x: [rows, inputs], its rows x_row apart. weight: packed, of whole blocks and of inputs that are a multiple of TOGETHER, moved by 128. scale, bias:
- * of whole blocks; bias may be null. out: [rows, outputs]; gated: half as many as the weight has. memory: (inputs rounded up + 8) bytes for each
- * row. */
-void int8_product(const float *x, const uint8_t *weight, const float *scale, const float *bias, float *out, void *memory, int64_t rows,
-                  int64_t inputs, int64_t outputs, int64_t x_row, int gated, int threads) {
-    const int64_t stride = padded(inputs, TOGETHER);
-    float *row_scale = (float *)memory;
-    int32_t *row_sum = (int32_t *)(row_scale + rows);
-    const product p = {x, weight, scale, bias, out, row_scale, row_sum, (int8_t *)(row_sum + rows), rows, inputs, outputs, x_row, stride, gated};
-    work w = {&p, quantise, multiply_rows, rows, blocks_of(outputs, gated), 0};
+/* weight: of inputs that are a multiple of TOGETHER, uint8, moved by 128. scale: not null. memory: (inputs rounded up + 8) bytes for each row. */
+void int8_product(const product_call *c, int threads) {
+    const int64_t stride = padded(c->inputs, TOGETHER);
+    float *row_scale = (float *)c->memory;
+    int32_t *row_sum = (int32_t *)(row_scale + c->rows);
+    const product p = {c->x, (const uint8_t *)c->weight, c->scale, c->bias, c->out, row_scale, row_sum, (int8_t *)(row_sum + c->rows),
+                       c->rows, c->inputs, c->outputs, c->x_row, stride, c->gated};
+    work w = {&p, quantise, multiply_rows, c->rows, blocks_of(c->outputs, c->gated), 0};
     parallel(threads, work_on, &w);
 }
 

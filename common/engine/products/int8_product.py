@@ -1,6 +1,6 @@
 """The product of int8 layers in C, for processors that multiply bytes: it quantises the rows, multiplies and scales in one call.
 
-Owns how a weight is packed for it, and how a call becomes pointers and counts. Does not know what the C computes
+Owns how a weight is packed for it. Does not know what the C computes
 (`int8_product.c`), or where oneDNN's product is used (`choice.py`).
 """
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from common.engine.native.build import load
+from common.engine.native.function import NativeFunction
+from common.engine.products.call import multiply
 from common.engine.products.port import SIGN, Packed, in_blocks, pieces
 
 SOURCE = Path(__file__).with_name("int8_product.c")
@@ -27,9 +29,7 @@ class Int8Product:
 
     def __init__(self, library: ctypes.CDLL, block: int) -> None:
         self._block = block
-        self._function = library["int8_product"]
-        self._function.argtypes = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4, ctypes.c_int, ctypes.c_int]
-        self._function.restype = None
+        self._function = NativeFunction(library, "int8_product")
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, gated: bool = False) -> Packed:
         """weight: int8, of at most MOST_INPUTS inputs. The packed one: [blocks, inputs / 4, block, 4] uint8. Written in place:
@@ -51,16 +51,11 @@ class Int8Product:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, inputs = x.shape
-        weight, bias, scale, outputs, gated = packed
-        assert x.dtype == torch.float32 and -(-inputs // _TOGETHER) == weight.shape[1], "not the inputs of this weight"
-        assert scale is not None
-        out = x.new_empty(rows, outputs)
-        memory = x.new_empty(rows * (weight.shape[1] * _TOGETHER + _ROW_BYTES), dtype=torch.uint8)
-        self._function(
-            x.data_ptr(), weight.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-            memory.data_ptr(), rows, inputs, outputs, x.stride(0), gated, torch.get_num_threads(),
-        )  # fmt: skip
-        return out
+        fours = packed.weight.shape[1]
+        assert x.dtype == torch.float32 and -(-inputs // _TOGETHER) == fours, "not the inputs of this weight"
+        assert packed.scale is not None
+        memory = x.new_empty(rows * (fours * _TOGETHER + _ROW_BYTES), dtype=torch.uint8)
+        return multiply(self._function, x, packed, memory)
 
 
 @cache

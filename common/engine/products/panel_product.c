@@ -9,26 +9,20 @@
 
 int panel_outputs(void) { return OUTPUTS; }
 
-/* packed: the rows, in groups of ROWS, [inputs, rows of the group] each. */
-typedef struct {
-    const float *x, *weight, *bias;
-    float *out;
-    const float *packed;
-    int64_t rows, inputs, outputs, x_row;
-    int gated;
-} product;
+/* The rows in groups of ROWS, [inputs, rows of the group] each: one row is so as it is. */
+static const float *packed_rows(const product_call *p) { return p->rows == 1 ? (const float *)p->x : (const float *)p->memory; }
 
 static void pack_row(const void *data, int64_t row) {
-    const product *p = (const product *)data;
+    const product_call *p = (const product_call *)data;
     const row_place place = place_of(row, p->rows);
     const float *restrict x = p->x + row * p->x_row;
-    float *restrict to = (float *)p->packed + place.first * p->inputs + place.at;
+    float *restrict to = (float *)p->memory + place.first * p->inputs + place.at;
     for (int64_t i = 0; i < p->inputs; i++) to[i * place.rows] = x[i];
 }
 
 /* One block times the rows of a group. fetches: the block's weights come from memory. */
-INLINE void multiply(const product *p, int64_t block, int64_t row, int rows, int fetches) {
-    const float *weight = p->weight + block * OUTPUTS * p->inputs, *x = p->packed + row * p->inputs;
+INLINE void multiply(const product_call *p, int64_t block, int64_t row, int rows, int fetches) {
+    const float *weight = (const float *)p->weight + block * OUTPUTS * p->inputs, *x = packed_rows(p) + row * p->inputs;
     floats sum[ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (floats){0};
@@ -50,18 +44,14 @@ INLINE void multiply(const product *p, int64_t block, int64_t row, int rows, int
 }
 
 static void multiply_rows(const void *data, int64_t block) {
-    const product *p = (const product *)data;
+    const product_call *p = (const product_call *)data;
 #define MULTIPLY(row, rows, fetches) multiply(p, block, row, rows, fetches)
     FOR_EACH_GROUP(p->rows, MULTIPLY)
 #undef MULTIPLY
 }
 
-/* x: [rows, inputs], its rows x_row apart. weight: [blocks, inputs, OUTPUTS]. bias: of whole blocks, or null. out: [rows, outputs]; gated: half as many
- * as the weight has. packed: memory for rows * inputs. */
-void panel_product(const float *x, const float *weight, const float *bias, float *out, float *packed, int64_t rows, int64_t inputs,
-                   int64_t outputs, int64_t x_row, int gated, int threads) {
-    const int is_packed = rows == 1;
-    const product p = {x, weight, bias, out, is_packed ? x : packed, rows, inputs, outputs, x_row, gated};
-    work w = {&p, is_packed ? 0 : pack_row, multiply_rows, rows, blocks_of(outputs, gated), 0};
+/* weight: [blocks, inputs, OUTPUTS] float32. scale: null. memory: for rows * inputs floats. */
+void panel_product(const product_call *p, int threads) {
+    work w = {p, p->rows == 1 ? 0 : pack_row, multiply_rows, p->rows, blocks_of(p->outputs, p->gated), 0};
     parallel(threads, work_on, &w);
 }

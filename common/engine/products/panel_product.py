@@ -1,6 +1,6 @@
 """The product of float32 layers in C, over weights that are packed in panels: for decode steps and chunks on CPU.
 
-Owns how a weight is packed for it, and how a call becomes pointers and counts. Does not know what the C computes
+Owns how a weight is packed for it. Does not know what the C computes
 (`panel_product.c`), or whether it is the fastest product (`models/packing.py`).
 """
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from common.engine.native.build import load
+from common.engine.native.function import NativeFunction
+from common.engine.products.call import multiply
 from common.engine.products.port import Packed, in_blocks, pieces
 
 SOURCE = Path(__file__).with_name("panel_product.c")
@@ -22,9 +24,7 @@ class PanelProduct:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._block = int(library.panel_outputs())
-        self._function = library["panel_product"]
-        self._function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 4, ctypes.c_int, ctypes.c_int]
-        self._function.restype = None
+        self._function = NativeFunction(library, "panel_product")
 
     def pack(self, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, gated: bool = False) -> Packed:
         """The packed weight: [blocks, inputs, outputs of a block] float32."""
@@ -41,14 +41,8 @@ class PanelProduct:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, inputs = x.shape
-        weight, bias, _, outputs, gated = packed
-        assert x.dtype == torch.float32 and inputs == weight.shape[1], "not the inputs of this weight"
-        out, memory = x.new_empty(rows, outputs), x.new_empty(rows * inputs)
-        self._function(
-            x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), memory.data_ptr(),
-            rows, inputs, outputs, x.stride(0), gated, torch.get_num_threads(),
-        )  # fmt: skip
-        return out
+        assert x.dtype == torch.float32 and inputs == packed.weight.shape[1], "not the inputs of this weight"
+        return multiply(self._function, x, packed, x.new_empty(rows * inputs))
 
 
 @cache

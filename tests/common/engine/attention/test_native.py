@@ -74,7 +74,7 @@ def test_a_long_row_is_split_over_its_context_and_merged(monkeypatch: pytest.Mon
     for layer in range(len(shape.layers)):
         for _ in range(2):
             assert step.error(layer, attention.run(layer, step.query)) < 1e-5
-    assert attention._plans[shape.layers[0]].call.split_count > 0
+    assert attention._plans[shape.layers[0]].step.split_count > 0
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -120,13 +120,13 @@ def test_each_layer_runs_on_the_threads_that_torch_has_by_then() -> None:
     attention = planned(step)
     expected = attention.run(0, step.query)
     ran: list[int] = []
-    library = attention._run
+    function = attention._attend._function
 
-    def noted(call: Any) -> None:
-        ran.append(call._obj.threads)
-        library(call)
+    def noted(call: Any, threads: Any) -> None:
+        ran.append(threads)
+        function(call, threads)
 
-    attention._run = noted  # type: ignore[assignment]
+    attention._attend._function = noted  # type: ignore[assignment]
     for threads in (3, 1, 2):
         torch.set_num_threads(threads)
         assert torch.equal(attention.run(0, step.query), expected)

@@ -1,5 +1,7 @@
 """The kernels in C, on one thread and on several, at sizes where threads share the work."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -34,6 +36,13 @@ SPECIAL = [
     0.0,
 ]
 """Between two numbers of bfloat16, just above that, beyond the largest one, not finite, and subnormal."""
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 class TestNativeKernels(KernelsContract):
@@ -137,4 +146,5 @@ def test_without_a_compiler_there_are_no_kernels_in_c(monkeypatch: pytest.Monkey
 
 def kernels(threads: int) -> NativeKernels:
     assert LIBRARY is not None
-    return NativeKernels(LIBRARY, lambda: threads)
+    torch.set_num_threads(threads)
+    return NativeKernels(LIBRARY)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.models.decoder import Decoder
 from common.engine.models.rotary import Rotary
 from common.engine.models.shape import read_shape
@@ -47,7 +48,7 @@ def config(scaling: dict[str, Any], **changes: object) -> dict[str, Any]:
 def made(folder: Path, written: dict[str, Any], context_tokens: int) -> Rotary:
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **written}))
     shape = read_shape(folder)
-    return Rotary(shape.rope, shape.head_dim, context_tokens, torch.device("cpu"))
+    return Rotary(shape.rope, shape.head_dim, context_tokens, torch.device("cpu"), TorchKernels())
 
 
 @pytest.mark.parametrize("length", [50, TRAINED, 500])
