@@ -119,7 +119,7 @@ class StepRunner:
             token_rows = torch.cat([step.token_rows, token_rows])
             rows.length[step.chunk_rows] = step.chunk_ends
         self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, lengths, host.decode_lengths))
-        if self._forwards is not None and not plan.chunks:
+        if self._forwards is not None and not plan.chunks and len(plan.decode_rows) in self._forwards:
             logits = self._forwards.logits(token_ids, positions, *self._places(positions, token_rows), progress.between)
             return self._drawn(plan, host, step, special, progress, logits)
         reads_all = self._poolings.asked_of(plan) or (special is not None and len(special.prompt_at) > 0)
@@ -169,15 +169,13 @@ class StepRunner:
 
     @torch.inference_mode()
     def record(self, recorder: Recorder) -> str | None:
-        """On CPU: replay decode steps from now on. Returns why that is not possible; None: it is. Computes the null row."""
+        """On CPU: replay decode steps from now on, of as many rows as it can. Returns why it cannot for one; None: it can."""
         if not self._model.capturable:
             return "the model's implementation cannot be recorded"
-        row, length = self._graph_rows[:1].fill_(self.rows.null), np.ones(1, dtype=np.int64)
-        self._attention.plan(StepTokens((), self.rows.table, row, torch.from_numpy(length), length))
-        forwards = RecordedForwards(recorder, self._model, self._memory, self._attention, self._kernels)
-        token_ids, positions = self.rows.last_token[row], self.rows.length[row]
-        refused = forwards.refused(token_ids, positions, *self._places(positions, row))
-        self._forwards = forwards if refused is None else None
+        self._forwards = RecordedForwards(recorder, self._model, self._memory, self._attention, self._kernels)
+        refused = self._forwards.record([1])
+        if refused is None:
+            self._forwards.record(range(2, self.rows.null + 1))
         return refused
 
     # --- graphs ------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ class NativeFunction:
 
     def __call__(self, call: ctypes.Structure) -> None:
         """call: the C structure that the function takes. What it points to must be there until this returns."""
-        # Asked at each call: torch's number follows the cores that other instances lend, and the runtime has one pool for both.
-        self._function(ctypes.addressof(call), torch.get_num_threads())
         if LISTENING.to is not None:
             LISTENING.to.called(self._address, call)
+            return
+        # Asked at each call: torch's number follows the cores that other instances lend, and the runtime has one pool for both.
+        self._function(ctypes.addressof(call), torch.get_num_threads())

@@ -1,7 +1,7 @@
 """Recordings: what a function computed in C, to be computed again by one call.
 
 Owns how calls are noted, and the memory of what they return. Does not know what they compute. As a CUDA graph does, a recording
-starts the same functions on the same memory each time; but it is made by a run that counts, so it costs nothing.
+starts the same functions on the same memory each time.
 
 Between two calls of C, Python takes a few microseconds, and ten times that where a layer's weights have just gone through the
 caches. A small model has no time for this: see "Recorded steps" in docs/measurements/cpu.md.
@@ -9,17 +9,16 @@ caches. A small model has no time for this: see "Recorded steps" in docs/measure
 
 import ctypes
 import itertools
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from common.engine.native.build import load
 from common.engine.native.function import LISTENING
@@ -51,38 +50,36 @@ class Recorder:
         self._replay.argtypes, self._replay.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int], None
         self._memory = _Memory()
 
-    def record(self, run: Callable[[Callable[[int], None]], Tensor]) -> tuple[Tensor, "Recording"]:
-        """Returns what `run` does, in memory of the recorder, and the recording of it.
+    def record(self, function: Callable[[Callable[[int], None]], Tensor]) -> "Recording":
+        """The recording of a function that computes in C alone, from the same tensors each time. It is not computed now, so
+        what the function reads of it does not count.
 
-        run: computes in C alone, and from the same tensors each time. It gets a function to call where others may have their say:
-        see `Recording.run`. Raises CannotRecord.
+        It is given a function to call where others may have their say: see `Recording.run`. Raises CannotRecord.
         """
         listener = _Listener(self._memory)
         LISTENING.to = listener
         try:
             with listener:
-                made = run(listener.mark)
+                result = function(listener.mark)
         finally:
             LISTENING.to = None
-        result = self._memory.lasting(made)
-        return result, Recording(self._replay, listener.calls, listener.marks, result)
+        return Recording(self._replay, listener.calls, listener.marks, self._memory.lasting(result))
 
 
 class Recording:
-    """Computes again what was recorded."""
+    """Computes what was recorded."""
 
     def __init__(
         self, replay: Callable[[int, int, int], None], calls: list[tuple[int, bytes]], marks: list[int], result: Tensor
     ) -> None:
+        self._replay, self._result = replay, result
         begins = itertools.accumulate((len(call) for _, call in calls), initial=0)
         self._structures = ctypes.create_string_buffer(b"".join(call for _, call in calls))
         address = ctypes.addressof(self._structures)
-        self._calls = (_Recorded * len(calls))(
-            *(_Recorded(function, address + begin) for (function, _), begin in zip(calls, begins, strict=False))
-        )
-        self._ends = [*marks, len(calls)]
-        self._replay = replay
-        self._result = result
+        recorded = [_Recorded(function, address + begin) for (function, _), begin in zip(calls, begins, strict=False)]
+        self._calls = (_Recorded * len(calls))(*recorded)
+        ends = [*marks, len(calls)]
+        self._parts = [(begin, end - begin) for begin, end in itertools.pairwise([0, *ends])]
 
     def run(self, between: Callable[[], None] | None = None) -> Tensor:
         """between: called where the recorded function called what it was given; None: all is one call of C. Threads are torch's
@@ -90,12 +87,11 @@ class Recording:
         if between is None:
             self._replay(ctypes.addressof(self._calls), len(self._calls), torch.get_num_threads())
             return self._result
-        begin = 0
-        for end in self._ends:
-            self._replay(ctypes.addressof(self._calls[begin]) if end > begin else 0, end - begin, torch.get_num_threads())
-            if end < len(self._calls):
+        for number, (begin, count) in enumerate(self._parts):
+            if number:
                 between()
-            begin = end
+            address = ctypes.addressof(self._calls) + begin * ctypes.sizeof(_Recorded)
+            self._replay(address, count, torch.get_num_threads())
         return self._result
 
 
@@ -107,6 +103,11 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory = memory
         self.calls: list[tuple[int, bytes]] = []
         self.marks: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled by torch here, and to skip its compiler loads it, which takes a second and 100 MB."""
+        return False
 
     def called(self, address: int, call: ctypes.Structure) -> None:
         self.calls.append((address, bytes(call)))
@@ -121,13 +122,18 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten.empty.memory_format:
             return self._memory.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
         made = func(*args, **kwargs)
-        if func._schema.is_mutable or not _storages(made) <= _storages(args):
+        if func._schema.is_mutable or not _is_view(made, args[0]):
             raise CannotRecord(f"torch computes {func}")
         return made  # a view: a recording does without it
 
 
-def _storages(values: Any) -> set[int]:
-    return {x.untyped_storage().data_ptr() for x in tree_flatten(values)[0] if isinstance(x, Tensor)}
+def _is_view(made: Any, of: Any) -> bool:
+    first = made[0] if isinstance(made, list | tuple) else made
+    return isinstance(of, Tensor) and isinstance(first, Tensor) and _storage(first) == _storage(of)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Memory:
@@ -139,7 +145,7 @@ class _Memory:
 
     def empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
         """In memory that no tensor uses; what was used last comes first, because it is in the caches."""
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         nbytes = max(1, count * dtype.itemsize)
         size = 1 << (nbytes - 1).bit_length()  # of few sizes, so that steps of all numbers of rows share them
         free = self._free[size]
