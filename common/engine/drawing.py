@@ -134,9 +134,11 @@ class Drawing:
 
     # --- on the device -----------------------------------------------------------------------------------------------------
 
-    def draw(self, logits: Tensor, rows: RowSampling, step: StepArrays[Tensor], width: int, special: Special | None) -> Tensor:
+    def draw(
+        self, logits: Tensor, rows: RowSampling | None, step: StepArrays[Tensor], width: int, special: Special | None
+    ) -> Tensor:
         """The tokens of the sampled rows, [rows] int64. logits: [rows, vocab] float32; they stay the model's own if log
-        probabilities are asked for. width: see `HostStep.filter_width`."""
+        probabilities are asked for. rows: of those that are not greedy; None: all are. width: see `HostStep.filter_width`."""
         if special is not None and special.processed:
             logits = _process(logits.clone() if len(special.sampled_at) else logits.contiguous(), special)
         tokens = self.sampler(logits, rows, step.noisy, step.filtering, width)

@@ -59,6 +59,32 @@ class HostStep:
     filter_width: int
 
 
+class _Starts(NamedTuple):
+    """What `StepArrays` has of the rows that start."""
+
+    rows: Int64Array
+    state: Int64Array
+    table_rows: Int64Array
+    table_columns: Int64Array
+    table_pages: Int64Array
+
+
+class _Chunks(NamedTuple):
+    """What it has of the chunks, of which some sample."""
+
+    token_ids: Int64Array
+    positions: Int64Array
+    token_rows: Int64Array
+    rows: Int64Array
+    ends: Int64Array
+    sampled_rows: Int64Array
+    sampled_at: Int64Array
+
+
+_NONE = np.empty(0, dtype=np.int64)
+_NO_STARTS, _NO_CHUNKS = _Starts(*[_NONE] * 5), _Chunks(*[_NONE] * 7)
+
+
 class Rows:
     """rows: how many requests are computed at once. pages: most pages of a row. spare_page: a page that holds no KV.
 
@@ -81,48 +107,41 @@ class Rows:
 
     def prepare(self, plan: Plan, decode_size: int) -> HostStep:
         """Take the plan's rows in on the host, and make the arrays of the step. decode_size: pad the decode rows to so many."""
-        state = self._start(plan.starts)
-        columns = [np.arange(len(start.pages)) for start in plan.starts]
-        started = np.array([start.row for start in plan.starts], dtype=np.int64)
-        grown = plan.grown_rows.astype(np.int64)
-        held = self._leased[grown]
-        assert (held < self.table.shape[1]).all(), "a row would hold more pages than its context has"
-        self._leased[grown] += 1
-        lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
-        begins = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
-        chunk_rows = np.array([chunk.row for chunk in plan.chunks], dtype=np.int64)
-        ends = np.cumsum(lengths)
-        tokens = int(lengths.sum())
-        decode = np.full(max(decode_size, len(plan.decode_rows)), self.null)
-        decode[: len(plan.decode_rows)] = plan.decode_rows
-        self._advance(chunk_rows, begins + lengths, plan.decode_rows.astype(np.int64))
-        is_last = np.array([chunk.last for chunk in plan.chunks], dtype=bool)
-        sampled = plan.sampled_rows.astype(np.int64)
+        begun = self._start(plan.starts) if plan.starts else _NO_STARTS
+        grown, columns = self._grow(plan)
+        chunks = self._chunk(plan) if plan.chunks else _NO_CHUNKS
+        decoded = plan.decode_rows.astype(np.int64)
+        self._host_length[decoded] += 1
+        self._check(decoded)
+        decode = decoded
+        if decode_size > len(decoded):
+            decode = np.full(decode_size, self.null)
+            decode[: len(decoded)] = decoded
+        sampled = np.concatenate([chunks.sampled_rows, decoded]) if plan.chunks else decoded
+        tokens = len(chunks.token_ids)
         noisy = np.flatnonzero(self._is_noisy[sampled])
         filtering = np.flatnonzero(self._filters[sampled[noisy]])
         arrays = StepArrays(
-            started=started,
-            started_state=state,
-            table_rows=np.concatenate([np.repeat(started, [len(c) for c in columns]), grown]),
-            table_columns=np.concatenate([*columns, held]),
-            table_pages=np.concatenate([*(start.pages for start in plan.starts), plan.grown_pages]).astype(np.int64),
-            token_ids=np.concatenate([_NONE, *(chunk.token_ids for chunk in plan.chunks)]),
-            positions=np.arange(tokens) - np.repeat(ends - lengths - begins, lengths),
-            token_rows=np.repeat(chunk_rows, lengths),
-            chunk_rows=chunk_rows,
-            chunk_ends=begins + lengths,
+            started=begun.rows,
+            started_state=begun.state,
+            table_rows=np.concatenate([begun.table_rows, grown]),
+            table_columns=np.concatenate([begun.table_columns, columns]),
+            table_pages=np.concatenate([begun.table_pages, plan.grown_pages], dtype=np.int64),
+            token_ids=chunks.token_ids,
+            positions=chunks.positions,
+            token_rows=chunks.token_rows,
+            chunk_rows=chunks.rows,
+            chunk_ends=chunks.ends,
             decode_rows=decode,
             sampled_rows=sampled,
-            sampled_at=np.concatenate([ends[is_last] - 1, np.arange(tokens, tokens + len(plan.decode_rows))]),
+            sampled_at=np.concatenate([chunks.sampled_at, np.arange(tokens, tokens + len(decoded))]),
             noisy=noisy,
             filtering=filtering,
         )
-        decode_lengths = np.maximum(self._host_length[decode], 1)
-        top_k = self._host_top_k[sampled[noisy][filtering]]
-        return HostStep(arrays, decode_lengths, int(top_k.max(initial=0)) if (top_k > 0).all() else 0)
+        top_k = self._host_top_k[sampled[noisy[filtering]]] if len(filtering) else _NONE
+        return HostStep(arrays, np.maximum(self._host_length[decode], 1), int(top_k.max(initial=0)) if (top_k > 0).all() else 0)
 
-    def _start(self, starts: tuple[RowStart, ...]) -> Int64Array:
-        """Returns `StepArrays.started_state`."""
+    def _start(self, starts: tuple[RowStart, ...]) -> "_Starts":
         whole, share = np.zeros((4, len(starts)), dtype=np.int64), np.zeros((3, len(starts)), dtype=np.float64)
         for at, start in enumerate(starts):
             row, sampling = start.row, start.sampling
@@ -131,13 +150,43 @@ class Rows:
             self._leased[row], self._host_length[row], self._host_top_k[row] = len(start.pages), start.length, sampling.top_k
             self._is_noisy[row] = np.float32(sampling.temperature) >= np.float32(GREEDY_BELOW)
             self._filters[row] = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        return np.concatenate([whole.ravel(), share.view(np.int64).ravel()])
+        rows = np.array([start.row for start in starts], dtype=np.int64)
+        return _Starts(
+            rows=rows,
+            state=np.concatenate([whole.ravel(), share.view(np.int64).ravel()]),
+            table_rows=np.repeat(rows, [len(start.pages) for start in starts]),
+            table_columns=np.concatenate([np.arange(len(start.pages)) for start in starts]),
+            table_pages=np.concatenate([start.pages for start in starts], dtype=np.int64),
+        )
 
-    def _advance(self, chunk_rows: Int64Array, chunk_ends: Int64Array, decode_rows: Int64Array) -> None:
-        self._host_length[chunk_rows] = chunk_ends
-        self._host_length[decode_rows] += 1
-        for rows in (chunk_rows, decode_rows):
-            assert (self._host_length[rows] <= self._leased[rows] * self._page_size).all(), "a row would write beyond its pages"
+    def _grow(self, plan: Plan) -> tuple[Int64Array, Int64Array]:
+        """The rows that grow, and in which column each gets its page."""
+        grown = plan.grown_rows.astype(np.int64)
+        held = self._leased[grown]
+        assert (held < self.table.shape[1]).all(), "a row would hold more pages than its context has"
+        self._leased[grown] += 1
+        return grown, held
+
+    def _chunk(self, plan: Plan) -> "_Chunks":
+        lengths = np.array([len(chunk.token_ids) for chunk in plan.chunks], dtype=np.int64)
+        starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
+        rows = np.array([chunk.row for chunk in plan.chunks], dtype=np.int64)
+        is_last = np.array([chunk.last for chunk in plan.chunks], dtype=bool)
+        ends = np.cumsum(lengths)
+        self._host_length[rows] = starts + lengths
+        self._check(rows)
+        return _Chunks(
+            token_ids=np.concatenate([chunk.token_ids for chunk in plan.chunks], dtype=np.int64),
+            positions=np.arange(ends[-1]) - np.repeat(ends - lengths - starts, lengths),
+            token_rows=np.repeat(rows, lengths),
+            rows=rows,
+            ends=starts + lengths,
+            sampled_rows=rows[is_last],
+            sampled_at=ends[is_last] - 1,
+        )
+
+    def _check(self, rows: Int64Array) -> None:
+        assert (self._host_length[rows] <= self._leased[rows] * self._page_size).all(), "a row would write beyond its pages"
 
     # --- on the device -----------------------------------------------------------------------------------------------------
 
@@ -156,6 +205,3 @@ class Rows:
         position, _, top_k, seed = self._whole[:, rows].unbind()
         temperature, top_p, min_p = self._shares[:, rows].unbind()
         return RowSampling(temperature, top_k, top_p, min_p, seed, position)
-
-
-_NONE = np.empty(0, dtype=np.int64)

@@ -24,13 +24,12 @@ from common.engine.kv_memory import KVMemory
 from common.engine.layer_progress import LayerProgress
 from common.engine.logits.port import LogitsProcessor
 from common.engine.models.port import Model
-from common.engine.native.recording import Recorder
+from common.engine.native.recording import CannotRecord, Recorder, Recording
 from common.engine.paged_step import PagedStep
 from common.engine.pending import PendingStep
 from common.engine.plan import Plan
 from common.engine.pooling import Pooled, Poolings
 from common.engine.raw_logprobs import Told
-from common.engine.recorded_forwards import RecordedForwards
 from common.engine.rows import HostStep, Rows, StepArrays
 from common.engine.sampler import Sampler
 from common.engine.staging import Staging
@@ -72,7 +71,7 @@ class StepRunner:
         self._drawing = Drawing(sampler, processors, max_rows, self._device)
         self._poolings = Poolings()
         self._staging = Staging(self._device)
-        self._forwards: RecordedForwards | None = None
+        self._recordings: dict[int, tuple[Tensor, Recording]] = {}
         self._graph_sizes: Sequence[int] = ()
         self._graphs: dict[int, _DecodeGraph] = {}
         self.vocab_size = vocab_size
@@ -99,9 +98,11 @@ class StepRunner:
         self._drawing.start(plan.starts)
         self._poolings.start(plan.starts)
         special = self._drawing.prepare(plan, host, behind_graph=size is not None)
-        if size is None:
-            return self._eager(plan, host, step, special, progress)
-        return self._replayed(size, plan, host, step, special, progress)
+        if size is not None:
+            return self._replayed(size, plan, host, step, special, progress)
+        if not plan.chunks and len(plan.decode_rows) in self._recordings:
+            return self._recorded(plan, host, step, special, progress)
+        return self._eager(plan, host, step, special, progress)
 
     # --- eager -------------------------------------------------------------------------------------------------------------
 
@@ -119,9 +120,6 @@ class StepRunner:
             token_rows = torch.cat([step.token_rows, token_rows])
             rows.length[step.chunk_rows] = step.chunk_ends
         self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, lengths, host.decode_lengths))
-        if self._forwards is not None and not plan.chunks and len(plan.decode_rows) in self._forwards:
-            logits = self._forwards.logits(token_ids, positions, *self._places(positions, token_rows), progress.between)
-            return self._drawn(plan, host, step, special, progress, logits)
         reads_all = self._poolings.asked_of(plan) or (special is not None and len(special.prompt_at) > 0)
         wanted = None if reads_all or not plan.chunks else step.sampled_at
         hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written, wanted)
@@ -143,15 +141,10 @@ class StepRunner:
         prompt_told: Told | None = None,
         pooled: Pooled | None = None,
     ) -> PendingStep:
-        rows = self.rows
-        tokens = self._drawing.draw(logits, rows.sampling(step.sampled_rows), step, host.filter_width, special)
-        rows.last_token[step.sampled_rows] = tokens
+        sampling = self.rows.sampling(step.sampled_rows[step.noisy]) if len(step.noisy) else None
+        tokens = self._drawing.draw(logits, sampling, step, host.filter_width, special)
+        self.rows.last_token[step.sampled_rows] = tokens
         return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told, pooled)
-
-    def _places(self, positions: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages and slots of tokens."""
-        page_size = self._memory.layout.page_size
-        return self.rows.table[rows, positions // page_size].long(), positions % page_size
 
     def _hidden(
         self,
@@ -162,21 +155,44 @@ class StepRunner:
         written: Callable[[int], None],
         wanted: Tensor | None = None,
     ) -> Tensor:
-        step = PagedStep(self._memory, attention, self._kernels, *self._places(positions, rows), written)
+        page_size = self._memory.layout.page_size
+        pages, slots = self.rows.table[rows, positions // page_size].long(), positions % page_size
+        step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
         return self._model.hidden(token_ids, positions, step, wanted)
 
     # --- recordings --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def record(self, recorder: Recorder) -> str | None:
-        """On CPU: replay decode steps from now on, of as many rows as it can. Returns why it cannot for one; None: it can."""
+        """On CPU: replay decode steps from now on, of as many numbers of rows as can be recorded. Returns why one row cannot."""
         if not self._model.capturable:
             return "the model's implementation cannot be recorded"
-        self._forwards = RecordedForwards(recorder, self._model, self._memory, self._attention, self._kernels)
-        refused = self._forwards.record([1])
-        if refused is None:
-            self._forwards.record(range(2, self.rows.null + 1))
-        return refused
+        for size in range(1, self.rows.null + 1):
+            rows = torch.zeros(size, dtype=torch.int64)
+            try:
+                self._recordings[size] = rows, recorder.record(partial(self._decode_logits, rows, self._attention))
+            except CannotRecord as error:
+                if size == 1:
+                    return str(error)
+        return None
+
+    def _recorded(
+        self, plan: Plan, host: HostStep, step: StepArrays[Tensor], special: Special | None, progress: LayerProgress
+    ) -> PendingStep:
+        """As `_eager`, for a step of decode rows alone."""
+        rows, recording = self._recordings[len(plan.decode_rows)]
+        rows.copy_(step.decode_rows)
+        self._attention.plan(StepTokens((), self.rows.table, rows, rows[:0], host.decode_lengths))
+        return self._drawn(plan, host, step, special, progress, recording.run(progress.between))
+
+    def _decode_logits(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> Tensor:
+        """Of one decode step, from what the rows hold alone: it can be part of a graph or of a recording."""
+        batch, page_size = self.rows, self._memory.layout.page_size
+        token_ids, positions, pages, slots = self._kernels.decode_inputs(
+            rows, batch.last_token, batch.length, batch.table, page_size, batch.null
+        )
+        step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
+        return self._model.logits(self._model.hidden(token_ids, positions, step))
 
     # --- graphs ------------------------------------------------------------------------------------------------------------
 
@@ -213,10 +229,7 @@ class StepRunner:
         """One decode step of `_graph_rows`, into `_graph_tokens` and `_graph_logits`: what a graph holds. The logits are for rows
         that are drawn again. They lie outside of the graphs' memory, where each graph would keep its own."""
         rows, batch = self._graph_rows[:size], self.rows
-        positions = batch.length[rows]
-        hidden = self._hidden(batch.last_token[rows], positions, rows, attention, _unheard)
-        batch.length[rows] = (positions + 1).masked_fill(rows == batch.null, 0)
-        logits = self._model.logits(hidden)
+        logits = self._decode_logits(rows, attention, _unheard)
         tokens = self._drawing.sampler.draw(logits, batch.sampling(rows))
         batch.last_token[rows] = tokens
         self._graph_tokens[:size] = tokens

@@ -24,9 +24,10 @@ enum {
 
 /* Query tokens [token, token + tokens) of the step, the first at `position` of its row, over slots [first, last) of the context.
  * A token sees the slots up to its own position. parts: how many items share these tokens; if several, `partial` is where this one leaves
- * its results, `first_partial` where the first of them does (both in results, one for each query), and `split` counts those that are done. */
+ * its results, `first_partial` where the first of them does (both in results, one for each query), and `split` counts those that are done.
+ * cost: of one KV head. */
 typedef struct {
-    int64_t token, tokens, position, row, first, last, parts, partial, first_partial, split;
+    int64_t token, tokens, position, row, first, last, parts, partial, first_partial, split, cost;
 } item;
 
 /* What the layers of a step share that attend alike, and then what is of one layer. table: page ids, by row. items: [items]. workspace: floats of

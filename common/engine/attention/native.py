@@ -1,31 +1,29 @@
 """Attention over KV pages by the C kernel (`paged_attention.c`): the backend of CPU where there is a compiler.
 
-Owns the division of a step into items of work, and the memory in which they are computed. Knows rows and pages as tensors. Does
-not know models, sampling or requests.
+Owns how a step is told to C, and the memory in which it is computed. Knows rows and pages as tensors. Does not know models,
+sampling or requests.
 
-An item is some tokens of one row over some of its context. One call of a layer computes all items for all KV heads: each thread
-takes the next one until none is left, the largest first. It takes several heads of it at a time where enough is left for the
-other threads: all heads of a page lie together in memory. Long contexts are split, so that few rows give work to all threads.
-Each item of a split leaves its result in memory, and the one that ends last merges them. A row is split by its own length,
-whatever the other rows and the number of threads are: sums are made in one order, and a greedy answer does not depend on them.
+An item is some tokens of one row over some of its context (`plan.h`). One call of a layer computes all items for all KV heads:
+each thread takes the next one until none is left, the largest first. It takes several heads of it at a time where enough is left
+for the other threads: all heads of a page lie together in memory. Each item of a split leaves its result in memory, and the one
+that ends last merges them. A row is split by its own length alone, so a greedy answer does not depend on other rows and threads.
 """
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine.attention.port import Attention, LayerAttention, Segment, StepTokens
+from common.engine.attention.port import Attention, LayerAttention, StepTokens
 from common.engine.kv_memory import KVMemory
 from common.engine.native.build import load
 from common.engine.native.function import NativeFunction
+from common.ids import Int64Array
 
 SOURCE = Path(__file__).with_name("paged_attention.c")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -36,16 +34,30 @@ SPLIT_SLOTS = 512
 SPLIT_ITEMS = 128
 """A decode row or a chunk becomes at most about so many items, all KV heads together: more only take memory and time."""
 ALONE_COST = 2**14
-"""A step of at most this cost runs on one thread: to wake the others takes longer. See `_cost`."""
+"""A step of at most this cost runs on one thread: to wake the others takes longer."""
 LIGHTEST = 32
 """A slot costs as much for a few queries as for this many: it must be read, which takes longer than to compute with it."""
 
-_Item = tuple[int, int, int, int, int, int]
-"""Token, tokens, position, row, first slot and end of the slots: the first six fields of `item` in C."""
+_ITEM_NUMBERS = 11
+"""Of `item` in C."""
+
+_Kept = tuple[Tensor | Int64Array, ...]
 
 
-class _StepPlan(ctypes.Structure):
-    """`call` in C, which says what each field is. Those of a layer are C's own."""
+class _Planning(ctypes.Structure):
+    """`planning` in C."""
+
+    _fields_ = (
+        ("segments", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "group", "kv_heads", "window")),
+        *((name, ctypes.c_int64) for name in ("item_tokens", "split_slots", "split_items", "lightest")),
+        ("items", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("item_count", "splits", "partials", "cost")),
+    )
+
+
+class _Call(ctypes.Structure):
+    """`call` in C, which says what each field is. What is of one layer is C's own."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("table", "items", "workspace", "partials", "done")),
@@ -63,13 +75,6 @@ class _LayerCall(ctypes.Structure):
     """`layer_call` in C."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("plan", "query", "keys", "values", "out"))
-
-
-class _Plan(NamedTuple):
-    """A plan, and the memory that it points to."""
-
-    step: _StepPlan
-    kept: tuple[Tensor | NDArray[np.int64], ...]
 
 
 class NativeAttention:
@@ -107,7 +112,20 @@ class NativeAttention:
         # For all processors, since threads follow the cores that other instances lend. What none uses takes no memory.
         self._most_threads = max(os.cpu_count() or 1, torch.get_num_threads())
         self._workspace = torch.empty(self._most_threads * self._workspace_floats)
-        self._plans = {how: _Plan(_StepPlan(), ()) for how in dict.fromkeys(self._layers)}
+        self._plan_items = library.plan_items
+        self._plan_items.argtypes, self._plan_items.restype = [ctypes.c_void_p], None
+        keys, layout = memory.layers[0][0], memory.layout
+        self._calls = {
+            how: _Call(
+                workspace=self._workspace.data_ptr(), workspace_floats=self._workspace_floats,
+                page_stride=keys.stride(0), head_stride=keys.stride(1), heads=query_heads, kv_heads=layout.kv_heads,
+                page_size=layout.page_size, dim=layout.head_dim, window=2**62 if how.window is None else how.window,
+                query_is_bfloat16=dtype == torch.bfloat16, pages_are_bfloat16=keys.dtype == torch.bfloat16,
+                scale=how.scale, softcap=how.softcap or 0.0,
+            )
+            for how in self._layers
+        }  # fmt: skip
+        self._kept: list[_Kept] = []
 
     def plan(self, step: StepTokens) -> None:
         if self._of_chunks is not None:
@@ -115,12 +133,9 @@ class NativeAttention:
             self._of_chunks.plan(replace(step, decode_rows=rows, decode_lengths=lengths, host_lengths=on_host))
             self._elsewhere = step.chunks[-1].end if step.chunks else 0
             step = replace(step, chunks=())
-        for how, (shared, _) in self._plans.items():
-            planned, kept = self._planned(step, how)
-            ctypes.memmove(
-                ctypes.addressof(shared), ctypes.addressof(planned), ctypes.sizeof(shared)
-            )  # recorded calls point to it
-            self._plans[how] = _Plan(shared, kept)
+        assert step.table.dtype == torch.int32 and step.table.stride(1) == 1
+        segments = self._segments_of(step)
+        self._kept = [self._plan(call, how, step, segments) for how, call in self._calls.items()]
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         if self._of_chunks is None or self._elsewhere == 0:
@@ -134,72 +149,44 @@ class NativeAttention:
         """None: there are no CUDA graphs on CPU. Calls may be recorded: what a plan changes is in memory that they point to."""
 
     def _computed(self, layer: int, query: Tensor) -> Tensor:
-        plan = self._plans[self._layers[layer]].step
+        call = self._calls[self._layers[layer]]
         keys, values = self._memory.layers[layer]
         query = query.contiguous()
         out = query.new_empty(query.shape)
-        self._attend(_LayerCall(ctypes.addressof(plan), query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()))
+        self._attend(_LayerCall(ctypes.addressof(call), query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()))
         return out
 
-    def _planned(self, step: StepTokens, how: LayerAttention) -> _Plan:
-        layout = self._memory.layout
-        assert step.table.dtype == torch.int32 and step.table.stride(1) == 1
-        items: list[tuple[int, ...]] = []
-        work, partials, splits = 0, 0, 0
-        for whole in self._wholes_of(step, how.window):
-            most = max(1, SPLIT_ITEMS // (layout.kv_heads * len(whole)))
-            for item in whole:
-                first, last = item[4:]
-                work += self._cost(item)
-                parts = min(most, -(-(last - first) // SPLIT_SLOTS))
-                if parts <= 1:
-                    items.append((*item, 1, 0, 0, 0))
-                    continue
-                ends = [first + (last - first) * part // parts for part in range(parts + 1)]
-                queries = item[1] * self._group
-                items += [
-                    (*item[:4], ends[part], ends[part + 1], parts, partials + part * queries, partials, splits)
-                    for part in range(parts)
-                ]
-                partials, splits = partials + parts * queries, splits + 1
-        array = np.array(sorted(items, key=self._cost, reverse=True), np.int64).reshape(-1, 10)
-        left = torch.empty(partials * layout.kv_heads * (layout.head_dim + 2))
-        done = np.empty(splits * layout.kv_heads, np.int64)
-        keys = self._memory.layers[0][0]
-        plan = _StepPlan(
-            table=step.table.data_ptr(), items=array.ctypes.data, workspace=self._workspace.data_ptr(),
-            partials=left.data_ptr(), done=done.ctypes.data,
-            item_count=len(array), split_count=splits, table_stride=step.table.stride(0),
-            page_stride=keys.stride(0), head_stride=keys.stride(1), workspace_floats=self._workspace_floats,
-            heads=self._heads, kv_heads=layout.kv_heads, page_size=layout.page_size,
-            dim=layout.head_dim, window=2**62 if how.window is None else how.window,
-            threads=1 if work * layout.kv_heads <= ALONE_COST else self._most_threads,
-            query_is_bfloat16=self._dtype == torch.bfloat16, pages_are_bfloat16=keys.dtype == torch.bfloat16,
-            scale=how.scale, softcap=how.softcap or 0.0,
+    def _segments_of(self, step: StepTokens) -> Int64Array:
+        """[chunks and decode rows, 4]: `segment` in C, in the order of the step."""
+        first = step.chunks[-1].end if step.chunks else 0
+        rows = np.empty((len(step.host_lengths), 4), dtype=np.int64)
+        rows[:, 0] = np.arange(first, first + len(rows))
+        rows[:, 1] = rows[:, 0] + 1
+        rows[:, 2] = step.host_lengths - 1
+        rows[:, 3] = step.decode_rows.numpy()
+        if not step.chunks:
+            return rows
+        chunks = [(chunk.begin, chunk.end, chunk.start, chunk.row) for chunk in step.chunks]
+        return np.concatenate([np.array(chunks, dtype=np.int64), rows])
+
+    def _plan(self, call: _Call, how: LayerAttention, step: StepTokens, segments: Int64Array) -> _Kept:
+        """Set what changes from step to step."""
+        kv_heads = self._memory.layout.kv_heads
+        planning = _Planning(
+            segments=segments.ctypes.data, count=len(segments), group=self._group, kv_heads=kv_heads, window=call.window,
+            item_tokens=self._item_tokens, split_slots=SPLIT_SLOTS, split_items=SPLIT_ITEMS, lightest=LIGHTEST,
         )  # fmt: skip
-        return _Plan(plan, (step.table, left, done, array))
-
-    def _wholes_of(self, step: StepTokens, window: int | None) -> Iterator[list[_Item]]:
-        """The items of each chunk and of each decode row, before they are split over their contexts."""
-        for chunk in step.chunks:
-            yield self._items_of(chunk, window)
-        token = step.chunks[-1].end if step.chunks else 0
-        for row, length in zip(step.decode_rows.tolist(), step.host_lengths.tolist(), strict=True):
-            yield [(token, 1, length - 1, row, 0 if window is None else max(0, length - window), length)]
-            token += 1
-
-    def _items_of(self, chunk: Segment, window: int | None) -> list[_Item]:
-        items = []
-        for begin in range(chunk.begin, chunk.end, self._item_tokens):
-            end = min(begin + self._item_tokens, chunk.end)
-            start = chunk.start + begin - chunk.begin
-            first = 0 if window is None else max(0, start + 1 - window)
-            items.append((begin, end - begin, start, chunk.row, first, start + end - begin))
-        return items
-
-    def _cost(self, item: Sequence[int]) -> int:
-        """Of an item in one KV head: queries times slots."""
-        return max(item[1] * self._group, LIGHTEST) * (item[5] - item[4])
+        self._plan_items(ctypes.addressof(planning))
+        items = np.empty(planning.item_count * _ITEM_NUMBERS, dtype=np.int64)
+        planning.items = items.ctypes.data
+        self._plan_items(ctypes.addressof(planning))
+        left = torch.empty(planning.partials * kv_heads * (self._memory.layout.head_dim + 2))
+        done = np.empty(planning.splits * kv_heads, dtype=np.int64)
+        call.table, call.table_stride = step.table.data_ptr(), step.table.stride(0)
+        call.items, call.item_count = items.ctypes.data, planning.item_count
+        call.partials, call.done, call.split_count = left.data_ptr(), done.ctypes.data, planning.splits
+        call.threads = 1 if planning.cost * kv_heads <= ALONE_COST else self._most_threads
+        return step.table, items, left, done
 
 
 def native_library() -> ctypes.CDLL | None:

@@ -1,12 +1,13 @@
 /* Attention over KV pages on CPU: decode rows and chunks, float32 and bfloat16 in, float32 within.
  *
- * Owns the sharing of items among threads. Does not know steps: `native.py` makes the items.
+ * Owns the sharing of items among threads. Does not know steps: `plan.h` makes the items.
  *
  * Both kinds of items pass once over the context, in blocks of slots, with an online softmax (Milakov and Gimelshein 2018) in powers of two.
  */
 #include "few_queries.h"
 #include "many_queries.h"
 #include "parallel.h"
+#include "plan.h"
 
 /* How many queries an item should have at most, unless one token has more: two panels share what is copied. */
 int64_t item_queries(void) { return 2 * WIDE; }

@@ -266,6 +266,30 @@ void rotation(const angle_work *w, int threads) {
     parallel(threads_for(w->tokens * w->half * 16, threads), angle_part, (void *)w); /* an angle takes as long as many sums */
 }
 
+/* --- decode rows ---------------------------------------------------------------------------------------------------------------------- */
+
+/* rows: [count], each once but for `null`, whose length does not grow. last_token, length: of all rows. table: of all rows, table_row apart.
+ * token_ids, positions, pages, slots: [count]. */
+typedef struct {
+    const int64_t *rows, *last_token;
+    int64_t *length;
+    const int32_t *table;
+    int64_t *token_ids, *positions, *pages, *slots;
+    int64_t count, table_row, page_size, null;
+} decode_work;
+
+void decode_inputs(const decode_work *w, int threads) {
+    (void)threads;
+    for (int64_t i = 0; i < w->count; i++) {
+        const int64_t row = w->rows[i], position = w->length[row];
+        w->token_ids[i] = w->last_token[row];
+        w->positions[i] = position;
+        w->pages[i] = w->table[row * w->table_row + position / w->page_size];
+        w->slots[i] = position % w->page_size;
+        w->length[row] = row == w->null ? 0 : position + 1;
+    }
+}
+
 /* --- embedding ------------------------------------------------------------------------------------------------------------------------ */
 
 /* out[i] = table[ids[i]], rows of `bytes`. ids: [count]; zeros for those outside of [0, rows). */

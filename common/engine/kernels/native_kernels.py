@@ -30,6 +30,10 @@ def _fields(
     return [(name, kind) for kind, names in kinds for name in names.split()]
 
 
+class _DecodeWork(ctypes.Structure):
+    _fields_ = _fields("rows last_token length table token_ids positions pages slots", "count table_row page_size null", ints="")
+
+
 class _EmbedWork(ctypes.Structure):
     _fields_ = _fields("table ids out", "count rows bytes", ints="")
 
@@ -68,10 +72,26 @@ class NativeKernels(TorchKernels):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
+        self._decode_inputs = NativeFunction(library, "decode_inputs")
         self._embed, self._rotation = NativeFunction(library, "embed"), NativeFunction(library, "rotation")
         self._norm, self._silu = NativeFunction(library, "add_rms_norm"), NativeFunction(library, "silu_and_mul")
         self._rotate, self._sample = NativeFunction(library, "rotate_and_write"), NativeFunction(library, "sample")
         self._quantise_int8 = NativeFunction(library, "quantise_int8")
+
+    def decode_inputs(
+        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert {rows.dtype, last_token.dtype, length.dtype} == {torch.int64} and table.dtype == torch.int32
+        assert rows.is_contiguous() and last_token.is_contiguous() and length.is_contiguous() and table.stride(1) == 1
+        found = rows.new_empty(4, rows.shape[0])
+        token_ids, positions, pages, slots = found.unbind()
+        work = _DecodeWork(
+            rows.data_ptr(), last_token.data_ptr(), length.data_ptr(), table.data_ptr(),
+            token_ids.data_ptr(), positions.data_ptr(), pages.data_ptr(), slots.data_ptr(),
+            rows.shape[0], table.stride(0), page_size, null,
+        )  # fmt: skip
+        self._decode_inputs(work)
+        return token_ids, positions, pages, slots
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         assert token_ids.dtype == torch.int64 and table.is_contiguous()

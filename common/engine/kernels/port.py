@@ -48,6 +48,15 @@ class Kernels(Protocol):
     """Every method returns new tensors, of its input's dtype where nothing else is said. Norms are in float32 inside, as
     checkpoints are trained. No method waits for the device, and what a call starts there depends on shapes alone."""
 
+    def decode_inputs(
+        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What some rows decode next, and where its KV goes: (token_ids, positions, pages, slots), all [n] int64. Their lengths
+        grow by one, but for that of row `null`.
+
+        rows: [n] int64, each once, but for `null`. last_token, length: [all rows] int64. table: [all rows, width] int32.
+        """
+
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         """token_ids: [tokens] int64, each a row of table. table: [rows, hidden]. Returns [tokens, hidden]."""
 

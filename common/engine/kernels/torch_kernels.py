@@ -21,6 +21,11 @@ class TorchKernels:
     def __init__(self) -> None:
         self._token_noise: Tensor | None = None
 
+    def decode_inputs(
+        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return decode_inputs(rows, last_token, length, table, page_size, null)
+
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)
 
@@ -80,6 +85,15 @@ class TorchKernels:
         entry = entry.clamp(max=len(rows) - 1)
         column = (at - indptr[entry]).clamp(max=table.shape[1] - 1)
         out.copy_(torch.where(within, table[rows[entry], column], out))
+
+
+def decode_inputs(
+    rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `Kernels.decode_inputs`."""
+    positions = length[rows]
+    length[rows] = (positions + 1).masked_fill(rows == null, 0)
+    return last_token[rows], positions, table[rows, positions // page_size].long(), positions % page_size
 
 
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:

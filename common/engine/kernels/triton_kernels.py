@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.engine.kernels import triton_source as source
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
-from common.engine.kernels.torch_kernels import quantise_int8, rotation
+from common.engine.kernels.torch_kernels import decode_inputs, quantise_int8, rotation
 
 _NORM_ELEMENTS = 1024
 """Elements that a program norms at least, in as many rows as it takes."""
@@ -25,6 +25,11 @@ _PAGES = 1024
 class TritonKernels:
     """Implements `Kernels`. The kernels start on the current CUDA device, which must be that of the tensors. Their number and
     shapes depend on the shapes of tensors alone, so that calls may be captured in a CUDA graph."""
+
+    def decode_inputs(
+        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return decode_inputs(rows, last_token, length, table, page_size, null)
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)

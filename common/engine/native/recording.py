@@ -63,16 +63,22 @@ class Recorder:
                 result = function(listener.mark)
         finally:
             LISTENING.to = None
-        return Recording(self._replay, listener.calls, listener.marks, self._memory.lasting(result))
+        return Recording(self._replay, self._memory, listener.calls, listener.marks, result)
 
 
 class Recording:
     """Computes what was recorded."""
 
     def __init__(
-        self, replay: Callable[[int, int, int], None], calls: list[tuple[int, bytes]], marks: list[int], result: Tensor
+        self,
+        replay: Callable[[int, int, int], None],
+        memory: "_Memory",
+        calls: list[tuple[int, bytes]],
+        marks: list[int],
+        result: Tensor,
     ) -> None:
-        self._replay, self._result = replay, result
+        self._replay, self._result = replay, memory.lasting(result)
+        self._memory = memory  # the calls point to it
         begins = itertools.accumulate((len(call) for _, call in calls), initial=0)
         self._structures = ctypes.create_string_buffer(b"".join(call for _, call in calls))
         address = ctypes.addressof(self._structures)

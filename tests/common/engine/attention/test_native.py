@@ -74,7 +74,7 @@ def test_a_long_row_is_split_over_its_context_and_merged(monkeypatch: pytest.Mon
     for layer in range(len(shape.layers)):
         for _ in range(2):
             assert step.error(layer, attention.run(layer, step.query)) < 1e-5
-    assert attention._plans[shape.layers[0]].step.split_count > 0
+    assert attention._calls[shape.layers[0]].split_count > 0
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
