@@ -1,4 +1,4 @@
-"""Checks of whole answers on the device: with CUDA graphs and without, with FP8 weights and with FP8 pages.
+"""Checks of whole answers on the device: with graphs (on CPU: recordings) and without, with FP8 weights and with FP8 pages.
 
 Owns which engines are compared. Tokens of graphs must be those of eager steps where the batch has the size of a graph; a graph
 with rows that only fill it takes other matrix kernels, which round differently, so there the rate is measured. The model is the

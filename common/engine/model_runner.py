@@ -94,10 +94,7 @@ class ModelRunner:
             self._memory = KVMemory(layout, budget.total_pages, self._device)
             with self._memory_errors("lower --kv-memory, --chunk-tokens, --max-running or --context-tokens"):
                 self.steps = self._make_steps(self._memory, shape, budget.context_tokens, progress)
-                if maker is not None:
-                    self._capture(self.steps, maker, self._graph_sizes, progress)
-                if self._device.type == "cpu" and engine.graphs != "off":
-                    self._record(self.steps, progress)
+                self._prepare_replays(maker, progress)
                 self._warm_up(self.steps, layout, budget.context_tokens)  # last: a capture gives back what torch keeps for steps
         self.description = EngineDescription(
             model=ModelIdentity(
@@ -225,6 +222,12 @@ class ModelRunner:
     def _warm_up(self, steps: StepRunner, layout: KVLayout, context_tokens: int) -> None:
         if self._device.type == "cuda":
             warm_up(steps, layout.page_size, self._engine.chunk_tokens, self._engine.max_running, context_tokens)
+
+    def _prepare_replays(self, maker: GraphMaker | None, progress: Progress) -> None:
+        if maker is not None:
+            self._capture(self.steps, maker, self._graph_sizes, progress)
+        elif self._device.type == "cpu" and self._engine.graphs != "off":
+            self._record(self.steps, progress)
 
     def _capture(self, steps: StepRunner, maker: GraphMaker, sizes: Sequence[int], progress: Progress) -> None:
         """Raises ConfigError if graphs are not possible, but were asked for."""

@@ -167,6 +167,8 @@ class StepRunner:
         """On CPU: replay decode steps from now on, of as many numbers of rows as can be recorded. Returns why one row cannot."""
         if not self._model.capturable:
             return "the model's implementation cannot be recorded"
+        row, length = self._graph_rows[:1].fill_(self.rows.null), torch.ones(1, dtype=torch.int64)
+        self._attention.plan(StepTokens((), self.rows.table, row, length, length.numpy()))  # some need one to be asked at all
         for size in range(1, self.rows.null + 1):
             rows = torch.zeros(size, dtype=torch.int64)
             try:

@@ -54,7 +54,7 @@ class TestEngineOnACard(EngineContract):
         made = self.runner(saved(model, tmp_path), kv_memory="256MiB", max_running=32)
         random = np.random.default_rng(6)
         asked = [random.integers(3, VOCAB, length).astype(np.int32) for length in (2000, *random.integers(1, 600, 31))]
-        exact.assert_exact(model, exact.answers(made, Decoder, asked, 5, chunk_tokens=512))
+        exact.assert_exact(model, exact.answers(made, asked, 5, chunk_tokens=512))
 
 
 @pytest.fixture

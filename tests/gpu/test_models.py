@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from common.engine.kernels.choice import make_kernels
-from common.engine.models.decoder import Decoder
 from common.engine.models.moe import MixtureOfExperts, grouped, one_by_one
-from common.engine.models.transformers_model import TransformersModel
 from tests.common.engine.checkpoints import VOCAB, qwen3_moe, saved
 from tests.common.engine.exact import answers, assert_exact, runner
 from tests.common.engine.models.test_transformers_model import gemma2
@@ -64,11 +62,11 @@ def test_experts_one_by_one_answer_as_transformers_does(tmp_path: Path) -> None:
     model = qwen3_moe(norm_topk_prob=True)
     said: list[str] = []
     made = runner(saved(model, tmp_path), said.append, device="cuda", dtype="float32")
-    assert_exact(model, answers(made, Decoder, PROMPTS, 6, chunk_tokens=64))
+    assert_exact(model, answers(made, PROMPTS, 6, chunk_tokens=64))
     assert any("decode steps cannot be CUDA graphs: grouped products are for bfloat16" in line for line in said)
 
 
 def test_a_model_that_runs_through_transformers_answers_as_it_does(tmp_path: Path) -> None:
     model = gemma2()
     made = runner(saved(model, tmp_path), device="cuda", dtype="float32", page_size=8)
-    assert_exact(model, answers(made, TransformersModel, PROMPTS, 6, chunk_tokens=37))
+    assert_exact(model, answers(made, PROMPTS, 6, chunk_tokens=37))

@@ -165,9 +165,12 @@ class _Memory:
         return torch.from_numpy(lent)[: count * dtype.itemsize].view(dtype).view(*shape)
 
     def lasting(self, tensor: Tensor) -> Tensor:
-        """The same memory, which others may be given too."""
-        block = self._blocks[tensor.data_ptr()]
-        return block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        """The same numbers in the same memory, which others may be given too."""
+        block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        if block is None:  # not made by the function
+            return tensor
+        at = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype).set_(block.untyped_storage(), *at)
 
 
 def load_recorder() -> Recorder | None:

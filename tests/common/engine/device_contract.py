@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from bench.engine.batch import OfflinePlanner
 from bench.engine.device import memory_of
 from common.engine.model_runner import ModelRunner
-from common.engine.models.decoder import Decoder
 from common.engine.pending import PendingStep
 from common.engine.plan import Chunk, Plan, RowStart, StepResult
 from common.ids import Int32Array
@@ -66,7 +65,7 @@ class EngineContract:
     def test_greedy_answers_are_those_of_transformers(self, tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
         model = make()
         made = self.runner(saved(model, tmp_path))
-        exact.assert_exact(model, exact.answers(made, Decoder, prompts(1, 17, 90), 6, chunk_tokens=37))
+        exact.assert_exact(model, exact.answers(made, prompts(1, 17, 90), 6, chunk_tokens=37))
 
     @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     def test_steps_in_flight_give_the_tokens_of_one_step_at_a_time(self, tmp_path: Path, sampling: SamplingParams) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import EngineConfig, ModelConfig
+from common.engine.drawing import Drawing
 from common.engine.model_runner import ModelRunner
-from common.engine.models.port import Model
 from common.engine.plan import Plan, StepResult
 from common.ids import Int32Array
 from common.sampling_params import SamplingParams
@@ -43,23 +44,23 @@ class Answer:
 
 
 @contextmanager
-def recorded_logits(model: type[Model]) -> Iterator[list[Tensor]]:
-    """What `model.logits` returns while this lasts, call by call."""
-    calls: list[Tensor] = []
-    original = model.logits
+def recorded_logits() -> Iterator[list[Tensor]]:
+    """Those from which tokens are drawn while this lasts, step by step, whether a forward is replayed or not."""
+    steps: list[Tensor] = []
+    original = Drawing.draw
 
-    def recording(self: Model, hidden: Tensor) -> Tensor:
-        calls.append(original(self, hidden))
-        return calls[-1]
+    def recording(self: Drawing, logits: Tensor, *args: Any) -> Tensor:
+        steps.append(logits)
+        return original(self, logits, *args)
 
-    with mock.patch.object(model, "logits", recording):
-        yield calls
+    with mock.patch.object(Drawing, "draw", recording):
+        yield steps
 
 
-def answers(made: ModelRunner, model: type[Model], prompts: Sequence[Int32Array], tokens: int, chunk_tokens: int) -> list[Answer]:
+def answers(made: ModelRunner, prompts: Sequence[Int32Array], tokens: int, chunk_tokens: int) -> list[Answer]:
     """Greedy answers of so many tokens: all prompts at once, in chunks of so many tokens beside each other's decode steps."""
     given = [Answer(prompt) for prompt in prompts]
-    with recorded_logits(model) as calls:
+    with recorded_logits() as calls:
 
         def run(plan: Plan) -> StepResult:
             calls.clear()

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.engine.models.decoder import Decoder
 from tests.common.engine.checkpoints import VOCAB, qwen3, saved
 from tests.common.engine.exact import TOLERANCE, answers, reference_logits, runner
 
@@ -19,7 +18,7 @@ def test_logits_over_fp8_pages_are_near_those_of_transformers(tmp_path: Path) ->
     assert (layout.dtype, made.description.model.dtype) == ("float8_e4m3fn", "float32")
     assert layout.page_bytes * 4 == wide.page_bytes
     prompts = [np.random.default_rng(n).integers(3, VOCAB, n).astype(np.int32) for n in (5, 40, 100)]
-    for answer in answers(made, Decoder, prompts, tokens=8, chunk_tokens=33):
+    for answer in answers(made, prompts, tokens=8, chunk_tokens=33):
         expected = reference_logits(model, answer)
         errors = (torch.stack(answer.logits) - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert TOLERANCE < errors.max() < 0.25

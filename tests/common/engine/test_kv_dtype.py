@@ -11,9 +11,6 @@ from transformers import PreTrainedModel
 
 from common.config import Dtype, EngineConfig, KVDtypeName, Quantization
 from common.engine.kv_dtype import kv_dtype_of
-from common.engine.models.decoder import Decoder
-from common.engine.models.port import Model
-from common.engine.models.transformers_model import TransformersModel
 from common.errors import ConfigError
 from common.pages.layout import KVDtype
 from tests.common.engine.checkpoints import VOCAB, mistral, qwen3, saved
@@ -58,12 +55,12 @@ def test_pages_that_have_no_advantage_over_those_of_the_weights_are_refused_befo
 
 @pytest.mark.parametrize("attention", ["native", "torch"])
 @pytest.mark.parametrize(
-    ("make", "kind"),
-    [(qwen3, Decoder), (lambda: mistral(sliding_window=20), Decoder), (gemma2, TransformersModel)],
+    "make",
+    [qwen3, lambda: mistral(sliding_window=20), gemma2],
     ids=["qwen3", "mistral, window", "gemma 2, through transformers"],
 )
 def test_logits_over_bfloat16_pages_are_near_those_of_transformers(
-    tmp_path: Path, make: Callable[[], PreTrainedModel], kind: type[Model], attention: str
+    tmp_path: Path, make: Callable[[], PreTrainedModel], attention: str
 ) -> None:
     """A number of bfloat16 has 7 bits behind the first one: each key and value is up to 2^-8 off. FP8 is 16 times as far off."""
     model = make()
@@ -71,7 +68,7 @@ def test_logits_over_bfloat16_pages_are_near_those_of_transformers(
     made, wide = (runner(path, kv_dtype=name, dtype="float32", attention=attention) for name in ("bfloat16", "auto"))
     assert (made.description.layout.dtype, made.description.model.dtype) == ("bfloat16", "float32")
     assert made.description.layout.page_bytes * 2 == wide.description.layout.page_bytes
-    errors = errors_of(answers(made, kind, PROMPTS, tokens=8, chunk_tokens=33), model)
+    errors = errors_of(answers(made, PROMPTS, tokens=8, chunk_tokens=33), model)
     assert 1e-3 < errors.mean() < 1e-2 and errors.max() < 0.03
 
 
@@ -91,7 +88,7 @@ def test_bfloat16_pages_add_little_to_the_error_of_int8_weights(tmp_path: Path) 
     far = []
     for weights in ({"quantization": "int8", "kv_dtype": "fp8_e4m3"}, {"quantization": "int8"}, {"kv_dtype": "bfloat16"}):
         made = runner(path, **weights)  # type: ignore[arg-type]
-        far.append(float(errors_of(answers(made, Decoder, PROMPTS, tokens=8, chunk_tokens=33), model).mean()))
+        far.append(float(errors_of(answers(made, PROMPTS, tokens=8, chunk_tokens=33), model).mean()))
     with_fp8, with_bfloat16, pages_alone = far
     assert 4 * pages_alone < with_bfloat16 < with_fp8
 

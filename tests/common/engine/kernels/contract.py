@@ -45,6 +45,41 @@ class HeadSizes:
     half: int
 
 
+def check_decode_inputs(subject: Subject, page_size: int) -> None:
+    """By plain indexing on the host. The null row, which is there twice, stays empty."""
+    random = np.random.default_rng(page_size)
+    rows, null = np.array([5, 0, 9, 2, 9]), 9
+    length, last_token = random.integers(0, 6 * page_size, 10), random.integers(0, 1000, 10)
+    length[null] = 0
+    table = random.permutation(60).reshape(10, 6).astype(np.int32)
+    given, tokens, lengths, pages = (torch.from_numpy(x.copy()).to(subject.device) for x in (rows, last_token, length, table))
+    found = subject.kernels.decode_inputs(given, tokens, lengths, pages, page_size, null)
+    at = length[rows]
+    expected = last_token[rows], at, table[rows, at // page_size], at % page_size
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == torch.int64 and got.tolist() == wanted.tolist()
+    length[rows] += 1
+    length[null] = 0
+    assert lengths.tolist() == length.tolist() and tokens.tolist() == last_token.tolist()
+
+
+def check_embedding(subject: Subject, rows: int, hidden: int) -> None:
+    table = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(rows)).to(subject.device, subject.dtype)
+    token_ids = torch.tensor([rows - 1, 0, 3, 3, 1] * 7, device=subject.device)[::2]
+    assert torch.equal(subject.kernels.embed(token_ids, table), torch.stack([table[at] for at in token_ids.tolist()]))
+
+
+def check_angles(subject: Subject, half: int, factor: float) -> None:
+    """In float64 of the angle in float32, which transformers computes."""
+    positions = torch.tensor([0, 1, 17, 4095, 131_071, 1_000_003])
+    frequencies = 1.0 / 10_000.0 ** (torch.arange(half) / half)
+    found = subject.kernels.rotation(positions.to(subject.device), frequencies.to(subject.device), factor)
+    angles = (positions[:, None].float() * frequencies).double()
+    for got, wanted in ((found.cos, angles.cos()), (found.sin, angles.sin())):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.cpu().double(), wanted * factor, atol=1e-6 * factor, rtol=0)
+
+
 def check_norms(subject: Subject, tokens: int, hidden: int) -> None:
     x, residual = subject.draw(tokens, hidden), subject.draw(tokens, hidden).flip(0)
     weight = 1 + subject.draw(1, hidden)[0] / 4
@@ -258,6 +293,19 @@ class KernelsContract:
     def subject(self, dtype: torch.dtype = torch.float32) -> Subject:
         return Subject(self.kernels, self.device, dtype)
 
+    @pytest.mark.parametrize("page_size", [1, 16, 5])
+    def test_rows_decode_their_last_tokens_behind_what_they_have(self, page_size: int) -> None:
+        check_decode_inputs(self.subject(), page_size)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("hidden", [64, 33])
+    def test_token_ids_become_their_rows_of_the_embedding(self, dtype: torch.dtype, hidden: int) -> None:
+        check_embedding(self.subject(dtype), 11, hidden)
+
+    @pytest.mark.parametrize(("half", "factor"), [(32, 1.0), (5, 1.25), (0, 1.0)])
+    def test_angles_agree_with_float64(self, half: int, factor: float) -> None:
+        check_angles(self.subject(), half, factor)
+
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (37, 96), (2, 1500)])
     def test_norms_agree_with_float64(self, dtype: torch.dtype, tokens: int, hidden: int) -> None:
@@ -309,7 +357,8 @@ class KernelsContract:
         kernels, empty = self.kernels, torch.empty(0, 16, device=self.device)
         weight, none = torch.ones(16, device=self.device), torch.empty(0, dtype=torch.int64, device=self.device)
         pages = torch.ones(2, 1, 4, 16, device=self.device)
-        assert kernels.rms_norm(empty, weight, EPS).shape == (0, 16)
+        assert kernels.rms_norm(empty, weight, EPS).shape == kernels.embed(none, weight[None]).shape == (0, 16)
+        assert kernels.rotation(none, weight, 1.0).cos.shape == (0, 16)
         assert kernels.add_rms_norm(empty, empty, weight, EPS)[1].shape == (0, 16)
         assert kernels.silu_and_mul(empty).shape == (0, 8)
         assert [part.shape for part in kernels.quantise(empty)] == [(0, 16), (0, 1)]

@@ -139,6 +139,20 @@ def test_weights_pages_and_slots_may_lie_in_every_other_place_of_a_tensor() -> N
     assert all(torch.allclose(native, plain, atol=1e-5) for native, plain in zip(*found, strict=True))
 
 
+def test_threads_share_embeddings_and_angles() -> None:
+    table, ids = torch.randn(50, 700), torch.randint(0, 50, (300,))
+    assert torch.equal(kernels(3).embed(ids, table), table[ids])
+    frequencies, positions = torch.rand(64), torch.arange(2000, 2300)
+    alone, shared = (kernels(threads).rotation(positions, frequencies, 1.0) for threads in (1, 3))
+    assert torch.equal(alone.cos, shared.cos) and torch.equal(alone.sin, shared.sin)
+
+
+def test_a_token_id_outside_of_the_vocabulary_reads_nothing_beside_the_table() -> None:
+    pool = torch.full((4, 8), torch.nan)
+    table = pool[1:3].fill_(1.0)
+    assert kernels(1).embed(torch.tensor([0, -1, 2, 2**62, -(2**62)]), table)[1:].eq(0).all()
+
+
 def test_without_a_compiler_there_are_no_kernels_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     assert load_native_kernels() is None

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from common.engine.models.decoder import Decoder
 from tests.common.engine.checkpoints import VOCAB, llama, mistral, qwen2, qwen3, saved
 from tests.common.engine.exact import answers, assert_exact, runner
 
@@ -38,7 +37,7 @@ def test_prompts_of_any_length_in_one_batch_get_the_answers_of_transformers(tmp_
     made = runner(saved(model, tmp_path))
     random = np.random.default_rng(7)
     prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, 16, 51, 333, 2000)]
-    assert_exact(model, answers(made, Decoder, prompts, TOKENS, chunk_tokens=300))
+    assert_exact(model, answers(made, prompts, TOKENS, chunk_tokens=300))
 
 
 def test_a_full_batch_gets_the_answers_of_transformers(tmp_path: Path) -> None:
@@ -46,4 +45,4 @@ def test_a_full_batch_gets_the_answers_of_transformers(tmp_path: Path) -> None:
     made = runner(saved(model, tmp_path))
     random = np.random.default_rng(8)
     prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in random.integers(1, 70, made.description.max_rows)]
-    assert_exact(model, answers(made, Decoder, prompts, TOKENS, chunk_tokens=16))
+    assert_exact(model, answers(made, prompts, TOKENS, chunk_tokens=16))

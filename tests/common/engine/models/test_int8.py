@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.engine.models.decoder import Decoder
 from common.engine.models.int8 import Int8Linear
 from common.engine.products.choice import int8_product
 from common.engine.products.port import PackedProduct
@@ -96,7 +95,7 @@ def test_a_models_logits_are_as_near_as_the_definition_makes_them(tmp_path: Path
     )
     path, exact, definition = saved(model, tmp_path), copy.deepcopy(model).double(), by_definition(model)
     if ranks == 1:
-        of_ranks = [answers(runner(path, quantization="int8"), Decoder, PROMPTS, 4, chunk_tokens=30)]
+        of_ranks = [answers(runner(path, quantization="int8"), PROMPTS, 4, chunk_tokens=30)]
     else:
         of_ranks = answers_of_ranks(path, ranks, PROMPTS, 4, 30, quantization="int8")
     for given in of_ranks:

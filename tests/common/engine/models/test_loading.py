@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.engine.models.decoder import Decoder
 from common.engine.models.linear import Fp8Linear
 from common.engine.models.loading import Loading
 from common.engine.models.registry import model_fingerprint
@@ -53,7 +52,7 @@ def test_half_precision_loses_no_more_than_its_roundings(tmp_path: Path, dtype: 
     model = llama(initializer_range=0.05, attention_bias=True)
     made = runner(saved(model, tmp_path), dtype=dtype)
     assert made.description.layout.dtype == made.description.model.dtype == dtype
-    for answer in answers(made, Decoder, PROMPTS, TOKENS, chunk_tokens=30):
+    for answer in answers(made, PROMPTS, TOKENS, chunk_tokens=30):
         assert distance(torch.stack(answer.logits), reference_logits(model, answer).double()) < room
 
 
@@ -71,7 +70,7 @@ def test_fp8_layers_are_what_the_definition_says_and_the_model_is_as_near_as_it_
         return products[-1][2]
 
     with mock.patch.object(Fp8Linear, "__call__", recording):
-        given = answers(made, Decoder, PROMPTS, TOKENS, chunk_tokens=30)
+        given = answers(made, PROMPTS, TOKENS, chunk_tokens=30)
     layers = [part for layer in model.model.layers for part in _linears(layer)]
     assert len(products) % len(layers) == 0
     for number, (layer, x, out) in enumerate(products):
@@ -110,7 +109,7 @@ def test_random_weights_need_no_weight_files_and_are_another_model(tmp_path: Pat
     real = runner(path).description.model.fingerprint
     (path / "model.safetensors").unlink()
     made = [runner(path, load_format="dummy") for _ in range(2)]
-    given: list[list[Answer]] = [answers(one, Decoder, PROMPTS, TOKENS, chunk_tokens=30) for one in made]
+    given: list[list[Answer]] = [answers(one, PROMPTS, TOKENS, chunk_tokens=30) for one in made]
     assert all(torch.equal(*(torch.stack(answer.logits) for answer in pair)) for pair in zip(*given, strict=True))
     assert len({token for answer in given[0] for token in answer.tokens}) > 1
     assert made[0].description.model.fingerprint == made[1].description.model.fingerprint != real

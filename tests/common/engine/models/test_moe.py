@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.models import registry
-from common.engine.models.decoder import Decoder
 from common.engine.models.loading import Loading
 from common.engine.models.moe import MixtureOfExperts, Products, grouped, one_by_one, why_not_grouped
 from common.engine.models.registry import make_decoder
@@ -39,7 +38,7 @@ def test_a_batch_gets_the_answers_of_transformers(tmp_path: Path, name: str) -> 
     random = np.random.default_rng(9)
     lengths = [2000 if name == "mixtral" else 300, *random.integers(1, 60, 31)]
     prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in lengths]
-    assert_exact(model, answers(made, Decoder, prompts, 6, chunk_tokens=150))
+    assert_exact(model, answers(made, prompts, 6, chunk_tokens=150))
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3_moe])
@@ -47,7 +46,7 @@ def test_experts_that_were_saved_as_one_tensor_are_read(tmp_path: Path, make: Ca
     model = make()
     model.save_pretrained(tmp_path, save_original_format=False)
     prompts = [np.arange(40, dtype=np.int32)]
-    assert_exact(model, answers(runner(tmp_path), Decoder, prompts, 3, chunk_tokens=64))
+    assert_exact(model, answers(runner(tmp_path), prompts, 3, chunk_tokens=64))
 
 
 def block_and_ours(model: PreTrainedModel, products: Products) -> tuple[Any, MixtureOfExperts]:

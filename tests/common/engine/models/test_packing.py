@@ -10,7 +10,6 @@ from torch import Tensor
 
 from common.engine.kernels.choice import make_kernels
 from common.engine.models import packing
-from common.engine.models.decoder import Decoder
 from common.engine.models.linear import PackedLinear
 from common.engine.models.packing import ROWS, Measured, measure, pack_all
 from common.engine.products.choice import float_products
@@ -193,7 +192,7 @@ def test_models_give_the_answers_of_transformers_by_each_product(
     prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, 40, 200)]
     path, said = saved(model, tmp_path), list[str]()
     if ranks == 1:
-        assert_exact(model, answers(runner(path, said.append), Decoder, prompts, 6, chunk_tokens=150))
+        assert_exact(model, answers(runner(path, said.append), prompts, 6, chunk_tokens=150))
         assert any("packed the weights of 13 linear layers" in line for line in said)
     else:
         for given in answers_of_ranks(path, ranks, prompts, 6, 150):

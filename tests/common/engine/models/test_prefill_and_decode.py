@@ -10,22 +10,19 @@ import torch
 from transformers import PreTrainedModel
 
 from common.engine.model_runner import ModelRunner
-from common.engine.models.decoder import Decoder
-from common.engine.models.port import Model
-from common.engine.models.transformers_model import TransformersModel
 from common.engine.plan import Chunk, Plan, RowStart
 from tests.common.engine.checkpoints import VOCAB, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, saved
 from tests.common.engine.exact import GREEDY, Answer, answers, assert_exact, recorded_logits, runner
 from tests.common.engine.models.test_transformers_model import gemma2
 
-MODELS: dict[str, tuple[Callable[[], PreTrainedModel], type[Model]]] = {
-    "llama": (llama, Decoder),
-    "mistral, window": (lambda: mistral(sliding_window=20), Decoder),
-    "qwen2": (qwen2, Decoder),
-    "qwen3": (qwen3, Decoder),
-    "mixtral": (mixtral, Decoder),
-    "qwen3, experts": (qwen3_moe, Decoder),
-    "gemma 2, through transformers": (gemma2, TransformersModel),
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "mistral, window": lambda: mistral(sliding_window=20),
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+    "qwen3, experts": qwen3_moe,
+    "gemma 2, through transformers": gemma2,
 }
 TOKENS = 6
 
@@ -39,29 +36,28 @@ def pages_of(made: ModelRunner) -> np.ndarray:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_answer_goes_on_from_pages_that_another_runner_computed(tmp_path: Path, name: str) -> None:
-    make, kind = MODELS[name]
-    model = make()
+    model = MODELS[name]()
     path = saved(model, tmp_path)
-    assert_exact(model, handed_over(runner(path, kv_memory="2MiB"), runner(path, kv_memory="4MiB"), kind))
+    assert_exact(model, handed_over(runner(path, kv_memory="2MiB"), runner(path, kv_memory="4MiB")))
 
 
 def test_an_answer_over_bfloat16_pages_is_the_same_with_and_without_a_handoff(tmp_path: Path) -> None:
     path = saved(qwen3(), tmp_path)
     prefill, decode, both = (runner(path, kv_memory=memory, kv_dtype="bfloat16") for memory in ("2MiB", "4MiB", "4MiB"))
     assert prefill.description.layout == decode.description.layout
-    given = handed_over(prefill, decode, Decoder)
-    for moved, whole in zip(given, answers(both, Decoder, [each.prompt for each in given], TOKENS, 1000), strict=True):
+    given = handed_over(prefill, decode)
+    for moved, whole in zip(given, answers(both, [each.prompt for each in given], TOKENS, 1000), strict=True):
         assert moved.tokens == whole.tokens
         torch.testing.assert_close(torch.stack(moved.logits), torch.stack(whole.logits), atol=1e-4, rtol=0)
 
 
-def handed_over(prefill: ModelRunner, decode: ModelRunner, kind: type[Model]) -> list[Answer]:
+def handed_over(prefill: ModelRunner, decode: ModelRunner) -> list[Answer]:
     """Greedy answers to prompts of a token, of about a page and of many, each from pages copied between the pools."""
     random = np.random.default_rng(2)
     given = [Answer(random.integers(3, VOCAB, length).astype(np.int32)) for length in (1, 16, 17, 130)]
     free = iter(random.permutation(decode.description.total_pages).astype(np.int32))
     starts = []
-    with recorded_logits(kind) as calls:
+    with recorded_logits() as calls:
         for row, answer in enumerate(given):
             length, layout = len(answer.prompt), prefill.description.layout
             source = np.arange(layout.pages_for(length), dtype=np.int32)[::-1].copy()

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from common.engine.checkpoint import read_weights
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.models import registry
-from common.engine.models.decoder import Decoder
 from common.engine.models.loading import Loading
 from common.engine.models.moe import MixtureOfExperts, Products, grouped, one_by_one
 from common.engine.models.registry import load_model
@@ -169,7 +168,7 @@ def test_the_parts_of_a_mixture_add_up_to_the_whole_whatever_is_behind_the_last_
 def test_random_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     path = saved(qwen3_moe(**EIGHT), tmp_path)
     (path / "model.safetensors").unlink()
-    alone = answers(runner(path, load_format="dummy"), Decoder, PROMPTS[:2], TOKENS, CHUNK)
+    alone = answers(runner(path, load_format="dummy"), PROMPTS[:2], TOKENS, CHUNK)
     for given in answers_of_ranks(path, 2, PROMPTS[:2], TOKENS, CHUNK, load_format="dummy"):
         for ours, expected in zip(given, alone, strict=True):
             assert ours.tokens == expected.tokens
@@ -203,7 +202,7 @@ def test_fp8_on_ranks_is_as_near_as_on_one(tmp_path: Path) -> None:
     model = qwen2(**EIGHT | {"num_attention_heads": 4}, num_key_value_heads=2, initializer_range=0.05)
     path = saved(model, tmp_path)
     fields: dict[str, Any] = {"dtype": "bfloat16", "quantization": "fp8"}
-    (alone,) = answers(runner(path, **fields), Decoder, PROMPTS[2:], 1, CHUNK)
+    (alone,) = answers(runner(path, **fields), PROMPTS[2:], 1, CHUNK)
     off = distance(torch.stack(alone.logits), reference_logits(model, alone).double())
     for (given,) in answers_of_ranks(path, 2, PROMPTS[2:], 1, CHUNK, **fields):
         assert distance(torch.stack(given.logits), reference_logits(model, given).double()) < 2 * off < 0.4

@@ -12,7 +12,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from common.engine.kernels.torch_kernels import TorchKernels
-from common.engine.models.decoder import Decoder
 from common.engine.models.rotary import Rotary
 from common.engine.models.shape import read_shape
 from common.errors import ConfigError
@@ -148,4 +147,4 @@ def test_a_model_with_scaled_positions_gets_the_answers_of_transformers(
     random = np.random.default_rng(9)
     longest = (context or 256) - 8
     prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, 33, longest)]
-    assert_exact(model, answers(runs, Decoder, prompts, 8, chunk_tokens=30))
+    assert_exact(model, answers(runs, prompts, 8, chunk_tokens=30))

@@ -60,7 +60,7 @@ def test_greedy_answers_equal_those_of_transformers(tmp_path: Path, what: str) -
     made = runner(saved(model, tmp_path), said.append, page_size=8)
     random = np.random.default_rng(4)
     prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, 23, 24, 120)]
-    assert_exact(model, answers(made, TransformersModel, prompts, 6, chunk_tokens=37))
+    assert_exact(model, answers(made, prompts, 6, chunk_tokens=37))
     assert any("through transformers' own implementation" in line and "slower" in line for line in said)
 
 
@@ -79,7 +79,7 @@ def test_two_models_live_in_one_process(tmp_path: Path) -> None:
     made = [runner(saved(model, tmp_path / str(number))) for number, model in enumerate(models)]
     prompts = [np.arange(40, dtype=np.int32)]
     for one, model in zip(made, models, strict=True):
-        assert_exact(model, answers(one, TransformersModel, prompts, 3, chunk_tokens=16))
+        assert_exact(model, answers(one, prompts, 3, chunk_tokens=16))
 
 
 def test_a_context_ends_where_transformers_would_change_the_angles_of_keys_in_pages(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_model_that_makes_much_of_roundings_is_served_in_half_precision(tmp_pa
     sizes = {"num_hidden_layers": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2}
     path = saved(model_of("GraniteMoe", **sizes), tmp_path)
     made = runner(path, dtype="bfloat16")
-    [answer] = answers(made, TransformersModel, [np.arange(30, dtype=np.int32)], 2, chunk_tokens=16)
+    [answer] = answers(made, [np.arange(30, dtype=np.int32)], 2, chunk_tokens=16)
     assert torch.stack(answer.logits).isfinite().all()
     dtypes = {tensor.dtype for tensor in made.model._causal.parameters()}  # type: ignore[attr-defined]
     assert dtypes == {torch.bfloat16}, "the comparison gave the weights back as they were"
@@ -232,7 +232,7 @@ def test_random_weights_need_no_weight_files_and_are_the_same_in_each_process(tm
         torch.manual_seed(seed)  # of another process
         before = torch.get_rng_state()
         made = runner(path, load_format="dummy", dtype="bfloat16")
-        given.append(torch.stack(answers(made, TransformersModel, prompts, 3, chunk_tokens=16)[0].logits))
+        given.append(torch.stack(answers(made, prompts, 3, chunk_tokens=16)[0].logits))
         assert torch.equal(before, torch.get_rng_state())
     assert torch.equal(*given)
 
