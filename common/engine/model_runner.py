@@ -1,6 +1,6 @@
 """The model runner: a loaded checkpoint on one device, its pages, and the step runner over them.
 
-Owns the order of the start: weights, what memory is left, pages, CUDA graphs. Knows no threads, requests or messages.
+Owns the order of the start: weights, what memory is left, pages, graphs or recordings. Knows no threads, requests or messages.
 """
 
 import contextlib
