@@ -3,6 +3,7 @@
 Owns what the floor is, and that step and floor take turns, so that other work on the host slows both. Times no parts of a step.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from common.engine.kv_memory import torch_dtype
 from common.engine.model_runner import ModelRunner
 from common.engine.models.decoder import Decoder
 from common.engine.models.served_shape import ServedShape, read_served_shape
+from common.engine.native.recording import CannotRecord, load_recorder
 from common.engine.plan import Chunk, Plan, RowStart
 from common.model_path import resolve_model_path
 
@@ -55,16 +57,20 @@ class _Products:
     def __init__(self, model: Decoder, dtype: torch.dtype) -> None:
         self._model, self._dtype = model, dtype
 
-    def of(self, tokens: int, sampled: int) -> Callable[[], None]:
-        """Computes them once, what follows the last layer's attention for the sampled tokens alone."""
+    def of(self, tokens: int, sampled: int, replays: bool = False) -> Callable[[], object]:
+        """Computes them once, what follows the last layer's attention for the sampled tokens alone. replays: by one call of C,
+        where that is possible: as decode steps are."""
         sizes = [(product, (sampled if wanted else tokens, inputs)) for product, inputs, wanted in self._model.products()]
         given = {size: torch.randn(size, dtype=self._dtype) for _, size in sizes}
 
         @torch.inference_mode()
-        def run() -> None:
-            for product, size in sizes:
-                product(given[size])
+        def run(_: object = None) -> Tensor:
+            return [product(given[size]) for product, size in sizes][-1]
 
+        recorder = load_recorder() if replays else None
+        with contextlib.suppress(CannotRecord):
+            if recorder is not None:
+                return recorder.record(run).run
         return run
 
 
@@ -81,7 +87,7 @@ class _Bench:
         if skipped:
             return Floor(model=self.task.model, step="decode", rows=batch, context=context, skipped=skipped)
         plans = decode_plans(self.runner, batch, context, steps)
-        return self._beside(plans, self.products.of(batch, batch), "decode", batch, context, pairs=batch * context)
+        return self._beside(plans, self.products.of(batch, batch, replays=True), "decode", batch, context, pairs=batch * context)
 
     def prefill(self, tokens: int) -> Floor:
         layout, total = self.runner.description.layout, self.runner.description.total_pages
@@ -94,7 +100,7 @@ class _Bench:
         return self._beside(plans, self.products.of(tokens, 1), "prefill", 1, tokens, pairs)
 
     def _beside(
-        self, plans: Sequence[Plan], products: Callable[[], None], step: str, rows: int, context: int, pairs: int
+        self, plans: Sequence[Plan], products: Callable[[], object], step: str, rows: int, context: int, pairs: int
     ) -> Floor:
         """The first plans only warm up. Attention reads the KV of each row once, and computes no faster than the products do."""
         shape, layout = self.shape, self.runner.description.layout

@@ -164,19 +164,19 @@ class StepRunner:
 
     @torch.inference_mode()
     def record(self, recorder: Recorder) -> str | None:
-        """On CPU: replay decode steps from now on, of as many numbers of rows as can be recorded. Returns why one row cannot."""
+        """On CPU: replay decode steps from now on, of those numbers of rows that can be recorded. Returns why none can."""
         if not self._model.capturable:
             return "the model's implementation cannot be recorded"
         row, length = self._graph_rows[:1].fill_(self.rows.null), torch.ones(1, dtype=torch.int64)
         self._attention.plan(StepTokens((), self.rows.table, row, length, length.numpy()))  # some need one to be asked at all
+        refused = ""
         for size in range(1, self.rows.null + 1):
             rows = torch.zeros(size, dtype=torch.int64)
             try:
                 self._recordings[size] = rows, recorder.record(partial(self._decode_logits, rows, self._attention))
             except CannotRecord as error:
-                if size == 1:
-                    return str(error)
-        return None
+                refused = refused or str(error)
+        return None if self._recordings else refused
 
     def _recorded(
         self, plan: Plan, host: HostStep, step: StepArrays[Tensor], special: Special | None, progress: LayerProgress
