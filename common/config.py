@@ -110,7 +110,7 @@ class EngineConfig:
     )
     graph_sizes: str = option(
         "auto",
-        "batch sizes of the graphs, such as 1,2,4,8; larger batches run without one; auto: a ladder up to the largest batch",
+        "batch sizes of the CUDA graphs, such as 1,2,4,8; larger batches run without one; auto: a ladder up to the largest batch",
     )
     threads: int = option(0, "CPU threads of this instance; 0: all cores of the host (launch local shares them out)")
     lent_cores: str = option("", "file by which instances of a host lend each other idle cores; launch local makes it")

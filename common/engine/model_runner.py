@@ -243,7 +243,7 @@ class ModelRunner:
         if self._group.ranks > 1:
             refused: str | None = "ranks wait for each other in a step"
         else:
-            refused = "there is no C compiler" if recorder is None else steps.record(recorder)
+            refused = "there is no C compiler" if recorder is None else steps.record(recorder, progress)
         if refused is not None and self._engine.graphs == "on":
             raise ConfigError(f"--graphs on: decode steps cannot be recorded ({refused}); give --graphs auto or off")
         if refused is not None:

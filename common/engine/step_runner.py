@@ -8,6 +8,7 @@ ports. Does not know checkpoints, threads, requests or messages.
                                                                          └─► decode rows alone on CPU: that of a recording
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,9 @@ from common.engine.rows import HostStep, Rows, StepArrays
 from common.engine.sampler import Sampler
 from common.engine.staging import Staging
 from common.ids import Int64Array
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of tokens: (token_ids, positions, pages, slots), all [tokens] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +114,16 @@ class StepRunner:
         self, plan: Plan, host: HostStep, step: StepArrays[Tensor], special: Special | None, progress: LayerProgress
     ) -> PendingStep:
         rows = self.rows
-        positions = rows.length[step.decode_rows]
+        token_ids, positions, pages, slots = inputs = self._decode_inputs(step.decode_rows)
         lengths = positions + 1
-        token_ids, token_rows = rows.last_token[step.decode_rows], step.decode_rows
-        rows.length[step.decode_rows] = lengths
         if plan.chunks:
-            token_ids = torch.cat([step.token_ids, token_ids])
-            positions = torch.cat([step.positions, positions])
-            token_rows = torch.cat([step.token_rows, token_rows])
+            token_ids, positions, pages, slots = map(torch.cat, zip(self._chunk_inputs(step), inputs, strict=True))
             rows.length[step.chunk_rows] = step.chunk_ends
         self._attention.plan(StepTokens(_segments(plan), rows.table, step.decode_rows, lengths, host.decode_lengths))
         reads_all = self._poolings.asked_of(plan) or (special is not None and len(special.prompt_at) > 0)
         wanted = None if reads_all or not plan.chunks else step.sampled_at
-        hidden = self._hidden(token_ids, positions, token_rows, self._attention, progress.written, wanted)
+        paged = PagedStep(self._memory, self._attention, self._kernels, pages, slots, progress.written)
+        hidden = self._model.hidden(token_ids, positions, paged, wanted)
         prompt_told = self._drawing.told_of_prompts(hidden, self._model.logits, special)
         pooled = self._poolings.pool(plan, hidden)
         if len(step.sampled_at) == 0:
@@ -146,37 +147,39 @@ class StepRunner:
         self.rows.last_token[step.sampled_rows] = tokens
         return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told, pooled)
 
-    def _hidden(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        attention: Attention,
-        written: Callable[[int], None],
-        wanted: Tensor | None = None,
-    ) -> Tensor:
+    def _decode_inputs(self, rows: Tensor) -> Inputs:
+        batch = self.rows
+        return self._kernels.decode_inputs(
+            rows, batch.last_token, batch.length, batch.table, self._memory.layout.page_size, batch.null
+        )
+
+    def _chunk_inputs(self, step: StepArrays[Tensor]) -> Inputs:
         page_size = self._memory.layout.page_size
-        pages, slots = self.rows.table[rows, positions // page_size].long(), positions % page_size
-        step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
-        return self._model.hidden(token_ids, positions, step, wanted)
+        pages = self.rows.table[step.token_rows, step.positions // page_size].long()
+        return step.token_ids, step.positions, pages, step.positions % page_size
 
     # --- recordings --------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def record(self, recorder: Recorder) -> str | None:
+    def record(self, recorder: Recorder, progress: Callable[[str], None]) -> str | None:
         """On CPU: replay decode steps from now on, of those numbers of rows that can be recorded. Returns why none can."""
         if not self._model.capturable:
             return "the model's implementation cannot be recorded"
         row, length = self._graph_rows[:1].fill_(self.rows.null), torch.ones(1, dtype=torch.int64)
         self._attention.plan(StepTokens((), self.rows.table, row, length, length.numpy()))  # some need one to be asked at all
-        refused = ""
-        for size in range(1, self.rows.null + 1):
+        began_s, refused = time.perf_counter(), ""
+        for size in range(self.rows.null, 0, -1):  # the largest takes the memory of all
             rows = torch.zeros(size, dtype=torch.int64)
             try:
                 self._recordings[size] = rows, recorder.record(partial(self._decode_logits, rows, self._attention))
             except CannotRecord as error:
                 refused = refused or str(error)
-        return None if self._recordings else refused
+        if not self._recordings:
+            return refused
+        sizes = f"{min(self._recordings)} to {max(self._recordings)} rows"
+        others = f"; others run layer by layer ({refused})" if refused else ""
+        progress(f"recorded decode steps of {sizes} in {time.perf_counter() - began_s:.1f} s{others}")
+        return None
 
     def _recorded(
         self, plan: Plan, host: HostStep, step: StepArrays[Tensor], special: Special | None, progress: LayerProgress
@@ -184,15 +187,13 @@ class StepRunner:
         """As `_eager`, for a step of decode rows alone."""
         rows, recording = self._recordings[len(plan.decode_rows)]
         rows.copy_(step.decode_rows)
-        self._attention.plan(StepTokens((), self.rows.table, rows, rows[:0], host.decode_lengths))
+        lengths = host.decode_lengths
+        self._attention.plan(StepTokens((), self.rows.table, rows, torch.from_numpy(lengths), lengths))
         return self._drawn(plan, host, step, special, progress, recording.run(progress.between))
 
     def _decode_logits(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> Tensor:
         """Of one decode step, from what the rows hold alone: it can be part of a graph or of a recording."""
-        batch, page_size = self.rows, self._memory.layout.page_size
-        token_ids, positions, pages, slots = self._kernels.decode_inputs(
-            rows, batch.last_token, batch.length, batch.table, page_size, batch.null
-        )
+        token_ids, positions, pages, slots = self._decode_inputs(rows)
         step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
         return self._model.logits(self._model.hidden(token_ids, positions, step))
 

@@ -97,10 +97,8 @@ class NativeAttention:
         assert len(strides) == 1 and strides.pop()[2:] == (memory.layout.head_dim, 1), "C steps through all pages in one way"
         self._memory = memory
         self._layers = tuple(layers)
-        self._dtype = dtype
         self._of_chunks = of_chunks
         self._elsewhere = 0
-        self._heads = query_heads
         self._group = query_heads // memory.layout.kv_heads
         self._attend = NativeFunction(library, "paged_attention")
         library.item_queries.restype = library.workspace_floats.restype = ctypes.c_int64
@@ -109,15 +107,14 @@ class NativeAttention:
         self._workspace_floats = library.workspace_floats(
             self._item_tokens * self._group, memory.layout.kv_heads, self._group, memory.layout.head_dim
         )
-        # For all processors, since threads follow the cores that other instances lend. What none uses takes no memory.
-        self._most_threads = max(os.cpu_count() or 1, torch.get_num_threads())
-        self._workspace = torch.empty(self._most_threads * self._workspace_floats)
+        self._most_threads = 0
+        self._workspace = torch.empty(0)
         self._plan_items = library.plan_items
         self._plan_items.argtypes, self._plan_items.restype = [ctypes.c_void_p], None
         keys, layout = memory.layers[0][0], memory.layout
         self._calls = {
             how: _Call(
-                workspace=self._workspace.data_ptr(), workspace_floats=self._workspace_floats,
+                workspace_floats=self._workspace_floats,
                 page_stride=keys.stride(0), head_stride=keys.stride(1), heads=query_heads, kv_heads=layout.kv_heads,
                 page_size=layout.page_size, dim=layout.head_dim, window=2**62 if how.window is None else how.window,
                 query_is_bfloat16=dtype == torch.bfloat16, pages_are_bfloat16=keys.dtype == torch.bfloat16,
@@ -134,6 +131,7 @@ class NativeAttention:
             self._elsewhere = step.chunks[-1].end if step.chunks else 0
             step = replace(step, chunks=())
         assert step.table.dtype == torch.int32 and step.table.stride(1) == 1
+        self._make_room(torch.get_num_threads())
         segments = self._segments_of(step)
         self._kept = [self._plan(call, how, step, segments) for how, call in self._calls.items()]
 
@@ -155,6 +153,13 @@ class NativeAttention:
         out = query.new_empty(query.shape)
         self._attend(_LayerCall(ctypes.addressof(call), query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()))
         return out
+
+    def _make_room(self, threads: int) -> None:
+        """For all processors at least, since threads follow the cores that other instances lend, also amid a step. What none uses
+        takes no memory."""
+        if threads > self._most_threads:
+            self._most_threads = max(os.cpu_count() or 1, threads)
+            self._workspace = torch.empty(self._most_threads * self._workspace_floats)
 
     def _segments_of(self, step: StepTokens) -> Int64Array:
         """[chunks and decode rows, 4]: `segment` in C, in the order of the step."""
@@ -182,6 +187,7 @@ class NativeAttention:
         self._plan_items(ctypes.addressof(planning))
         left = torch.empty(planning.partials * kv_heads * (self._memory.layout.head_dim + 2))
         done = np.empty(planning.splits * kv_heads, dtype=np.int64)
+        call.workspace = self._workspace.data_ptr()
         call.table, call.table_stride = step.table.data_ptr(), step.table.stride(0)
         call.items, call.item_count = items.ctypes.data, planning.item_count
         call.partials, call.done, call.split_count = left.data_ptr(), done.ctypes.data, planning.splits

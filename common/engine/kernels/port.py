@@ -58,7 +58,8 @@ class Kernels(Protocol):
         """
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """token_ids: [tokens] int64, each a row of table. table: [rows, hidden]. Returns [tokens, hidden]."""
+        """token_ids: [tokens] int64, each a row of table; with others it raises, or reads nothing. table: [rows, hidden]. Returns
+        [tokens, hidden]."""
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         """Of the angles position * frequency. positions: [tokens] int64. frequencies: [rotary_dim / 2] float32. factor:

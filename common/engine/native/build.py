@@ -50,7 +50,7 @@ def load(source: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_made(source, compiler, name)))
     except (OSError, subprocess.SubprocessError) as error:
         # A symbol of OpenMP that is not found is an OSError as well.
-        _log.warning("%s: torch computes instead, which is slower: %s", source.name, _reason(error))
+        _log.warning("%s is not used, and what it is for is slower without: %s", source.name, _reason(error))
         return None
 
 

@@ -4,17 +4,18 @@ Owns how calls are noted, and the memory of what they return. Does not know what
 starts the same functions on the same memory each time.
 
 Between two calls of C, Python takes a few microseconds, and ten times that where a layer's weights have just gone through the
-caches. A small model has no time for this: see "Recorded steps" in docs/measurements/cpu.md.
+caches. docs/measurements/cpu.md has what that was of a step.
 """
 
+import contextlib
 import ctypes
 import itertools
 import math
 import weakref
-from collections import defaultdict
+from bisect import bisect_left, insort_left
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from common.engine.native.build import load
 from common.engine.native.function import LISTENING
 
 SOURCE = Path(__file__).with_name("replay.c")
-T = TypeVar("T")
-
+_LINE = 64
+"""Bytes of a cache line: blocks are whole ones."""
 _aten = torch.ops.aten
 
 
@@ -127,42 +128,47 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._memory.empty(args[1], kwargs.get("dtype") or args[0].dtype)
         if func is _aten.empty.memory_format:
             return self._memory.empty(args[0], kwargs.get("dtype") or torch.get_default_dtype())
-        made = func(*args, **kwargs)
-        if func._schema.is_mutable or not _is_view(made, args[0]):
-            raise CannotRecord(f"torch computes {func}")
-        return made  # a view: a recording does without it
+        if not func._schema.is_mutable:
+            with contextlib.suppress(RuntimeError, IndexError, ValueError):  # of what is not computed yet
+                made = func(*args, **kwargs)
+                if _is_view(made, args[0]):
+                    return made  # a recording does without it
+        raise CannotRecord(f"torch computes {func}")
 
 
 def _is_view(made: Any, of: Any) -> bool:
     first = made[0] if isinstance(made, list | tuple) else made
-    return isinstance(of, Tensor) and isinstance(first, Tensor) and _storage(first) == _storage(of)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    if not isinstance(of, Tensor) or not isinstance(first, Tensor):
+        return False
+    storage, other = first.untyped_storage(), of.untyped_storage()
+    return storage.data_ptr() == other.data_ptr() and storage.nbytes() > 0
 
 
 class _Memory:
     """Gives tensors, takes back the memory of those that are gone, and never gives it back itself: recordings point to it."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: list[Tensor] = []  # the smallest first
         self._blocks: dict[int, Tensor] = {}
 
     def empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        """In memory that no tensor uses; what was used last comes first, because it is in the caches."""
+        """In the smallest block that no tensor uses and that is large enough: so whoever records the largest step first, records
+        all others in the same memory."""
         count = math.prod(shape)
-        nbytes = max(1, count * dtype.itemsize)
-        size = 1 << (nbytes - 1).bit_length()  # of few sizes, so that steps of all numbers of rows share them
-        free = self._free[size]
-        if not free:
-            block = torch.empty(size, dtype=torch.uint8)
-            self._blocks[block.data_ptr()] = block
-            free.append(block)
-        block = free.pop()
+        nbytes = -(-max(1, count * dtype.itemsize) // _LINE) * _LINE
+        at = bisect_left(self._free, nbytes, key=len)
+        block = self._free.pop(at) if at < len(self._free) else self._made(nbytes)
         lent = block.numpy()[:nbytes]  # torch keeps this object for as long as a tensor or a view of it lives
-        weakref.finalize(lent, free.append, block).atexit = False
+        weakref.finalize(lent, self._take, block).atexit = False
         return torch.from_numpy(lent)[: count * dtype.itemsize].view(dtype).view(*shape)
+
+    def _made(self, nbytes: int) -> Tensor:
+        block = torch.empty(nbytes, dtype=torch.uint8)
+        self._blocks[block.data_ptr()] = block
+        return block
+
+    def _take(self, block: Tensor) -> None:
+        insort_left(self._free, block, key=len)  # of equal ones, what was used last is in the caches and comes first
 
     def lasting(self, tensor: Tensor) -> Tensor:
         """The same numbers in the same memory, which others may be given too."""

@@ -22,6 +22,7 @@ from common.sampling_params import SamplingParams
 from tests.builders import HandClock
 from tests.common.engine.checkpoints import llama, saved
 from tests.common.engine.driver import Driver
+from tests.common.engine.packed import CAN_RECORD, pack_everything
 
 GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0, seed=11)
 SAMPLED = SamplingParams(max_new_tokens=99, temperature=1.0, top_p=0.95, seed=11)
@@ -89,15 +90,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(llama(), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(params=["toy", "toy with time", "torch on cpu", "torch, steps that are waited for"])
+@pytest.fixture(params=["toy", "toy with time", "torch on cpu", "torch, recorded steps", "torch, steps that are waited for"])
 def engine(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """On a device, steps are complete when the completion thread has waited for them."""
     if request.param == "torch, steps that are waited for":
         monkeypatch.setattr(PendingStep, "is_complete", False)
+    if request.param == "torch, recorded steps":
+        if not CAN_RECORD:
+            pytest.skip("there is no C compiler")
+        pack_everything(monkeypatch)
     makers: dict[str, Callable[[], Engine]] = {
         "toy": toy,
         "toy with time": toy_with_time,
         "torch on cpu": lambda: torch_on_cpu(model),
+        "torch, recorded steps": lambda: torch_on_cpu(model),
         "torch, steps that are waited for": lambda: torch_on_cpu(model),
     }
     made = makers[request.param]()

@@ -22,6 +22,7 @@ from common.errors import ConfigError
 from common.sampling_params import SamplingParams
 from tests.common.engine.checkpoints import llama, saved
 from tests.common.engine.driver import Driver
+from tests.common.engine.packed import CAN_RECORD, pack_everything
 
 GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
 PROMPTS = [np.arange(10, 10 + length, dtype=np.int32) for length in (5, 20)]
@@ -163,10 +164,15 @@ def test_a_file_that_is_not_there_is_refused_by_flag(tmp_path: Path) -> None:
         LentCores(str(tmp_path / "none"), 1)
 
 
+@pytest.mark.parametrize("records", [False, True])
 def test_the_threads_of_a_step_follow_what_is_lent_and_its_answers_do_not_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
 ) -> None:
     """A lender begins to compute in the middle of a step: it gets its core back at the next layer."""
+    if records:
+        if not CAN_RECORD:
+            pytest.skip("there is no C compiler")
+        pack_everything(monkeypatch)
     path = tmp_path / "cores"
     make_file(path, 2)
     set_to: list[int] = []

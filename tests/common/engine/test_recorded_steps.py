@@ -11,19 +11,17 @@ from transformers import PreTrainedModel
 
 from common.engine.model_runner import ModelRunner
 from common.engine.models import packing
-from common.engine.models.packing import Measured
-from common.engine.native.recording import Recording, load_recorder
+from common.engine.native.recording import Recording
 from common.engine.plan import Plan, StepResult
-from common.engine.products.panel_product import load_panel_product
 from common.errors import ConfigError
 from tests.common.engine.checkpoints import llama, mistral, mixtral, qwen2, qwen3, saved
 from tests.common.engine.churn import Churn
 from tests.common.engine.driver import Driver
 from tests.common.engine.exact import recorded_logits, runner
+from tests.common.engine.packed import CAN_RECORD, pack_everything
 from tests.common.engine.test_graphs import EVERY_KIND, churn, prompts
 
-IN_C = load_panel_product()
-pytestmark = pytest.mark.skipif(IN_C is None or load_recorder() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(not CAN_RECORD, reason="there is no C compiler")
 ROWS = 6
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -35,11 +33,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer is packed for the product in C, whatever is the fastest here and however small it is."""
-    assert IN_C is not None
-    monkeypatch.setattr(packing, "_LEAST_ITEMS", 0)
-    monkeypatch.setattr(packing, "_LEAST_OUTPUTS", 0)
-    monkeypatch.setattr(packing, "measure", lambda samples, products: Measured(IN_C, dict.fromkeys(packing.ROWS, 0.5)))
+    pack_everything(monkeypatch)
 
 
 @pytest.fixture
@@ -118,17 +112,22 @@ def test_whoever_lends_cores_is_asked_at_each_layer(tmp_path: Path, replays: lis
     assert len(replays) > 5 and all(asked.count(number) == 3 for number in range(1, len(replays)))
 
 
-def test_larger_batches_than_those_that_are_recorded_run_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: list[int]
+@pytest.mark.parametrize(
+    ("ratios", "first"), [((0.5, 1.1, 1.2, 1.3, 1.5), 1), ((1.5, 0.5, 0.5, 0.5, 1.1), 3)], ids=["few rows", "many rows"]
+)
+def test_batches_for_which_torch_is_the_fastest_run_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratios: tuple[float, ...], first: int, replays: list[int]
 ) -> None:
-    """As where torch's product is the faster one for many rows."""
-    for_few = dict.fromkeys(packing.ROWS, 0.5) | {256: 1.5, 32: 1.3, 16: 1.2, 8: 1.1}
-    monkeypatch.setattr(packing, "measure", lambda samples, products: Measured(IN_C, for_few))  # type: ignore[arg-type]
-    one = made(saved(qwen3(), tmp_path))
-    sizes = set(one.steps._recordings)
-    assert sizes and sizes < set(range(1, ROWS + 1))
-    answers = Driver(one.run, one.description).answers(prompts(ROWS), 8, EVERY_KIND)
-    assert replays == [] and all(len(answer) == 8 for answer in answers)
+    pack_everything(monkeypatch, dict(zip(packing.ROWS, ratios, strict=True)))
+    said = list[str]()
+    one = runner(saved(qwen3(), tmp_path), said.append, max_running=ROWS)
+    sizes = list(one.steps._recordings)
+    assert sizes and min(sizes) == first and len(sizes) < ROWS
+    assert any(f"recorded decode steps of {first} to " in line and "others run layer by layer (torch" in line for line in said)
+    for count in (1, ROWS):
+        replays.clear()
+        answers = Driver(one.run, one.description).answers(prompts(count), 8, EVERY_KIND[:count])
+        assert bool(replays) == (count in sizes) and all(len(answer) == 8 for answer in answers)
 
 
 @pytest.mark.parametrize(
