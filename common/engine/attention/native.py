@@ -175,7 +175,7 @@ class NativeAttention:
         return np.concatenate([np.array(chunks, dtype=np.int64), rows])
 
     def _plan(self, call: _Call, how: LayerAttention, step: StepTokens, segments: Int64Array) -> _Kept:
-        """Set what changes from step to step."""
+        """Set what changes from step to step. Returns the memory that the call points to by then."""
         kv_heads = self._memory.layout.kv_heads
         planning = _Planning(
             segments=segments.ctypes.data, count=len(segments), group=self._group, kv_heads=kv_heads, window=call.window,

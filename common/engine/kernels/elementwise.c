@@ -1,4 +1,5 @@
-/* The small operations of a decoder, each in one pass over its tensors: norms, activation, rotary embedding, sampling, row scales.
+/* The small operations of a decoder, each in one pass over its tensors: decode inputs, embedding, norms, activation, rotary embedding, sampling,
+ * row scales.
  *
  * Owns the arithmetic and how it is divided among threads. Knows pointers, counts and strides (in elements); knows no torch. A tensor of a
  * model is float32, or bfloat16 where `is_bf16` is 1; what is computed in between is float32, and is rounded where torch rounds it. Each

@@ -1,4 +1,4 @@
-"""The engine's small operations in plain torch: what runs on CPU, and the reference for every other implementation.
+"""The engine's small operations in plain torch: what every other implementation builds on, and the reference for it.
 
 Owns their arithmetic. Knows tensors only.
 """
@@ -24,13 +24,18 @@ class TorchKernels:
     def decode_inputs(
         self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return decode_inputs(rows, last_token, length, table, page_size, null)
+        positions = length[rows]
+        length[rows] = (positions + 1).masked_fill(rows == null, 0)
+        return last_token[rows], positions, table[rows, positions // page_size].long(), positions % page_size
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(token_ids, table)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
-        return rotation(positions, frequencies, factor)
+        angles = positions[:, None].float() * frequencies
+        if factor == 1.0:
+            return Rotation(angles.cos(), angles.sin())
+        return Rotation(angles.cos() * factor, angles.sin() * factor)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -51,7 +56,9 @@ class TorchKernels:
         return _fp8(wide / scale), scale
 
     def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-        return quantise_int8(x, largest)
+        wide = x.float()
+        scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / largest)
+        return (wide / scale).round().add_(largest + 1).to(torch.uint8), scale
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         kv_heads = places.keys.shape[1]
@@ -85,30 +92,6 @@ class TorchKernels:
         entry = entry.clamp(max=len(rows) - 1)
         column = (at - indptr[entry]).clamp(max=table.shape[1] - 1)
         out.copy_(torch.where(within, table[rows[entry], column], out))
-
-
-def decode_inputs(
-    rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `Kernels.decode_inputs`."""
-    positions = length[rows]
-    length[rows] = (positions + 1).masked_fill(rows == null, 0)
-    return last_token[rows], positions, table[rows, positions // page_size].long(), positions % page_size
-
-
-def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
-    """As `Kernels.rotation`."""
-    angles = positions[:, None].float() * frequencies
-    if factor == 1.0:
-        return Rotation(angles.cos(), angles.sin())
-    return Rotation(angles.cos() * factor, angles.sin() * factor)
-
-
-def quantise_int8(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """As `Kernels.quantise_int8`."""
-    wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_ROW) * (1.0 / largest)
-    return (wide / scale).round().add_(largest + 1).to(torch.uint8), scale
 
 
 def write(places: PagePlaces, key: Tensor, value: Tensor) -> None:

@@ -5,13 +5,12 @@ sizes follow two rules: a thread moves 16 bytes at a time, and a row that is muc
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from common.engine.kernels import triton_source as source
 from common.engine.kernels.port import HeadNorm, PagePlaces, Rotation
-from common.engine.kernels.torch_kernels import decode_inputs, quantise_int8, rotation
+from common.engine.kernels.torch_kernels import TorchKernels
 
 _NORM_ELEMENTS = 1024
 """Elements that a program norms at least, in as many rows as it takes."""
@@ -22,20 +21,10 @@ _SLICE = 2048
 _PAGES = 1024
 
 
-class TritonKernels:
-    """Implements `Kernels`. The kernels start on the current CUDA device, which must be that of the tensors. Their number and
-    shapes depend on the shapes of tensors alone, so that calls may be captured in a CUDA graph."""
-
-    def decode_inputs(
-        self, rows: Tensor, last_token: Tensor, length: Tensor, table: Tensor, page_size: int, null: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return decode_inputs(rows, last_token, length, table, page_size, null)
-
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(token_ids, table)
-
-    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
-        return rotation(positions, frequencies, factor)
+class TritonKernels(TorchKernels):
+    """Implements `Kernels`; torch computes what is no kernel here. The kernels start on the current CUDA device, which must be
+    that of the tensors. Their number and shapes depend on the shapes of tensors alone, so that calls may be captured in a CUDA
+    graph."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = _rows_of(x)
@@ -78,9 +67,6 @@ class TritonKernels:
             block = triton.next_power_of_2(width)
             source.quantise[(rows,)](x, out, scales, x.stride(0), width, block, num_warps=_warps(block, 16))
         return out, scales
-
-    def quantise_int8(self, x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-        return quantise_int8(x, largest)  # int8 layers are for CPU
 
     def rotate_and_write(self, heads: Tensor, rotation: Rotation, norm: HeadNorm | None, places: PagePlaces) -> Tensor:
         heads, cos, sin = _rows_of(heads), rotation.cos.contiguous(), rotation.sin.contiguous()

@@ -1,7 +1,7 @@
 """The product of int8 layers in C, for processors that multiply bytes: it quantises the rows, multiplies and scales in one call.
 
-Owns how a weight is packed for it. Does not know what the C computes
-(`int8_product.c`), or where oneDNN's product is used (`choice.py`).
+Owns how a weight is packed for it. Does not know what the C computes (`int8_product.c`), or
+where oneDNN's product is used (`choice.py`).
 """
 
 import ctypes

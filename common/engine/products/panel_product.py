@@ -1,7 +1,7 @@
 """The product of float32 layers in C, over weights that are packed in panels: for decode steps and chunks on CPU.
 
-Owns how a weight is packed for it. Does not know what the C computes
-(`panel_product.c`), or whether it is the fastest product (`models/packing.py`).
+Owns how a weight is packed for it. Does not know what the C computes (`panel_product.c`), or
+whether it is the fastest product (`models/packing.py`).
 """
 
 import ctypes
