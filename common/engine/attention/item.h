@@ -13,7 +13,7 @@
 #include "vectors.h"
 
 enum {
-    SLOTS = 64,                         /* of a block */
+    SLOTS = 64,                         /* of a block, at most */
     PANEL = 3,                          /* vectors of queries whose results a tile holds */
     TILE = REGISTERS == 32 ? 8 : 4,     /* rows of a tile: with PANEL vectors each, they fill the registers but for some */
     MANY = LANES,                       /* from so many queries on, lanes are queries */
@@ -48,10 +48,9 @@ typedef struct {
     int64_t next, together;
 } call;
 
-/* Slots of one page, or what is copied of them: `count` rows of keys and of values. */
+/* Slots of one page: `at` is where they begin, in elements behind the layer's keys, or values, of head 0. */
 typedef struct {
-    const void *keys, *values;
-    int64_t count;
+    int64_t at, slots;
 } run;
 
 INLINE floats load_as(const void *from, int64_t at, int is_bfloat16) {
@@ -67,14 +66,14 @@ INLINE const void *moved(const void *base, int64_t elements, int is_bfloat16) {
 }
 
 /* The runs of slots [first, last), which lie in as many pages. Returns their number. */
-static int find_runs(const call *c, const item *t, int64_t head, int64_t first, int64_t last, run *runs) {
+static int find_runs(const call *c, const item *t, int64_t first, int64_t last, run *runs) {
     const int32_t *pages = c->table + t->row * c->table_stride;
     int count = 0;
     for (int64_t slot = first; slot < last; count++) {
-        const int64_t in_page = slot % c->page_size, slots = least(c->page_size - in_page, last - slot);
-        const int64_t at = pages[slot / c->page_size] * c->page_stride + head * c->head_stride + in_page * c->dim;
-        runs[count] = (run){moved(c->keys, at, c->pages_are_bfloat16), moved(c->values, at, c->pages_are_bfloat16), slots};
-        slot += slots;
+        const int64_t in_page = slot % c->page_size;
+        runs[count].at = pages[slot / c->page_size] * c->page_stride + in_page * c->dim;
+        runs[count].slots = least(c->page_size - in_page, last - slot);
+        slot += runs[count].slots;
     }
     return count;
 }

@@ -106,13 +106,14 @@ static void begin_many(const call *c, const item *t, int64_t head, const many *m
 /* Copies the keys and values of a block, and zeros the rows that fill its last tile. */
 static void copy_block(const call *c, const item *t, int64_t head, const many *m, int64_t first, int64_t slots) {
     run runs[SLOTS];
-    const int count = find_runs(c, t, head, first, first + slots, runs);
+    const int count = find_runs(c, t, first, first + slots, runs);
     float *keys = m->keys, *values = m->values;
     for (int r = 0; r < count; r++) {
-        copy_rows(runs[r].keys, runs[r].count, c->dim, keys, m->width, c->pages_are_bfloat16);
-        copy_rows(runs[r].values, runs[r].count, c->dim, values, m->width, c->pages_are_bfloat16);
-        keys += runs[r].count * m->width;
-        values += runs[r].count * m->width;
+        const int64_t at = runs[r].at + head * c->head_stride;
+        copy_rows(moved(c->keys, at, c->pages_are_bfloat16), runs[r].slots, c->dim, keys, m->width, c->pages_are_bfloat16);
+        copy_rows(moved(c->values, at, c->pages_are_bfloat16), runs[r].slots, c->dim, values, m->width, c->pages_are_bfloat16);
+        keys += runs[r].slots * m->width;
+        values += runs[r].slots * m->width;
     }
     memset(keys, 0, (padded(slots, TILE) - slots) * m->width * sizeof *keys);
 }

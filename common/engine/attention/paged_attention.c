@@ -15,7 +15,7 @@ int64_t item_queries(void) { return 2 * WIDE; }
 /* How many floats each thread needs for items of up to so many queries. */
 int64_t workspace_floats(int64_t queries, int64_t kv_heads, int64_t group, int64_t dim) {
     const int64_t width = padded(dim, LANES), tiled = padded(dim, TILE), panels = padded(queries, WIDE);
-    const int64_t few_floats = kv_heads * state_floats(group, width) + 2 * SLOTS * width;
+    const int64_t few_floats = state_floats(kv_heads * group, width);
     const int64_t many_floats = panels * (2 * tiled + 3) + WIDE + SLOTS * (WIDE + 2 * tiled);
     return padded(most(few_floats, many_floats), 64);
 }

@@ -104,6 +104,11 @@ INLINE floats larger(floats a, floats b) {
     return (floats)((is_larger & (words)a) | (~is_larger & (words)b));
 }
 
+INLINE quads larger_quad(quads a, quads b) {
+    const quad_signs is_larger = a > b;
+    return (quads)((is_larger & (quad_signs)a) | (~is_larger & (quad_signs)b));
+}
+
 /* 2 to the power of x, for x of at most 0; 0 below -126.5; NaN stays NaN. The error is about one unit in the last place: Taylor's terms up to degree 6
  * over [-0.5, 0.5], times a power of two that is built in the exponent's bits. */
 INLINE floats exp2_of(floats x) {
