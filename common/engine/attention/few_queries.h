@@ -313,6 +313,6 @@ static void few_queries(const call *c, const item *t, int64_t first_head, int64_
             if (c->pages_are_bfloat16 && width == c->dim) block_of_slots(c, &f, now, blocks + !turn, first_head, kv_heads, 1);
             else block_of_slots(c, &f, now, blocks + !turn, first_head, kv_heads, 0);
         }
-        for (int64_t q = 0; q < f.queries; q++) finish(c, t, first_head + q / group, token * group + q % group, f.sum + q * width, 1, f.largest[q], f.total[q]);
+        for (int64_t q = 0; q < f.queries; q++) finish(c, t, first_head + q / group, token * group + q % group, f.sum + q * width, f.largest[q], f.total[q]);
     }
 }

@@ -106,11 +106,11 @@ INLINE floats capped(floats x, float softcap) {
 }
 
 /* Writes the result of one query, `sum` [dim] with its largest exponent and total weight: to `out`, or where the merge finds it. */
-static void finish(const call *c, const item *t, int64_t head, int64_t query, const float *sum, int64_t step, float largest, float total) {
+static void finish(const call *c, const item *t, int64_t head, int64_t query, const float *sum, float largest, float total) {
     const int64_t group = c->heads / c->kv_heads, dim = c->dim;
     if (t->parts > 1) {
         float *part = c->partials + (t->partial * c->kv_heads + head * t->tokens * group + query) * (dim + 2);
-        for (int64_t d = 0; d < dim; d++) part[d] = sum[d * step];
+        for (int64_t d = 0; d < dim; d++) part[d] = sum[d];
         part[dim] = largest;
         part[dim + 1] = total;
         return;
@@ -118,9 +118,9 @@ static void finish(const call *c, const item *t, int64_t head, int64_t query, co
     const int64_t at = ((t->token + query / group) * c->heads + head * group + query % group) * dim;
     const float share = 1.0f / total;
     if (c->query_is_bfloat16)
-        for (int64_t d = 0; d < dim; d++) ((uint16_t *)c->out)[at + d] = to_bfloat16(sum[d * step] * share);
+        for (int64_t d = 0; d < dim; d++) ((uint16_t *)c->out)[at + d] = to_bfloat16(sum[d] * share);
     else
-        for (int64_t d = 0; d < dim; d++) ((float *)c->out)[at + d] = sum[d * step] * share;
+        for (int64_t d = 0; d < dim; d++) ((float *)c->out)[at + d] = sum[d] * share;
 }
 
 /* Adds up what the items of one split left, once the last of them is done. */
@@ -140,6 +140,6 @@ static void merge(const call *c, const item *t, int64_t head, float *sum) {
             total += weight * part[dim + 1];
             for (int64_t d = 0; d < dim; d++) sum[d] += weight * part[d];
         }
-        finish(c, &whole, head, q, sum, 1, largest, total);
+        finish(c, &whole, head, q, sum, largest, total);
     }
 }

@@ -86,20 +86,52 @@ INLINE void block_of_panel(const call *c, const many *m, int64_t panel, int64_t 
     for (int64_t d = 0; d < c->dim; d += TILE) tile(m->values + d, 1, m->width, m->weights, slots, sum + d * WIDE, m->shrink, vectors);
 }
 
-/* Lays out the queries of an item, and sets their state. */
+INLINE quads load_quad(const void *from, int64_t at, int is_bfloat16) {
+    quads x;
+    if (!is_bfloat16) memcpy(&x, (const float *)from + at, sizeof x);
+    else
+        for (int i = 0; i < 4; i++) x[i] = load_one(from, at + i, 1);
+    return x;
+}
+
+/* Lays out the queries of an item, four at a time, and sets their state. */
 static void begin_many(const call *c, const item *t, int64_t head, const many *m, int64_t queries) {
-    const int64_t group = c->heads / c->kv_heads, dim = c->dim;
+    const int64_t group = c->heads / c->kv_heads, dim = c->dim, all = padded(queries, WIDE);
     const float scale = query_scale(c);
     int32_t *seen = (int32_t *)m->seen;
-    for (int64_t q = 0; q < padded(queries, WIDE); q++) {
-        const int64_t token = least(q / group, t->tokens - 1);
-        const int64_t at = ((t->token + token) * c->heads + head * group + q % group) * dim;
-        float *to = m->queries + q / WIDE * m->width * WIDE + q % WIDE, *sum = m->sum + q / WIDE * m->width * WIDE + q % WIDE;
-        for (int64_t d = 0; d < dim; d++) to[d * WIDE] = q < queries ? scale * load_one(c->query, at + d, c->query_is_bfloat16) : 0.0f;
-        for (int64_t d = 0; d < m->width; d++) sum[d * WIDE] = 0.0f;
-        seen[q] = (int32_t)(t->position + token);
-        m->largest[q] = LOWEST;
-        m->total[q] = 0.0f;
+    memset(m->sum, 0, all * m->width * sizeof *m->sum);
+    for (int64_t q = 0; q < all; q += 4) {
+        float *to = m->queries + q / WIDE * m->width * WIDE + q % WIDE;
+        int64_t at[4], d = 0;
+        for (int i = 0; i < 4; i++) {
+            const int64_t query = least(q + i, queries - 1), token = query / group;
+            at[i] = ((t->token + token) * c->heads + head * group + query % group) * dim;
+            seen[q + i] = (int32_t)(t->position + token);
+            m->largest[q + i] = LOWEST;
+            m->total[q + i] = 0.0f;
+        }
+        for (; d + 4 <= dim; d += 4) {
+            quads x[4];
+            for (int i = 0; i < 4; i++) x[i] = load_quad(c->query, at[i] + d, c->query_is_bfloat16) * scale;
+            transpose(x);
+            for (int i = 0; i < 4; i++) memcpy(to + (d + i) * WIDE, x + i, sizeof *x);
+        }
+        for (; d < dim; d++)
+            for (int i = 0; i < 4; i++) to[d * WIDE + i] = scale * load_one(c->query, at[i] + d, c->query_is_bfloat16);
+    }
+}
+
+/* Writes the results of an item, four queries at a time. The room of keys is free by now. */
+static void finish_many(const call *c, const item *t, int64_t head, const many *m, int64_t queries) {
+    for (int64_t q = 0; q < queries; q += 4) {
+        const float *sum = m->sum + q / WIDE * m->width * WIDE + q % WIDE;
+        for (int64_t d = 0; d < m->width; d += 4) {
+            quads x[4];
+            for (int i = 0; i < 4; i++) memcpy(x + i, sum + (d + i) * WIDE, sizeof *x);
+            transpose(x);
+            for (int i = 0; i < 4; i++) memcpy(m->keys + i * m->width + d, x + i, sizeof *x);
+        }
+        for (int64_t i = 0; i < least(4, queries - q); i++) finish(c, t, head, q + i, m->keys + i * m->width, m->largest[q + i], m->total[q + i]);
     }
 }
 
@@ -136,14 +168,13 @@ static void many_queries(const call *c, const item *t, int64_t head, float *work
         const int hides = slot + slots - 1 > t->position || slot <= last_token - c->window;
         copy_block(c, t, head, &m, slot, slots);
         for (int64_t p = 0; p < panels; p++) {
-            const int64_t left = queries - p * WIDE;
-            if (left > 2 * LANES) block_of_panel(c, &m, p, slot, slots, hides, 3);
-            else if (left > LANES) block_of_panel(c, &m, p, slot, slots, hides, 2);
-            else block_of_panel(c, &m, p, slot, slots, hides, 1);
+            const int64_t left = queries - p * WIDE, last_query = least(queries, (p + 1) * WIDE) - 1;
+            const int64_t seen = least(slots, t->position + last_query / group + 1 - slot);
+            if (seen <= 0) continue;
+            if (left > 2 * LANES) block_of_panel(c, &m, p, slot, seen, hides, 3);
+            else if (left > LANES) block_of_panel(c, &m, p, slot, seen, hides, 2);
+            else block_of_panel(c, &m, p, slot, seen, hides, 1);
         }
     }
-    for (int64_t q = 0; q < queries; q++) {
-        const float *sum = m.sum + q / WIDE * m.width * WIDE + q % WIDE;
-        finish(c, t, head, q, sum, WIDE, m.largest[q], m.total[q]);
-    }
+    finish_many(c, t, head, &m, queries);
 }

@@ -100,8 +100,24 @@ INLINE uint16_t to_bfloat16(float x) {
 
 /* b where either is NaN. */
 INLINE floats larger(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
     const words is_larger = (words)(a > b);
     return (floats)((is_larger & (words)a) | (~is_larger & (words)b));
+#endif
+}
+
+/* Rows become columns. */
+INLINE void transpose(quads *x) {
+    const quads a = SHUFFLED(quad_signs, x[0], x[1], 0, 4, 1, 5), b = SHUFFLED(quad_signs, x[0], x[1], 2, 6, 3, 7);
+    const quads c = SHUFFLED(quad_signs, x[2], x[3], 0, 4, 1, 5), d = SHUFFLED(quad_signs, x[2], x[3], 2, 6, 3, 7);
+    x[0] = SHUFFLED(quad_signs, a, c, 0, 1, 4, 5);
+    x[1] = SHUFFLED(quad_signs, a, c, 2, 3, 6, 7);
+    x[2] = SHUFFLED(quad_signs, b, d, 0, 1, 4, 5);
+    x[3] = SHUFFLED(quad_signs, b, d, 2, 3, 6, 7);
 }
 
 INLINE quads larger_quad(quads a, quads b) {
