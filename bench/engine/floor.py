@@ -64,8 +64,8 @@ class _Products:
         given = {size: torch.randn(size, dtype=self._dtype) for _, size in sizes}
 
         @torch.inference_mode()
-        def run(_: object = None) -> Tensor:
-            return [product(given[size]) for product, size in sizes][-1]
+        def run(_: object = None) -> tuple[Tensor]:
+            return ([product(given[size]) for product, size in sizes][-1],)
 
         recorder = load_recorder() if replays else None
         with contextlib.suppress(CannotRecord):

@@ -135,13 +135,21 @@ class Drawing:
     # --- on the device -----------------------------------------------------------------------------------------------------
 
     def draw(
-        self, logits: Tensor, rows: RowSampling | None, step: StepArrays[Tensor], width: int, special: Special | None
+        self,
+        logits: Tensor,
+        rows: RowSampling | None,
+        step: StepArrays[Tensor],
+        width: int,
+        special: Special | None,
+        likeliest: Tensor | None = None,
     ) -> Tensor:
         """The tokens of the sampled rows, [rows] int64. logits: [rows, vocab] float32; they stay the model's own if log
-        probabilities are asked for. rows: of those that are not greedy; None: all are. width: see `HostStep.filter_width`."""
+        probabilities are asked for. rows: of those that are not greedy; None: all are. width: see `HostStep.filter_width`.
+        likeliest: the likeliest token of each row, [rows] int64, if it is known."""
         if special is not None and special.processed:
             logits = _process(logits.clone() if len(special.sampled_at) else logits.contiguous(), special)
-        tokens = self.sampler(logits, rows, step.noisy, step.filtering, width)
+            likeliest = None
+        tokens = self.sampler(logits, rows, step.noisy, step.filtering, width, likeliest)
         if special is not None:
             _tell_processors(tokens, special)
         return tokens

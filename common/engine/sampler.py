@@ -49,18 +49,26 @@ class Sampler:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def __call__(self, logits: Tensor, rows: RowSampling | None, noisy: Tensor, filtering: Tensor, filter_width: int) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: RowSampling | None,
+        noisy: Tensor,
+        filtering: Tensor,
+        filter_width: int,
+        likeliest: Tensor | None = None,
+    ) -> Tensor:
         """logits: [rows, vocab] float32. Returns [rows] int64.
 
         noisy: [noisy] int64, the rows that are not greedy. rows: how these sample; None if there are none. filtering: [filtering]
         int64, those of the noisy rows that have a top-k, top-p or min-p. filter_width: the largest top-k of those if all of them
-        have one, else 0.
+        have one, else 0. likeliest: [rows] int64, the likeliest token of each row, if it is known.
         """
         if rows is None:
-            return self._kernels.likeliest(logits)
+            return self._kernels.likeliest(logits) if likeliest is None else likeliest
         if len(noisy) == len(logits):
             return self.draw_filtered(logits, rows, filtering, filter_width)
-        tokens = self._kernels.likeliest(logits)
+        tokens = self._kernels.likeliest(logits) if likeliest is None else likeliest.clone()
         tokens[noisy] = self.draw_filtered(logits[noisy], rows, filtering, filter_width)
         return tokens
 

@@ -129,7 +129,7 @@ class StepRunner:
         if len(step.sampled_at) == 0:
             return PendingStep(plan, step.sampled_at, progress, prompt_told=prompt_told)
         logits = self._model.logits(hidden[step.sampled_at] if reads_all else hidden)
-        return self._drawn(plan, host, step, special, progress, logits, prompt_told, pooled)
+        return self._drawn(plan, host, step, special, progress, logits, None, prompt_told, pooled)
 
     def _drawn(
         self,
@@ -139,11 +139,12 @@ class StepRunner:
         special: Special | None,
         progress: LayerProgress,
         logits: Tensor,
+        likeliest: Tensor | None = None,
         prompt_told: Told | None = None,
         pooled: Pooled | None = None,
     ) -> PendingStep:
         sampling = self.rows.sampling(step.sampled_rows[step.noisy]) if len(step.noisy) else None
-        tokens = self._drawing.draw(logits, sampling, step, host.filter_width, special)
+        tokens = self._drawing.draw(logits, sampling, step, host.filter_width, special, likeliest)
         self.rows.last_token[step.sampled_rows] = tokens
         return PendingStep(plan, tokens, progress, self._drawing.told(logits, tokens, special), prompt_told, pooled)
 
@@ -171,7 +172,7 @@ class StepRunner:
         for size in range(self.rows.null, 0, -1):  # the largest takes the memory of all
             rows = torch.zeros(size, dtype=torch.int64)
             try:
-                self._recordings[size] = rows, recorder.record(partial(self._decode_logits, rows, self._attention))
+                self._recordings[size] = rows, recorder.record(partial(self._decode_likeliest, rows, self._attention))
             except CannotRecord as error:
                 refused = refused or str(error)
         if not self._recordings:
@@ -189,13 +190,19 @@ class StepRunner:
         rows.copy_(step.decode_rows)
         lengths = host.decode_lengths
         self._attention.plan(StepTokens((), self.rows.table, rows, torch.from_numpy(lengths), lengths))
-        return self._drawn(plan, host, step, special, progress, recording.run(progress.between))
+        logits, likeliest = recording.run(progress.between)
+        return self._drawn(plan, host, step, special, progress, logits, likeliest)
 
     def _decode_logits(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> Tensor:
         """Of one decode step, from what the rows hold alone: it can be part of a graph or of a recording."""
         token_ids, positions, pages, slots = self._decode_inputs(rows)
         step = PagedStep(self._memory, attention, self._kernels, pages, slots, written)
         return self._model.logits(self._model.hidden(token_ids, positions, step))
+
+    def _decode_likeliest(self, rows: Tensor, attention: Attention, written: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+        """As `_decode_logits`, with the likeliest token of each row."""
+        logits = self._decode_logits(rows, attention, written)
+        return logits, self._kernels.likeliest(logits)
 
     # --- graphs ------------------------------------------------------------------------------------------------------------
 

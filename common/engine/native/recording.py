@@ -51,7 +51,7 @@ class Recorder:
         self._replay.argtypes, self._replay.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int], None
         self._memory = _Memory()
 
-    def record(self, function: Callable[[Callable[[int], None]], Tensor]) -> "Recording":
+    def record(self, function: Callable[[Callable[[int], None]], tuple[Tensor, ...]]) -> "Recording":
         """The recording of a function that computes in C alone, from the same tensors each time. It is not computed now, so
         what the function reads of it does not count.
 
@@ -61,10 +61,10 @@ class Recorder:
         LISTENING.to = listener
         try:
             with listener:
-                result = function(listener.mark)
+                results = function(listener.mark)
         finally:
             LISTENING.to = None
-        return Recording(self._replay, self._memory, listener.calls, listener.marks, result)
+        return Recording(self._replay, self._memory, listener.calls, listener.marks, results)
 
 
 class Recording:
@@ -76,9 +76,9 @@ class Recording:
         memory: "_Memory",
         calls: list[tuple[int, bytes]],
         marks: list[int],
-        result: Tensor,
+        results: tuple[Tensor, ...],
     ) -> None:
-        self._replay, self._result = replay, memory.lasting(result)
+        self._replay, self._results = replay, tuple(map(memory.lasting, results))
         self._memory = memory  # the calls point to it
         begins = itertools.accumulate((len(call) for _, call in calls), initial=0)
         self._structures = ctypes.create_string_buffer(b"".join(call for _, call in calls))
@@ -88,18 +88,18 @@ class Recording:
         ends = [*marks, len(calls)]
         self._parts = [(begin, end - begin) for begin, end in itertools.pairwise([0, *ends])]
 
-    def run(self, between: Callable[[], None] | None = None) -> Tensor:
+    def run(self, between: Callable[[], None] | None = None) -> tuple[Tensor, ...]:
         """between: called where the recorded function called what it was given; None: all is one call of C. Threads are torch's
-        of the moment. Returns the result, in the same memory each time."""
+        of the moment. Returns the results, in the same memory each time."""
         if between is None:
             self._replay(ctypes.addressof(self._calls), len(self._calls), torch.get_num_threads())
-            return self._result
+            return self._results
         for number, (begin, count) in enumerate(self._parts):
             if number:
                 between()
             address = ctypes.addressof(self._calls) + begin * ctypes.sizeof(_Recorded)
             self._replay(address, count, torch.get_num_threads())
-        return self._result
+        return self._results
 
 
 class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -42,7 +42,7 @@ def replays() -> Iterator[list[int]]:
     made: list[int] = []
     original = Recording.run
 
-    def counted(self: Recording, *args: object) -> torch.Tensor:
+    def counted(self: Recording, *args: object) -> tuple[torch.Tensor, ...]:
         made.append(len(self._calls))
         return original(self, *args)  # type: ignore[arg-type]
 

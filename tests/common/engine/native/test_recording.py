@@ -48,7 +48,12 @@ def deep(x: Tensor, weight: Tensor, between: Callable[[int], None]) -> Tensor:
 
 def recorded(recorder: Recorder, rows: int) -> tuple[Tensor, Tensor, Recording]:
     x, weight = torch.zeros(rows, WIDTH), 1 + torch.arange(WIDTH) / WIDTH
-    return x, weight, recorder.record(lambda between: deep(x, weight, between))
+    return x, weight, recorder.record(lambda between: (deep(x, weight, between),))
+
+
+def run(recording: Recording, between: Callable[[], None] | None = None) -> Tensor:
+    (result,) = recording.run(between)
+    return result
 
 
 def ignored(_: int) -> None:
@@ -59,24 +64,24 @@ def test_it_computes_what_the_function_does_from_what_its_tensors_hold_then(reco
     x, weight, recording = recorded(recorder, 7)
     for seed in range(4):
         x.copy_(torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(seed)))
-        assert torch.equal(recording.run(), deep(x, weight, ignored))
+        assert torch.equal(run(recording), deep(x, weight, ignored))
 
 
 def test_nothing_is_computed_while_it_is_recorded(recorder: Recorder) -> None:
     rows, length = torch.arange(3), torch.tensor([5, 6, 7, 0])
     table = torch.zeros(4, 9, dtype=torch.int32)
-    recording = recorder.record(lambda _: kernels().decode_inputs(rows, length, length, table, 2, 3)[1])
+    recording = recorder.record(lambda _: (kernels().decode_inputs(rows, length, length, table, 2, 3)[1],))
     assert length.tolist() == [5, 6, 7, 0]
-    assert recording.run().tolist() == [5, 6, 7] and length.tolist() == [6, 7, 8, 0]
-    assert recording.run().tolist() == [6, 7, 8]
+    assert run(recording).tolist() == [5, 6, 7] and length.tolist() == [6, 7, 8, 0]
+    assert run(recording).tolist() == [6, 7, 8]
 
 
 def test_others_have_their_say_where_the_function_let_them(recorder: Recorder) -> None:
     x, _, recording = recorded(recorder, 3)
     x.normal_()
-    expected = recording.run().clone()
+    expected = run(recording).clone()
     said: list[int] = []
-    assert torch.equal(recording.run(lambda: said.append(1)), expected) and len(said) == 5
+    assert torch.equal(run(recording, lambda: said.append(1)), expected) and len(said) == 5
 
 
 def test_it_runs_on_the_threads_that_torch_has_by_then(recorder: Recorder) -> None:
@@ -86,9 +91,9 @@ def test_it_runs_on_the_threads_that_torch_has_by_then(recorder: Recorder) -> No
     try:
         for threads in (1, 3, 2):
             torch.set_num_threads(threads)
-            assert torch.equal(recording.run(), deep(x, weight, ignored))
+            assert torch.equal(run(recording), deep(x, weight, ignored))
             change = partial(torch.set_num_threads, 1 + threads % 3)
-            assert torch.equal(recording.run(change), deep(x, weight, ignored))
+            assert torch.equal(run(recording, change), deep(x, weight, ignored))
     finally:
         torch.set_num_threads(before)
 
@@ -101,7 +106,7 @@ def test_recordings_of_many_sizes_do_not_disturb_each_other_and_outlive_their_re
     for seed in range(3):
         for x, weight, recording in [*made, *reversed(made)]:
             x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
-            assert torch.equal(recording.run(), deep(x, weight, ignored))
+            assert torch.equal(run(recording), deep(x, weight, ignored))
     assert all(each.isnan().all() for each in filler), "nobody else's memory is written"
 
 
@@ -125,7 +130,14 @@ def test_a_view_keeps_the_memory_of_its_tensor(recorder: Recorder) -> None:
         return kernels().rms_norm(half, weight, EPS)
 
     expected = kernels().rms_norm(kernels().rms_norm(x, weight, EPS)[2:], weight, EPS)
-    assert torch.equal(recorder.record(function).run(), expected)
+    assert torch.equal(run(recorder.record(lambda between: (function(between),))), expected)
+
+
+def test_several_results_do_not_share_memory(recorder: Recorder) -> None:
+    x, weight = torch.randn(4, WIDTH), torch.ones(WIDTH)
+    recording = recorder.record(lambda _: (kernels().rms_norm(x, weight, EPS), kernels().likeliest(x)))
+    normed, likeliest = recording.run()
+    assert torch.equal(normed, kernels().rms_norm(x, weight, EPS)) and torch.equal(likeliest, x.argmax(dim=-1))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +159,8 @@ def test_a_view_keeps_the_memory_of_its_tensor(recorder: Recorder) -> None:
 def test_what_torch_computes_is_refused_and_named(recorder: Recorder, name: str, compute: Callable[[Tensor], Tensor]) -> None:
     x, weight = torch.zeros(3, WIDTH), torch.ones(WIDTH)
     with pytest.raises(CannotRecord):
-        recorder.record(lambda _: kernels().rms_norm(compute(kernels().rms_norm(x, weight, EPS)), weight, EPS))
+        recorder.record(lambda _: (kernels().rms_norm(compute(kernels().rms_norm(x, weight, EPS)), weight, EPS),))
     with pytest.raises(CannotRecord):
-        recorder.record(lambda _: x.add_(1))
+        recorder.record(lambda _: (x.add_(1),))
     assert LISTENING.to is None and x.eq(0).all()
     assert kernels().rms_norm(x + 1, weight, EPS)[0, 0].item() == pytest.approx(1), "C computes again"
