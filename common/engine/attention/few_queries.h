@@ -61,9 +61,8 @@ INLINE quads folded(const floats *x, int adds) {
         part[i] = of[0];
         for (int j = 1; j < LANES / 4; j++) part[i] = joined_quads(part[i], of[j], adds);
     }
-    const quads a = joined_quads(SHUFFLED(quad_signs, part[0], part[1], 0, 4, 1, 5), SHUFFLED(quad_signs, part[0], part[1], 2, 6, 3, 7), adds);
-    const quads b = joined_quads(SHUFFLED(quad_signs, part[2], part[3], 0, 4, 1, 5), SHUFFLED(quad_signs, part[2], part[3], 2, 6, 3, 7), adds);
-    return joined_quads(SHUFFLED(quad_signs, a, b, 0, 1, 4, 5), SHUFFLED(quad_signs, a, b, 2, 3, 6, 7), adds);
+    transpose(part);
+    return joined_quads(joined_quads(part[0], part[2], adds), joined_quads(part[1], part[3], adds), adds);
 #endif
 }
 
@@ -96,7 +95,6 @@ INLINE void dots(const float *query, int64_t width, const void *keys, float *sco
         for (int s = 0; s < slots; s++) scores[h * SLOTS + s] = total_of(sum[h][s]);
     }
 }
-
 
 /* One row of a piece, if it has that row. bytes: of the row. */
 INLINE void fetch_row(const piece *p, int r, int64_t s, int64_t bytes, int64_t item) {
@@ -218,7 +216,8 @@ static void fetch_first(const call *c, const block *b, int64_t first_head, int64
     const int64_t item = c->pages_are_bfloat16 ? 2 : 4, row = c->dim * item;
     for (int64_t number = 0; number < pieces_ahead(c, b, kv_heads); number++) {
         const piece p = piece_of(c, b, first_head, kv_heads, number);
-        for (int r = 0; r < b->count; r++) fetch(p.base + b->runs[r].at * item, b->runs[r].slots * row);
+        for (int r = 0; r < b->count; r++)
+            for (int64_t s = 0; s < b->runs[r].slots; s++) fetch_row(&p, r, s, row, item);
     }
 }
 
@@ -235,6 +234,11 @@ static piece copied(const call *c, const few *f, const piece *p, block *of) {
     return (piece){of, (const char *)f->copy};
 }
 
+INLINE void read_piece(const few *f, int64_t h, const piece *read, const piece *ahead, int are_keys, int heads, int is_bfloat16) {
+    if (are_keys) score(f, h, read, ahead, heads, is_bfloat16);
+    else weigh_heads(f, h, read, ahead, heads, is_bfloat16);
+}
+
 INLINE void block_of_slots(const call *c, const few *f, const block *now, const block *next, int64_t first_head, int64_t kv_heads, int is_bfloat16) {
     const int64_t group = c->heads / c->kv_heads, pieces = 2 * kv_heads, further = pieces_ahead(c, now, kv_heads);
     for (int64_t number = 0; number < pieces; number++) {
@@ -246,16 +250,10 @@ INLINE void block_of_slots(const call *c, const few *f, const block *now, const 
         if (is_copied) read = copied(c, f, &read, &of_copy);
         const int64_t begin = number % kv_heads * group, end = begin + group;
         int64_t h = begin;
-#define HEADS(n)                                                                                          \
-    for (; h + n <= end; h += n) {                                                                        \
-        const piece *fetched = h == begin && !is_copied ? &ahead : NULL;                                  \
-        if (number < kv_heads) score(f, h, &read, fetched, n, is_bfloat16);                               \
-        else weigh_heads(f, h, &read, fetched, n, is_bfloat16);                                           \
-    }
-        HEADS(4)
-        HEADS(2)
-        HEADS(1)
-#undef HEADS
+        const piece *fetched = is_copied ? NULL : &ahead;
+        for (; h + 4 <= end; h += 4) read_piece(f, h, &read, h == begin ? fetched : NULL, number < kv_heads, 4, is_bfloat16);
+        for (; h + 2 <= end; h += 2) read_piece(f, h, &read, h == begin ? fetched : NULL, number < kv_heads, 2, is_bfloat16);
+        for (; h < end; h++) read_piece(f, h, &read, h == begin ? fetched : NULL, number < kv_heads, 1, is_bfloat16);
     }
 }
 
