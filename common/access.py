@@ -20,13 +20,14 @@ from hmac import compare_digest
 from common.addresses import is_loopback
 from common.config import AccessConfig
 from common.errors import ConfigError
+from common.names import OWNER_CHARS
 from common.trust import read_private_file
 
 MOST_KEYS = 1_000
 """Names of keys are labels of metrics, so there may be only so many."""
 MOST_BYTES = 1024 * 1024
 DIGEST_BYTES, SLOT_BYTES = 32, 8
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{OWNER_CHARS}}}")
 _KEY = re.compile(r"[!-~]{16,512}")
 _KEY_RULE = "16 to 512 visible ASCII characters"
 
@@ -112,7 +113,7 @@ def read_api_keys(path: str) -> dict[str, str]:
             raise ConfigError(f"{where} must be a name and a key with a space between them")
         name, key = words
         if _NAME.fullmatch(name) is None:
-            raise ConfigError(f"{where} begins with no name of a key: write up to 64 letters, digits and . _ -")
+            raise ConfigError(f"{where} begins with no name of a key: write up to {OWNER_CHARS} letters, digits and . _ -")
         if _KEY.fullmatch(key) is None:
             raise ConfigError(f"{where}: the key must have {_KEY_RULE}; `openssl rand -hex 24` makes one")
         if name in names.values() or key in names:

@@ -1,4 +1,4 @@
-"""Which names an instance may have.
+"""Which names an instance may have, and how long those of API keys may be.
 
 Owns the rule, and how routers and their detokenizers are called. Imports nothing heavy, so a flag can be checked before anything
 is loaded.
@@ -26,3 +26,7 @@ def check_instance_id(name: str) -> str:
         rule = "1 to 64 letters, digits, '.', '_' or '-', and not router, router-…, router.… or detokenizer"
         raise ConfigError(f"an instance's name must be {rule}; it is {name[:80]!r}")
     return name
+
+
+OWNER_CHARS = 64
+"""Most characters of the name of an API key."""

@@ -85,6 +85,11 @@ class Request:
     awaits: bytes | None = None
     published: int = 0
 
+    @property
+    def owner(self) -> str:
+        """Whose it is: see `Terms`."""
+        return self.asked.terms.owner
+
     def note(self, token_id: int) -> None:
         """The token goes to the client, or has gone there by another instance."""
         self.token_ids.append(token_id)

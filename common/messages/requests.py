@@ -9,12 +9,17 @@ import msgspec
 
 from common.ids import Incarnation, InstanceId, Key, Life
 from common.messages.base import Message
+from common.names import OWNER_CHARS
 from common.sampling_params import SamplingParams
 
 SALT_CHARS = 128
 
 Salt: TypeAlias = Annotated[str, msgspec.Meta(max_length=SALT_CHARS)]
 """Requests with different salts share no cached KV."""
+
+
+Owner: TypeAlias = Annotated[str, msgspec.Meta(max_length=OWNER_CHARS)]
+"""The name of an API key, the same at all routers. It is no secret."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +31,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """Time since the client's request arrived, at the moment of sending. Among equal priorities the older is earlier."""
     timeout_s: float | None = None
     """What is left of its time; None: only the receiver's own limit holds."""
+    owner: Owner = ""
+    """Whose it is: where requests wait, owners take turns. "": it came without a key."""
 
 
 class Generate(Message, frozen=True):

@@ -48,11 +48,11 @@ def test_the_most_urgent_is_computed_first_and_among_equals_the_oldest() -> None
     assert [reserved(made.decide(10.0).actions) for _ in range(4)] == [["urgent"], ["old"], ["young"], ["late"]]
 
 
-def test_the_age_of_a_request_includes_its_wait_here() -> None:
+def test_a_reservation_says_whose_the_request_is_and_its_age_includes_the_wait_here() -> None:
     made = scheduler()
-    made.receive(ROUTER, generate("a", 4, terms=Terms(priority=2, age_s=5.0, timeout_s=30.0)), 10.0)
+    made.receive(ROUTER, generate("a", 4, terms=Terms(priority=2, age_s=5.0, timeout_s=30.0, owner="alice")), 10.0)
     (reserve,) = reserves(made.decide(13.0).actions)
-    assert reserve.terms == Terms(priority=2, age_s=8.0, timeout_s=27.0)
+    assert reserve.terms == Terms(priority=2, age_s=8.0, timeout_s=27.0, owner="alice")
     assert (reserve.incarnation, reserve.sent_s) == (LIFE, 13.0)
 
 

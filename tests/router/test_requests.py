@@ -42,12 +42,12 @@ def test_colocated_dispatch_sends_the_request_to_the_decode_instance() -> None:
     assert sent[1] == Send(D0.id, Generate(key=key(), prompt=PROMPT, sampling=SamplingParams(max_new_tokens=8), terms=TERMS))
 
 
-def test_a_request_carries_its_priority_its_age_and_what_is_left_of_its_time() -> None:
+def test_a_request_carries_its_priority_its_age_its_owner_and_what_is_left_of_its_time() -> None:
     bench = Bench(P0, D0)
-    asked = RequestSpec(RequestId("r"), 0, PROMPT, SamplingParams(max_new_tokens=8), priority=-3, timeout_s=20.0)
+    asked = RequestSpec(RequestId("r"), 0, PROMPT, SamplingParams(max_new_tokens=8), priority=-3, timeout_s=20.0, owner="alice")
     sent = bench.core.requests.submit([asked], bench.outbox, received_s=1.0, now=1.5)
     ((_, generate),) = generates(sent)
-    assert generate.terms == Terms(priority=-3, age_s=0.5, timeout_s=19.5)
+    assert generate.terms == Terms(priority=-3, age_s=0.5, timeout_s=19.5, owner="alice")
     assert isinstance(sent[0].message, ExpectAnswer) and sent[0].message.life_s == 79.5
     bench.beat(20.0)
     assert bench.core.tick(20.9)[-1:] != [close()]

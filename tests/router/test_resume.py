@@ -54,7 +54,7 @@ STOLEN = instance("d0", "decode", incarnation="2")
 
 def test_the_next_attempt_is_the_prompt_and_the_tokens_so_far_with_what_remains() -> None:
     bench = Bench(P0, D0, P1, D1)
-    asked = RequestSpec(RequestId("r"), 0, PROMPT, spec().sampling, stop=("end",), priority=5, timeout_s=30.0)
+    asked = RequestSpec(RequestId("r"), 0, PROMPT, spec().sampling, stop=("end",), priority=5, timeout_s=30.0, owner="bob")
     to, decode = route(bench.submit(asked))
     old = [next(one for one in bench.members if one.id == name) for name in (to, decode)]
     bench.text(0, "ab", now=1.0)
@@ -67,7 +67,7 @@ def test_the_next_attempt_is_the_prompt_and_the_tokens_so_far_with_what_remains(
     assert unpack_ids(generate.prompt).tolist() == [*range(100, 120), *ids]
     assert generate.sampling.max_new_tokens == 5
     assert (generate.first, announcement.first) == (3, 3)
-    assert generate.terms == Terms(priority=5, age_s=4.0, timeout_s=26.0)
+    assert generate.terms == Terms(priority=5, age_s=4.0, timeout_s=26.0, owner="bob")
     assert announcement.context == pack_ids([*range(112, 120), *ids])
     assert (announcement.text, announcement.stop, announcement.life_s) == ("abc", ("end",), 86.0)
     assert {first, generate.decodes[0]}.isdisjoint({to, decode}), "they are avoided, for others can serve"
