@@ -28,6 +28,7 @@ What holds, and what ends the instance when it does not:
 3. Every rank samples the same tokens in every step, which a CRC-32 of them shows.
 4. A page id means the same page on every rank, and only the leader's scheduler gives pages out.
 5. A write lease of a follower never ends later than the leader's.
+6. A row begins with a grammar that the follower holds: between its PrepareGrammar and its DropGrammars.
 
 Each life of a rank has a name of its own as a sender (`rank_name`), so a message of a former life is known and dropped.
 """
@@ -112,7 +113,7 @@ class RankReady(Numbered, frozen=True):
 
 
 class RowBegins(msgspec.Struct, frozen=True, array_like=True):
-    """A `RowStart` as it travels; ids are packed."""
+    """A `RowStart` as it travels; ids are packed, and a grammar is named: the follower holds it."""
 
     row: int
     pages: bytes
@@ -121,6 +122,8 @@ class RowBegins(msgspec.Struct, frozen=True, array_like=True):
     last_token: int | None
     token_ids: bytes | None
     answer_tokens: int
+    grammar_id: int | None = None
+    """That of its PrepareGrammar, not yet dropped. `sampling` has no grammar: equal texts may be of different requests."""
 
 
 class PromptChunk(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,7 @@ KEY = Key(RequestId("request"), 1, ROUTER)
 PEER, LIFE = InstanceId("decode-1"), Incarnation("life")
 INFO = instance(PEER, "decode", LIFE)
 GRAMMAR = Grammar("regex", "[ab]+")
-SAMPLING = SamplingParams(max_new_tokens=5, grammar=GRAMMAR)
+SAMPLING = SamplingParams(max_new_tokens=5)
 IDS = pack_ids([1, 2, 3])
 SAMPLES: tuple[AnyMessage, ...] = (
     ranks.RankHello(
@@ -27,7 +27,7 @@ SAMPLES: tuple[AnyMessage, ...] = (
     ranks.Launch(
         number=4,
         step=7,
-        starts=(ranks.RowBegins(0, IDS, SAMPLING, 3, 5, IDS, 1), ranks.RowBegins(1, IDS, SAMPLING, 0, None, None, 0)),
+        starts=(ranks.RowBegins(0, IDS, SAMPLING, 3, 5, IDS, 1, 9), ranks.RowBegins(1, IDS, SAMPLING, 0, None, None, 0)),
         chunks=(ranks.PromptChunk(1, 0, IDS, last=True),),
         decode_rows=IDS,
         grown_rows=IDS,

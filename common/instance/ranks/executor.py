@@ -60,10 +60,12 @@ class RankedStep:
 
 
 class RankedPreparation:
-    """A grammar that all ranks make ready. Implements `Preparation`."""
+    """A grammar that all ranks make ready. Implements `Preparation`. It ends with the request: the followers forget what the
+    leader drops, and say nothing more of it."""
 
-    def __init__(self, own: Preparation, grammar_id: int, followers: Followers) -> None:
+    def __init__(self, own: Preparation, grammar: Grammar, grammar_id: int, followers: Followers) -> None:
         self._own = own
+        self._grammar = weakref.ref(grammar)
         self._own_ready = False
         self._id = grammar_id
         self._waiting: list[Follower] = list(followers)
@@ -73,6 +75,8 @@ class RankedPreparation:
         return None if self._own_ready else self._own.ends_s
 
     def poll(self) -> bool:
+        if self._grammar() is None:
+            raise Unavailable("its request has ended")
         self._own_ready = self._own_ready or self._own.poll()
         if not self._own_ready:
             return False  # where all refuse, the leader's error names the field
@@ -93,6 +97,8 @@ class RankedExecutor:
         self._own = own
         self._followers = followers
         self._grammars: dict[int, weakref.ref[Grammar]] = {}
+        self._numbers: dict[int, int] = {}
+        """Those of `_grammars`, by the identity of the object: grammars of different requests may be equal."""
         self._dropped: list[int] = []
         """Grammars whose requests have ended, which the followers have not been told."""
         self._last_grammar = 0
@@ -103,7 +109,7 @@ class RankedExecutor:
 
     def launch(self, plan: Plan) -> RankedStep:
         self._tell_dropped()
-        self._followers.launch(plan)
+        self._followers.launch(plan, lambda grammar: self._numbers[id(grammar)])
         return RankedStep(self._own.launch(plan), plan.step, self._followers)
 
     def prepare(self, grammar: Grammar) -> RankedPreparation:
@@ -111,9 +117,10 @@ class RankedExecutor:
         self._tell_dropped()
         self._last_grammar += 1
         number = self._last_grammar
-        self._grammars[number] = weakref.ref(grammar, partial(self._drop, number))
+        self._grammars[number] = weakref.ref(grammar, partial(self._drop, number, id(grammar)))
+        self._numbers[id(grammar)] = number
         self._followers.prepare(number, grammar)
-        return RankedPreparation(self._own.prepare(grammar), number, self._followers)
+        return RankedPreparation(self._own.prepare(grammar), grammar, number, self._followers)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """Refused: the pages of other ranks are elsewhere, and a digest would wait for them. --verify-pages needs one rank."""
@@ -122,8 +129,9 @@ class RankedExecutor:
     def close(self) -> None:
         self._own.close()
 
-    def _drop(self, number: int, _: "weakref.ref[Grammar]") -> None:
+    def _drop(self, number: int, identity: int, _: "weakref.ref[Grammar]") -> None:
         del self._grammars[number]
+        self._numbers.pop(identity, None)
         self._dropped.append(number)
 
     def _tell_dropped(self) -> None:

@@ -57,7 +57,7 @@ class FollowerLoop:
         """Others may still load, and the leader too."""
         self._steps: deque[_Step] = deque()
         self._grammars: dict[int, Grammar] = {}
-        """They keep alive what is compiled, until the leader drops them."""
+        """Those of open requests, by the leader's number: rows begin with these objects, and keep what is compiled."""
         self._preparing: dict[int, Preparation] = {}
         self.end: End | None = None
         """The leader's word that this rank is to exit."""
@@ -101,7 +101,7 @@ class FollowerLoop:
     def _obey(self, message: ToFollower, now: float) -> None:
         match message:
             case Launch():
-                plan = unpack_plan(message)
+                plan = unpack_plan(message, self._grammars)
                 self._steps.append(_Step(plan.step, self._executor.launch(plan)))
             case Command(order=order):
                 self._transfers.submit(unpack_order(order))

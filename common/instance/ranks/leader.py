@@ -125,12 +125,14 @@ class Followers:
             if name in self._by_name:
                 raise RankLost(f"{self._by_name[name].line.who} is gone")
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: Plan, grammar_id: Callable[[Grammar], int]) -> None:
+        """grammar_id: of a grammar that was prepared."""
         for follower in self._all:
-            self._mail.send(follower.line.to, pack_plan(plan, follower.line.next()))
+            self._mail.send(follower.line.to, pack_plan(plan, follower.line.next(), grammar_id))
 
     def prepare(self, grammar_id: int, grammar: Grammar) -> None:
         self._grammars.add(grammar_id)
+        grammar = Grammar(grammar.kind, grammar.text)  # a message that waits keeps no request's alive
         for follower in self._all:
             number = follower.line.next()
             self._mail.send(follower.line.to, PrepareGrammar(number=number, grammar_id=grammar_id, grammar=grammar))

@@ -4,10 +4,11 @@ Owns the mail between them, which travels as bytes, and what is on its way. Know
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from common.engine.executor import Executor
 from common.ids import Incarnation
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
@@ -21,10 +22,14 @@ from tests.common.mailboxes import FakeMail
 LEADER = rank_name("decode-0", 0, Incarnation("a"))
 
 
-class Rig:
-    """offsets_s: what each follower's clock shows when the leader's shows 0. One for each follower."""
+E = TypeVar("E", bound=Executor)
 
-    def __init__(self, *offsets_s: float) -> None:
+
+class RanksOf(Generic[E]):
+    """make: an executor, of each rank. offsets_s: what each follower's clock shows when the leader's shows 0. One for each
+    follower."""
+
+    def __init__(self, make: Callable[[], E], *offsets_s: float) -> None:
         self.now = 0.0
         self.offsets_s = offsets_s or (0.0,)
         ranks = range(1, len(self.offsets_s) + 1)
@@ -32,10 +37,10 @@ class Rig:
         self.mail: FakeMail[ToLeader] = FakeMail()
         lines = [Line(name, f"rank {rank}", self.now) for rank, name in zip(ranks, self.names, strict=True)]
         self.followers = Followers(self.mail, lines, self.now)
-        self.own = FakeExecutor()
+        self.own = make()
         self.executor = RankedExecutor(self.own, self.followers)
         self.remote: list[RemoteTransfers] = remote_transfers(self.followers)
-        self.executors = [FakeExecutor() for _ in ranks]
+        self.executors = [make() for _ in ranks]
         self.transfers = [FakeTransfers() for _ in ranks]
         self.mails: list[FakeMail[ToFollower]] = [FakeMail() for _ in ranks]
         self.loops = [
@@ -70,6 +75,13 @@ class Rig:
         self.followers.turn(self.clock)
         self.to_followers()
         self.to_leader()
+
+
+class Rig(RanksOf[FakeExecutor]):
+    """Ranks whose steps end when they are told to."""
+
+    def __init__(self, *offsets_s: float) -> None:
+        super().__init__(FakeExecutor, *offsets_s)
 
 
 def take(mail: FakeMail[Any]) -> list[tuple[Any, AnyMessage]]:

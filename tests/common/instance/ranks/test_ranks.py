@@ -1,14 +1,12 @@
 """The leader and its followers: steps, transfers, grammars and leases reach every rank, and any doubt ends the instance."""
 
-import gc
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.engine.executor import ExecutorFailed
-from common.engine.grammars import ANY_TEXT
+from common.engine.grammars import ANY_TEXT, Preparation, take_prepared
 from common.engine.plan import Chunk, Plan, RowStart, StepResult
 from common.errors import BadRequest
 from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Ticket
@@ -44,8 +42,9 @@ def decode_step(step: int = 1) -> Plan:
     return Plan(step, decode_rows=np.array([0, 2], dtype=np.int32))
 
 
-def test_a_plan_arrives_as_it_was_sent() -> None:
-    sampling = SamplingParams(max_new_tokens=3, seed=9, grammar=Grammar("regex", "a"), bad_words=((1, 2),))
+def test_a_plan_arrives_as_it_was_sent_with_the_grammars_that_the_rank_holds() -> None:
+    held = Grammar("regex", "a")
+    sampling = SamplingParams(max_new_tokens=3, seed=9, grammar=held, bad_words=((1, 2),))
     tokens = np.arange(5, dtype=np.int32)
     plan = Plan(
         3,
@@ -55,7 +54,11 @@ def test_a_plan_arrives_as_it_was_sent() -> None:
         grown_rows=np.array([0], dtype=np.int32),
         grown_pages=np.array([31], dtype=np.int32),
     )
-    assert repr(unpack_plan(travelled(pack_plan(plan, 1), Launch))) == repr(plan)
+    launch = travelled(pack_plan(plan, 1, lambda grammar: 7), Launch)
+    got = unpack_plan(launch, {6: Grammar("regex", "a"), 7: held})
+    assert repr(got) == repr(plan) and got.starts[0].sampling.grammar is held
+    with pytest.raises(RankLost, match="row 0 is to begin with grammar 7, which this rank does not hold"):
+        unpack_plan(launch, {6: held})
 
 
 def test_a_step_is_complete_when_every_rank_has_returned_it() -> None:
@@ -229,18 +232,37 @@ def test_a_pause_of_the_leader_while_it_reads_its_mail_lengthens_no_lease() -> N
 def test_a_grammar_is_ready_when_all_ranks_have_it_and_is_dropped_with_its_request() -> None:
     rig = Rig(0.0, 0.0)
     rig.executors[1].prepared_s = 1.0
-    preparation = rig.executor.prepare(Grammar(ANY_TEXT.kind, ANY_TEXT.text))
+    grammar = Grammar(ANY_TEXT.kind, ANY_TEXT.text)
+    preparation = rig.executor.prepare(grammar)
     rig.turn()
     assert not preparation.poll()
     rig.executors[1].now = 1.0
     rig.turn()
     assert preparation.poll()
     assert [len(loop._grammars) for loop in rig.loops] == [1, 1]
-    del preparation
-    gc.collect()
+    del grammar, preparation
     rig.executor.launch(decode_step())
     rig.to_followers()
     assert [len(loop._grammars) for loop in rig.loops] == [0, 0]
+
+
+@pytest.mark.parametrize("prepared_s", [0.0, 1.0], ids=["after rank 1 has compiled it", "before rank 1 has compiled it"])
+def test_a_preparation_ends_when_the_client_leaves_before_rank_1_has_answered(prepared_s: float) -> None:
+    rig = Rig()
+    rig.executors[0].prepared_s = prepared_s
+    rig.own.prepare = lambda grammar: FakePreparation()  # type: ignore[method-assign, assignment, return-value]
+    grammar = Grammar(ANY_TEXT.kind, ANY_TEXT.text)
+    preparing: dict[str, Preparation] = {"r": rig.executor.prepare(grammar)}
+    assert list(take_prepared(preparing)) == [], "rank 0 alone has compiled it"
+    del grammar
+    ((_, refused),) = take_prepared(preparing)
+    assert refused is not None and not preparing
+    rig.executor.launch(decode_step())
+    rig.executors[0].now = prepared_s
+    for _ in range(2):
+        rig.turn()
+    (follower,) = rig.followers
+    assert not follower.prepared and not rig.loops[0]._preparing and not rig.loops[0]._grammars
 
 
 def test_a_grammar_that_one_rank_refuses_is_refused() -> None:
