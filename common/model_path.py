@@ -13,6 +13,8 @@ from typing import Any
 from common.config import DEMO_MODEL
 from common.errors import ConfigError
 
+CONFIG = "config.json"
+_CHECKPOINT = "the model as Hugging Face has it: config.json, tokenizer.json and *.safetensors"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _TEXT_FILES = ("*.json", "*.jinja")
 _WEIGHT_FILES = ("*.safetensors",)
@@ -25,16 +27,31 @@ def resolve_model_path(model: str, weights: bool = True) -> Path:
 
     weights: whether the weights are needed too; a download without them is small. Raises ConfigError.
     """
+    return model_folder(model) or _download(model, (*_TEXT_FILES, *_WEIGHT_FILES) if weights else _TEXT_FILES)
+
+
+def model_folder(model: str) -> Path | None:
+    """The folder that --model names, or None for a Hugging Face name. Raises ConfigError for what is neither."""
     if model == DEMO_MODEL:
         return _demo_path()
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         return folder
     if model and folder.exists():
-        raise ConfigError(f"--model {model!r} is a file: give the folder that holds config.json and tokenizer.json")
+        kind = "a GGUF file, which is not supported" if folder.suffix == ".gguf" else "a file"
+        raise ConfigError(f"--model {model!r} is {kind}: give the folder that holds {_CHECKPOINT}")
     if not _HUB_NAME.fullmatch(model):
         raise ConfigError(f"--model {model!r}: there is no such folder, and it is not a Hugging Face name (owner/name)")
-    return _download(model, (*_TEXT_FILES, *_WEIGHT_FILES) if weights else _TEXT_FILES)
+    return None
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint. Raises ConfigError that says what a folder without one holds instead."""
+    if not (folder / CONFIG).exists():
+        files = any(folder.glob("*.gguf"))
+        kind = "holds GGUF files, which are not supported" if files else f"has no {CONFIG}"
+        raise ConfigError(f"{folder} {kind}: give the folder that holds {_CHECKPOINT}")
+    return read_json(folder / CONFIG)
 
 
 def model_name(model: str) -> str:

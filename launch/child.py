@@ -59,6 +59,11 @@ class ChildProcess:
         self._lock = threading.Lock()
         self._parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))
 
+    @property
+    def has_parent(self) -> bool:
+        """Whether another process started this one and hears its reports; else a person did, in a terminal."""
+        return self._parent.exists
+
     def listen(self) -> None:
         """Start to listen for signals and orders. The main thread calls this; from now on it may raise StoppedWhileStarting."""
         signal.signal(signal.SIGUSR1, self._interrupted)
@@ -210,7 +215,8 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
     try:
         body(process)
     except TandemError as error:
-        _log.error("%s", error)
+        if not process.has_parent:  # a parent says it, once
+            _log.error("%s", error)
         process.report(Broken(reason=str(error)))
         return BAD_FLAG if isinstance(error, ConfigError) and not error.retryable else 1
     except Exception as error:  # noqa: BLE001  whoever started this process must learn why it ended, whatever the reason

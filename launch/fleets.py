@@ -64,20 +64,26 @@ def _add_fleet(parser: argparse.ArgumentParser, decided: tuple[str, ...]) -> Non
 def _local(flags: argparse.Namespace) -> int:
     from launch.gpus import count_gpus
     from launch.local import LocalPlan, run
+    from launch.model_check import check_model
 
     fleet = _read_fleet(flags)
     engine = fleet["engine"]
     logs.configure(fleet["log"], "local")
     gpus = count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0
-    return run(LocalPlan(**fleet, gpus=gpus, cores=read_config(CoresConfig, flags)))
+    plan = LocalPlan(**fleet, gpus=gpus, cores=read_config(CoresConfig, flags))
+    check_model(plan.model, plan.engine, plan.instance.tp, on_cpu=plan.on_cpu)
+    return run(plan)
 
 
 def _ray(flags: argparse.Namespace) -> int:
+    from launch.model_check import check_model
     from launch.ray_fleet import RayPlan, run
 
     fleet = _read_fleet(flags)
     logs.configure(fleet["log"], "ray")
-    return run(RayPlan(**fleet, ray=read_config(RayConfig, flags)))
+    plan = RayPlan(**fleet, ray=read_config(RayConfig, flags))
+    check_model(plan.model, plan.engine, plan.instance.tp, on_cpu=plan.engine.device == "cpu")
+    return run(plan)
 
 
 def _read_fleet(flags: argparse.Namespace) -> dict[str, Any]:

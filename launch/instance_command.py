@@ -39,6 +39,7 @@ def run(
         from common.ids import InstanceId
         from launch.instance_process import serve
 
+        _check(instance, model, engine)
         serve(process, role, instance, model, engine, InstanceId(name), trust)
 
     return run_process(name, log, engine.threads, body)
@@ -63,6 +64,7 @@ def _run_ranks(
         from launch import follower_process, instance_process
         from launch.rank_setup import commands_of_ranks, engines_of_ranks
 
+        _check(instance, model, engine)
         engines = engines_of_ranks(instance, engine)
         others = commands_of_ranks(role, name, instance, model, engines, log, security)
         serve = instance_process.serve if first == 0 else follower_process.serve
@@ -72,3 +74,12 @@ def _run_ranks(
             process.end_now(str(error))  # threads may wait in a library for the rank that is lost
 
     return run_process(name if first == 0 else f"{name}.rank-{first}", log, threads, body)
+
+
+def _check(instance: InstanceConfig, model: ModelConfig, engine: EngineConfig) -> None:
+    """Before weights are loaded or other ranks are started. Raises ConfigError."""
+    from launch.gpus import count_gpus
+    from launch.model_check import check_model
+
+    on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
+    check_model(model, engine, instance.tp, on_cpu=on_cpu)

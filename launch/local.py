@@ -105,7 +105,7 @@ class LocalPlan:
         names = [name for role in ROLES for name in self.names(role)]
         places = place_on_gpus(self.engine.device, len(names), self.gpus, self.instance.tp)
         shared = replace(self.engine, sharers=max(places[0][1], self.engine.sharers))
-        if self._on_processor:
+        if self.on_cpu:
             shared = replace(shared, memory_part=memory_part(shared, self.instance.tp, len(names) * self.instance.tp))
         return {
             name: replace(shared, threads=self._threads(name.startswith("prefill")), device=device)
@@ -118,7 +118,7 @@ class LocalPlan:
         return self.cores.lend_cores == "on" and not self._why_not_lent
 
     @property
-    def _on_processor(self) -> bool:
+    def on_cpu(self) -> bool:
         return self.engine.device == "cpu" or (self.engine.device == "auto" and not self.gpus)
 
     @property
@@ -128,7 +128,7 @@ class LocalPlan:
             return "with --threads"
         if self.engine.executor != "torch":
             return f"with --executor {self.engine.executor}"
-        return "" if self._on_processor else "on GPUs"
+        return "" if self.on_cpu else "on GPUs"
 
     @property
     def _why_not_lent(self) -> str:
@@ -166,7 +166,11 @@ class LocalPlan:
 
 
 class FleetFailed(TandemError):
-    """A part of the fleet did not start, or died; the message says which and why."""
+    """A part of the fleet did not start, or died; the message says which and why. exit_status: of the whole."""
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 class _StopAsked(Exception):
@@ -344,8 +348,8 @@ class Fleet:
                 case Notice(name=name, text=text, account=account):
                     print(f"{name:<12} {action.headline}", flush=True)
                     _log.error("%s %s: %s", name, text, account)
-                case GiveUp(reason=reason):
-                    raise FleetFailed(reason)
+                case GiveUp(reason=reason, status=status):
+                    raise FleetFailed(reason, status)
                 case _:
                     assert_never(action)
 
@@ -385,7 +389,8 @@ class Fleet:
 def run(plan: LocalPlan, command: Command = launch_command, start_instance: StartInstance | None = None) -> int:
     """Start, watch and stop. command: what runs a role with its flags. start_instance: without it, instances are children too.
 
-    Returns the exit status: 0 after an orderly stop, 1 when a part failed, 130 when killed in haste.
+    Returns the exit status: 0 after an orderly stop, 1 when a part failed, BAD_FLAG when it can never run as it was started, 130
+    when killed in haste.
     """
 
     def start_here(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> Running:
@@ -409,7 +414,7 @@ def run(plan: LocalPlan, command: Command = launch_command, start_instance: Star
         print("stopping before the start was complete", flush=True)
     except FleetFailed as error:
         _log.error("%s", error)
-        status = 1
+        status = error.exit_status
     finally:
         fleet.stop()
     return 130 if fleet.killed else status

@@ -29,7 +29,7 @@ from common.flags import C, ConfigClass, add_flags, read_config, to_flags, with_
 from common.trust import write_key
 from launch import chat, environment, fleets, instance_command
 from launch.child import ChildProcess, run_process
-from launch.commands import Command, add_command, read_guarded_access, read_security
+from launch.commands import Command, CommandParser, ShowVersion, add_command, read_guarded_access, read_security
 from launch.reports import BAD_FLAG
 from simulation import plan as simulation_plan
 
@@ -59,7 +59,15 @@ ROUTER_LIFE = (
 )
 SERVE_PLANS = (serve_plan.Target, serve_plan.Workload, serve_plan.Load, serve_plan.Results)
 SERVE_LIFE = "The flags are named as in `vllm bench serve`, and so are the keys of the JSON file."
-KEY_LIFE = "Copy the file to every host of the fleet, and give each process --cluster-key FILE. Who has the file is let in."
+KEY_LIFE = (
+    "As the key of a fleet: copy the file to every host, and give each process --cluster-key FILE. As the control key of the "
+    "HTTP API: make another file for the routers alone, and give them --control-key FILE. Who has a file is let in."
+)
+STATUSES = (
+    "Exit status: 0 after an orderly end, 1 when something failed, 2 for a flag, file or model that cannot work, 130 when killed "
+    "in haste."
+)
+DETOKENIZER = "detokenizer"
 
 BENCH_SWITCHES = {
     "--quick": "take only a few seconds, to show that everything works: flags that are not given get small values",
@@ -71,9 +79,13 @@ TRANSFER_SWITCHES = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="launch", description="Starts Tandem: LLM serving with prefill and decode on separate machines.", allow_abbrev=False
+    parser = CommandParser(
+        prog="launch",
+        description="Starts Tandem: LLM serving with prefill and decode on separate machines.",
+        epilog=STATUSES,
+        allow_abbrev=False,
     )
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     fleets.add_local(commands)
     fleets.add_ray(commands)
@@ -89,14 +101,21 @@ def build_parser() -> argparse.ArgumentParser:
         add_flags(instance, InstanceConfig, ModelConfig, EngineConfig, LogConfig, SecurityConfig)
     add_flags(add_command(commands, "chat", "talk with the served model in this terminal", _chat), chat.ChatPlan)
     _add_simulate(commands)
-    key = add_command(commands, "key", "make the key of a fleet in a new file that only its owner can read", _key, KEY_LIFE)
+    key = add_command(
+        commands, "key", "make a key, of a fleet or of its control, in a new file that only its owner can read", _key, KEY_LIFE
+    )
     key.add_argument("file", metavar="FILE", help="the file to make")
     _add_bench(commands)
-    detokenizer = commands.add_parser("detokenizer", allow_abbrev=False)  # without help: the router starts it, no person does
-    detokenizer.set_defaults(command=_detokenizer, prog=detokenizer.prog)
-    detokenizer.add_argument("--of", required=True)
-    detokenizer.add_argument("--shard", type=int, required=True)
-    add_flags(detokenizer, RouterConfig, ModelConfig, LogConfig, SecurityConfig)
+    return parser
+
+
+def _build_detokenizer_parser() -> argparse.ArgumentParser:
+    """Of a command that only the router gives: no help and no message names it."""
+    parser = CommandParser(prog=f"launch {DETOKENIZER}", allow_abbrev=False)
+    parser.set_defaults(command=_detokenizer, prog=parser.prog)
+    parser.add_argument("--of", required=True)
+    parser.add_argument("--shard", type=int, required=True)
+    add_flags(parser, RouterConfig, ModelConfig, LogConfig, SecurityConfig)
     return parser
 
 
@@ -188,7 +207,11 @@ def _add_loads(benches: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status: 2 for a bad flag, which is named on stderr."""
-    flags = build_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] == DETOKENIZER:
+        flags = _build_detokenizer_parser().parse_args(given[1:])
+    else:
+        flags = build_parser().parse_args(given)
     command: Command = flags.command
     try:
         return command(flags)

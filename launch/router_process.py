@@ -267,8 +267,8 @@ class KeptDetokenizer:
                 case Notice(text=text, account=account):
                     self._say(f"{self._name} {action.headline}")
                     _log.error("%s %s: %s", self._name, text, account)
-                case GiveUp(reason=reason):
-                    self._failure = (ConfigError if self._child.status == BAD_FLAG else DetokenizerFailed)(reason)
+                case GiveUp(reason=reason, status=status):
+                    self._failure = (ConfigError if status == BAD_FLAG else DetokenizerFailed)(reason)
                     self._give_up()
                 case _:
                     assert_never(action)

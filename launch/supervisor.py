@@ -57,9 +57,10 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The whole cannot go on, and why."""
+    """The whole cannot go on, and why. status: the exit status of the whole, BAD_FLAG or 1."""
 
     reason: str
+    status: int
 
 
 Action: TypeAlias = Start | Notice | GiveUp
@@ -96,7 +97,7 @@ class Supervisor:
     def _ended(self, event: Exited, now: float) -> list[Action]:
         part = self._parts[event.child]
         if not self._started:
-            return [GiveUp(f"{part.name} ended: {event.account}")]
+            return [GiveUp(f"{part.name} ended: {event.account}", BAD_FLAG if event.status == BAD_FLAG else 1)]
         if event.status == 0 and part.drains:
             del self._parts[part.name]
             return [Notice(part.name, "has left as it was told, and is not started again", event.account)]
@@ -108,10 +109,9 @@ class Supervisor:
 
     def _cannot_run(self, part: Part, event: Exited) -> list[Action]:
         del self._parts[part.name]
-        notice = Notice(part.name, "CANNOT RUN as it was started, and is not started again", event.account)
         if any(other.role == part.role for other in self._parts.values()):
-            return [notice]
-        return [notice, GiveUp(f"no {part.role} is left: {part.name} ended: {event.account}")]
+            return [Notice(part.name, "CANNOT RUN as it was started, and is not started again", event.account)]
+        return [GiveUp(f"no {part.role} is left: {part.name} ended: {event.account}", BAD_FLAG)]
 
     def _next_backoff_s(self, name: str, now: float) -> float:
         since = self._ready_since.pop(name, now)

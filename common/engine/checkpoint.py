@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from common.engine.models.shape import CONFIG
 from common.errors import ConfigError
-from common.model_path import read_json
+from common.model_path import CONFIG, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor  # the import takes a second, and a fingerprint needs none

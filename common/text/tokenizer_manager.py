@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import BadRequest, ConfigError
-from common.model_path import model_name, read_json, resolve_model_path
+from common.model_path import model_name, read_model_config, resolve_model_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from common.text.token_text import TokenText
 
 TOKENIZER_FILE = "tokenizer.json"
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions")
+"""What configs call the longest sequence; the second is GPT-2's name for it."""
 _TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a chat template raises, besides jinja2's own errors, for messages that it does not expect."""
 
@@ -53,10 +55,11 @@ class TokenizerManager:
 
     def __init__(self, model: str, chat_template: str = "") -> None:
         path = resolve_model_path(model, weights=False)
-        config = read_json(path / "config.json")
+        config = read_model_config(path)
         text_config = config.get("text_config", config)
         self.model_name: str = model_name(model)
-        self.context_tokens: int = _positive(text_config, "max_position_embeddings", path)
+        named = next((name for name in CONTEXT_NAMES if name in text_config), CONTEXT_NAMES[0])
+        self.context_tokens: int = _positive(text_config, named, path)
         self.vocab_size: int = _positive(text_config, "vocab_size", path)
         """Rows of the model's embedding: every id below it can be computed, even one that the tokenizer lacks."""
         self._transformers = _load(path)

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from common.errors import ConfigError
-from common.model_path import model_name, resolve_model_path
+from common.model_path import model_name, read_model_config, resolve_model_path
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -43,6 +43,17 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(ConfigError, match="is a file"):
         resolve_model_path(str(file))
+    (tmp_path / "q4.gguf").touch()
+    with pytest.raises(ConfigError, match=r"is a GGUF file, which is not supported: give the folder that holds"):
+        resolve_model_path(str(tmp_path / "q4.gguf"))
+
+
+def test_a_folder_without_a_config_is_named_by_what_it_holds(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json: give the folder that holds the model as Hugging Face has it"):
+        read_model_config(tmp_path)
+    (tmp_path / "q4.gguf").touch()
+    with pytest.raises(ConfigError, match=r"holds GGUF files, which are not supported: give the folder that holds"):
+        read_model_config(tmp_path)
 
 
 def test_a_name_goes_to_hugging_face_and_its_refusal_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

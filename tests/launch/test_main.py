@@ -1,12 +1,14 @@
 """The console script: its commands, its help, and that help is quick because nothing heavy is imported for it."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from launch.main import build_parser
+from launch.main import build_parser, main
 
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "zmq", "uvicorn", "nixl", "safetensors", "tokenizers")
 LOOK = (
@@ -51,3 +53,47 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         build_parser().parse_args([])
     assert stopped.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["local", "--prefil", "2"], "launch local: --prefil is not a flag of this command; did you mean --prefill?"),
+        (["bench", "serve", "--request-rat=3"], "launch bench serve: --request-rat is not a flag of this command; did you mean"),
+        (["locl"], "did you mean local?"),
+        (["bench", "engin"], "did you mean engine?"),
+        (["local", "--dispatch", "colocate"], "one of auto, colocated, conditional; it is 'colocate'; did you mean colocated?"),
+        (["local", "--prefill", "x"], "argument --prefill: invalid int value: 'x'"),
+        (["local", "now"], "launch local: now follows no flag that takes it"),
+        (["bench"], "the following arguments are required: WHAT"),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_is_refused_in_one_line_with_the_nearest_right_one(
+    line: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(line)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert said in error and error.count("\n") == 1 and "usage" not in error and "detokenizer" not in error
+
+
+def test_the_command_that_only_a_router_gives_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["detokenizer", "--of", "router-0"])
+    assert capsys.readouterr().err.startswith("launch detokenizer: the following arguments are required: --shard")
+
+
+def test_the_version_and_what_an_exit_status_means_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert re.fullmatch(r"launch \(tandem-serve\) \S.*\n", capsys.readouterr().out)
+    assert "2 for a flag, file or model that cannot work" in " ".join(build_parser().format_help().split())
+
+
+def test_a_new_key_is_explained_for_both_of_its_uses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", str(tmp_path / "key")]) == 0
+    said = capsys.readouterr().out
+    assert "every host" in said and "--cluster-key FILE" in said
+    assert "for the routers alone" in said and "--control-key FILE" in said

@@ -58,7 +58,7 @@ class Watched:
                 case Notice():
                     self.notices.append(action)
                 case GiveUp():
-                    self.log.append((self.now, "give up", action.reason))
+                    self.log.append((self.now, f"give up with {action.status}", action.reason))
                 case Start():
                     self.log.append((self.now, "start", action.name))
 
@@ -136,14 +136,14 @@ def test_one_that_waits_to_be_started_again_is_alive(watched: Watched) -> None:
 def test_the_last_of_a_role_that_can_never_run_is_the_end_of_all(watched: Watched, name: str) -> None:
     watched.ends(name, BAD_FLAG)
     ((_, what, reason),) = watched.log
-    assert what == "give up" and name in reason and "status 2" in reason
+    assert what == "give up with 2" and name in reason and "status 2" in reason and not watched.notices
 
 
 def test_one_that_was_drained_does_not_count_as_alive(watched: Watched) -> None:
     watched.ends("decode-1", 0)
     assert not watched.log
     watched.ends("decode-0", BAD_FLAG)
-    assert [what for _, what, _ in watched.log] == ["give up"]
+    assert [what for _, what, _ in watched.log] == ["give up with 2"]
 
 
 @pytest.mark.parametrize("status", [0, 1, BAD_FLAG, -signal.SIGKILL])
@@ -152,7 +152,8 @@ def test_during_the_first_start_any_end_is_the_end_of_all(status: int) -> None:
     watched.ready("decode-0")
     watched.ends("decode-0", status)
     ((_, what, reason),) = watched.log
-    assert what == "give up" and reason == f"decode-0 ended: status {status}\n  last lines"
+    assert what == f"give up with {BAD_FLAG if status == BAD_FLAG else 1}"
+    assert reason == f"decode-0 ended: status {status}\n  last lines"
     assert watched.supervisor.next_deadline() is None
 
 

@@ -17,10 +17,11 @@ from common.engine.models.loading import Loading
 from common.engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
 from common.engine.models.port import Model
 from common.engine.models.served_shape import ServedShape
-from common.engine.models.shape import CONFIG, ModelShape
+from common.engine.models.shape import ModelShape
 from common.engine.models.shares import share_of
 from common.engine.models.weights import WeightSlots
 from common.errors import ConfigError, MemoryShort
+from common.model_path import CONFIG
 
 
 def model_fingerprint(path: Path, shape: ServedShape, loading: Loading) -> str:

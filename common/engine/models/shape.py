@@ -16,10 +16,11 @@ from common.engine.models.config_values import ConfigValues
 from common.engine.models.end_of_sequence import read_eos
 from common.engine.models.rope import Rope, context_of, read_rope
 from common.errors import ConfigError
-from common.model_path import read_json
+from common.model_path import CONFIG, read_model_config
 
-CONFIG = "config.json"
 _SUFFIX = "ForCausalLM"
+_NEAR = 0.75
+"""How like a supported name another must be to be of its family: Qwen2Moe is of Qwen3Moe's, Mamba not of Llama's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ transformers' own are those of one particular model: a config without them is re
 
 def read_architecture(path: Path) -> str:
     """The class that a checkpoint's config names first. Raises ConfigError."""
-    named = read_json(path / CONFIG).get("architectures")
+    named = read_model_config(path).get("architectures")
     if not (isinstance(named, list) and named and isinstance(named[0], str)):
         raise ConfigError(f"{path / CONFIG}: architectures must name the model's class; it is {named!r}")
     return named[0]
@@ -98,7 +99,7 @@ def read_architecture(path: Path) -> str:
 
 def read_shape(path: Path) -> ModelShape:
     """The shape of the checkpoint in a folder. Raises ConfigError."""
-    architecture, written = read_architecture(path), read_json(path / CONFIG)
+    architecture, written = read_architecture(path), read_model_config(path)
     if architecture not in DEFAULTS:
         raise ConfigError(f"{path / CONFIG}: {unsupported(architecture, DEFAULTS)}")
     _refuse_what_is_not_supported(written, path)
@@ -141,9 +142,17 @@ def read_shape(path: Path) -> ModelShape:
 def unsupported(architecture: str, supported: Iterable[str]) -> str:
     """Why an architecture is refused, with the supported one whose name is nearest."""
     families = {name.removesuffix(_SUFFIX): name for name in supported}
-    nearest = get_close_matches(architecture.removesuffix(_SUFFIX), families, n=1)
+    nearest = get_close_matches(architecture.removesuffix(_SUFFIX), families, n=1, cutoff=_NEAR)
     return f"architecture {architecture} is not supported; " + (
         f"the nearest that is supported is {families[nearest[0]]}" if nearest else f"supported are {', '.join(supported)}"
+    )
+
+
+def quantised_weights(method: object) -> str:
+    """Why a checkpoint of weights that were quantised by this method is refused."""
+    return (
+        f"its weights are quantised ({method}, by its quantization_config), which is not supported: give the checkpoint before "
+        "quantisation, with --quantization if it is to take less memory"
     )
 
 
@@ -151,9 +160,7 @@ def _refuse_what_is_not_supported(written: Mapping[str, Any], path: Path) -> Non
     quantised = written.get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ConfigError(
-            f"{path / CONFIG}: quantization_config ({method}) is not supported: give the checkpoint before quantisation"
-        )
+        raise ConfigError(f"{path / CONFIG}: {quantised_weights(method)}")
     if written.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{path / CONFIG}: hidden_act {written['hidden_act']} is not supported; supported is silu")
 

@@ -5,6 +5,7 @@ al. 2019 (Megatron-LM): a layer whose outputs are divided feeds one whose inputs
 """
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from common.config import Quantization
 from common.engine.models.served_shape import ServedShape
@@ -51,13 +52,18 @@ def check_ranks(shape: ServedShape, ranks: int, quantization: Quantization) -> N
     if ranks == 1:
         return
     if not isinstance(shape, ModelShape):
-        raise ConfigError(
-            f"--tp {ranks} is not supported for {shape.architecture}, which transformers' implementation computes: give --tp 1"
-        )
+        refuse_ranks(shape.architecture, ranks)
     obstacle = _obstacle(shape, ranks, quantization)
     if obstacle is not None:
         works = [str(number) for number in range(1, shape.heads + 1) if _obstacle(shape, number, quantization) is None]
         raise ConfigError(f"--tp {ranks} cannot divide this {shape.architecture}: {obstacle}; what works is {', '.join(works)}")
+
+
+def refuse_ranks(architecture: str, ranks: int) -> NoReturn:
+    """Of a model that transformers' implementation computes. Raises ConfigError."""
+    raise ConfigError(
+        f"--tp {ranks} is not supported for {architecture}, which transformers' implementation computes: give --tp 1"
+    )
 
 
 def _obstacle(shape: ModelShape, ranks: int, quantization: Quantization) -> str | None:

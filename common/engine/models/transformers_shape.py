@@ -13,8 +13,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from common.engine.models.config_values import ConfigValues
 from common.engine.models.end_of_sequence import read_eos
-from common.engine.models.shape import CONFIG, DEFAULTS, unsupported
+from common.engine.models.shape import DEFAULTS, quantised_weights, unsupported
 from common.errors import ConfigError
+from common.model_path import CONFIG
 
 FOREIGN = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError,
@@ -58,8 +59,9 @@ def read_transformers_shape(path: Path, architecture: str) -> TransformersShape:
     )
     if config.is_encoder_decoder:
         raise refusal(architecture, "it has an encoder")
-    if "quantization_config" in config.to_dict() or "quantization_config" in written:
-        raise refusal(architecture, "quantization_config is not supported: give the checkpoint before quantisation")
+    quantised = config.to_dict().get("quantization_config", written.get("quantization_config"))
+    if quantised is not None:
+        raise refusal(architecture, quantised_weights(quantised.get("quant_method", "in a way that it does not name")))
     others = set(values.values.get("layer_types") or ()) - _LAYER_TYPES
     if others:
         raise refusal(architecture, f"it has layers of other kinds than attention over KV pages: {', '.join(sorted(others))}")

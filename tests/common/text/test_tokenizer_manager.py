@@ -179,7 +179,7 @@ def test_half_a_surrogate_pair_is_a_bad_request(manager: TokenizerManager) -> No
     [
         ("tokenizer.json", None, "has no tokenizer.json"),
         ("tokenizer.json", "{", "cannot be loaded"),
-        ("config.json", None, "config.json cannot be read"),
+        ("config.json", None, "has no config.json"),
         ("config.json", "[]", "must hold a JSON object"),
         ("config.json", "{}", "max_position_embeddings"),
     ],
@@ -189,6 +189,11 @@ def test_a_checkpoint_that_cannot_be_used_says_which_file_and_why(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         TokenizerManager(changed(tmp_path / "broken", name, text))
+
+
+def test_a_config_may_call_the_context_as_gpt2_does(tmp_path: Path) -> None:
+    config = json.dumps({"model_type": "gpt2", "vocab_size": 384, "n_positions": 1024})
+    assert TokenizerManager(changed(tmp_path / "gpt2", "config.json", config)).context_tokens == 1024
 
 
 def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:

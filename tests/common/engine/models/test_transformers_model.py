@@ -166,7 +166,7 @@ def test_a_mask_that_is_causal_only_for_late_positions_is_refused() -> None:
         ({"architectures": ["GraniteForTokens"], "model_type": "granite"}, "takes it for GraniteForCausalLM"),
         (
             {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "quantization_config": {"quant_method": "awq"}},
-            "quantization_config is not supported",
+            r"its weights are quantised \(awq, ",
         ),
     ],
 )
