@@ -1,15 +1,16 @@
 """Grammars, compiled for the model's vocabulary by xgrammar: off the loop, each once, the latest ones and those in use kept.
 
-Owns the cache, the queue, and what is refused before xgrammar sees it. Does not know requests, rows or logits, nor where the
-compiler runs (`grammar_process.py`). The tokenizer and the compiler are loaded for the first grammar: an instance that gets none
-pays nothing.
+Owns the cache, the threads, and what is refused before xgrammar sees it. Does not know requests, rows or logits, nor whose
+grammar is next (`grammar_queue.py`), nor where the compiler runs (`grammar_process.py`). The tokenizer and a compiler are loaded
+for the first grammar, or ahead of it (`warm`); a second compiler when two grammars are there at once.
 """
 
+import contextlib
 import copy
 import logging
 import math
-import queue
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 
 from common.engine.grammar_limits import check_size
+from common.engine.grammar_queue import CompileQueue, work_of
 from common.engine.json_schemas import check_regex, check_schema
 from common.engine.structural_tags import check_structural_tag
 from common.errors import BadRequest, Overloaded, TandemError, Unavailable
@@ -72,19 +74,24 @@ class Compiling(Protocol):
 
 
 class _Entry:
-    """A grammar of the cache. holders: the grammars of the requests that need it. It is kept while one of them exists."""
+    """A grammar of the cache. holders: the grammars of the requests that need it, by owner. It is kept while one of them
+    exists."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = Grammar(grammar.kind, grammar.text)  # its own, which keeps no request's alive
         self.future: Future[CompiledGrammar] = Future()
-        self.holders: list[weakref.ref[Grammar]] = []
+        self.holders: dict[str, list[weakref.ref[Grammar]]] = {}
 
     @property
     def is_held(self) -> bool:
-        return any(holder() is not None for holder in self.holders)
+        return any(map(self.is_held_by, self.holders))
 
-    def hold(self, grammar: Grammar) -> None:
-        self.holders = [*(holder for holder in self.holders if holder() is not None), weakref.ref(grammar)]
+    def is_held_by(self, owner: str) -> bool:
+        return any(holder() is not None for holder in self.holders.get(owner, ()))
+
+    def hold(self, grammar: Grammar, owner: str) -> None:
+        held = [holder for holder in self.holders.get(owner, ()) if holder() is not None]
+        self.holders[owner] = [*held, weakref.ref(grammar)]
 
     @property
     def bytes(self) -> int:
@@ -105,17 +112,23 @@ class Grammars:
         self._making = threading.Lock()
         self._vocabulary: TokenizerInfo | None = None
         self._compilers: list[Compiling] = []
-        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self._threads = self._busy = 0
+        self._queue: CompileQueue[_Entry] = CompileQueue(COMPILERS)
+        self._changed = threading.Condition(self._lock)
+        """Of the queue."""
+        self._threads = 0
         self._closed = False
         self._known: OrderedDict[Grammar, _Entry] = OrderedDict()
         """By use, the latest last. Those that are being compiled too, so that equal ones are compiled once, and those that are
         refused, so that they are refused at once the next time."""
 
-    def prepare(self, grammar: Grammar, wake: Callable[[], None]) -> "CompiledSoon":
+    def warm(self) -> "CompiledSoon":
+        """Load the vocabulary and a compiler before a request needs them. Waits for nothing."""
+        return self.prepare(ANY_TEXT, lambda: None)
+
+    def prepare(self, grammar: Grammar, wake: Callable[[], None], owner: str = "") -> "CompiledSoon":
         """Begin to compile, unless it is compiled. Waits for nothing. wake: called when it has ended, on any thread. What is
-        compiled is kept while this object `grammar` exists, which is as long as its request is open."""
-        future = self._future(grammar)
+        compiled is kept while this object `grammar` exists, which is as long as its request is open. owner: at whose turn."""
+        future = self._future(grammar, owner)
         future.add_done_callback(lambda _: wake())
         return CompiledSoon(future)
 
@@ -130,41 +143,55 @@ class Grammars:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            compilers = list(self._compilers)
-        for _ in range(COMPILERS):
-            self._queue.put(None)
+            compilers, waiting = list(self._compilers), self._leave_queue(lambda entry, owner: True)
+            self._changed.notify_all()
         for compiler in compilers:
             compiler.close()
+        for entry in waiting:
+            entry.future.set_exception(Unavailable("the instance stops"))
 
-    def _future(self, grammar: Grammar) -> "Future[CompiledGrammar]":
+    def _future(self, grammar: Grammar, owner: str) -> "Future[CompiledGrammar]":
         with self._lock:
-            entry = self._known.get(grammar)
-            if entry is not None:
+            unwanted = self._leave_queue(lambda entry, owner: not entry.is_held_by(owner))
+            entry = self._known.get(grammar) or _Entry(grammar)
+            try:
+                self._wait_in_line(entry, owner)
+            except TandemError as error:
+                entry = _Entry(grammar)
+                entry.future.set_exception(error)
+            else:
+                entry.hold(grammar, owner)
+                self._known[entry.grammar] = entry
                 self._known.move_to_end(entry.grammar)
-                entry.hold(grammar)
-                return entry.future
-            entry = _Entry(grammar)
-            entry.hold(grammar)
-            if self._busy >= MAX_QUEUED:
-                entry.future.set_exception(Overloaded(f"{self._busy} grammars wait to be compiled: try again"))
-                return entry.future
-            self._known[entry.grammar] = entry
-            self._busy += 1
-            if self._threads < min(COMPILERS, self._busy):
-                self._threads += 1
-                threading.Thread(target=self._work, name="grammars", daemon=True).start()
-        self._queue.put(entry)
+        _end(unwanted)
         return entry.future
 
+    def _wait_in_line(self, entry: _Entry, owner: str) -> None:
+        """Until it is compiled, if it is not. Raises Overloaded when too many wait, Unavailable."""
+        if entry.future.done():
+            return
+        if self._closed:
+            raise Unavailable("the instance stops")
+        waiting = len(self._queue)
+        if waiting >= MAX_QUEUED and entry.grammar not in self._known:
+            raise Overloaded(f"{waiting} grammars wait to be compiled: try again")
+        self._queue.join(entry, owner, work_of(entry.grammar))
+        if self._threads < min(COMPILERS, len(self._queue)):
+            self._threads += 1
+            threading.Thread(target=self._work, name="grammars", daemon=True).start()
+        self._changed.notify()
+
     def _work(self) -> None:
-        """Compile until the end, in the order in which grammars came. A daemon: it never delays the end of the process."""
+        """Compile until the end. A daemon: it never delays the end of the process."""
         compiler: Compiling | None = None
-        while (entry := self._queue.get()) is not None:
+        with contextlib.suppress(Exception):  # what fails here fails for the first grammar, which says so
+            compiler = self._new_compiler()
+            compiler.compile(ANY_TEXT)
+        while (entry := self._next()) is not None:
             compiled: CompiledGrammar | None = None
+            begun_s = time.monotonic()
             try:
                 compiler = compiler or self._new_compiler()
-                if not self._is_wanted(entry):
-                    raise Unavailable("its request has ended")
                 compiled = compiler.compile(entry.grammar)
             except TandemError as raised:
                 error = raised
@@ -172,7 +199,6 @@ class Grammars:
                 _log.exception("a grammar could not be compiled")
                 error = TandemError(f"{entry.grammar.kind}: the compiler failed: {raised}")
             with self._lock:
-                self._busy -= 1
                 if compiled is None and not isinstance(error, BadRequest):
                     self._forget(entry)
             if compiled is None:
@@ -180,15 +206,29 @@ class Grammars:
             else:
                 entry.future.set_result(compiled)
             with self._lock:
+                self._queue.finish(entry, time.monotonic() - begun_s)
                 self._make_room()
 
-    def _is_wanted(self, entry: _Entry) -> bool:
-        """Whether an open request needs it. If not it is forgotten at once, so a request that comes now begins anew."""
-        with self._lock:
-            is_wanted = entry.is_held
-            if not is_wanted:
-                self._forget(entry)
-        return is_wanted
+    def _next(self) -> _Entry | None:
+        """Wait for the next grammar that an open request needs; None at the end. One that none needs gives up its turn. It is
+        forgotten at once, so a request that comes now begins anew."""
+        while True:
+            with self._lock:
+                unwanted = self._leave_queue(lambda entry, owner: not entry.is_held_by(owner))
+                taken = self._queue.take()
+                if taken is None and not unwanted and not self._closed:
+                    self._changed.wait()
+                    continue
+            _end(unwanted)
+            if taken is not None or self._closed:
+                return taken
+
+    def _leave_queue(self, leaves: "Callable[[_Entry, str], bool]") -> list[_Entry]:
+        """Take out the turns for which this holds. Returns the grammars that have none left, which are forgotten."""
+        left = [entry for owner, entry in self._queue.turns() if leaves(entry, owner) and not self._queue.leave(entry, owner)]
+        for entry in left:
+            self._forget(entry)
+        return left
 
     def _forget(self, entry: _Entry) -> None:
         if self._known.get(entry.grammar) is entry:
@@ -214,6 +254,11 @@ class Grammars:
             if entry.future.done() and not entry.is_held:
                 excess_bytes -= entry.bytes
                 del self._known[key]
+
+
+def _end(unwanted: list[_Entry]) -> None:
+    for entry in unwanted:
+        entry.future.set_exception(Unavailable("its request has ended"))
 
 
 class CompiledSoon:
