@@ -60,9 +60,9 @@ class Executor(Protocol):
 
     def launch(self, plan: Plan) -> StepHandle: ...
 
-    def prepare(self, grammar: Grammar) -> Preparation:
-        """Begin to make the grammar ready. Never blocks. A row with a grammar is launched only when it is ready; the
-        implementation wakes its process's loop then."""
+    def prepare(self, grammar: Grammar, owner: str = "") -> Preparation:
+        """Begin to make the grammar ready, at this owner's turn (see `Terms`). Never blocks. A row with a grammar is launched
+        only when it is ready; the implementation wakes its process's loop then."""
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """The CRC-32 of each page's bytes, little-endian uint32. pages: [pages] int32. Blocks; for --verify-pages and tests.

@@ -127,7 +127,7 @@ class TimedExecutor:
         ]
         return _certain(sampled), _certain(prompts)
 
-    def prepare(self, grammar: Grammar) -> AnythingGoes:
+    def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
         return AnythingGoes(grammar, "the timed executor")
 
     def digest_pages(self, pages: Int32Array) -> bytes:

@@ -91,8 +91,8 @@ class TorchExecutor:
         self._steps.put_nowait(step)
         return step
 
-    def prepare(self, grammar: Grammar) -> CompiledSoon:
-        return self._runner.grammars.prepare(grammar, self._wake)
+    def prepare(self, grammar: Grammar, owner: str = "") -> CompiledSoon:
+        return self._runner.grammars.prepare(grammar, self._wake, owner)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return self._runner.digest_pages(pages)

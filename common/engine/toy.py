@@ -177,7 +177,7 @@ class ToyExecutor:
             tokens = self._sample(step.plan.sampled_rows)
             step.result = StepResult(step.plan, tokens, *self._logprobs(step.plan, tokens), self._embeddings(step.plan, tokens))
 
-    def prepare(self, grammar: Grammar) -> AnythingGoes:
+    def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
         if self._pace is None:
             return AnythingGoes(grammar, "the toy")
         clock = self._pace.clock

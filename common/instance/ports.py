@@ -75,10 +75,11 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Make the grammar of this request ready for the executor, then report Prepared."""
+    """Make the grammar of this request ready for the executor, at its owner's turn, then report Prepared."""
 
     key: Key
     grammar: Grammar
+    owner: str = ""
 
 
 TransferCommand: TypeAlias = Connect | Push | Allow | Settle | Expect

@@ -182,7 +182,9 @@ class RequestTable(Generic[R]):
     def preparation(self, asked: Generate | Reserve) -> list[Prepare]:
         """What must be made ready for the request that this message has brought."""
         request, grammar = self._open.get(asked.key), asked.sampling.grammar
-        return [] if grammar is None or request is None or request.asked is not asked else [Prepare(asked.key, grammar)]
+        if grammar is None or request is None or request.asked is not asked:
+            return []
+        return [Prepare(asked.key, grammar, request.owner)]
 
     def prepared(self, event: Prepared) -> R | None:
         """The request whose grammar is ready, or was refused; None when it has ended meanwhile."""

@@ -199,7 +199,7 @@ class InstanceWorker(Generic[M]):
             elif isinstance(action, Send):
                 self._mail.send(action.to, action.message)
             elif isinstance(action, Prepare):
-                self._preparing[action.key] = self._executor.prepare(action.grammar)
+                self._preparing[action.key] = self._executor.prepare(action.grammar, action.owner)
             else:
                 self._transfers.submit(action)
 

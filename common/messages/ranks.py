@@ -42,6 +42,7 @@ from common.messages.base import WIRE_VERSION, Message
 from common.messages.endings import Failed
 from common.messages.fleet import InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.heartbeats import LinkInfo
+from common.messages.requests import Owner
 from common.sampling_params import Grammar, SamplingParams
 
 
@@ -166,6 +167,8 @@ class PrepareGrammar(Numbered, frozen=True):
 
     grammar_id: int
     grammar: Grammar
+    owner: Owner = ""
+    """At whose turn: see `Terms`."""
 
 
 class GrammarPrepared(Numbered, frozen=True):

@@ -261,8 +261,9 @@ def test_a_request_is_not_admitted_before_its_grammar_is_ready_and_others_pass_i
 def test_a_reservation_is_granted_before_its_grammar_is_ready_and_decodes_only_then() -> None:
     made = scheduler()
     asked = reserve("a", 6)
-    held = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=ANY_TEXT))
-    assert made.receive(WRITER, held, 0.0) == [Prepare(key("a"), ANY_TEXT)]
+    terms = msgspec.structs.replace(asked.terms, owner="alice")
+    held = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=ANY_TEXT), terms=terms)
+    assert made.receive(WRITER, held, 0.0) == [Prepare(key("a"), ANY_TEXT, "alice")]
     (grant,) = grants(made.decide(0.0).actions)
     made.receive(WRITER, handoff(grant, first_token=50), 0.1)
     assert made.decide(0.1).plan is None

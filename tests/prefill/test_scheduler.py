@@ -227,12 +227,13 @@ def test_withdraw_and_cancel_names_stay_with_their_attempt() -> None:
 
 def with_grammar(name: str) -> Generate:
     asked = generate(name, 4)
-    return msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=ANY_TEXT))
+    terms = msgspec.structs.replace(asked.terms, owner="alice")
+    return msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, grammar=ANY_TEXT), terms=terms)
 
 
 def test_a_request_waits_until_its_grammar_is_ready_and_others_pass_it() -> None:
     made = scheduler()
-    assert made.receive(ROUTER, with_grammar("a"), 0.0) == [Prepare(key("a"), ANY_TEXT)]
+    assert made.receive(ROUTER, with_grammar("a"), 0.0) == [Prepare(key("a"), ANY_TEXT, "alice")]
     assert made.decide(0.0).plan is None
     made.receive(ROUTER, generate("b", 3), 0.0)
     assert spans(made.decide(0.0).plan) == [(0, 3, True)]

@@ -112,15 +112,15 @@ class RankedExecutor:
         self._followers.launch(plan, lambda grammar: self._numbers[id(grammar)])
         return RankedStep(self._own.launch(plan), plan.step, self._followers)
 
-    def prepare(self, grammar: Grammar) -> RankedPreparation:
+    def prepare(self, grammar: Grammar, owner: str = "") -> RankedPreparation:
         """The followers keep what they compile as long as this object `grammar` exists."""
         self._tell_dropped()
         self._last_grammar += 1
         number = self._last_grammar
         self._grammars[number] = weakref.ref(grammar, partial(self._drop, number, id(grammar)))
         self._numbers[id(grammar)] = number
-        self._followers.prepare(number, grammar)
-        return RankedPreparation(self._own.prepare(grammar), grammar, number, self._followers)
+        self._followers.prepare(number, grammar, owner)
+        return RankedPreparation(self._own.prepare(grammar, owner), grammar, number, self._followers)
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         """Refused: the pages of other ranks are elsewhere, and a digest would wait for them. --verify-pages needs one rank."""

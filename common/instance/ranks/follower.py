@@ -111,9 +111,9 @@ class FollowerLoop:
                 age_s = max(0.0, now - self._transfers.progress_s)
                 pong = Pong(number=self._line.next(), sent_s=sent_s, heard_s=now, transfer_age_s=age_s)
                 self._mail.send(self._line.to, pong)
-            case PrepareGrammar(grammar_id=grammar_id, grammar=grammar):
+            case PrepareGrammar(grammar_id=grammar_id, grammar=grammar, owner=owner):
                 self._grammars[grammar_id] = grammar
-                self._preparing[grammar_id] = self._executor.prepare(grammar)
+                self._preparing[grammar_id] = self._executor.prepare(grammar, owner)
             case DropGrammars(grammar_ids=grammar_ids):
                 for grammar_id in grammar_ids:
                     del self._grammars[grammar_id]

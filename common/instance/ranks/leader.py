@@ -130,12 +130,12 @@ class Followers:
         for follower in self._all:
             self._mail.send(follower.line.to, pack_plan(plan, follower.line.next(), grammar_id))
 
-    def prepare(self, grammar_id: int, grammar: Grammar) -> None:
+    def prepare(self, grammar_id: int, grammar: Grammar, owner: str = "") -> None:
         self._grammars.add(grammar_id)
         grammar = Grammar(grammar.kind, grammar.text)  # a message that waits keeps no request's alive
         for follower in self._all:
-            number = follower.line.next()
-            self._mail.send(follower.line.to, PrepareGrammar(number=number, grammar_id=grammar_id, grammar=grammar))
+            prepare = PrepareGrammar(number=follower.line.next(), grammar_id=grammar_id, grammar=grammar, owner=owner)
+            self._mail.send(follower.line.to, prepare)
 
     def drop_grammars(self, grammar_ids: Sequence[int]) -> None:
         self._grammars -= set(grammar_ids)

@@ -66,6 +66,7 @@ class FakeExecutor:
     def __init__(self) -> None:
         self.steps: deque[tuple[Plan, FakeStep]] = deque()
         self.now = self.prepared_s = 0.0
+        self.prepared_for: list[str] = []
 
     @property
     def description(self) -> EngineDescription:
@@ -79,7 +80,8 @@ class FakeExecutor:
         plan, step = self.steps.popleft()
         step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32))
 
-    def prepare(self, grammar: Grammar) -> AnythingGoes:
+    def prepare(self, grammar: Grammar, owner: str = "") -> AnythingGoes:
+        self.prepared_for.append(owner)
         return AnythingGoes(grammar, "the fake", self.prepared_s, lambda: self.now)
 
     def digest_pages(self, pages: Int32Array) -> bytes:

@@ -288,8 +288,9 @@ def test_layers_of_the_step_under_way_are_told_once_each_time_there_are_more(rig
 def test_the_scheduler_hears_when_a_grammar_is_ready_and_the_loop_is_due_then(rig: FakedRig) -> None:
     rig.turn(0.0, WELCOME)
     rig.executor.prepared_s = 0.3
-    rig.scheduler.answers = [Prepare(key("a"), ANY_TEXT), Prepare(key("b"), Grammar("regex", "b"))]
+    rig.scheduler.answers = [Prepare(key("a"), ANY_TEXT), Prepare(key("b"), Grammar("regex", "b"), "bob")]
     rig.turn(0.1, Cancel(key=key("a")))
+    assert rig.executor.prepared_for == ["", "bob"]
     assert "Prepared" not in rig.scheduler.told and rig.worker.next_deadline() == 0.3
     rig.executor.now = 0.3
     rig.turn(0.3)

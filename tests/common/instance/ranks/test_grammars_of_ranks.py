@@ -60,8 +60,8 @@ class GrammarExecutor:
             self.processor.sampled(concerned, tokens[concerned.at])
         return DoneStep(StepResult(plan, tokens.numpy().astype(np.int32)))
 
-    def prepare(self, grammar: Grammar) -> CompiledSoon:
-        soon = self.grammars.prepare(grammar, lambda: None)
+    def prepare(self, grammar: Grammar, owner: str = "") -> CompiledSoon:
+        soon = self.grammars.prepare(grammar, lambda: None, owner)
         soon.wait()
         return soon
 
