@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from common.errors import BadRequest
+from common.ids import Count, Integer, Number, TokenId
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024
@@ -55,22 +56,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     pooling: the answer is not tokens but the prompt's embedding, which comes with its ending (`Finished.embedding`).
     """
 
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
+    max_new_tokens: Integer
+    temperature: Number = 1.0
+    top_p: Number = 1.0
+    top_k: Integer = 0
+    min_p: Number = 0.0
+    seed: Integer = 0
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[TokenId, ...] = ()
+    repetition_penalty: Number = 1.0
+    presence_penalty: Number = 0.0
+    frequency_penalty: Number = 0.0
+    logit_bias: tuple[tuple[TokenId, Number], ...] = ()
+    min_tokens: Integer = 0
+    bad_words: tuple[tuple[TokenId, ...], ...] = ()
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
     grammar: Grammar | None = None
     pooling: Pooling | None = None
 

@@ -258,7 +258,7 @@ class HandoffSource:
         have, beyond = divmod(grant.have_tokens, self._page_size)
         if len(grant.pages) != ID_BYTES * pages:
             return self._drain(outgoing, _invalid(outgoing, f"{len(grant.pages)} bytes of page ids for {pages} pages"))
-        if beyond or not 0 <= have <= pages:
+        if beyond or have > pages:
             reason = f"have_tokens of {grant.have_tokens} is not a number of whole pages up to {pages}"
             return self._drain(outgoing, _invalid(outgoing, reason))
         outgoing.target_pages = unpack_ids(grant.pages)

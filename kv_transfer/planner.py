@@ -129,7 +129,7 @@ def check_pages(pages: Int32Array, total_pages: int, whose: str) -> None:
 
 def check_pool(pool: PoolDescriptor) -> None:
     """Raises TransferError unless every byte of the pool has an address, on a known kind of device."""
-    if pool.total_pages < 1 or not pool.is_addressable:
+    if not pool.is_addressable:
         raise TransferError(f"invalid pool of {pool.total_pages} pages at address {pool.address}")
     if not pool.has_known_device:
         raise TransferError(f"its device {pool.device!r} is neither cpu nor cuda:N")

@@ -32,7 +32,12 @@ class PrefillRequest(Request):
             sampling=asked.sampling,
             sent_s=now,
             first=asked.first,
-            terms=Terms(priority=rank.priority, age_s=now - rank.arrived_s, timeout_s=self.deadline_s - now, owner=self.owner),
+            terms=Terms(
+                priority=rank.priority,
+                age_s=max(0.0, now - rank.arrived_s),
+                timeout_s=max(0.0, self.deadline_s - now),
+                owner=self.owner,
+            ),
             waits=self.waits,
             waited_s=0.0 if asked_s is None else now - asked_s,
             salt=asked.salt,

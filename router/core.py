@@ -116,7 +116,7 @@ class RouterCore:
         return self.fleet.detokenizer_moved(shard, address) + self.traces.detokenizer_moved(shard, now)
 
     def _detokenizer_heard(self, beat: DetokenizerHeartbeat, now: float) -> list[Send]:
-        if not 0 <= beat.shard < len(self.detokenizers):
+        if beat.shard >= len(self.detokenizers):
             return []
         name = self.detokenizer_names[beat.shard]
         return self.requests.probe_all(name, now) if self.detokenizers[beat.shard].heard(beat, now) else []

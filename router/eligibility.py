@@ -1,10 +1,10 @@
 """Eligibility: what an instance must be to join the fleet, on its own and compared with a member.
 
-Owns the rules and the reasons. Pure functions. Does not know who is a member. A description from the wire has the right types but
-may hold any value, so nothing here may raise.
+Owns the rules and the reasons. Pure functions. Does not know who is a member. The numbers of a description from the wire are
+in range, but need not fit each other, so nothing here may raise.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 from common.addresses import check_address
 from common.errors import ConfigError, TransferError
@@ -12,8 +12,6 @@ from common.messages import WIRE_VERSION, InstanceInfo, PoolDescriptor
 from common.names import INSTANCE_NAME, check_instance_id
 from common.pages.heads import heads_of
 
-INT32_END = 2**31
-"""Page ids and sizes travel as int32."""
 ADVICE = {
     "context": ": give every instance the same --context-tokens",
     "--verify-pages": ": give every instance the same one; it must be off where an instance has several ranks (--tp)",
@@ -35,23 +33,7 @@ def malformed(info: InstanceInfo) -> str | None:
         return "its incarnation must be 1 to 64 letters, digits, '.', '_' or '-'"
     if abs(info.wire_version - WIRE_VERSION) > 1:
         return f"wire version {info.wire_version} is not a neighbour of the router's {WIRE_VERSION}"
-    return _malformed_numbers(info) or _malformed_pools(info)
-
-
-def _malformed_numbers(info: InstanceInfo) -> str | None:
-    numbers = (
-        ("vocabulary", info.model.vocab_size),
-        ("context", info.model.context_tokens),
-        ("max_running", info.max_running),
-        ("model's kv_heads", _kv_heads(info)),
-    )
-    return _out_of_range(numbers)
-
-
-def _out_of_range(numbers: Iterable[tuple[str, int]]) -> str | None:
-    """Names the first number that cannot travel as an int32 above 0; None when all can."""
-    wrong = next(((name, value) for name, value in numbers if not 1 <= value < INT32_END), None)
-    return None if wrong is None else f"its {wrong[0]} must be between 1 and {INT32_END - 1}, is {wrong[1]}"
+    return _malformed_pools(info)
 
 
 def _malformed_pools(info: InstanceInfo) -> str | None:
@@ -89,17 +71,6 @@ def _kv_heads(info: InstanceInfo) -> int:
 
 
 def _malformed_pool(pool: PoolDescriptor) -> str | None:
-    layout = pool.layout
-    numbers = (
-        ("pool's total_pages", pool.total_pages),
-        ("layout's layers", layout.layers),
-        ("layout's kv_heads", layout.kv_heads),
-        ("layout's head_dim", layout.head_dim),
-        ("layout's page_size", layout.page_size),
-    )
-    wrong = _out_of_range(numbers)
-    if wrong is not None:
-        return wrong
     if not pool.is_addressable:
         return f"its pool of {pool.pool_bytes} bytes at address {pool.address} is not within 64-bit addresses"
     if not pool.has_known_device:

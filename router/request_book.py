@@ -154,7 +154,12 @@ class RequestBook:
             sampling=replace(spec.sampling, max_new_tokens=record.remaining_tokens, prompt_logprobs=prompt_logprobs),
             decodes=tuple(member.info.id for member in attempt.candidates),
             first=first,
-            terms=Terms(priority=spec.priority, age_s=now - record.times.received_s, timeout_s=left_s, owner=spec.owner),
+            terms=Terms(
+                priority=spec.priority,
+                age_s=max(0.0, now - record.times.received_s),
+                timeout_s=max(0.0, left_s),
+                owner=spec.owner,
+            ),
             salt=spec.salt,
         )
         return [expect_answer(record, attempt, now), Send(attempt.first.info.id, generate)]

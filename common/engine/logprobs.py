@@ -5,13 +5,14 @@ Owns their shape and how they become messages. Does not know how they are comput
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.ids import Int32Array
 from common.messages import TokenLogprob
+from common.messages.logprobs import LEAST_LOGPROB
 
 
 def _none() -> Int32Array:
@@ -65,12 +66,18 @@ class Logprobs:
         if not len(self.rows):
             return {}
         made: dict[int, list[TokenLogprob]] = {row: [] for row in self.rows.tolist()}
-        tops = zip(self.asked.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+        tops = zip(self.asked.tolist(), self.top_ids.tolist(), _finite(self.top_logprobs), strict=True)
         top = (tuple(zip(ids[:asked], logprobs[:asked], strict=True)) for asked, ids, logprobs in tops)
-        columns = self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist()
+        columns = self.token_ids.tolist(), _finite(self.logprobs), self.ranks.tolist()
         for row, token_id, logprob, rank, likeliest in zip(self.rows.tolist(), *columns, top, strict=True):
             made[row].append(TokenLogprob(token_id, logprob, rank, likeliest))
         return {row: tuple(told) for row, told in made.items()}
+
+
+def _finite(logprobs: NDArray[np.float32]) -> list[Any]:
+    """As a message may carry them. What is not a number cannot come."""
+    finite: list[Any] = np.maximum(np.nan_to_num(logprobs, nan=LEAST_LOGPROB), LEAST_LOGPROB).tolist()
+    return finite
 
 
 NO_LOGPROBS = Logprobs()

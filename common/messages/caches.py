@@ -3,7 +3,7 @@
 Owns the words. Does not know how a router uses them: `common/pages/blocks.py` says what a block is.
 """
 
-from common.ids import Incarnation, InstanceId
+from common.ids import Count, Incarnation, InstanceId
 from common.messages.base import Message
 
 
@@ -20,15 +20,15 @@ class CacheChanges(Message, frozen=True, omit_defaults=True):
 
     id: InstanceId
     incarnation: Incarnation
-    version: int
+    version: Count
     """Of the cache with this message applied. It rises with every message of changes."""
-    since: int | None = None
+    since: Count | None = None
     """The version that these changes follow; None: `stored` is a part of all blocks at this version."""
     stored: bytes = b""
     """Names of blocks: little-endian uint64, in any order."""
     gone: bytes = b""
     """Names of blocks that left."""
-    part: int = 0
+    part: Count = 0
     """The number of this part of all blocks."""
     more: bool = False
     """Another part follows: act when all are there."""

@@ -3,9 +3,12 @@
 Owns the two endings. Does not know who ends a request or what becomes of the next attempt.
 """
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta
 
 from common.errors import TandemError
+from common.ids import TokenId
 from common.messages.base import Message
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -16,7 +19,7 @@ class Finished(Message, frozen=True):
 
     reason: FinishReason
     """"stop": a stop string or stop token. "length": enough tokens. "cancelled": the client went away."""
-    matched: str | int | None = None
+    matched: str | TokenId | None = None
     """The stop string or the stop token id that ended it; None when neither did."""
     embedding: bytes = b""
     """The answer, if the request asks for the prompt's embedding (`SamplingParams.pooling`): float32, little-endian."""
@@ -32,7 +35,7 @@ class Failed(Message, frozen=True):
     """For the client: what went wrong."""
     kind: str = "instance_error"
     """Type of the error, as in the API's error object."""
-    status: int = 500
+    status: Annotated[int, Meta(ge=400, le=599)] = 500
     """HTTP status."""
     retryable: bool = False
     """The same request may succeed when it is tried again."""

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from common.ids import Incarnation, InstanceId, Role
+from common.ids import Count, Incarnation, InstanceId, Interval, Role, Size
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.messages.timelines import Timeline
 from common.pages.layout import KVLayout
@@ -20,9 +21,9 @@ _POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One process of an instance, which drives one device. For people."""
 
-    rank: int
+    rank: Count
     """Counted from 0."""
-    pid: int
+    pid: Count
     """Process id on its host."""
     host: str
     """The host's name."""
@@ -41,11 +42,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The model class that config.json names."""
     dtype: str
     """Of the weights, for example "bfloat16"; that of the KV is in the layout."""
-    vocab_size: int
+    vocab_size: Size
     """Rows of the embedding: every token id is below it."""
-    context_tokens: int
+    context_tokens: Size
     """Most tokens of prompt and answer together."""
-    kv_heads: int = 0
+    kv_heads: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Of the whole model, whatever part of them a rank holds; 0: not told."""
 
 
@@ -56,9 +57,9 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Name of the transport."""
     agent: str
     """The rank's name in the transport; unique per incarnation."""
-    address: int
+    address: Count
     """Address of the pool's first byte in the rank's memory."""
-    total_pages: int
+    total_pages: Size
     """Pages of the pool."""
     device: str
     """"cpu" or "cuda:N"."""
@@ -66,9 +67,9 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Shape and dtype of a page."""
     wire: bytes
     """What the backend needs to connect; opaque to everybody else."""
-    spare_pages: int = 0
+    spare_pages: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Pages after those of the pool that hold no KV: links are measured by writing there."""
-    first_head: int = 0
+    first_head: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Its pages hold the model's KV heads from this one on, as many as the layout says."""
 
     @cached_property
@@ -78,7 +79,7 @@ class PoolDescriptor(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def is_addressable(self) -> bool:
         """Every byte of the pool has an address that fits an int64."""
-        return 0 <= self.address < 2**63 - self.pool_bytes
+        return self.address < 2**63 - self.pool_bytes
 
     @property
     def has_known_device(self) -> bool:
@@ -101,13 +102,13 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Its processes."""
     model: ModelIdentity
     """The model that it serves."""
-    pools: Annotated[tuple[PoolDescriptor, ...], msgspec.Meta(min_length=1)]
+    pools: Annotated[tuple[PoolDescriptor, ...], Meta(min_length=1)]
     """Its KV pages: the pool of each rank, in their order. A page has one id on all ranks, and each holds some heads of it."""
-    max_running: int
+    max_running: Size
     """Most requests that it computes at once."""
-    wire_version: int = WIRE_VERSION
+    wire_version: Count = WIRE_VERSION
     """The version it speaks."""
-    started_ns: int = 0
+    started_ns: Count = 0
     """When this life began: nanoseconds of Unix time, by its host's clock. 0: an older version, which does not say."""
     caches_prefixes: bool = True
     """Whether it has a prefix cache."""
@@ -153,13 +154,13 @@ class Welcome(Message, frozen=True):
 
     router: InstanceId
     """The name of this life of the router: when another life answers, the instance ends what the former one had sent."""
-    detokenizers: tuple[str, ...]
+    detokenizers: Annotated[tuple[str, ...], Meta(min_length=1)]
     """ZeroMQ addresses to send TokenBatch to: the tokens of a key go to number `shard_of` (`common.ids`)."""
-    heartbeat_s: float
+    heartbeat_s: Interval
     """Send a Heartbeat this often."""
     address: str = ""
     """That of the Register. An instance may be a member at several routers, and one router may have several addresses."""
-    dead_after_s: float = 3.0
+    dead_after_s: Interval = 3.0
     """An instance whose heartbeats are left unanswered for this long registers again."""
 
 
@@ -182,9 +183,9 @@ class Peers(Message, frozen=True):
     changes only to the version that they follow. Its heartbeats say which version it has; when that is not the latest, the router
     sends the whole set again."""
 
-    version: int
+    version: Count
     """Of the set with this message applied. It rises with every message, and no other life of a router uses the same numbers."""
-    since: int | None = None
+    since: Count | None = None
     """The version that these changes follow; None: `joined` begins the whole set."""
     joined: tuple[InstanceInfo, ...] = ()
     """Those that are new, or new incarnations."""

@@ -9,7 +9,7 @@ perhaps the same mail. UNNAMED comes from older versions, which did not say; it 
 
 import msgspec
 
-from common.ids import Generation, Incarnation, Key
+from common.ids import Count, Generation, Incarnation, Key, Moment, Seconds, TokenId, check_ids
 from common.messages.base import UNNAMED, Message
 from common.messages.endings import Failed
 from common.messages.logprobs import TokenLogprob
@@ -27,20 +27,23 @@ class Reserve(Message, frozen=True):
     """Packed token ids, as in Generate."""
     sampling: SamplingParams
     """As in Generate."""
-    sent_s: float
+    sent_s: Moment
     """Writer's clock; comes back in Grant."""
-    first: int = 0
+    first: Count = 0
     """As in Generate."""
     terms: Terms = Terms()
     """As in Generate."""
     waits: bool = True
     """It may wait a while for memory. If not, or when that is over, it is declined and forgotten: it may come again."""
-    waited_s: float = 0.0
+    waited_s: Seconds = 0.0
     """So long has the writer asked for it, here and elsewhere."""
     salt: Salt = ""
     """As in Generate."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """Tokens of the prompt that the writer need not compute: what is told with the answer's first token, whoever tells it."""
+
+    def __post_init__(self) -> None:
+        check_ids(self.prompt)
 
 
 class Grant(Message, frozen=True):
@@ -51,16 +54,19 @@ class Grant(Message, frozen=True):
     """Number of the reservation."""
     pages: bytes
     """Packed page ids for the prompt's KV in token order: `layout.pages_for(prompt)` of them."""
-    sent_s: float
+    sent_s: Moment
     """Writer's clock: the latest Reserve or Renew that the reader has heard."""
-    write_lease_s: float = msgspec.field(name="lease_s")
+    write_lease_s: Seconds = msgspec.field(name="lease_s")
     """Length of the write lease."""
-    have_tokens: int = 0
+    have_tokens: Count = 0
     """Tokens whose KV is there already: the first `have_tokens // page_size` pages must not be written."""
     incarnation: Incarnation = UNNAMED
     """The reader's life, whose pages these are."""
     writer: Incarnation = UNNAMED
     """The writer's life that may write them."""
+
+    def __post_init__(self) -> None:
+        check_ids(self.pages)
 
 
 class Decline(Message, frozen=True):
@@ -69,7 +75,7 @@ class Decline(Message, frozen=True):
     key: Key
     failed: Failed
     """What the client is told, unless the writer finds another reader."""
-    sent_s: float | None = None
+    sent_s: Moment | None = None
     """Writer's clock: that of the Reserve which is declined. None: not said."""
 
 
@@ -93,7 +99,7 @@ class Renew(Message, frozen=True):
 
     incarnation: Incarnation
     """The writer's life."""
-    sent_s: float
+    sent_s: Moment
     """Writer's clock; comes back in Renewed."""
     claims: tuple[Claim, ...]
     """Every handoff between the two that is open, and for a while those that have moved."""
@@ -102,9 +108,9 @@ class Renew(Message, frozen=True):
 class Renewed(Message, frozen=True):
     """decode → prefill: the answer to a Renew. You may write until sent_s + write_lease_s on your clock."""
 
-    sent_s: float
+    sent_s: Moment
     """Writer's clock: that of the Renew."""
-    write_lease_s: float = msgspec.field(name="lease_s")
+    write_lease_s: Seconds = msgspec.field(name="lease_s")
     """Length of the write lease."""
     over: tuple[Key, ...] = ()
     """Claims that were cancelled or are unknown here: stop writing them, and withdraw them."""
@@ -122,11 +128,11 @@ class Handoff(Message, frozen=True):
     key: Key
     generation: Generation
     """Of the reservation."""
-    first_token: int
+    first_token: TokenId
     """Token id of number `first` of the answer; it is on its way to the client."""
-    pushed_pages: int
+    pushed_pages: Count
     """Pages that were written."""
-    pushed_bytes: int
+    pushed_bytes: Count
     """Bytes that were written."""
     digests: bytes = b""
     """With --verify-pages: the CRC-32 (little-endian uint32) of each page that was written, in token order."""

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from common.ids import Incarnation, InstanceId
+from common.ids import Amount, Count, Incarnation, InstanceId, Seconds
 from common.messages.base import Message
 from common.messages.timelines import Timeline
 
@@ -18,23 +18,23 @@ LinkState: TypeAlias = Literal["connecting", "ready", "lost"]
 class LinkTraffic(msgspec.Struct, frozen=True):
     """What was pushed over a link, in totals."""
 
-    pushes: int = 0
+    pushes: Count = 0
     """Pushes that arrived."""
-    runs: int = 0
+    runs: Count = 0
     """Contiguous pieces that those pushes consisted of."""
-    bytes_pushed: int = 0
+    bytes_pushed: Count = 0
     """Bytes that those pushes wrote."""
-    push_seconds: float = 0.0
+    push_seconds: Seconds = 0.0
     """Sum over those pushes of the time from begin to end; pushes overlap."""
-    handoffs: int = 0
+    handoffs: Count = 0
     """Requests handed off."""
-    exposed_seconds: float = 0.0
+    exposed_seconds: Seconds = 0.0
     """Sum over handoffs of the time from the first token to the handoff: what computing did not hide."""
-    pushes_refused: int = 0
+    pushes_refused: Count = 0
     """Pushes that failed before anything was written: no link, no lease, or invalid pages."""
-    pushes_broken: int = 0
+    pushes_broken: Count = 0
     """Pushes that failed on the way, and none of their writes is in flight any more."""
-    pushes_unproven: int = 0
+    pushes_unproven: Count = 0
     """Pushes that failed and may still write: their pages are in quarantine."""
 
     def __add__(self, other: "LinkTraffic") -> "LinkTraffic":
@@ -56,9 +56,9 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Only a "ready" link takes pushes."""
     detail: str = ""
     """For people: the library and what it really uses, or why there is no link."""
-    bytes_per_s: float | None = None
+    bytes_per_s: Amount | None = None
     """Speed as measured when the link came up; None: not measured."""
-    host_bytes_per_s: float | None = None
+    host_bytes_per_s: Amount | None = None
     """Speed that this host could reach instead; None: not known."""
     warning: str = ""
     """For people; not empty when the link is much slower than the host could be."""
@@ -69,92 +69,92 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load of one instance at one moment: in tokens for a tokens-aware router, in requests for people."""
 
-    waiting_requests: int = 0
+    waiting_requests: Count = 0
     """Requests that wait for memory or for their turn."""
-    running_requests: int = 0
+    running_requests: Count = 0
     """Requests that are being computed."""
-    waiting_tokens: int = 0
+    waiting_tokens: Count = 0
     """Prompt tokens of the waiting requests; on prefill without those that were cached when it was last looked."""
-    running_tokens: int = 0
+    running_tokens: Count = 0
     """Tokens of the running requests: on prefill what is left to compute, on decode what is held."""
-    tokens_to_compute: int = 0
+    tokens_to_compute: Count = 0
     """Prompt tokens that are still to be computed here, of waiting and running requests, without those that are cached."""
-    pages_free: int = 0
+    pages_free: Count = 0
     """Pages that nobody holds, the cached ones among them."""
-    pages_cached: int = 0
+    pages_cached: Count = 0
     """Those of them that hold KV of earlier requests, as long as no other one needs them."""
-    pages_total: int = 0
+    pages_total: Count = 0
     """Pages of the pool."""
-    reservations: int = 0
+    reservations: Count = 0
     """Reservations that wait for their handoff."""
-    pushes_in_flight: int = 0
+    pushes_in_flight: Count = 0
     """Pushes that were posted and have not ended."""
-    pages_quarantined: int = 0
+    pages_quarantined: Count = 0
     """Pages held by transfers that are not proven to have ended."""
-    oldest_step_s: float = 0.0
+    oldest_step_s: Seconds = 0.0
     """Age of the oldest step in flight."""
-    oldest_transfer_s: float = 0.0
+    oldest_transfer_s: Seconds = 0.0
     """Seconds without progress, of the transfer that has had none for longest or of the transfer thread itself."""
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     """Measured of late: seconds that any step takes. 0: not measured yet, here and in the next two."""
-    chunk_token_s: float = 0.0
+    chunk_token_s: Seconds = 0.0
     """Seconds that each prompt token adds to a step."""
-    decode_row_s: float = 0.0
+    decode_row_s: Seconds = 0.0
     """Seconds that each decode row adds to a step."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the incarnation began."""
 
-    requests_accepted: int = 0
+    requests_accepted: Count = 0
     """Requests taken in."""
-    requests_ended: int = 0
+    requests_ended: Count = 0
     """Requests ended, however."""
-    prompt_tokens_computed: int = 0
+    prompt_tokens_computed: Count = 0
     """Prompt tokens that went through the model here."""
-    prompt_tokens_asked: int = 0
+    prompt_tokens_asked: Count = 0
     """Prompt tokens of the requests that were admitted to be computed here."""
-    prompt_tokens_hit: int = 0
+    prompt_tokens_hit: Count = 0
     """Those of them that were in the prefix cache."""
-    pages_evicted: int = 0
+    pages_evicted: Count = 0
     """Cached pages that were given to other requests."""
-    pages_spared: int = 0
+    pages_spared: Count = 0
     """Pages that were not pushed, because the peer had them in its prefix cache."""
-    tokens_generated: int = 0
+    tokens_generated: Count = 0
     """Tokens sent to the detokenizer."""
-    steps: int = 0
+    steps: Count = 0
     """Forwards."""
-    pages_pushed: int = 0
+    pages_pushed: Count = 0
     """Pages written into peers, and handed off."""
-    bytes_pushed: int = 0
+    bytes_pushed: Count = 0
     """Bytes written into peers, by all ranks."""
-    pages_received: int = 0
+    pages_received: Count = 0
     """Pages that peers handed off."""
-    bytes_received: int = 0
+    bytes_received: Count = 0
     """Bytes of those pages."""
-    handoffs: int = 0
+    handoffs: Count = 0
     """Requests handed off, on either side."""
-    handoffs_lost: int = 0
+    handoffs_lost: Count = 0
     """Reservations whose writer no longer claims them, though no handoff has arrived."""
-    reservations_moved: int = 0
+    reservations_moved: Count = 0
     """How often another decode instance was asked for a reservation, because the former had no room, left or was out of reach."""
-    pages_corrupt: int = 0
+    pages_corrupt: Count = 0
     """Pages whose digest differed after the transfer."""
-    preemptions: int = 0
+    preemptions: Count = 0
     """Requests whose memory was taken for an older one."""
-    pushes_failed: int = 0
+    pushes_failed: Count = 0
     """Pushes that failed, for any reason."""
-    push_seconds: float = 0.0
+    push_seconds: Seconds = 0.0
     """Sum over pushes of the time from begin to end; pushes overlap."""
-    exposed_seconds: float = 0.0
+    exposed_seconds: Seconds = 0.0
     """Sum over handoffs of the time from the first token to the handoff: what computing did not hide."""
-    messages_stale: int = 0
+    messages_stale: Count = 0
     """Messages about requests or lives that are over."""
-    frames_refused: int = 0
+    frames_refused: Count = 0
     """Frames that arrived and were no message."""
-    messages_lost: int = 0
+    messages_lost: Count = 0
     """Messages that could not be sent."""
-    timelines_dropped: int = 0
+    timelines_dropped: Count = 0
     """Timelines of attempts that were dropped untold, because too many waited for a heartbeat."""
 
 
@@ -167,11 +167,11 @@ class Heartbeat(Message, frozen=True, omit_defaults=True):
     """Now."""
     counters: Counters
     """Since it began."""
-    peers_version: int = 0
+    peers_version: Count = 0
     """Of the last Peers that it has applied, from the router that it writes to; 0: none."""
-    links_version: int = 0
+    links_version: Count = 0
     """Of its last LinkReport; 0: none. The router asks with TellLinks when it has missed one."""
-    cache_version: int = 0
+    cache_version: Count = 0
     """Of its last CacheChanges; 0: none. A router that follows its cache asks with TellCache when it has missed one."""
     draining: bool = False
     """It takes no more requests."""
@@ -184,9 +184,9 @@ class LinkReport(Message, frozen=True):
 
     id: InstanceId
     incarnation: Incarnation
-    version: int
+    version: Count
     """Rises with every report of changes."""
-    since: int | None = None
+    since: Count | None = None
     """The report that these changes follow; None: `links` are all that there are, with their traffic."""
     links: tuple[LinkInfo, ...] = ()
     """As they are now. Links to peers that left are not reported: the router knows."""

@@ -5,23 +5,25 @@ Owns their shape, and their packed form: as objects they take about eight times 
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
-TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""What `common.ids.pack_ids` can pack; a frame with any other id is refused where it arrives."""
+from common.ids import Count, Number, TokenId
+
+LEAST_LOGPROB = -9999.0
+"""Stands for a token that cannot come, or hardly can, as in vLLM: minus infinity is no number on the wire or in JSON."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """How likely a token was, by the model's own distribution over the whole vocabulary."""
 
     token_id: TokenId
-    logprob: float
+    logprob: Number
     """Natural logarithm."""
-    rank: int
+    rank: Count
     """How many tokens were at least as likely, itself included: 1 is the likeliest."""
-    top: tuple[tuple[TokenId, float], ...] = ()
+    top: tuple[tuple[TokenId, Number], ...] = ()
     """The likeliest tokens and their log probabilities, the likeliest first; as many as were asked for."""
 
 

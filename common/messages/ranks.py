@@ -37,7 +37,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import Incarnation, InstanceId, Key, Ticket
+from common.ids import Count, Incarnation, InstanceId, Key, Moment, Seconds, Ticket, TokenId, check_ids
 from common.messages.base import WIRE_VERSION, Message
 from common.messages.endings import Failed
 from common.messages.fleet import InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
@@ -57,9 +57,9 @@ def rank_name(instance: str, rank: int, life: Incarnation) -> InstanceId:
 class RankHello(Message, frozen=True):
     """follower → leader, repeated until an answer comes."""
 
-    rank: int
+    rank: Count
     """1 or higher."""
-    ranks: int
+    ranks: Count
     """As it was told with --tp."""
     address: str
     """ZeroMQ address of its inbox."""
@@ -67,7 +67,7 @@ class RankHello(Message, frozen=True):
     """For people."""
     setup: dict[str, str]
     """What must be equal on all ranks: flags, versions and the checkpoint's fingerprint, each by its name."""
-    wire_version: int = WIRE_VERSION
+    wire_version: Count = WIRE_VERSION
 
 
 class RankWelcome(Message, frozen=True):
@@ -87,20 +87,20 @@ class RankRefused(Message, frozen=True):
 class Numbered(Message, frozen=True):
     """Base of what is said after the welcome."""
 
-    number: int
+    number: Count
     """1 for the first of its direction, then one more each time."""
 
 
 class Offer(Numbered, frozen=True):
     """follower → leader: its weights are loaded, and it can hold so many pages."""
 
-    pages: int
+    pages: Count
 
 
 class Agreed(Numbered, frozen=True):
     """leader → follower: every rank holds so many pages."""
 
-    pages: int
+    pages: Count
 
 
 class RankReady(Numbered, frozen=True):
@@ -116,56 +116,65 @@ class RankReady(Numbered, frozen=True):
 class RowBegins(msgspec.Struct, frozen=True, array_like=True):
     """A `RowStart` as it travels; ids are packed, and a grammar is named: the follower holds it."""
 
-    row: int
+    row: Count
     pages: bytes
     sampling: SamplingParams
-    length: int
-    last_token: int | None
+    length: Count
+    last_token: TokenId | None
     token_ids: bytes | None
-    answer_tokens: int
-    grammar_id: int | None = None
+    answer_tokens: Count
+    grammar_id: Count | None = None
     """That of its PrepareGrammar, not yet dropped. `sampling` has no grammar: equal texts may be of different requests."""
+
+    def __post_init__(self) -> None:
+        check_ids(self.pages, self.token_ids)
 
 
 class PromptChunk(msgspec.Struct, frozen=True, array_like=True):
     """A `Chunk` as it travels; ids are packed."""
 
-    row: int
-    start: int
+    row: Count
+    start: Count
     token_ids: bytes
     last: bool
+
+    def __post_init__(self) -> None:
+        check_ids(self.token_ids)
 
 
 class Launch(Numbered, frozen=True, omit_defaults=True):
     """leader → follower: compute this plan, after those before it. Rows and pages are packed int32."""
 
-    step: int
+    step: Count
     starts: tuple[RowBegins, ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
     decode_rows: bytes = b""
     grown_rows: bytes = b""
     grown_pages: bytes = b""
 
+    def __post_init__(self) -> None:
+        check_ids(self.decode_rows, self.grown_rows, self.grown_pages)
+
 
 class LayersReached(Numbered, frozen=True):
     """follower → leader: the running step has written the KV of its first `layers` layers."""
 
-    step: int
-    layers: int
+    step: Count
+    layers: Count
 
 
 class StepReturned(Numbered, frozen=True):
     """follower → leader: the step is complete here."""
 
-    step: int
-    digest: int
+    step: Count
+    digest: Count
     """CRC-32 of the sampled tokens, packed."""
 
 
 class PrepareGrammar(Numbered, frozen=True):
     """leader → follower: make the grammar ready, and keep it until DropGrammars names it."""
 
-    grammar_id: int
+    grammar_id: Count
     grammar: Grammar
     owner: Owner = ""
     """At whose turn: see `Terms`."""
@@ -174,7 +183,7 @@ class PrepareGrammar(Numbered, frozen=True):
 class GrammarPrepared(Numbered, frozen=True):
     """follower → leader."""
 
-    grammar_id: int
+    grammar_id: Count
     refused: Failed | None = None
     """Why it never will be ready."""
 
@@ -182,7 +191,7 @@ class GrammarPrepared(Numbered, frozen=True):
 class DropGrammars(Numbered, frozen=True):
     """leader → follower: no request needs these any more."""
 
-    grammar_ids: tuple[int, ...]
+    grammar_ids: tuple[Count, ...]
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------------
@@ -204,7 +213,10 @@ class PushOrder(msgspec.Struct, frozen=True, tag=True):
     source_pages: bytes
     target_pages: bytes
     key: Key
-    layers: tuple[int, int] | None
+    layers: tuple[Count, Count] | None
+
+    def __post_init__(self) -> None:
+        check_ids(self.source_pages, self.target_pages)
 
 
 class AllowOrder(msgspec.Struct, frozen=True, tag=True):
@@ -212,7 +224,7 @@ class AllowOrder(msgspec.Struct, frozen=True, tag=True):
 
     peer: InstanceId
     incarnation: Incarnation
-    until_s: float
+    until_s: Moment
 
 
 class SettleOrder(msgspec.Struct, frozen=True, tag=True):
@@ -224,7 +236,7 @@ class SettleOrder(msgspec.Struct, frozen=True, tag=True):
 class ExpectOrder(msgspec.Struct, frozen=True, tag=True):
     """`Expect` as it travels."""
 
-    writes: int
+    writes: Count
     distant: bool
 
 
@@ -241,9 +253,9 @@ class PushDoneNews(msgspec.Struct, frozen=True, tag=True):
     """`PushDone` as it travels."""
 
     ticket: Ticket
-    pushed_bytes: int
-    seconds: float
-    runs: int
+    pushed_bytes: Count
+    seconds: Seconds
+    runs: Count
 
 
 class PushFailedNews(msgspec.Struct, frozen=True, tag=True):
@@ -282,7 +294,7 @@ class Events(Numbered, frozen=True):
 class Ping(Numbered, frozen=True):
     """leader → follower: answer at once."""
 
-    sent_s: float
+    sent_s: Moment
     """On the leader's clock."""
     serving: bool = False
     """All ranks are ready. Until then each allows for longer silences, because others load."""
@@ -291,11 +303,11 @@ class Ping(Numbered, frozen=True):
 class Pong(Numbered, frozen=True):
     """follower → leader."""
 
-    sent_s: float
+    sent_s: Moment
     """That of the Ping."""
-    heard_s: float
+    heard_s: Moment
     """When this answer was sent, on the follower's clock."""
-    transfer_age_s: float = 0.0
+    transfer_age_s: Seconds = 0.0
     """How long its transfers have made no progress."""
 
 

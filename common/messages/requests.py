@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from common.ids import Incarnation, InstanceId, Key, Life
+from common.ids import Count, Incarnation, InstanceId, Integer, Key, Life, Seconds, check_ids
 from common.messages.base import Message
 from common.names import OWNER_CHARS
 from common.sampling_params import SamplingParams
@@ -25,11 +25,11 @@ Owner: TypeAlias = Annotated[str, msgspec.Meta(max_length=OWNER_CHARS)]
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """When a request is to be served. Durations and not times, because clocks differ between hosts."""
 
-    priority: int = 0
+    priority: Integer = 0
     """The lower, the earlier (as in vLLM)."""
-    age_s: float = 0.0
+    age_s: Seconds = 0.0
     """Time since the client's request arrived, at the moment of sending. Among equal priorities the older is earlier."""
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
     """What is left of its time; None: only the receiver's own limit holds."""
     owner: Owner = ""
     """Whose it is: where requests wait, owners take turns. "": it came without a key."""
@@ -46,12 +46,15 @@ class Generate(Message, frozen=True):
     decodes: tuple[InstanceId, ...] = ()
     """Where it may be handed off, best first: the receiver asks them for a reservation when it admits the request. None: the
     receiver serves it alone (local prefill, or one token)."""
-    first: int = 0
+    first: Count = 0
     """Number of the first token to emit; above 0 when an answer is resumed."""
     terms: Terms = Terms()
     """When to serve it."""
     salt: Salt = ""
     """Its KV is found in prefix caches only by requests with the same salt, and it finds only theirs."""
+
+    def __post_init__(self) -> None:
+        check_ids(self.prompt)
 
 
 class Placed(Message, frozen=True):
@@ -69,7 +72,7 @@ class Probe(Message, frozen=True):
 
     keys: tuple[Key, ...]
     """The requests."""
-    round: int
+    round: Count
     """Counts the times that this router asked, from 1 on; the answers repeat it."""
 
 
@@ -77,7 +80,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     """Where a request stands on an instance."""
 
     key: Key
-    next_token: int | None
+    next_token: Count | None
     """Number of the token that it emits next; None: the instance does not serve the key, or does so no longer."""
     decode: Life | None = None
     """From a prefill instance: as in Placed, in case that was lost. None: no reservation was granted, or it is forgotten."""
@@ -93,7 +96,7 @@ class Probed(Message, frozen=True):
     incarnation: Incarnation
     standings: tuple[Standing, ...]
     """One for each key of the Probe."""
-    round: int
+    round: Count
     """As in the Probe."""
 
 
@@ -101,7 +104,7 @@ class Repeat(Message, frozen=True):
     """router → instance: send the tokens of these requests again, and the ending if there was one. What the instance does not
     know, or has forgotten, is answered by nothing."""
 
-    tokens: tuple[tuple[Key, int], ...]
+    tokens: tuple[tuple[Key, Count], ...]
     """Each request, and the number of the first token to send."""
 
 

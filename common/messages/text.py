@@ -5,17 +5,17 @@ Owns what carries tokens and text. Does not know tokenizers or HTTP.
 
 import msgspec
 
-from common.ids import Key
+from common.ids import Count, Key, Seconds, TokenId, check_ids
 from common.messages.base import Message
 from common.messages.endings import Ending
-from common.messages.logprobs import TokenId, TokenLogprobs
+from common.messages.logprobs import TokenLogprobs
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request."""
 
     key: Key
-    first: int
+    first: Count
     """Number of the first of them in the answer, counted from 0."""
     token_ids: tuple[TokenId, ...]
     """In order; empty when there is only an ending."""
@@ -25,7 +25,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """One for each token, if the request asks for them."""
     prompt_logprobs: TokenLogprobs = ()
     """Of the prompt's tokens from the second one on, if the request asks for them: they come with the answer's first token."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """Tokens of the prompt that were not computed, because their KV was there already; said with the answer's first token."""
 
 
@@ -42,7 +42,7 @@ class ExpectAnswer(Message, frozen=True, tag="Open"):
     key: Key
     stop: tuple[str, ...] = ()
     """Strings at which the answer ends; they are cut off."""
-    first: int = 0
+    first: Count = 0
     """Number of the first token to expect; above 0 when an answer is resumed."""
     context: bytes = b""
     """Packed ids before that token, which decide how it is decoded; the last `first` of them are the answer's tokens so far."""
@@ -54,14 +54,17 @@ class ExpectAnswer(Message, frozen=True, tag="Open"):
     """Special tokens that give text, whatever `skip_special_tokens` says."""
     include_stop: bool = False
     """The stop string that ends the answer stays in its text; so does the text of a stop token of the request."""
-    min_tokens: int = 0
+    min_tokens: Count = 0
     """Stop strings that are complete within so many tokens of the answer do not end it."""
     logprobs: bool = False
     """Each token comes with its log probability; a delta that lacks them is malformed."""
     again: bool = False
     """The answer was opened before, or may have been: the text from here on was lost, or may have been. Its tokens come again."""
-    life_s: float = 3600.0
+    life_s: Seconds = 3600.0
     """The detokenizer forgets the answer after this time, whatever was lost on the way."""
+
+    def __post_init__(self) -> None:
+        check_ids(self.context)
 
 
 class ForgetAnswer(Message, frozen=True, tag="Close"):
@@ -74,7 +77,7 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request in order, each exactly once, and their text."""
 
     key: Key
-    first: int
+    first: Count
     """Number of the first of them in the answer."""
     token_ids: tuple[TokenId, ...]
     """In order."""
@@ -86,7 +89,7 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     """As in TokenDelta."""
     prompt_logprobs: TokenLogprobs = ()
     """As in TokenDelta."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """As in TokenDelta."""
 
 
@@ -100,11 +103,11 @@ class TextBatch(Message, frozen=True):
 class DetokenizerHeartbeat(Message, frozen=True):
     """detokenizer → router, every second."""
 
-    open_answers: int
+    open_answers: Count
     """Answers that are expected and have not ended."""
-    early_answers: int
+    early_answers: Count
     """Answers whose tokens came before ExpectAnswer."""
-    dropped: int
+    dropped: Count
     """Token deltas that were of no use, since it started."""
-    shard: int = 0
+    shard: Count = 0
     """Which of its router's detokenizers it is."""

@@ -11,27 +11,27 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.ids import Key
+from common.ids import Count, Key, Moment
 
 
 class Times(msgspec.Struct, omit_defaults=True):
     """A time that is None: it has not happened, or not here."""
 
-    prompt_tokens: Annotated[int, Meta(description="Of the prompt that this attempt began with, the answer so far included.")]
-    accepted_s: Annotated[float, Meta(description="The request arrived. All times are seconds since 1970.")]
-    admitted_s: Annotated[float | None, Meta(description="It got its pages.")] = None
-    first_chunk_s: Annotated[float | None, Meta(description="The first chunk of its prompt was launched.")] = None
-    last_chunk_s: Annotated[float | None, Meta(description="The step of its last chunk returned, with the first token.")] = None
-    asked_s: Annotated[float | None, Meta(description="Reserve was sent, for the first time.")] = None
-    granted_s: Annotated[float | None, Meta(description="Grant arrived; on the decode instance: was sent.")] = None
-    first_push_s: Annotated[float | None, Meta(description="The first push was posted.")] = None
-    pushed_s: Annotated[float | None, Meta(description="The last push ended.")] = None
-    handed_off_s: Annotated[float | None, Meta(description="Handoff was sent; on the decode instance: arrived.")] = None
-    first_decode_s: Annotated[float | None, Meta(description="The first decode step returned, with the second token.")] = None
-    ended_s: Annotated[float | None, Meta(description="The request was served no longer.")] = None
-    cached_tokens: Annotated[int, Meta(description="Of its prompt, found in the prefix cache of who computes the rest.")] = 0
-    pages_had: Annotated[int | None, Meta(description="Pages that the decode instance had already.")] = None
-    pages_pushed: Annotated[int | None, Meta(description="Pages that were pushed.")] = None
+    prompt_tokens: Annotated[Count, Meta(description="Of the prompt that this attempt began with, the answer so far included.")]
+    accepted_s: Annotated[Moment, Meta(description="The request arrived. All times are seconds since 1970.")]
+    admitted_s: Annotated[Moment | None, Meta(description="It got its pages.")] = None
+    first_chunk_s: Annotated[Moment | None, Meta(description="The first chunk of its prompt was launched.")] = None
+    last_chunk_s: Annotated[Moment | None, Meta(description="The step of its last chunk returned, with the first token.")] = None
+    asked_s: Annotated[Moment | None, Meta(description="Reserve was sent, for the first time.")] = None
+    granted_s: Annotated[Moment | None, Meta(description="Grant arrived; on the decode instance: was sent.")] = None
+    first_push_s: Annotated[Moment | None, Meta(description="The first push was posted.")] = None
+    pushed_s: Annotated[Moment | None, Meta(description="The last push ended.")] = None
+    handed_off_s: Annotated[Moment | None, Meta(description="Handoff was sent; on the decode instance: arrived.")] = None
+    first_decode_s: Annotated[Moment | None, Meta(description="The first decode step returned, with the second token.")] = None
+    ended_s: Annotated[Moment | None, Meta(description="The request was served no longer.")] = None
+    cached_tokens: Annotated[Count, Meta(description="Of its prompt, found in the prefix cache of who computes the rest.")] = 0
+    pages_had: Annotated[Count | None, Meta(description="Pages that the decode instance had already.")] = None
+    pages_pushed: Annotated[Count | None, Meta(description="Pages that were pushed.")] = None
 
     def first_chunk(self, now: float) -> None:
         """A chunk was launched; the first one counts."""

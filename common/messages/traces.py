@@ -9,10 +9,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import Incarnation, InstanceId
+from common.ids import Count, Incarnation, InstanceId, Integer, Moment, Number, Seconds
 from common.messages.base import UNNAMED, Message
 
-SpanArgs: TypeAlias = Mapping[str, int | float | str]
+SpanArgs: TypeAlias = Mapping[str, Integer | Number | str]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -22,9 +22,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """What kind of thing it is: "steps", "chunks", "pushes", "requests" …"""
     name: str
     """For people; spans of one kind share it."""
-    begin_s: float
+    begin_s: Moment
     """UNIX time."""
-    end_s: float
+    end_s: Moment
     """UNIX time."""
     request: str = ""
     """The id of the request that it is about; "": it is about none, or several."""
@@ -35,9 +35,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 class Trace(Message, frozen=True):
     """router → instance, detokenizer: record spans, and send them here."""
 
-    seconds: float
+    seconds: Seconds
     """For so long; 0: no longer."""
-    number: int
+    number: Count
     """Of the trace; Spans repeat it. The same number again changes nothing but the end."""
 
 
@@ -45,15 +45,15 @@ class Spans(Message, frozen=True):
     """instance, detokenizer → router: what was recorded. It may be lost: only people read it."""
 
     id: InstanceId
-    number: int
+    number: Count
     """As in Trace."""
-    count: int
+    count: Count
     """How many spans there are."""
     packed: bytes
     """They, as `pack_spans` makes it."""
     incarnation: Incarnation = UNNAMED
     """A detokenizer has none."""
-    dropped: int = 0
+    dropped: Count = 0
     """Spans for which there was no room, since recording began."""
     last: bool = False
     """The trace is over here."""

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from common.errors import ConfigError
+from common.ids import Count, Size
 
 PageOrder = Literal["layer", "head"]
 KVDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8"]
@@ -26,13 +27,13 @@ SPARE_PAGES = 1
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What two instances must agree on before one may write into the other's pages."""
 
-    layers: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
+    layers: Size
+    kv_heads: Size
+    head_dim: Size
+    page_size: Size
     dtype: KVDtype
     order: PageOrder = "layer"
-    version: int = LAYOUT_VERSION
+    version: Count = LAYOUT_VERSION
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "page_size"):

@@ -12,14 +12,13 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from common.messages import TokenLogprob
+from common.messages.logprobs import LEAST_LOGPROB
 
 MAX_PAIRS = 500_000
 """Most pairs of a token and its log probability in one HTTP answer: for its prompts, and again for a whole answer's choices. Each
 token counts 1, and 1 for each alternative. They take about 60 MB as objects, and several times that while they are written."""
 MAX_STREAMED_PAIRS = 20_000
 """Most pairs for a prompt in a stream, where they are one event. It is written on the loop."""
-LEAST_LOGPROB = -9999.0
-"""What is written for less likely tokens: JSON has no infinity. As in vLLM."""
 
 
 class TokenTexts(Protocol):

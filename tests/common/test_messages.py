@@ -33,7 +33,7 @@ PREFILL, LIFE = InstanceId("prefill-1"), Incarnation("life")
 SAMPLING = SamplingParams(max_new_tokens=5, temperature=0.5, stop_token_ids=(1, 2), seed=2**63 - 1)
 TERMS = messages.Terms(priority=-2, age_s=1.5, timeout_s=30.0, owner="alice")
 PLAIN = instance(PREFILL, "prefill", LIFE)
-INFO = replace(PLAIN, pools=(replace(PLAIN.pools[0], address=2**64 - 1, wire=b"\x00\xff"),))
+INFO = replace(PLAIN, pools=(replace(PLAIN.pools[0], address=2**63 - 1, wire=b"\x00\xff"),))
 SPAN = messages.Span("pushes", "push", 1.7e9 + 1e-6, 1.7e9 + 0.25, "request", {"bytes": 2**40, "peer": "decode-1", "share": 0.5})
 SAMPLES: tuple[AnyMessage, ...] = (
     messages.Register(instance=INFO),

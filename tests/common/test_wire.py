@@ -1,6 +1,7 @@
 """The wire, over real sockets on the loopback interface: frames, and what arrives or does not. Nothing that arrives may raise."""
 
 import logging
+import math
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -228,6 +229,7 @@ BAD_FRAMES: dict[str, list[bytes]] = {
     "a field of another type": [pack_frame(PREFILL, body({"type": "Close", "key": 5}))],
     "a field that is missing": [pack_frame(PREFILL, body({"type": "Close"}))],
     "a token id that is no int32": [pack_frame(PREFILL, body({"type": "TokenBatch", "deltas": [[["r", 0], 0, [2**31], None]]}))],
+    "a time that is not a number": [pack_frame(PREFILL, body({"type": "Trace", "seconds": math.nan, "number": 1}))],
     "text that is no UTF-8": [pack_frame(PREFILL, b"\x82\xa4type\xa5Close\xa3key\x92\xa1\xff\x00")],
     "nesting without end": [pack_frame(PREFILL, b"\x82\xa4type\xa5Close\xa1x" + b"\x91" * 100_000)],
 }

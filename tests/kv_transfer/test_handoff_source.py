@@ -286,8 +286,8 @@ def test_a_decline_after_the_grant_takes_it_back_and_is_answered_when_the_pushes
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"have_tokens": tokens}, "have_tokens") for tokens in (-4, -12, 3, 16)]
-    + [({"pages": pages}, "invalid grant from d") for pages in (pack_ids((20, 21)), pack_ids((20, 21, 22, 23)), b"", b"abc")],
+    [({"have_tokens": tokens}, "have_tokens") for tokens in (3, 16)]
+    + [({"pages": pages}, "invalid grant from d") for pages in (pack_ids((20, 21)), pack_ids((20, 21, 22, 23)), b"")],
 )
 def test_a_grant_of_pages_that_cannot_be_there_or_of_the_wrong_size_is_refused(change: dict[str, Any], reason: str) -> None:
     source = opened()

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from common.errors import TandemError
 from common.ids import ROUTER, Incarnation
 from common.messages import WIRE_VERSION, InstanceInfo, Register
 from router.fleet import REFUSED_REMEMBERED, Fleet
@@ -45,19 +44,12 @@ def d1(path: str, value: object) -> InstanceInfo:
         (d1("id", "é"), "letters"),
         (d1("incarnation", ""), "incarnation"),
         (d1("incarnation", "x" * 100_000), "incarnation"),
-        (d1("max_running", 0), "max_running must be between 1 and"),
-        (d1("pools.total_pages", 0), "total_pages must be between 1 and"),
-        (d1("pools.total_pages", -(2**63)), "total_pages must be between 1 and"),
-        (d1("pools.total_pages", 2**64 - 1), "total_pages must be between 1 and"),
-        (d1("pools.address", -1), "address -1"),
         (d1("pools.address", 2**63 - 1), f"address {2**63 - 1}"),
         (d1("pools.device", "cuda"), "device must be cpu or cuda:N, is 'cuda'"),
         (d1("pools.device", "cuda:-1"), "device must be"),
         (d1("pools.device", "tpu:0"), "device must be"),
         (d1("pools.device", "x" * 100_000), "device must be"),
         (d1("pools.wire", bytes(2**20 + 1)), "transport descriptors"),
-        (d1("model.context_tokens", 0), "context must be between"),
-        (d1("model.vocab_size", 2**31), "vocabulary must be between"),
     ],
 )
 def test_an_instance_with_an_absurd_description_is_refused_and_told_which_part(asking: InstanceInfo, names: str) -> None:
@@ -70,22 +62,33 @@ def test_an_instance_with_an_absurd_description_is_refused_and_told_which_part(a
 
 
 @pytest.mark.parametrize("field", ["layers", "kv_heads", "head_dim", "page_size"])
-@pytest.mark.parametrize("value", [2**30, 2**63 - 1, 2**64 - 1])
-def test_a_layout_of_huge_numbers_is_refused(field: str, value: int) -> None:
-    asking = d1(f"pools.layout.{field}", value)
+def test_a_layout_of_huge_numbers_is_refused(field: str) -> None:
+    asking = d1(f"pools.layout.{field}", 2**30)
     asking = replace(asking, pools=(replace(asking.pools[0], total_pages=2**31 - 1, address=2**62),))
-    assert ("64-bit" if value == 2**30 else field) in refusal_of(new_fleet(), asking)[1]
+    assert "64-bit" in refusal_of(new_fleet(), asking)[1]
 
 
-def test_a_layout_without_size_is_not_a_valid_message() -> None:
-    register = msgspec.to_builtins(Register(instance=D1))
-    register["instance"]["pools"][0]["layout"]["kv_heads"] = 0
-    with pytest.raises(TandemError, match="kv_heads"):  # which the mailbox counts as a refused frame
-        msgspec.convert(register, Register)
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("max_running", 0),
+        ("model.context_tokens", 0),
+        ("model.vocab_size", 2**31),
+        ("model.kv_heads", -4),
+        ("pools.total_pages", -1),
+        ("pools.address", -1),
+        ("pools.layout.kv_heads", 2**31),
+        ("pools.first_head", -1),
+    ],
+)
+def test_a_description_with_a_number_out_of_range_is_no_message(path: str, value: int) -> None:
+    absurd = msgspec.msgpack.encode(Register(instance=d1(path, value)))
+    with pytest.raises(msgspec.ValidationError, match=path.rpartition(".")[2]):
+        msgspec.msgpack.decode(absurd, type=Register)
 
 
 def test_a_newcomer_that_is_absurd_does_not_evict_the_member_of_its_name(fleet: Fleet) -> None:
-    absurd = replace(d1("pools.total_pages", 0), id=D0.id, incarnation=Incarnation("2"))
+    absurd = replace(d1("pools.device", "tpu"), id=D0.id, incarnation=Incarnation("2"))
     assert fleet.register(Register(instance=absurd), 1.0).lost == []
     assert ids(fleet) == ["p0", "d0"]
 
@@ -196,7 +199,6 @@ def test_members_may_differ_in_their_number_of_ranks_if_their_models_have_as_man
         (ranked(2, 4, first_head=1), "its rank 1 must hold 2 KV heads from 2 on, holds 2 from 1 on"),
         (ranked(3, 8), "its 8 KV heads cannot be divided among 3 ranks"),
         (d1("model.kv_heads", 4), "its rank 0 must hold 4 KV heads from 0 on, holds 2 from 0 on"),
-        (d1("model.kv_heads", -4), "kv_heads must be between 1 and"),
     ],
     ids=[
         "a pool too many",
@@ -208,7 +210,6 @@ def test_members_may_differ_in_their_number_of_ranks_if_their_models_have_as_man
         "shifted",
         "odd",
         "half of the heads",
-        "negative",
     ],
 )
 def test_an_instance_whose_ranks_do_not_fit_each_other_is_refused(asking: InstanceInfo, reason: str) -> None:

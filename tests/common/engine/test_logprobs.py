@@ -34,3 +34,16 @@ def test_each_row_gets_as_many_of_the_likeliest_tokens_as_it_asked_for() -> None
     again = Logprobs.of([4, 0, 4], [told.by_row()[4][0], *told.by_row()[0], told.by_row()[4][1]])
     assert again.by_row() == told.by_row()
     assert Logprobs.of([], []).by_row() == {}
+
+
+def test_a_token_that_cannot_come_has_the_least_log_probability_for_no_message_carries_infinity() -> None:
+    (told,) = Logprobs(
+        rows=ids(0),
+        token_ids=ids(7),
+        logprobs=shares(-np.inf),
+        ranks=ids(1),
+        asked=ids(2),
+        top_ids=ids((7, 8)),
+        top_logprobs=shares((-np.inf, np.nan)),
+    ).by_row()[0]
+    assert told == TokenLogprob(7, -9999.0, 1, ((7, -9999.0), (8, -9999.0)))
