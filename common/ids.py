@@ -1,14 +1,11 @@
-"""The names of things that cross process borders, as distinct types, and the ranges of the numbers that do.
+"""The names of things that cross process borders, as distinct types.
 
 Owns no behaviour. Knows nothing of messages, pages or sockets.
-
-A type says what its field may hold, and whoever decodes a message refuses what is not that. Every bound is written so that only a
-number within it passes: NaN is within none.
 """
 
 import zlib
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple, NewType, TypeAlias
+from typing import Annotated, Literal, NamedTuple, NewType
 
 import msgspec
 import numpy as np
@@ -16,24 +13,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from common.names import ROUTER_NAME
-
-_FINITE = 1e15
-"""Seconds and bytes are far below it."""
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-"""How many, which one, or which version."""
-Integer: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Size: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
-"""Of something that is there: pages, tokens of a page, heads."""
-TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
-"""What `pack_ids` can pack."""
-Amount: TypeAlias = Annotated[float, Meta(ge=0, le=_FINITE)]
-Number: TypeAlias = Annotated[float, Meta(ge=-_FINITE, le=_FINITE)]
-Seconds: TypeAlias = Amount
-"""How long something takes, or how old it is."""
-Moment: TypeAlias = Number
-"""What somebody's clock shows, in seconds."""
-Interval: TypeAlias = Annotated[float, Meta(ge=1e-3, le=_FINITE)]
-"""Seconds between two that follow each other."""
+from common.ranges import Count
 
 RequestId = NewType("RequestId", Annotated[str, Meta(max_length=512)])
 InstanceId = NewType("InstanceId", Annotated[str, Meta(max_length=255)])

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from common.errors import BadRequest
-from common.ids import Count, Integer, Number, TokenId
+from common.ranges import Count, Integer, Number, TokenId
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024

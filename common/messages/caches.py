@@ -3,8 +3,9 @@
 Owns the words. Does not know how a router uses them: `common/pages/blocks.py` says what a block is.
 """
 
-from common.ids import Count, Incarnation, InstanceId
+from common.ids import Incarnation, InstanceId
 from common.messages.base import Message
+from common.ranges import Count
 
 
 class TellCache(Message, frozen=True):

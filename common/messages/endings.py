@@ -8,8 +8,8 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 from common.errors import TandemError
-from common.ids import TokenId
 from common.messages.base import Message
+from common.ranges import TokenId
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

@@ -10,10 +10,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.ids import Count, Incarnation, InstanceId, Interval, Role, Size
+from common.ids import Incarnation, InstanceId, Role
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.messages.timelines import Timeline
 from common.pages.layout import KVLayout
+from common.ranges import Count, Interval, Size
 
 _POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 

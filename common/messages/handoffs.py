@@ -9,11 +9,12 @@ perhaps the same mail. UNNAMED comes from older versions, which did not say; it 
 
 import msgspec
 
-from common.ids import Count, Generation, Incarnation, Key, Moment, Seconds, TokenId, check_ids
+from common.ids import Generation, Incarnation, Key, check_ids
 from common.messages.base import UNNAMED, Message
 from common.messages.endings import Failed
 from common.messages.logprobs import TokenLogprob
 from common.messages.requests import Salt, Terms
+from common.ranges import Count, Moment, Seconds, TokenId
 from common.sampling_params import SamplingParams
 
 

@@ -8,9 +8,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from common.ids import Amount, Count, Incarnation, InstanceId, Seconds
+from common.ids import Incarnation, InstanceId
 from common.messages.base import Message
 from common.messages.timelines import Timeline
+from common.ranges import Amount, Count, Seconds
 
 LinkState: TypeAlias = Literal["connecting", "ready", "lost"]
 

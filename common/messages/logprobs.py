@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import Count, Number, TokenId
+from common.ranges import Count, Number, TokenId
 
 LEAST_LOGPROB = -9999.0
 """Stands for a token that cannot come, or hardly can, as in vLLM: minus infinity is no number on the wire or in JSON."""

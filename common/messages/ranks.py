@@ -37,12 +37,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import Count, Incarnation, InstanceId, Key, Moment, Seconds, Ticket, TokenId, check_ids
+from common.ids import Incarnation, InstanceId, Key, Ticket, check_ids
 from common.messages.base import WIRE_VERSION, Message
 from common.messages.endings import Failed
 from common.messages.fleet import InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.heartbeats import LinkInfo
 from common.messages.requests import Owner
+from common.ranges import Count, Moment, Seconds, TokenId
 from common.sampling_params import Grammar, SamplingParams
 
 

@@ -7,9 +7,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from common.ids import Count, Incarnation, InstanceId, Integer, Key, Life, Seconds, check_ids
+from common.ids import Incarnation, InstanceId, Key, Life, check_ids
 from common.messages.base import Message
 from common.names import OWNER_CHARS
+from common.ranges import Count, Integer, Seconds
 from common.sampling_params import SamplingParams
 
 SALT_CHARS = 128

@@ -5,10 +5,11 @@ Owns what carries tokens and text. Does not know tokenizers or HTTP.
 
 import msgspec
 
-from common.ids import Count, Key, Seconds, TokenId, check_ids
+from common.ids import Key, check_ids
 from common.messages.base import Message
 from common.messages.endings import Ending
 from common.messages.logprobs import TokenLogprobs
+from common.ranges import Count, Seconds, TokenId
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.ids import Count, Key, Moment
+from common.ids import Key
+from common.ranges import Count, Moment
 
 
 class Times(msgspec.Struct, omit_defaults=True):

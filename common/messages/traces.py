@@ -9,8 +9,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.ids import Count, Incarnation, InstanceId, Integer, Moment, Number, Seconds
+from common.ids import Incarnation, InstanceId
 from common.messages.base import UNNAMED, Message
+from common.ranges import Count, Integer, Moment, Number, Seconds
 
 SpanArgs: TypeAlias = Mapping[str, Integer | Number | str]
 

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from common.errors import ConfigError
-from common.ids import Count, Size
+from common.ranges import Count, Size
 
 PageOrder = Literal["layer", "head"]
 KVDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8"]

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from msgspec import inspect, structs
 
-from common.ids import Amount, Count, Integer, Interval, Number, Size, TokenId, pack_ids
+from common.ids import pack_ids
 from common.messages import AnyMessage
+from common.ranges import Amount, Count, Integer, Interval, Number, Size, TokenId
 from tests.common.test_messages import SAMPLES
 
 NO_IDS = {"wire", "packed", "embedding", "stored", "gone", "digests"}
@@ -68,7 +69,7 @@ def test_every_number_of_every_message_has_a_type_that_bounds_it_on_both_sides()
         if isinstance(part, inspect.IntType | inspect.FloatType)
         and ((part.ge is None and part.gt is None) or (part.le is None and part.lt is None))
     }
-    assert not loose, "give them a type of common/ids.py: Count, Size, TokenId, Seconds, Moment …"
+    assert not loose, "give them a type of common/ranges.py: Count, Size, TokenId, Seconds, Moment …"
 
 
 @pytest.mark.parametrize("kind", [Amount, Number, Interval], ids=["Amount", "Number", "Interval"])
