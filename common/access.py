@@ -61,11 +61,13 @@ class KeyRing:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """api_keys, control_key: None lets everybody in. tls: None for plain HTTP."""
+    """api_keys, control_key: None lets everybody in. tls: None for plain HTTP. origins: where web pages may be from, "*": from
+    anywhere."""
 
     api_keys: KeyRing | None = None
     control_key: KeyRing | None = None
     tls: ssl.SSLContext | None = field(default=None, repr=False)
+    origins: tuple[str, ...] = ()
 
 
 OPEN = Access()
@@ -77,6 +79,7 @@ def read_access(config: AccessConfig) -> Access:
         KeyRing(read_api_keys(config.api_keys)) if config.api_keys else None,
         KeyRing({read_control_key(config.control_key): "control"}) if config.control_key else None,
         _read_certificate(config.tls_cert, config.tls_key) if config.tls_cert else None,
+        config.allow_origin,
     )
 
 

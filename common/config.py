@@ -43,6 +43,7 @@ MOST_RANKS = 64
 STEP_COST = "0.005,0.00001,0.00002"
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,8 +350,18 @@ class AccessConfig:
     )
     tls_cert: str = option("", "file with the certificate (and its chain) for HTTPS, as PEM; without it: plain HTTP")
     tls_key: str = option("", "file with the certificate's private key, as PEM")
+    allow_origin: tuple[str, ...] = option(
+        (),
+        "where web pages that use the API are from, such as https://chat.example.com; * with --api-keys: from anywhere; without "
+        "it: from this router only",
+    )
 
     def __post_init__(self) -> None:
+        for origin in self.allow_origin:
+            rule = "scheme://host or scheme://host:port in small letters, such as https://chat.example.com"
+            require(origin == "*" or _ORIGIN.fullmatch(origin) is not None, "allow-origin", rule, origin)
+        some = "origins by name without --api-keys, because any page could use the fleet"
+        require(self.api_keys != "" or "*" not in self.allow_origin, "allow-origin", some, "*")
         made = "given with --api-keys: make one with `launch key FILE`"
         require(not self.api_keys or self.control_key != "", "control-key", made, self.control_key)
         require(not self.tls_cert or self.tls_key != "", "tls-key", "given with --tls-cert", self.tls_key)

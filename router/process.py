@@ -96,7 +96,7 @@ async def serve(
                 embedding,
                 config.sessions_by,
             )
-            app = build_app(api, metrics, access)
+            app = build_app(api, metrics, access, (config.host, host))
             url, own_url = (f"{scheme}://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)

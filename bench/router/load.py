@@ -46,10 +46,8 @@ class Run:
         self.order = order
         asked = {"model": order.model, "prompt": "Tell me more.", "stream": True, "ignore_eos": True, "max_tokens": order.tokens}
         body = json.dumps(asked).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        )
-        self.question = f"{head}\r\n".encode() + body
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        self.question = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         self.over: asyncio.Future[None] = loop.create_future()
         self.asked = self.tokens = self.events = 0
         self._ended = self._failed = self._open = self._most_open = 0

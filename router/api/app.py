@@ -6,17 +6,19 @@ Does not know how a request is served.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.access import OPEN, Access
+from common.addresses import LOOPBACK
 from common.errors import TandemError
 from common.ids import InstanceId, RequestId
 from common.text.embedding import Embedding
@@ -35,7 +37,7 @@ from router.api.guard import REQUESTS_PREFIX, Guard
 from router.api.intake import Accepted, Intake, unknown_model
 from router.api.models import ModelCard, ModelList
 from router.api.open_answers import OpenAnswers
-from router.api.request_ids import OWNER, REQUEST_ID, AnswerId, answer_id
+from router.api.request_ids import HEADER, OWNER, REQUEST_ID, AnswerId, answer_id
 from router.api.responses import ResponseFields, read_response
 from router.api.responses_answers import ResponseBody, ResponseShape
 from router.api.sending import Answer, StreamResponse, WholeResponse
@@ -359,8 +361,8 @@ def _routes(api: Api) -> tuple[_Route, ...]:
     )
 
 
-def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAPI:
-    """The ASGI application."""
+def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Collection[str] = (LOOPBACK,)) -> FastAPI:
+    """The ASGI application. hosts: what the router was told to listen on."""
     routes = _routes(api)
     app = DescribedApp(described for _, _, _, described in routes)
     for method, path, endpoint, described in routes:
@@ -369,7 +371,15 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN) -> FastAP
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Doorkeeper, door=api.door, metrics=metrics, guard=Guard(access))
+    app.add_middleware(Doorkeeper, door=api.door, metrics=metrics, guard=Guard(access, hosts))
+    if access.origins:  # outside of the doorkeeper: what a browser asks beforehand carries no key, and refusals are for pages too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=(HEADER.decode(), "retry-after"),
+        )
     return app
 
 

@@ -1,4 +1,4 @@
-"""The description of the API at /openapi.json, from which /docs is made.
+"""The description of the API at /openapi.json, which /docs shows.
 
 Owns the words and schemas. The schemas of bodies and errors are those of the structs that the router reads and writes; bodies are
 still read by `router.api.fields`, whose errors name the field and the fix.
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from router.api.docs_page import docs_routes
 from router.api.errors import ErrorBody
 from router.api.guard import NeededKey, key_needed
 
@@ -28,16 +29,18 @@ TAGS = (
 )
 _REFUSALS = {
     400: "A field is wrong: `param` names it, `message` says how to fix it.",
+    403: "A web page asks, the router has no `--api-keys`, and its `--allow-origin` does not name where the page is from.",
     404: "It is unknown: a model, an instance, or what was asked for.",
     408: "The body did not arrive in time.",
     409: "It runs already.",
     413: "The body is longer than `--max-body`.",
+    415: "The body is compressed, or the router has no `--api-keys` and the header is not `Content-Type: application/json`.",
     429: "Too many requests are open, or this one would be too late: try again after `Retry-After` seconds.",
     503: "No instance can serve the request now, or the router drains: try again after `Retry-After` seconds.",
     504: "The request took longer than its `timeout`, or than `--request-timeout-s`.",
 }
-COMPLETION_REFUSALS = (400, 404, 408, 413, 429, 503, 504)
-CALL_REFUSALS = (400, 404, 408, 413, 429, 503)
+COMPLETION_REFUSALS = (400, 403, 404, 408, 413, 415, 429, 503, 504)
+CALL_REFUSALS = (400, 403, 404, 408, 413, 415, 429, 503)
 _EVENTS = "text/event-stream"
 
 SECURITY_SCHEMES = {
@@ -128,9 +131,10 @@ class DescribedApp(FastAPI):
             title="Tandem",
             description=ABOUT,
             openapi_tags=[dict(tag) for tag in TAGS],
+            docs_url=None,
             redoc_url=None,
-            swagger_ui_oauth2_redirect_url=None,
         )
+        self.router.routes += docs_routes()
         self._components: dict[str, Any] = {}
         for route in routes:
             self._components |= route.components()

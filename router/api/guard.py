@@ -1,19 +1,22 @@
 """The guard of the HTTP side: which URL needs which key, and whose key a request has.
 
 Owns that table and where a request carries its key. What is not in the table needs an API key, so that a new route is never open
-by mistake. The keys are in `common.access`. Never says or logs a key, nor what was sent in place of one.
+by mistake. The keys are in `common.access`; what is checked where there are none is in `web_pages`. Never says or logs a key,
+nor what was sent in place of one.
 """
 
+from collections.abc import Collection
 from enum import Enum
 
 from starlette.types import Scope
 
 from common.access import Access
 from router.api.errors import Unauthorized
+from router.api.web_pages import WebPages
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/openapi.json"})
 """For load balancers, monitors and readers of the description."""
-CONTROL_PREFIX, REQUESTS_PREFIX = "/cluster", "/requests"
+DOCS_PREFIX, CONTROL_PREFIX, REQUESTS_PREFIX = "/docs", "/cluster", "/requests"
 CONTROL_PATHS = frozenset({CONTROL_PREFIX, "/flush_cache"})
 EVERYBODY = "*"
 """In place of the name of an API key: whoever has the control key may see the requests of all. No key has this name."""
@@ -33,7 +36,7 @@ _SPOKEN = {NeededKey.API: "API key", NeededKey.CONTROL: "control key", NeededKey
 
 def key_needed(path: str) -> NeededKey:
     """path: of the URL, or of a route."""
-    if path in OPEN_PATHS:
+    if path in OPEN_PATHS or path.startswith(f"{DOCS_PREFIX}/"):
         return NeededKey.NONE
     if path in CONTROL_PATHS or path.startswith(f"{CONTROL_PREFIX}/"):
         return NeededKey.CONTROL
@@ -41,9 +44,10 @@ def key_needed(path: str) -> NeededKey:
 
 
 class Guard:
-    """Lets requests in by their keys."""
+    """Lets requests in by their keys. hosts: see `WebPages`."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, hosts: Collection[str]) -> None:
+        self._web_pages = WebPages(hosts, access.origins) if access.api_keys is None else None
         self._control = access.control_key
         self._rings = {
             NeededKey.API: access.api_keys,
@@ -53,10 +57,12 @@ class Guard:
 
     def admit(self, scope: Scope) -> str:
         """Returns the name of the API key; "" where none is needed, and EVERYBODY for the control key where either will do.
-        Raises Unauthorized."""
+        Raises Unauthorized, NotAsked, UnsupportedBody."""
         needed = key_needed(scope["path"])
         ring = self._rings.get(needed)
         if ring is None:
+            if self._web_pages is not None:
+                self._web_pages.require_asked(scope)
             return ""
         key = _key_in(scope)
         if key is None:

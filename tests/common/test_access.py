@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_keys_are_taken_in_again_and_a_file_that_became_bad_changes_nothing(tmp_
     ({"tls_cert": "x"}, "--tls-key must be given with --tls-cert"),
     ({"tls_key": "x"}, "--tls-cert must be given with --tls-key"),
 ])  # fmt: skip
-def test_what_belongs_together_is_asked_for(fields: dict[str, str], flag: str) -> None:
+def test_what_belongs_together_is_asked_for(fields: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         AccessConfig(**fields)
 
@@ -114,3 +115,13 @@ def test_a_certificate_that_cannot_be_used_is_refused_by_the_flag_of_what_is_wro
     ):
         with pytest.raises(ConfigError, match=message):
             read_access(AccessConfig(tls_cert=of_cert, tls_key=of_key))
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://chat.example.com/", "HTTPS://a.example", "chat.example.com", "null", "https://*.example.com", "*"]
+)
+def test_an_origin_that_no_browser_sends_is_refused_and_so_is_every_origin_without_keys(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--allow-origin must be"):
+        AccessConfig(allow_origin=("https://a.example:8443", origin))
+    assert read_access(AccessConfig(allow_origin=("http://[::1]:80", "tauri://localhost"))).origins[1] == "tauri://localhost"
+    AccessConfig(api_keys="x", control_key="y", allow_origin=("*",))

@@ -61,7 +61,7 @@ def test_every_field_is_a_flag_with_its_help_and_default(config: type[ConfigClas
     for field in dataclasses.fields(config):
         assert flag_of(field.name) in text
         assert "".join(field.metadata["help"].split()) in text
-        if field.default != "":
+        if field.default not in ("", ()):
             assert f"(default:{field.default})" in text
 
 

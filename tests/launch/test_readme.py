@@ -24,7 +24,7 @@ def flags_table() -> str:
     rows = ["| flag | default | of | what it says |", "|---|---|---|---|"]
     for commands, config in GROUPS:
         for field in dataclasses.fields(config):
-            default = f"`{field.default}`" if field.default != "" else ""
+            default = f"`{field.default}`" if field.default not in ("", ()) else ""
             rows.append(f"| `{flag_of(field.name)}` | {default} | {commands} | {field.metadata['help']} |")
     return "\n".join(rows)
 

@@ -10,6 +10,8 @@ import httpx
 from common.messages import Generate
 from tests.router.fakes import MODEL, Site
 
+JSON = {"content-type": "application/json"}
+
 
 def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 5} | fields

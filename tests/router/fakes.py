@@ -371,12 +371,12 @@ class Site:
             embedding,
             config.sessions_by,
         )
-        self.app: FastAPI = build_app(api, self.metrics, access)
+        self.app: FastAPI = build_app(api, self.metrics, access, (config.host,))
         fleet.gateway = self.gateway
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=self.app, raise_app_exceptions=False), base_url="http://router"
+            transport=httpx.ASGITransport(app=self.app, raise_app_exceptions=False), base_url="http://127.0.0.1"
         )
 
     async def __aenter__(self) -> Self:

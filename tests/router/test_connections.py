@@ -13,9 +13,13 @@ from tests.router.fakes import EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
 SHORT_S = 0.05
-PLAIN = b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n"
+PLAIN = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = json.dumps(chat(stream=True)).encode()
-QUESTION = b"POST /v1/chat/completions HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+QUESTION = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    % len(BODY)
+    + BODY
+)
 
 
 async def dropped(site: Site, why: Dropped) -> float:
@@ -103,7 +107,9 @@ async def test_when_too_many_wait_the_one_that_waits_for_longest_makes_room() ->
 def unfinished(body_bytes: int) -> bytes:
     """A request whose body lacks its last byte."""
     return (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n\r\n" % (body_bytes + 1) + b" " * body_bytes
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % (body_bytes + 1)
+        + b" " * body_bytes
     )
 
 

@@ -1,5 +1,6 @@
 """The description of the API: every route is in it, with its bodies and its errors."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -100,6 +101,14 @@ async def test_whatever_the_description_refers_to_is_in_it() -> None:
     assert references and {reference.rpartition("/")[2] for reference in references} <= schemas.keys()
 
 
-async def test_people_can_read_it_at_docs(site: Site) -> None:
-    response = await get(site, "/docs")
-    assert response.status_code == 200 and "/openapi.json" in response.text
+async def test_people_can_read_it_at_docs_without_the_internet(site: Site) -> None:
+    page = await get(site, "/docs")
+    assert page.status_code == 200 and "/openapi.json" in page.text and "http" not in page.text
+    files = re.findall(r'(?:src|href)="\./(docs/[^"]+)"', page.text)
+    assert len(files) == 2
+    for name in files:
+        response = await get(site, f"/{name}")
+        assert response.status_code == 200 and len(response.content) > 100_000
+    assert (await get(site, "/docs/favicon.png")).status_code == 404
+    rules = dict(rule.split(" ", 1) for rule in page.headers["content-security-policy"].split("; "))
+    assert rules["default-src"] == rules["frame-ancestors"] == "'none'" and rules["connect-src"] == "'self'"

@@ -13,7 +13,7 @@ from common.messages import Failed
 from common.sampling_params import SamplingParams
 from common.text.embedding import Embedding
 from router.api import app
-from tests.router.calls import assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until, usage
+from tests.router.calls import JSON, assert_error, chat, completion, events, get, metric, post, sent_to_fleet, until, usage
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
@@ -287,7 +287,7 @@ async def test_a_bad_request_is_refused_by_field_and_the_next_one_is_served(
 @pytest.mark.parametrize("body", [b"", b"{", b"hello", b"\xff\xfe"])
 async def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     async with Site() as site, site.client() as client:
-        response = await client.post("/v1/chat/completions", content=body)
+        response = await client.post("/v1/chat/completions", content=body, headers=JSON)
     assert "not JSON" in assert_error(response, 400, "invalid_request_error", None)
 
 
@@ -298,7 +298,7 @@ async def test_a_body_that_is_too_long_is_refused(announced: bool) -> None:
             yield b"x" * 100
 
     async with Site(max_body_bytes=1000) as site, site.client() as client:
-        response = await client.post("/v1/completions", content=b"x" * 1001 if announced else chunks())
+        response = await client.post("/v1/completions", content=b"x" * 1001 if announced else chunks(), headers=JSON)
     assert "--max-body" in assert_error(response, 413, "invalid_request_error", None)
 
 

@@ -22,14 +22,19 @@ from tests.router.fakes import EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
 BUFFER = 4096
-HEALTH = b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n"
+ASKS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LARGE = completion(["x" * 20] * 2, n=16, max_tokens=100, stream=True, return_token_ids=True)
 """Its answer is larger than all buffers between the server and a client."""
 
 
 def question(body: Any, version: str = "1.1") -> bytes:
     text = json.dumps(body).encode()
-    return b"POST /v1/completions HTTP/%s\r\nHost: router\r\nContent-Length: %d\r\n\r\n" % (version.encode(), len(text)) + text
+    return (
+        b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % (version.encode(), len(text))
+        + text
+    )
 
 
 def dropped(site: Site, why: Dropped) -> float:
@@ -123,7 +128,7 @@ async def test_a_head_without_end_is_refused_and_counted(endless: bytes) -> None
 
 
 async def test_a_head_without_end_behind_an_open_answer_and_trailers_without_end_drop_the_connection() -> None:
-    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    chunked = ASKS + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
     async with Site(EchoFleet(stall_at=0)) as site, listening(site) as port:
         for number, opened in enumerate((question(completion()) + b"GET / HTTP/1.1\r\n", chunked), 1):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -225,10 +230,12 @@ async def test_nothing_is_left_of_a_connection_that_has_ended(monkeypatch: pytes
 
 async def test_a_request_that_offers_an_upgrade_is_answered_as_if_it_did_not() -> None:
     text = json.dumps(completion("hello")).encode()
-    line = b"POST /v1/completions HTTP/1.1\r\nHost: router\r\n"
+    line = ASKS
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     sized = line + b"Content-Length: %d\r\n" % len(text)
-    hidden = b"POST /nowhere HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n" % len(HEALTH)
+    hidden = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % len(
+        HEALTH
+    )
     async with Site() as site, listening(site) as port:
         for head, body, status in (
             (sized, text, 200),
@@ -263,7 +270,7 @@ async def test_a_body_in_single_bytes_goes_on_as_one_piece_for_each_read(monkeyp
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
     async with Site() as site, listening(site) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + HEALTH[:9])
+        writer.write(ASKS + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + HEALTH[:9])
         assert b'"text":"hello"' in await asyncio.wait_for(reader.readuntil(b"}}}"), 5)
         writer.write(HEALTH[9:])
         assert b'"ok"' in await asyncio.wait_for(reader.readuntil(b"}"), 5)
@@ -274,7 +281,7 @@ async def test_a_body_in_single_bytes_goes_on_as_one_piece_for_each_read(monkeyp
 async def test_a_tunnel_is_refused() -> None:
     async with Site() as site, listening(site) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"CONNECT router:80 HTTP/1.1\r\nHost: router\r\n\r\n" + HEALTH)
+        writer.write(b"CONNECT router:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEALTH)
         answer = await asyncio.wait_for(reader.read(), 5)
         assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
         writer.close()

@@ -18,8 +18,8 @@ async def ask(port: int, stream: bool) -> tuple[asyncio.StreamReader, asyncio.St
     """Post a chat over a connection of our own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(chat(stream=stream, max_tokens=None)).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: router\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     await writer.drain()
     return reader, writer
 
@@ -40,7 +40,7 @@ async def test_a_request_behind_an_open_one_ends_the_connection_and_cancels_the_
     async with Site(EchoFleet(stall_at=2)) as site, listening(site) as port:
         reader, writer = await ask(port, stream=False)
         await until(lambda: len(site.core.requests) > 0)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await asyncio.wait_for(reader.read(), 60)
         await until(lambda: not len(site.core.requests))
         writer.close()
