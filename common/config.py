@@ -83,7 +83,9 @@ class EngineConfig:
         "weights on CPU; bfloat16: half the memory of that, and read faster; fp8_e4m3: half the memory of bfloat16, less exact",
     )
     attention: AttentionName = option(
-        "auto", "implementation of attention; auto: flashinfer on CUDA, native (in C) on CPU, torch where those cannot be used"
+        "auto",
+        "implementation of attention; auto: flashinfer on CUDA, where an instance does not start without it; native (in C) on "
+        "CPU, or torch without a compiler",
     )
     device: str = option("auto", "where to compute: auto, cpu, cuda or cuda:N; auto: CUDA if there is a GPU")
     page_size: int = option(16, "tokens per KV page")

@@ -1,9 +1,10 @@
 """The environment of a process, set before the libraries that read it are imported.
 
-Owns the variables for threads, logs and transports. Imports nothing heavy.
+Owns the variables for programs, threads, logs and transports. Imports nothing heavy.
 """
 
 import os
+import sys
 from pathlib import Path
 
 from common.cores import core_count
@@ -22,6 +23,7 @@ def prepare(threads: int) -> None:
 
     Settings of transports and of waiting threads that are already set stay, so a person can override ours.
     """
+    find_programs()
     for name in _THREAD_VARIABLES:
         os.environ[name] = str(threads or core_count())
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -38,3 +40,10 @@ def prepare(threads: int) -> None:
     if not _INFINIBAND.exists():
         # The library that UCX loads for InfiniBand crashes at exit on a host that has none.
         os.environ.setdefault("UCX_MODULES", "^ib")
+
+
+def find_programs() -> None:
+    """The programs of this Python's environment are found, activated or not: FlashInfer starts `ninja` by its name."""
+    ours, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if ours not in path.split(os.pathsep):
+        os.environ["PATH"] = f"{ours}{os.pathsep}{path}" if path else ours

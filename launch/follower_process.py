@@ -110,7 +110,8 @@ def serve(
             stack.callback(thread.close)
             pool = thread.start(TRANSPORT_START_S)
             stack.callback(meeting.leave)
-            start.say(lambda: joining.ready(executor.description.model, pool))
+            made = executor.description
+            start.say(lambda: joining.ready(made.model, pool, made.choices))
             start.finish()
         finally:
             timer.cancel()

@@ -168,7 +168,7 @@ def _describe(
         incarnation=life,
         role=role,
         inbox=inbox,
-        ranks=(describe_rank(0, engine.device), *(() if ranks is None else ranks.infos)),
+        ranks=(describe_rank(0, engine.device, engine.choices), *(() if ranks is None else ranks.infos)),
         model=engine.model,
         pools=(pool, *(() if ranks is None else ranks.pools)),
         max_running=engine.max_rows,

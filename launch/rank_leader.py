@@ -24,7 +24,7 @@ from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.gathering import Gathering
 from common.instance.ranks.leader import Followers, remote_transfers
-from common.messages import PoolDescriptor, RankInfo
+from common.messages import EngineChoices, PoolDescriptor, RankInfo
 from common.messages.ranks import ToLeader, rank_name
 from common.trust import Trust
 from common.wire import Mailbox
@@ -189,6 +189,6 @@ def describe_missing(
     return text
 
 
-def describe_rank(rank: int, device: str) -> RankInfo:
+def describe_rank(rank: int, device: str, engine: EngineChoices = EngineChoices()) -> RankInfo:  # noqa: B008
     """This process, for people."""
-    return RankInfo(rank=rank, pid=os.getpid(), host=socket.gethostname(), device=device)
+    return RankInfo(rank=rank, pid=os.getpid(), host=socket.gethostname(), device=device, engine=engine)

@@ -8,7 +8,7 @@ from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, StepResult
 from common.ids import ROUTER, Incarnation, InstanceId, Key, RequestId, Role
 from common.instance.limits import InstanceLimits
-from common.messages import InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
+from common.messages import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import SamplingParams
 
@@ -57,6 +57,9 @@ def sampling(max_new_tokens: int = 4, ignore_eos: bool = False, stop_token_ids: 
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids)
 
 
+COMPUTES = EngineChoices(attention="in C over the pages", graphs="off, because there is no C compiler")
+
+
 def instance(name: str, role: Role, incarnation: str = "1") -> InstanceInfo:
     """Incarnations that are numbers began in the order of these."""
     description = engine()
@@ -65,7 +68,7 @@ def instance(name: str, role: Role, incarnation: str = "1") -> InstanceInfo:
         incarnation=Incarnation(incarnation),
         role=role,
         inbox=f"tcp://127.0.0.1:1{incarnation}",
-        ranks=(RankInfo(rank=0, pid=1, host="localhost", device="cpu"),),
+        ranks=(RankInfo(rank=0, pid=1, host="localhost", device="cpu", engine=COMPUTES),),
         model=description.model,
         pools=(
             PoolDescriptor(

@@ -88,7 +88,7 @@ def _step_runner(memory: KVMemory, query_heads: int, task: MeasureHost, said: li
         max_rows=ROWS,
         pages_per_row=pages_per_row,
     )
-    attention: Attention = make_attention(needs, task.engine.attention, kernels, said.append)
+    attention: Attention = make_attention(needs, task.engine.attention, kernels, said.append).attention
     return StepRunner(
         model,
         kernels,

@@ -149,6 +149,6 @@ class _Step:
             max_rows=8,
             pages_per_row=64,
         )
-        attention = make_attention(needs, name, kernels, lambda text: None)
+        attention = make_attention(needs, name, kernels, lambda text: None).attention
         attention.plan(self._step)
         return attention.run(0, self._query)

@@ -1,4 +1,4 @@
-"""The device of an instance, and what is decided by it where a flag leaves it open.
+"""The device of an instance, what is decided by it where a flag leaves it open, and whether it can go on after an error.
 
 Owns those defaults. Knows no models and no memory.
 """
@@ -6,6 +6,7 @@ Owns those defaults. Knows no models and no memory.
 import torch
 
 from common.config import Dtype, EngineConfig
+from common.engine.executor import ExecutorFailed
 from common.engine.step_size import with_step_size
 from common.errors import ConfigError
 from common.pages.layout import KVDtype
@@ -35,3 +36,22 @@ def dtype_of(name: Dtype, device: torch.device) -> KVDtype:
 def with_device_defaults(engine: EngineConfig) -> EngineConfig:
     """The config with numbers where it says 0 for what the device suggests. Raises ConfigError."""
     return with_step_size(engine, "cuda" if device_of(engine.device).type == "cuda" else "cpu")
+
+
+def check_device(device: torch.device, error: Exception) -> None:
+    """Call it before anything else is tried instead of what failed with `error`. After some errors CUDA computes nothing more in
+    this process, and everything later fails with a reason of its own. Raises ExecutorFailed with the first one then."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError as later:
+        raise ExecutorFailed(f"{device} can compute nothing more in this process: {first_reason(error)}") from later
+
+
+def first_reason(error: Exception) -> str:
+    """One line: the first that names an error, because CUDA's end in general advice and compilers' in a count; or the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "error:" in line.lower()]
+    return (named or lines[-1:] or [type(error).__name__])[0]

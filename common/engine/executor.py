@@ -11,7 +11,7 @@ from common.engine.grammars import Preparation
 from common.engine.plan import Plan, StepResult
 from common.errors import TandemError
 from common.ids import Int32Array
-from common.messages import ModelIdentity
+from common.messages import EngineChoices, ModelIdentity
 from common.pages.layout import KVLayout, MemoryRegion
 from common.sampling_params import Grammar
 
@@ -31,6 +31,7 @@ class EngineDescription:
     memory: MemoryRegion
     eos_token_ids: tuple[int, ...]
     device: str
+    choices: EngineChoices = EngineChoices()
 
 
 class StepHandle(Protocol):

@@ -4,6 +4,7 @@ Owns the ladder and how a graph is captured. Does not know what a step computes.
 "CUDA Graphs".
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -33,8 +34,17 @@ class CudaGraphs:
         run()  # libraries make their handles, and Triton compiles, at the first call
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError as error:
+            # torch 2.13 leaves its allocator waiting for the end of a capture that CUDA has ended: no memory would go back.
+            with contextlib.suppress(RuntimeError):  # where it does not wait, it says so
+                torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
+            first = error.__context__  # torch ends the capture behind it, which fails with what came of it
+            if isinstance(first, RuntimeError):
+                raise first from None
+            raise
         return graph.replay
 
 

@@ -4,6 +4,7 @@ Owns the order of the start: weights, what memory is left, pages, graphs or reco
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from common.config import EngineConfig, ModelConfig
 from common.cores import sharers_of_host
 from common.engine.attention.choice import AttentionNeeds, check_attention, make_attention
-from common.engine.device import device_of, dtype_of, with_device_defaults
+from common.engine.device import check_device, device_of, dtype_of, first_reason, with_device_defaults
 from common.engine.executor import EngineDescription
 from common.engine.grammar_compiler import vocabulary_of
 from common.engine.grammar_process import CompilerProcess
@@ -39,12 +40,13 @@ from common.engine.step_runner import StepRunner
 from common.engine.warm_up import WARM_UP_PAGES, warm_up
 from common.errors import ConfigError, MemoryShort
 from common.ids import Int32Array
-from common.messages import ModelIdentity
+from common.messages import EngineChoices, ModelIdentity
 from common.model_path import model_name, resolve_model_path
 from common.pages.heads import heads_of
 from common.pages.layout import KVLayout
 
 Progress = Callable[[str], None]
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -54,6 +56,9 @@ class ModelRunner:
     the KV heads in its pages; all run the same plans in the same order. agree: of a number of pages that differs between ranks,
     the least of all ranks. Every rank calls it equally often, with numbers of the same meaning.
     """
+
+    _no_graphs: str
+    """Why decode steps are not replayed; "": they are."""
 
     def __init__(
         self, model: ModelConfig, engine: EngineConfig, progress: Progress, group: Group = ALONE, agree: Agree = as_offered
@@ -82,6 +87,7 @@ class ModelRunner:
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)
         self._graph_sizes = ladder(engine.graph_sizes, engine.max_running)
+        self._attention_name, self._no_graphs = "", "as --graphs says" if engine.graphs == "off" else ""
         maker = self._graph_maker()
         with self.on_device():
             self._kernels = make_kernels(self._device)
@@ -112,6 +118,7 @@ class ModelRunner:
             memory=self._memory.region,
             eos_token_ids=shape.eos_token_ids,
             device=str(self._device),
+            choices=EngineChoices(attention=self._attention_name, graphs=f"off, {self._no_graphs}" if self._no_graphs else "on"),
         )
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -126,6 +133,10 @@ class ModelRunner:
     def digest_pages(self, pages: Int32Array) -> bytes:
         """As `Executor.digest_pages`; from any thread."""
         return self._memory.digest_pages(pages)
+
+    def _choices(self) -> EngineChoices:
+        graphs = f"off, {self._no_graphs}" if self._no_graphs else "on"
+        return EngineChoices(attention=self._attention_name, graphs=graphs)
 
     # --- making ------------------------------------------------------------------------------------------------------------
 
@@ -175,7 +186,7 @@ class ModelRunner:
         maker, sizes, before = CudaGraphs(), self._graph_sizes, meter.held_bytes()
         self._capture(trial, maker, sizes[-1:], progress)
         largest = meter.held_bytes() - before
-        if len(sizes) == 1:
+        if len(sizes) == 1 or self._no_graphs:
             return largest
         self._capture(trial, maker, sizes[:1], progress)
         own = max(0, meter.held_bytes() - before - largest)
@@ -204,11 +215,13 @@ class ModelRunner:
             max_rows=engine.max_running,
             pages_per_row=pages_per_row,
         )
+        chosen = make_attention(needs, engine.attention, self._kernels, progress)
+        self._attention_name = chosen.name
         return StepRunner(
             self.model,
             self._kernels,
             memory,
-            make_attention(needs, engine.attention, self._kernels, progress),
+            chosen.attention,
             Sampler(self._kernels),
             max_rows=engine.max_running,
             pages_per_row=pages_per_row,
@@ -224,18 +237,30 @@ class ModelRunner:
             warm_up(steps, layout.page_size, self._engine.chunk_tokens, self._engine.max_running, context_tokens)
 
     def _prepare_replays(self, maker: GraphMaker | None, progress: Progress) -> None:
-        if maker is not None:
+        if maker is not None and not self._no_graphs:
             self._capture(self.steps, maker, self._graph_sizes, progress)
         elif self._device.type == "cpu" and self._engine.graphs != "off":
             self._record(self.steps, progress)
 
     def _capture(self, steps: StepRunner, maker: GraphMaker, sizes: Sequence[int], progress: Progress) -> None:
-        """Raises ConfigError if graphs are not possible, but were asked for."""
-        refused = steps.capture(maker, sizes, progress)
+        """With --graphs auto, steps run without graphs where they cannot be captured. Raises ConfigError if they were asked for,
+        and ExecutorFailed if the device cannot go on after a capture that failed."""
+        try:
+            refused = steps.capture(maker, sizes, progress)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.warning("a CUDA graph could not be captured", exc_info=True)
+            steps.forget_graphs()
+            check_device(self._device, error)
+            refused = f"a capture failed with: {first_reason(error)}"
+            if self._group.ranks > 1:  # the others go on capturing, and wait for this one in each step
+                raise ConfigError(f"--graphs {self._engine.graphs}: {refused}; give --graphs off to all ranks") from error
         if refused is not None and self._engine.graphs == "on":
             raise ConfigError(f"--graphs on: {refused}; give --graphs off")
         if refused is not None:
-            progress(f"CUDA graphs are off: {refused}")
+            self._no_graphs = f"because {refused}"
+            _log.warning("CUDA graphs are off, so decode steps are slower: %s", refused)
 
     def _record(self, steps: StepRunner, progress: Progress) -> None:
         """On CPU, what graphs are on CUDA. Raises ConfigError as `_capture` does."""
@@ -247,6 +272,7 @@ class ModelRunner:
         if refused is not None and self._engine.graphs == "on":
             raise ConfigError(f"--graphs on: decode steps cannot be recorded ({refused}); give --graphs auto or off")
         if refused is not None:
+            self._no_graphs = f"because {refused}"
             progress(f"decode steps are not recorded: {refused}")
 
     def _graph_maker(self) -> GraphMaker | None:

@@ -226,6 +226,11 @@ class StepRunner:
         self._graph_sizes = tuple(sizes)
         return None
 
+    def forget_graphs(self) -> None:
+        """No step is replayed: after a capture that failed."""
+        self._graphs.clear()
+        self._graph_sizes = ()
+
     def _captured(self, maker: GraphMaker, size: int, attention: Attention) -> _DecodeGraph:
         self._graph_rows.fill_(self.rows.null)
         attention.plan(self._graph_step(size, np.ones(size, dtype=np.int64)))

@@ -34,6 +34,7 @@ from common.messages.caches import CacheChanges, TellCache
 from common.messages.endings import Ending, Failed, Finished, FinishReason
 from common.messages.fleet import (
     Drain,
+    EngineChoices,
     FlushCache,
     Goodbye,
     InstanceInfo,

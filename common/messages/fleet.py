@@ -19,6 +19,15 @@ from common.ranges import Count, Interval, Size
 _POOL_DEVICE = re.compile(r"cpu|cuda:[0-9]{1,3}")
 
 
+class EngineChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine took where flags leave it open or a host lacks something. For people; "": not told."""
+
+    attention: str = ""
+    """The implementation, and why where it is not the fastest one."""
+    graphs: str = ""
+    """Whether decode steps are replayed, "on" or "off", and why not."""
+
+
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One process of an instance, which drives one device. For people."""
 
@@ -30,6 +39,8 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The host's name."""
     device: str
     """"cpu" or "cuda:N"."""
+    engine: EngineChoices = EngineChoices()
+    """What computes there."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):

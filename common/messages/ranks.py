@@ -40,7 +40,7 @@ import msgspec
 from common.ids import Incarnation, InstanceId, Key, Ticket, check_ids
 from common.messages.base import WIRE_VERSION, Message
 from common.messages.endings import Failed
-from common.messages.fleet import InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
+from common.messages.fleet import EngineChoices, InstanceInfo, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.heartbeats import LinkInfo
 from common.messages.requests import Owner
 from common.ranges import Count, Moment, Seconds, TokenId
@@ -109,6 +109,8 @@ class RankReady(Numbered, frozen=True):
 
     model: ModelIdentity
     pool: PoolDescriptor
+    engine: EngineChoices = EngineChoices()
+    """What computes there. For people."""
 
 
 # --- steps ---------------------------------------------------------------------------------------------------------------

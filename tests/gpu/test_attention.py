@@ -29,7 +29,7 @@ def made(asked: AttentionName, memory: KVMemory, shape: Shape) -> Attention:
         refusal = flashinfer_refusal(memory.layout, shape.dtype, host_of(CUDA))
         if refusal is not None:
             pytest.skip(refusal.reason)
-    return make_attention(needs, asked, make_kernels(CUDA), lambda line: None)
+    return make_attention(needs, asked, make_kernels(CUDA), lambda line: None).attention
 
 
 def pool(shape: Shape) -> KVMemory:

@@ -177,6 +177,25 @@ def test_thread_pools_get_what_the_process_was_given(monkeypatch: pytest.MonkeyP
     assert os.environ["OMP_NUM_THREADS"] == str(core_count())
 
 
+@pytest.mark.parametrize("given", ["/usr/bin:/bin", "", None])
+def test_programs_beside_the_interpreter_are_found_though_nobody_has_activated_its_environment(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """FlashInfer starts `ninja`, which pip has put there."""
+    ours = str(Path(sys.executable).parent)
+    monkeypatch.setattr(os, "environ", {} if given is None else {"PATH": given})
+    environment.prepare(1)
+    assert (
+        os.environ["PATH"].split(":")
+        == [ours, *(os.defpath if given is None else given).split(":")][: None if given != "" else 1]
+    )
+    environment.prepare(1)
+    assert os.environ["PATH"].split(":").count(ours) == 1
+    monkeypatch.setattr(os, "environ", {"PATH": f"/first:{ours}"})
+    environment.prepare(1)
+    assert os.environ["PATH"] == f"/first:{ours}", "the order of an environment that is activated stays"
+
+
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 ALLOCATES = """
 from launch import environment

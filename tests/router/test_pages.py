@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from msgspec.structs import asdict
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.ids import DETOKENIZER, InstanceId
@@ -12,7 +13,7 @@ from common.messages import Counters, DetokenizerHeartbeat, Drain, FlushCache, L
 from router import gateway
 from router.member_metrics import member_metrics
 from router.members import Member
-from tests.builders import instance
+from tests.builders import COMPUTES, instance
 from tests.router.calls import assert_error, chat, get, metric, post, until
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site, beat
 
@@ -118,7 +119,8 @@ async def test_cluster_shows_every_instance_with_ranks_load_and_links(site: Site
     assert page["router"]["phases"] == {"awaiting_first_token": 0, "generating": 0, "resuming": 0}
     prefill, decode = page["instances"]
     assert (prefill["id"], prefill["role"], prefill["state"], prefill["pages_total"]) == ("p0", "prefill", "live", 64)
-    assert prefill["ranks"] == [{"rank": 0, "pid": 1, "host": "localhost", "device": "cpu"}]
+    computes = asdict(COMPUTES)
+    assert prefill["ranks"] == [{"rank": 0, "pid": 1, "host": "localhost", "device": "cpu", "engine": computes}]
     assert (prefill["peers"], prefill["links"], prefill["usable"]) == (1, {"ready": 1}, 1)
     assert decode["incarnation"] == "1" and {"load", "counters", "pages_free"} <= decode.keys()
 

@@ -110,14 +110,19 @@ class Gathering:
     @property
     def infos(self) -> tuple[RankInfo, ...]:
         """Of the followers, in the order of ranks. Only when it is complete."""
-        infos = (self._joined[rank].info for rank in range(1, self._ranks))
-        return tuple(replace(info, device=pool.device) for info, pool in zip(infos, self.pools, strict=True))
+        infos = [self._joined[rank].info for rank in range(1, self._ranks)]
+        told = zip(infos, self._told, strict=True)
+        return tuple(replace(info, device=ready.pool.device, engine=ready.engine) for info, ready in told)
 
     @property
     def pools(self) -> tuple[PoolDescriptor, ...]:
         """Of the followers, in the order of ranks. Only when it is complete."""
+        return tuple(ready.pool for ready in self._told)
+
+    @property
+    def _told(self) -> list[RankReady]:
         told = [self._joined[rank].ready for rank in range(1, self._ranks)]
-        return tuple(each.pool for each in told if each is not None)
+        return [ready for ready in told if ready is not None]
 
     def followers(self, now: float) -> Followers:
         """Those that serve from now on. Only when it is complete; this object is not used any more."""

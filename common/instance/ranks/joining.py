@@ -9,7 +9,7 @@ from common.errors import PeerRefused
 from common.ids import InstanceId
 from common.instance.ports import Mail
 from common.instance.ranks.line import START_SILENCE_S, Line, RankLost
-from common.messages import ModelIdentity, PoolDescriptor
+from common.messages import EngineChoices, ModelIdentity, PoolDescriptor
 from common.messages.ranks import (
     Agreed,
     End,
@@ -41,7 +41,7 @@ class Joining:
         self._offers: list[int] = []
         self._offered = 0
         self._agreed: list[int] = []
-        self._ready: tuple[ModelIdentity, PoolDescriptor] | None = None
+        self._ready: tuple[ModelIdentity, PoolDescriptor, EngineChoices] | None = None
         self._complete = False
         self.welcome: RankWelcome | None = None
         mail.route(SOMEBODY, leader, watch=True)
@@ -53,9 +53,9 @@ class Joining:
         self._offers.append(pages)
         return len(self._offers) - 1
 
-    def ready(self, model: ModelIdentity, pool: PoolDescriptor) -> None:
+    def ready(self, model: ModelIdentity, pool: PoolDescriptor, engine: EngineChoices = EngineChoices()) -> None:  # noqa: B008
         """This rank can take plans and writes. They may come from then on: no `turn` takes them in."""
-        self._ready = model, pool
+        self._ready = model, pool, engine
 
     # --- what it learns --------------------------------------------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class Joining:
             self._mail.send(self._line.to, Offer(number=self._line.next(), pages=self._offers[self._offered]))
             self._offered += 1
         if self._ready is not None:
-            model, pool = self._ready
-            self._mail.send(self._line.to, RankReady(number=self._line.next(), model=model, pool=pool))
+            model, pool, engine = self._ready
+            self._mail.send(self._line.to, RankReady(number=self._line.next(), model=model, pool=pool, engine=engine))
             self._complete = True
 
     def next_deadline(self, now: float) -> float:

@@ -1,7 +1,9 @@
 """The decode step as a graph: recorded once for each batch size, it gives the tokens of the eager step for every later batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,14 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from common.engine import model_runner
+from common.engine.attention.choice import AttentionNeeds, ChosenAttention
 from common.engine.attention.flashinfer import FlashInferAttention, FlashInferShape
 from common.engine.attention.port import Attention, LayerAttention
-from common.engine.executor import EngineDescription
-from common.engine.graphs import GraphMaker, fitting, ladder
+from common.engine.executor import EngineDescription, ExecutorFailed
+from common.engine.graphs import CudaGraphs, GraphMaker, fitting, ladder
 from common.engine.kernels.choice import make_kernels
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.kv_memory import KVMemory
 from common.engine.logits.choice import make_processors
+from common.engine.model_runner import ModelRunner
 from common.engine.models.loading import Loading
 from common.engine.models.registry import load_model
 from common.engine.models.served_shape import read_served_shape
@@ -24,9 +29,10 @@ from common.engine.plan import Plan, StepResult
 from common.engine.sampler import Sampler
 from common.engine.step_runner import StepRunner
 from common.errors import ConfigError
-from common.messages import ModelIdentity
+from common.messages import EngineChoices, ModelIdentity
 from common.pages.layout import KVDtype, KVLayout
 from common.sampling_params import SamplingParams
+from tests.common.engine import exact
 from tests.common.engine.attention.flashinfer_double import FlashInferDouble
 from tests.common.engine.checkpoints import VOCAB, llama, mistral, qwen3, saved
 from tests.common.engine.churn import Churn, Request
@@ -204,6 +210,96 @@ def test_a_model_that_cannot_be_captured_says_so_and_runs_eagerly(tmp_path: Path
     monkeypatch.setattr(CapturablePaged, "for_graph", lambda self, rows: None)
     assert engine.steps.capture(RecordedGraphs(), (4,), lambda text: None) == "the attention backend cannot be captured"
     assert len(engine.answers(prompts(2), EVERY_KIND[:2])[0]) == TOKENS
+
+
+class FailsAt:
+    """A maker of graphs whose capture of that number fails, as one does in which something waits for the card."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        self._left -= 1
+        if self._left == 0:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand advice")
+        return RecordedGraphs().capture(run)
+
+
+def captured_runner(path: Path, monkeypatch: pytest.MonkeyPatch, maker: GraphMaker, graphs: str = "auto") -> ModelRunner:
+    """As a card's runner, with attention that can be captured."""
+
+    def chosen(needs: AttentionNeeds, *others: object) -> ChosenAttention:
+        return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
+
+    monkeypatch.setattr(model_runner, "make_attention", chosen)
+    monkeypatch.setattr(model_runner, "make_kernels", lambda device: TorchKernels())
+    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: maker)
+    return exact.runner(path, graph_sizes="1,2,4", max_running=4, graphs=graphs)
+
+
+def test_a_capture_that_fails_leaves_eager_steps_and_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, asked = saved(qwen3(), tmp_path), prompts(3)
+    graphed = captured_runner(path, monkeypatch, FailsAt(99))
+    assert graphed.description.choices == EngineChoices(attention="padded", graphs="on") and not caplog.records
+    reason = "a capture failed with: CUDA error: operation not permitted when stream is capturing"
+    for number in (1, 3):
+        eager = captured_runner(path, monkeypatch, FailsAt(number))
+        assert eager.description.choices.graphs == f"off, because {reason}"
+        assert caplog.records[-1].levelname == "WARNING" and reason in caplog.messages[-1]
+        ours, theirs = (
+            Driver(made.run, made.description, growing=True).answers(asked, TOKENS, EVERY_KIND[:3]) for made in (eager, graphed)
+        )
+        assert ours == theirs
+    with pytest.raises(ConfigError, match=f"--graphs on: {reason}; give --graphs off"):
+        captured_runner(path, monkeypatch, FailsAt(2), graphs="on")
+
+
+def test_a_capture_after_which_the_card_computes_nothing_ends_the_start_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(device: torch.device, error: Exception) -> None:
+        raise ExecutorFailed(f"{device} is lost: {error}")
+
+    monkeypatch.setattr(model_runner, "check_device", lost)
+    with pytest.raises(ExecutorFailed, match="is lost: CUDA error: operation not permitted"):
+        captured_runner(saved(qwen3(), tmp_path), monkeypatch, FailsAt(2))
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_what_made_a_capture_fail_is_told_and_torch_hands_out_memory_again(
+    monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    """A capture that CUDA has given up fails again when torch ends it, and torch's allocator goes on waiting for its end."""
+    ended: list[tuple[int, object]] = []
+
+    @contextmanager
+    def capturing(graph: object, **named: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if not is_ended:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def end(device: int, pool: object) -> None:
+        if is_ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        ended.append((device, pool))
+
+    def run() -> None:
+        if stream.synchronize.called:  # the second time, which is captured
+            raise RuntimeError("first")
+
+    stream = mock.Mock(device_index=3)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.Mock)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    with pytest.raises(RuntimeError, match=r"^first$"):
+        CudaGraphs().capture(run)
+    assert ended == ([] if is_ended else [(3, (0, 7))])
 
 
 @pytest.mark.parametrize(

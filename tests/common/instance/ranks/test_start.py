@@ -12,7 +12,7 @@ from common.instance.ranks.gathering import ABSENT_S, Gathering
 from common.instance.ranks.joining import HELLO_S, SOMEBODY, Joining
 from common.instance.ranks.line import SILENCE_S, START_SILENCE_S, RankLost
 from common.instance.ranks.refusals import MOST_KEPT
-from common.messages import PoolDescriptor, RankInfo
+from common.messages import EngineChoices, PoolDescriptor, RankInfo
 from common.messages.base import WIRE_VERSION
 from common.messages.ranks import Ping, RankHello, RankRefused, RankWelcome, ToFollower, ToLeader, rank_name
 from tests.builders import engine, instance
@@ -91,13 +91,16 @@ def test_ranks_are_welcome_when_all_are_there_agree_on_the_least_and_serve_when_
     start.gathering.ready(MODEL, POOL)
     for side, device in ((second, "cuda:1"), (first, "cuda:0")):
         assert not start.gathering.complete
-        side.joining.ready(MODEL, pool(side, device))
+        side.joining.ready(MODEL, pool(side, device), EngineChoices(attention=f"that of {device}"))
         start.turn()
         assert side.joining.complete
         start.turn()
     assert start.gathering.complete
     assert [pool.agent for pool in start.gathering.pools] == [first.name, second.name]
-    assert [(info.rank, info.device) for info in start.gathering.infos] == [(1, "cuda:0"), (2, "cuda:1")]
+    assert [(info.rank, info.device, info.engine.attention) for info in start.gathering.infos] == [
+        (1, "cuda:0", "that of cuda:0"),
+        (2, "cuda:1", "that of cuda:1"),
+    ]
     assert len(start.gathering.followers(start.now)) == 2
 
 
