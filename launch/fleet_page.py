@@ -23,7 +23,7 @@ class FleetPage:
     """The router's pages at `url`. access: of the router; its keys are read here too, and its certificate is the one expected."""
 
     def __init__(self, url: str, access: AccessConfig = OPEN_TO_ALL) -> None:
-        tls = _trusting(access.tls_cert) if access.tls_cert else None
+        tls = trusting(access.tls_cert) if access.tls_cert else None
         control_key = read_control_key(access.control_key) if access.control_key else ""
         api_key = next(iter(read_api_keys(access.api_keys))) if access.api_keys else ""
         self._control, self._api = (RouterClient(url, key, ASK_S, tls) for key in (control_key, api_key))
@@ -60,7 +60,7 @@ class FleetPage:
             return None
 
 
-def _trusting(cert: str) -> ssl.SSLContext:
+def trusting(cert: str) -> ssl.SSLContext:
     """For a client that knows the server by this certificate, not by its host name: it asks by a loopback address."""
     context = ssl.create_default_context(cafile=cert)
     context.check_hostname = False

@@ -14,7 +14,6 @@ import os
 import queue
 import secrets
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -27,7 +26,7 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from common.addresses import LOOPBACK, bind_address, port_of, reachable
+from common.addresses import LOOPBACK, port_of, reachable, require_free
 from common.amounts import parse_share
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.cores import core_count, divide_cores, place_on_gpus
@@ -42,7 +41,7 @@ from launch import signals
 from launch.fleet_page import FleetPage, curl_line
 from launch.local_cores import CoresConfig, divide_by_work
 from launch.processes import Child, ChildEvent, launch_command
-from launch.reports import Broken, CloseIntake, IntakeClosed, News, Order, Progress, Ready, Report
+from launch.reports import Broken, CloseIntake, IntakeClosed, MeetRouters, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 ROUTER = "router"
@@ -51,6 +50,7 @@ STOP_S = 10.0
 """How long the processes of one stage may take to stop before they are killed. Instances and the router get their drain time on
 top."""
 LOOK_EVERY_S = 0.05
+STOPPING = "stopping in order; a second Ctrl-C or SIGTERM stops everything at once"
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -200,6 +200,8 @@ class Fleet:
         """How each part is started, the first time and again."""
         self._children: dict[str, Running] = {}
         self._routers: dict[str, Child] = {}
+        self._own_urls: dict[str, str] = {}
+        """Of each of several routers, by which the others ask it."""
         self._lent_cores = Path(tempfile.gettempdir()) / f"tandem-cores-{os.getpid()}-{secrets.token_hex(4)}"
         self._signals = 0
         self._serving = False
@@ -247,7 +249,7 @@ class Fleet:
         """Their addresses. The first of several finds the port that they share; their control ports follow each other."""
         names, config = self._plan.router_names, self._plan.router
         if len(names) > 1:
-            _check_free(config.host, config.port)
+            require_free(config.host, config.port)
             config = replace(config, share_port="on")
         found: list[Mapping[str, str]] = []
         for group in (names[:1], names[1:]):
@@ -282,6 +284,7 @@ class Fleet:
         for role in ROLES:
             self._stop_stage(self._plan.names(role), drained_s)
         self._stop_stage(self._plan.router_names, STOP_S)
+        print("stopped", flush=True)
         self._lent_cores.unlink(missing_ok=True)
 
     # --- inside --------------------------------------------------------------------------------------------------------
@@ -297,7 +300,8 @@ class Fleet:
             child.kill()
 
     def _stop_stage(self, names: list[str], deadline_s: float) -> None:
-        children = [self._children[name] for name in names if name in self._children]
+        children = [self._children[name] for name in names if name in self._children and not self._children[name].wait(0)]
+        _say_waiting([child.name for child in children], deadline_s)
         for name in stop_children(children, deadline_s):
             _log.warning("%s did not stop within %g s and was killed", name, deadline_s)
 
@@ -334,10 +338,18 @@ class Fleet:
             raise _StopAsked
         if isinstance(event, Reported):
             self._show(event.child, event.report)
+            if isinstance(event.report, Ready) and "own" in event.report.addresses:
+                self._introduce(event.child, reachable(event.report.addresses["own"], LOOPBACK))
         now = time.monotonic()
         actions = [] if event is None else self._supervisor.receive(event, now)
         self._act([*actions, *self._supervisor.tick(now)])
         return event
+
+    def _introduce(self, router: str, own_url: str) -> None:
+        """Tell every router at the shared port who the others are. One that comes back must be told again."""
+        self._own_urls[router] = own_url
+        for name in self._own_urls:
+            self._routers[name].order(MeetRouters(urls=tuple(url for other, url in self._own_urls.items() if other != name)))
 
     def _act(self, actions: Sequence[Action]) -> None:
         """Raises FleetFailed."""
@@ -373,6 +385,7 @@ class Fleet:
         """Return when each router has drained or exited, or at the deadline."""
         limit_s = self._plan.router.drain_timeout_s + STOP_S
         deadline = time.monotonic() + limit_s
+        _say_waiting([f"the open answers of {router.name}" for router in routers if router.status is None], limit_s)
         for router in routers:
             router.order(CloseIntake())
         drained: set[str] = set()
@@ -409,9 +422,9 @@ def run(plan: LocalPlan, command: Command = launch_command, start_instance: Star
         parts = f"{routers}{plan.prefill} prefill, {plan.decode} decode"
         print(f"ready in {took_s:.1f} s: {parts} on {url}\n\n{curl_line(url, plan.access)}\n", flush=True)
         fleet.watch()
-        print("stopping", flush=True)
+        print(STOPPING, flush=True)
     except _StopAsked:
-        print("stopping before the start was complete", flush=True)
+        print(f"the start was not complete; {STOPPING}", flush=True)
     except FleetFailed as error:
         _log.error("%s", error)
         status = error.exit_status
@@ -420,15 +433,9 @@ def run(plan: LocalPlan, command: Command = launch_command, start_instance: Star
     return 130 if fleet.killed else status
 
 
-def _check_free(host: str, port: int) -> None:
-    """Raises ConfigError when somebody listens there: processes that share a port may join any other's."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((bind_address(host, "--host"), port))
-        except OSError as error:
-            where = f"{host}:{port}: {error.strerror}"
-            raise ConfigError(f"cannot listen for HTTP on {where}. Choose another --port, or 0") from error
+def _say_waiting(names: Sequence[str], limit_s: float) -> None:
+    if names:
+        print(f"stopping     waiting for {', '.join(names)}, {limit_s:g} s at most", flush=True)
 
 
 def _stop_without(parent: Parent[Order, Report], fleet: Fleet) -> None:

@@ -7,7 +7,10 @@ from typing import TypeAlias
 
 from common.processes.lines import Broken, IntakeClosed, JsonLine, Progress, Ready
 
-__all__ = ["BAD_FLAG", "Broken", "CloseIntake", "IntakeClosed", "MeetRouter", "News", "Order", "Progress", "Ready", "Report"]
+__all__ = [
+    "BAD_FLAG", "Broken", "CloseIntake", "IntakeClosed", "MeetRouter", "MeetRouters", "News", "Order", "Progress", "Ready",
+    "Report",
+]  # fmt: skip
 
 BAD_FLAG = 2
 """Exit status of a process that can never run as it was started: it cannot honour a flag or a file."""
@@ -29,5 +32,11 @@ class MeetRouter(JsonLine, frozen=True):
     address: str
 
 
+class MeetRouters(JsonLine, frozen=True):
+    """To a router: these are the HTTP addresses of its own of the others at the same port."""
+
+    urls: tuple[str, ...]
+
+
 Report: TypeAlias = Progress | Ready | News | IntakeClosed | Broken
-Order: TypeAlias = CloseIntake | MeetRouter
+Order: TypeAlias = CloseIntake | MeetRouter | MeetRouters

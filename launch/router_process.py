@@ -30,8 +30,9 @@ from common.names import new_router_name
 from common.processes.child import Exited, Reported, stop_children
 from common.trust import read_trust
 from launch.child import ChildProcess
+from launch.fleet_page import trusting
 from launch.processes import Child, ChildEvent, launch_command
-from launch.reports import BAD_FLAG, CloseIntake, IntakeClosed, MeetRouter, News, Order, Progress, Ready, Report
+from launch.reports import BAD_FLAG, CloseIntake, IntakeClosed, MeetRouter, MeetRouters, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ async def _run(
     def ready(serving: "Serving") -> None:
         for shard, detokenizer in enumerate(detokenizers):
             detokenizer.meet(reachable(serving.control, LOOPBACK), partial(serving.detokenizer_moved, shard))
+        tls = trusting(access_config.tls_cert) if access_config.tls_cert else None
+        duties.on_others(lambda urls: serving.meet_others(urls, tls))
         own = {"own": serving.own_url} if config.share_port == "on" else {}
         control = reachable(serving.control, host_for_peers())
         _settle_memory()
@@ -141,6 +144,7 @@ class _Duties:
         self.at_once = asyncio.Event()
         self.stop = asyncio.Event()
         self._process = process
+        self._meet: Callable[[Sequence[str]], object] = lambda urls: None
         loop = asyncio.get_running_loop()
         process.on_stop(lambda: loop.call_soon_threadsafe(self.end))
         process.on_order(lambda order: loop.call_soon_threadsafe(self._obey, order))
@@ -157,9 +161,15 @@ class _Duties:
         self.at_once.set()
         self.end()
 
+    def on_others(self, meet: Callable[[Sequence[str]], object]) -> None:
+        """Call `meet` with the addresses of the other routers. They are told after this router has reported its own."""
+        self._meet = meet
+
     def _obey(self, order: Order) -> None:
         if isinstance(order, CloseIntake):
             self.intake_closes.set()
+        elif isinstance(order, MeetRouters):
+            self._meet(order.urls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ and starts the detokenizers' processes.
 import asyncio
 import contextlib
 import logging
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,12 +41,14 @@ class Serving:
     register. All have the ports that were chosen.
 
     detokenizer_moved: call it, on the router's loop, with number and address of a detokenizer that replaces the former one.
+    meet_others: call it there with the own URLs of all routers at the same port, and whom to trust behind https.
     """
 
     url: str
     own_url: str
     control: str
     detokenizer_moved: Callable[[int, str], None]
+    meet_others: Callable[[Sequence[str], ssl.SSLContext | None], None]
 
 
 async def serve(
@@ -100,10 +103,11 @@ async def serve(
             url, own_url = (f"{scheme}://{config.host}:{each.getsockname()[1]}" for each in (listener, own_listener))
             _log.info("%s serves %s at %s; instances register at %s", router, name, url, mailbox.address)
             mailbox.attach(asyncio.get_running_loop(), gateway.pump, gateway.connection_broken)
-            serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved)
+            serving = Serving(url, own_url, mailbox.address, gateway.detokenizer_moved, api.timelines.others.meet)
             drained = drain(api.door, gateway, config.drain_timeout_s, stop, at_once)
             most_body_bytes = max(MAX_BODY_BYTES, 2 * (parse_bytes(config.max_body) or 0))
             most_waiting = config.max_requests + SPARE_CONNECTIONS
             waiting = WaitingConnections(most_waiting, metrics.connection_dropped, most_body_bytes)
             listeners = [listener, own_listener] if shared else [listener]
-            await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)
+            with contextlib.closing(api.timelines.others):
+                await serve_app(app, listeners, lambda: ready(serving), drained, waiting, access.tls)

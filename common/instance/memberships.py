@@ -129,7 +129,10 @@ class Memberships:
         """The routers that have been silent for too long."""
         if self._give_up_s is not None and now >= self._give_up_s:
             asked = ", ".join(one.address if one.refusal is None else f"{one.address} ({one.refusal})" for one in self._all)
-            raise PeerRefused(f"no router answered the registration in time, of {asked}: is --router right, and is it running?")
+            raise PeerRefused(
+                f"no router answered the registration in time, of {asked}: is --router right, is it running, and do both sides "
+                "have the same --cluster-key, or none? (the log of a router counts those that it turns away)"
+            )
         return [news for one in self._all if one.abandoned for news in self._lose(one, now)]
 
     def hurry(self, now: float) -> None:
@@ -142,5 +145,5 @@ class Memberships:
         if welcome is None:
             return []
         at.end(now)
-        _log.warning("%s at %s is gone: its requests end", welcome.router, at.address)
+        _log.info("%s at %s is gone", welcome.router, at.address)
         return [Lost(at, welcome.router, welcome.detokenizers)]

@@ -7,6 +7,7 @@ roles keep. Does not know pages, rows, pushes or reservations: the role's schedu
         └── refused, or its Cancel came first ────────────────────────────────┘
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -37,6 +38,8 @@ from common.messages import (
     Times,
 )
 from common.pages.radix_cache import PageKeys
+
+_log = logging.getLogger(__name__)
 
 MEMORY_S = 60.0
 """How long a request that is over is remembered. A message about it may be under way that long, and its tokens may be asked for
@@ -293,7 +296,10 @@ class RequestTable(Generic[R]):
     def lose_router(self, router: InstanceId) -> list[R]:
         """Returns the requests to end: nobody waits for their answers any more."""
         self.routers.pop(router, None)
-        return [request for request in self if request.key.router == router]
+        lost = [request for request in self if request.key.router == router]
+        if lost:
+            _log.warning("%s is gone: its open requests end here, %d of them", router, len(lost))
+        return lost
 
     def _pipeline_of(self, key: Key) -> InstanceId | None:
         """The detokenizer that gets the tokens of this key; None when its router is not known."""

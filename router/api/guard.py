@@ -64,7 +64,7 @@ class Guard:
             if self._web_pages is not None:
                 self._web_pages.require_asked(scope)
             return ""
-        key = _key_in(scope)
+        key = key_in(scope)
         if key is None:
             raise Unauthorized(
                 f"the {_SPOKEN[needed]} is missing: send the header `Authorization: Bearer KEY`, or `x-api-key: KEY`"
@@ -77,7 +77,7 @@ class Guard:
         return "" if needed is NeededKey.CONTROL else name
 
 
-def _key_in(scope: Scope) -> bytes | None:
+def key_in(scope: Scope) -> bytes | None:
     """The key that the request carries; of a bearer token and an x-api-key, the former."""
     headers = dict(reversed(scope["headers"]))
     scheme, _, token = headers.get(b"authorization", b"").partition(b" ")

@@ -16,7 +16,8 @@ from common.ids import Role
 from common.messages import Times
 from router.api.description import Described
 from router.api.errors import shown
-from router.api.guard import EVERYBODY
+from router.api.guard import EVERYBODY, key_in
+from router.api.other_routers import OtherRouters
 from router.api.request_ids import OWNER
 from router.gateway import Gateway
 from router.timelines import REMEMBERED, AttemptTimes, Durations, RequestTimes
@@ -100,12 +101,18 @@ class TimelineApi:
 
     def __init__(self, gateway: Gateway) -> None:
         self._core = gateway.core
+        self.others = OtherRouters()
 
-    async def read(self, request: Request, name: str) -> Response:
+    async def read(self, request: Request, name: str, here: str = "") -> Response:
         """When each thing happened to a request, and how long each part took: while it is open, and for a while after. name: its
-        X-Request-Id, or the id of its answer. An API key finds its own requests only, the control key those of all."""
+        X-Request-Id, or the id of its answer. An API key finds its own requests only, the control key those of all. Of several
+        routers behind one port, any finds it; here=true: only the one that is asked looks."""
+        if here not in ("", "true"):
+            raise BadRequest(f"here must be true, not {shown(here)!r}", field="here")
         owner = request.scope[OWNER]
         known = self._core.requests.timelines.find(name, None if owner == EVERYBODY else owner)
+        if not known and not here and (found := await self.others.find(name, owner, key_in(request.scope))) is not None:
+            return Response(msgspec.json.encode(found), media_type="application/json")
         timeline = request_timeline(name, known, self._core.unix_s)
         return Response(msgspec.json.encode(timeline), media_type="application/json")
 

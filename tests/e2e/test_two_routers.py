@@ -66,6 +66,11 @@ def test_one_of_two_routers_is_killed_and_the_streams_of_the_other_finish_unharm
         urls = _OWN.findall(fleet.output)
         assert len(set(urls)) == 2
         streams = {url: [Stream() for _ in range(EACH)] for url in urls}
+        for one, other in (urls, urls[::-1]):
+            name = FleetPages(one).complete("falcon", 3)["id"]
+            found = FleetPages(other).get(f"/requests/{name}")
+            assert found.status == 200 and found.json()["id"] == name, "a request is found at any router behind the port"
+            assert FleetPages(other).get(f"/requests/{name}?here=true").status == 404
         readers = [pool.submit(read, url, stream) for url in urls for stream in streams[url]]
         until(lambda: all(stream.events > 5 for url in urls for stream in streams[url]), "every stream has begun")
         os.kill(a_router(fleet), signal.SIGKILL)

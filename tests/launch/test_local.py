@@ -116,6 +116,14 @@ def test_a_fleet_starts_prints_a_curl_line_and_stops_in_order(start: Start, numb
         assert re.search(rf"^{name} +ready", fleet.out, re.MULTILINE) and f"{name:<12} warming up" in fleet.out
     assert len(fleet.lives()) == 5
     order = fleet.stop(number)
+    said = fleet.out.partition("stopping in order; a second Ctrl-C or SIGTERM stops everything at once\n")[2]
+    assert re.findall(r"waiting for (.*), \d+ s at most", said) == [
+        "the open answers of router",
+        "prefill-0, prefill-1",
+        "decode-0, decode-1",
+        "router",
+    ]
+    assert said.endswith("\nstopped\n") and "WARNING" not in fleet.err
     assert order[0] == "intake" and order[-1] == "router"
     assert sorted(order[1:3]) == ["prefill-0", "prefill-1"] and sorted(order[3:5]) == ["decode-0", "decode-1"]
 

@@ -6,6 +6,7 @@ import math
 import msgspec
 import pytest
 
+from common.access import Access, KeyRing
 from common.ids import ROUTER, InstanceId, Key, RequestId, Role
 from common.messages import Failed, Finished, Heartbeat, InstanceInfo, Timeline, Times
 from router.api.timelines import RequestTimeline
@@ -22,7 +23,7 @@ from router.timelines import (
 )
 from tests.builders import instance, key
 from tests.router.calls import assert_error, chat, get, metric, post, sent_to_fleet, until
-from tests.router.fakes import EchoFleet, Site, Unobserved, beat
+from tests.router.fakes import EchoFleet, Site, Unobserved, beat, listening
 
 pytestmark = pytest.mark.anyio
 SECRET = "the prompt that nobody sees"
@@ -115,6 +116,43 @@ async def test_a_batch_is_found_by_the_ids_of_its_parts(site: Site) -> None:
     whole = (await post(site, "/generate", body)).headers["x-request-id"]
     counts = [len((await get(site, f"/requests/{name}")).json()["choices"]) for name in ("first", "second", whole, "first_1")]
     assert counts == [2, 2, 4, 1]
+
+
+KEYS = {"alice": "alice-key-0123456", "bob": "bob-key-01234567"}
+CONTROL = "control-key-012345"
+
+
+def guarded() -> Site:
+    return Site(access=Access(KeyRing({key: name for name, key in KEYS.items()}), KeyRing({CONTROL: "control"})))
+
+
+async def test_any_router_behind_one_port_finds_a_request_for_whom_its_own_router_shows_it_to() -> None:
+    """Two routers that share nothing: one had the request, the other is asked for it, by real connections."""
+    async with guarded() as had, guarded() as asked, listening(had) as port, asked.client() as client, had.client() as own:
+        headers = {name: {"Authorization": f"Bearer {key}"} for name, key in (KEYS | {"control": CONTROL}).items()}
+        sent = await own.post("/v1/chat/completions", json=chat(), headers=headers["alice"] | {"X-Request-Id": "a/b?"})
+        assert sent.status_code == 200
+        alone = await client.get("/requests/a%2Fb%3F", headers=headers["alice"])
+        asked.api.timelines.others.meet(["http://127.0.0.1:1", f"http://127.0.0.1:{port}"])
+        found = {name: await client.get("/requests/a%2Fb%3F", headers=header) for name, header in headers.items()}
+        by_other_header = await client.get("/requests/a%2Fb%3F", headers={"x-api-key": KEYS["alice"]})
+        here = await client.get("/requests/a%2Fb%3F?here=true", headers=headers["alice"])
+        expected = (await own.get("/requests/a%2Fb%3F", headers=headers["alice"])).json()
+        asked.api.timelines.others.close()
+    assert [alone.status_code, here.status_code, found["bob"].status_code] == [404, 404, 404]
+    assert found["alice"].json() == found["control"].json() == by_other_header.json() == expected
+    assert expected["id"] == "a/b?" and expected["choices"][0]["tokens"] == 5
+
+
+async def test_routers_that_know_nothing_do_not_ask_each_other_in_a_circle() -> None:
+    async with Site() as one, Site() as other, listening(one) as first, listening(other) as second, one.client() as client:
+        one.api.timelines.others.meet([f"http://127.0.0.1:{second}"])
+        other.api.timelines.others.meet([f"http://127.0.0.1:{first}"])
+        message = assert_error(await client.get("/requests/never"), 404, "invalid_request_error", None)
+        wrong = assert_error(await client.get("/requests/never?here=no"), 400, "invalid_request_error", "here")
+        for site in (one, other):
+            site.api.timelines.others.close()
+    assert "'never'" in message and "here must be true" in wrong
 
 
 # --- what is remembered ------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_it_registers_until_it_is_welcome() -> None:
 def test_a_registration_that_nobody_answers_ends_the_start() -> None:
     member = Member()
     member.now += 5.0
-    with pytest.raises(PeerRefused, match="--router"):
+    with pytest.raises(PeerRefused, match=r"--router right.*same --cluster-key, or none"):
         member.router_lost()
 
 

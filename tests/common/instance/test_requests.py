@@ -79,6 +79,15 @@ def test_a_key_is_served_once_while_it_is_open_and_for_a_while_after() -> None:
     assert is_accepted(made, 10.0) and made.stale == 3
 
 
+def test_a_router_that_is_gone_is_worth_a_warning_only_when_requests_end_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    made, request = opened()
+    router = request.key.router
+    made.meet_router(RouterJoined(InstanceId("router-other"), 1))
+    assert made.lose_router(InstanceId("router-other")) == [] and not caplog.records
+    assert made.lose_router(router) == [request]
+    assert [record.getMessage() for record in caplog.records] == [f"{router} is gone: its open requests end here, 1 of them"]
+
+
 def test_another_attempt_is_another_key() -> None:
     made, _ = opened()
     again = msgspec.structs.replace(generate("r", 10), key=key(attempt=1))
