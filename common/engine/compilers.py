@@ -30,17 +30,19 @@ PYTHON_H = Lacking("Python.h", "install Python's headers, as with apt install py
 
 
 def for_flashinfer() -> tuple[Lacking, ...]:
-    """Of what FlashInfer compiles with (`flashinfer/jit/cpp_ext.py`, 0.6.4 and 0.7.2)."""
+    """Of what FlashInfer compiles with (`flashinfer/jit/cpp_ext.py`, 0.6.4 and 0.7.2). CXX is the beginning of a command."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = (Path(home) / "bin" / "nvcc").exists() if home else _there("nvcc") or (CUDA / "bin" / "nvcc").exists()
-    found = ((NVCC, nvcc), (NINJA, _there("ninja")), (CXX, _named("CXX") or _there("c++")))
+    cxx = shlex.split(os.environ.get("CXX", "c++"))
+    found = ((NVCC, nvcc), (NINJA, _there("ninja")), (CXX, bool(cxx) and _there(cxx[0])))
     return tuple(lacking for lacking, is_there in found if not is_there)
 
 
 def for_triton() -> tuple[Lacking, ...]:
-    """Of what Triton compiles with (`triton/runtime/build.py`, 3.8), which is not `cc`."""
-    headers = Path(sysconfig.get_paths(scheme="posix_prefix")["include"])
-    found = ((CC, _named("CC") or _there("gcc") or _there("clang")), (PYTHON_H, (headers / "Python.h").exists()))
+    """Of what Triton compiles with (`triton/runtime/build.py`, 3.8). It does not look for `cc`; CC is the name of a program."""
+    headers, cc = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]), os.environ.get("CC")
+    has_cc = _there("gcc") or _there("clang") if cc is None else _there(cc)
+    found = ((CC, has_cc), (PYTHON_H, (headers / "Python.h").exists()))
     return tuple(lacking for lacking, is_there in found if not is_there)
 
 
@@ -55,8 +57,3 @@ def fixes(lacking: Sequence[Lacking]) -> str:
 
 def _there(program: str) -> bool:
     return shutil.which(program) is not None
-
-
-def _named(variable: str) -> bool:
-    words = shlex.split(os.environ.get(variable, ""))
-    return bool(words) and _there(words[0])

@@ -28,6 +28,7 @@ from common.engine.kv_host import auto_host_kv_bytes
 from common.engine.kv_memory import KVMemory, torch_dtype
 from common.engine.kv_meter import KVMemoryMeter, total_bytes
 from common.engine.logits.choice import make_processors
+from common.engine.logits.grammar import load_mask_kernel
 from common.engine.models.loading import Loading
 from common.engine.models.registry import load_model, model_fingerprint
 from common.engine.models.served_shape import ServedShape, read_served_shape
@@ -235,6 +236,7 @@ class ModelRunner:
     def _warm_up(self, steps: StepRunner, layout: KVLayout, context_tokens: int) -> None:
         if self._device.type == "cuda":
             warm_up(steps, layout.page_size, self._engine.chunk_tokens, self._engine.max_running, context_tokens)
+            load_mask_kernel(steps.vocab_size, self._device)
 
     def _prepare_replays(self, maker: GraphMaker | None, progress: Progress) -> None:
         if maker is not None and not self._no_graphs:

@@ -4,6 +4,9 @@ Owns the arithmetic on the device, which rounds where `torch_kernels` rounds. Do
 (`triton_kernels`). Python never runs these functions itself: Triton compiles them, so their arguments have Triton's types.
 
 A tensor argument is a pointer to its first element. Strides are in elements; those that are missing are 1.
+
+Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and for a pointer that is a multiple of 16. Where that
+depends on how many rows a step has, it is told not to look: a first such step would wait for the compiler.
 """
 
 import triton
@@ -161,7 +164,7 @@ def _rotate(
         _write(target + beyond, _rounded(rest, source), inside_rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["maxima", "firsts"])
 def slice_maxima(logits, maxima, firsts, logits_row, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The largest logit of BLOCK tokens of a row, and the first token that has it. maxima, firsts: [rows, slices].
 
@@ -178,7 +181,7 @@ def slice_maxima(logits, maxima, firsts, logits_row, VOCAB: tl.constexpr, BLOCK:
     tl.store(firsts + place, part * BLOCK + at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "position", "maxima", "firsts", "best", "tokens"])
 def slice_samples(
     logits, temperature, seed, position, maxima, firsts, best, tokens, logits_row,
     VOCAB: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SLICES: tl.constexpr,
@@ -204,7 +207,7 @@ def slice_samples(
         tl.store(tokens + place, part * BLOCK + at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["best", "tokens"])
 def best_of_slices(best, tokens, out, SLICES: tl.constexpr, BLOCK_SLICES: tl.constexpr):
     """The token of the best slice of a row, the first of equal ones."""
     row = tl.program_id(0).to(tl.int64)
@@ -233,7 +236,7 @@ def _mix(x):
     return x ^ (x >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def page_indices(table, rows, indptr, out, table_row, BLOCK: tl.constexpr):
     """A program copies up to BLOCK pages of a row. Programs beyond the row's last page have nothing to do."""
     entry, part = tl.program_id(0), tl.program_id(1)

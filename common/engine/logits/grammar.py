@@ -86,6 +86,22 @@ class _Sampled:
     copied: "torch.cuda.Event | None"
 
 
+def load_mask_kernel(vocab_size: int, device: torch.device) -> None:
+    """Have Triton compile what masks logits on CUDA, before a first answer with a grammar makes all rows wait for that.
+
+    xgrammar's kernel is compiled for one row, for multiples of 16, and for other numbers."""
+    for rows in (1, 2, 16):
+        mask = torch.zeros(rows, (vocab_size + 63) // 64, dtype=torch.int64, device=device)
+        _mask(torch.zeros(rows, vocab_size, device=device), mask, vocab_size, torch.arange(rows, device=device))
+
+
+def _mask(logits: Tensor, mask: Tensor, vocab_size: int, at: Tensor | list[int]) -> None:
+    """In place. mask: [rows, words] int64, a bit for each token that may follow. at: the rows of both that it is for."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, mask.view(torch.int32), vocab_size=vocab_size, indices=at)  # type: ignore[arg-type]
+
+
 class GrammarProcessor:
     """Implements `LogitsProcessor`. max_rows: of the batch. vocab_size: of the logits. eos_token_ids: end every answer, besides
     its request's own stop tokens. token_s: CPU time that a row's token may take."""
@@ -128,8 +144,6 @@ class GrammarProcessor:
         return self._has_grammar[rows]
 
     def apply(self, logits: Tensor, rows: SampledRows) -> None:
-        from xgrammar import apply_token_bitmask_inplace
-
         self._hear()
         some = self._of(rows)
         for row in some:
@@ -138,11 +152,7 @@ class GrammarProcessor:
         (sent,) = self._staging.send([masks.ravel()])
         mask = torch.empty(len(logits), self._words, dtype=torch.int64, device=self._device)
         mask[rows.at] = sent.view(len(some), self._words)
-        bits = mask.view(torch.int32)
-        if self._device.type == "cpu":
-            apply_token_bitmask_inplace(logits, bits, vocab_size=self._vocab_size, indices=rows.host_at.tolist())
-        else:
-            apply_token_bitmask_inplace(logits, bits, vocab_size=self._vocab_size, indices=rows.at)  # type: ignore[arg-type]
+        _mask(logits, mask, self._vocab_size, rows.host_at.tolist() if self._device.type == "cpu" else rows.at)
 
     def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
         copied: torch.cuda.Event | None = None

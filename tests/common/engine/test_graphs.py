@@ -18,6 +18,7 @@ from common.engine.attention.port import Attention, LayerAttention
 from common.engine.executor import EngineDescription, ExecutorFailed
 from common.engine.graphs import CudaGraphs, GraphMaker, fitting, ladder
 from common.engine.kernels.choice import make_kernels
+from common.engine.kernels.port import Kernels
 from common.engine.kernels.torch_kernels import TorchKernels
 from common.engine.kv_memory import KVMemory
 from common.engine.logits.choice import make_processors
@@ -77,10 +78,11 @@ class Engine:
         device: torch.device = CPU,
         maker: GraphMaker | None = None,
         kv_dtype: KVDtype = "float32",
+        kernels: Kernels | None = None,
     ) -> None:
         shape = read_served_shape(path)
         # Recorded graphs see torch's operations alone.
-        kernels = TorchKernels() if device.type == "cpu" else make_kernels(device)
+        kernels = kernels or (TorchKernels() if device.type == "cpu" else make_kernels(device))
         model = load_model(path, shape, Loading(torch.float32, device, CONTEXT), kernels, lambda text: None)
         layout = KVLayout(layers=shape.layers, kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=8, dtype=kv_dtype)
         self.memory = KVMemory(layout, PAGES, device)
