@@ -40,10 +40,13 @@ class Batch:
         """Rows whose request has not ended."""
         return int(self.live.sum())
 
-    def pages(self, answer: int, page_size: int) -> tuple[Int64Array, Int64Array]:
+    def pages(self, answer: int, page_size: int, without: Sequence[int] = ()) -> tuple[Int64Array, Int64Array]:
         """For each live row the pages of its own that it holds, and how many more it needs if its answer has so many tokens, as
-        far as its limit allows. A row that has sampled more goes on for another page. [rows] int64 each."""
+        far as its limit allows. A row that has sampled more goes on for another page. without: rows to leave out. [rows] int64
+        each."""
         rows = np.flatnonzero(self.live)
+        if without:
+            rows = rows[~np.isin(rows, without)]
         planned, limit, held = self._planned[rows], self._limit[rows], self._room[rows].astype(np.int64) // page_size
         length = np.minimum(limit, np.maximum(answer, planned.astype(np.int64) + page_size))
         fed = self._prompt[rows] + length - 1  # the last token of an answer is never fed back

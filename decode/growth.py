@@ -20,6 +20,7 @@ what is available, if nobody held them before.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -116,10 +117,10 @@ class Growth:
         self._page_size = page_size
         self._lengths = AnswerLength(first_answer)
 
-    def forecast(self, available_pages: int) -> Forecast:
-        """Costs a few array operations, however many run; made only when somebody waits."""
-        answer = self._lengths.of(self._batch.running)
-        held, still = self._batch.pages(answer, self._page_size)
+    def forecast(self, available_pages: int, without: Sequence[int] = ()) -> Forecast:
+        """Costs a few array operations, however many run; made only when somebody waits. without: rows that are about to end."""
+        answer = self._lengths.of(self._batch.running - len(without))
+        held, still = self._batch.pages(answer, self._page_size, without)
         return Forecast(answer, self._page_size, held, still, available_pages)
 
     def ended(self, row: int, *, stopped: bool) -> None:

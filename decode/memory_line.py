@@ -3,32 +3,40 @@
 Owns the order of admission. Knows the waiting line, the page pool with its cache, and the rows. Does not know whether a request
 is a reservation or is computed here.
 
-The most urgent is first (`common.instance.waiting_line`), but a request that fits may pass one that does not. Once a request has
-waited PATIENCE_S, nobody passes it any more who is not more urgent. A reservation that does not wait is admitted at
-once or leaves the line. One that waits leaves it after `WAITS_S`, so that its writer finds room that came elsewhere. Going round
-costs it nothing here: what counts is since when it asks for room, and while it is away its place is kept (`Rounds`). Requests
-whose grammar is not ready, or the beginning of whose prompt is being computed for another one, are passed by all.
+The most urgent is first, and owners take turns (`common.instance.waiting_line`), but a request that fits may pass one that does
+not. Once a request has waited PATIENCE_S, nobody passes it any more whose turn is later. With several owners, one that does not
+fit takes room from an owner that holds more (`common.instance.shares`); until that is free, nobody passes it either. A
+reservation that does not wait is admitted at once or leaves the line. One that waits leaves it after `WAITS_S`, so that its
+writer finds room that came elsewhere. Going round costs it nothing here: what counts is since when it asks for room, and while it
+is away its place is kept (`Rounds`). Requests whose grammar is not ready, or the beginning of whose prompt is being computed for
+another one, are passed by all.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from common.deadlines import DeadlineWheel, earliest
 from common.ids import Key
+from common.instance.request import Phase
+from common.instance.shares import PATIENCE_S, who_gives_way
 from common.instance.waiting_line import Rank, WaitingLine
+from common.pages.pool import Closing
+from common.pages.radix_cache import Hit
 from decode.requests import DecodeRequest, DecodeRequests
 
-PATIENCE_S = 2.0
 WAITS_S = 1.0
 """A reservation waits here this long before its writer asks the other candidates again."""
 RETURNS_S = 0.5
 """It has asked them all by then: one turn of each."""
 LOOKED_AT = 32
-"""So many of those that do not fit are looked at per step: the line may be long."""
+"""So many of those that do not fit are looked at per step, as many of each owner: the line may be long."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     key: Key
+    owner: str
     rank: Rank
     until_s: float
 
@@ -58,14 +66,14 @@ class Rounds:
         if self._kept is not None and now >= self._kept.until_s:
             self._kept = None
         keys = self._waiting.expired(now)
-        first = next((request for request in waiting if has_waited_long(request, now)), None) if keys else None
-        if first is not None and first.key in keys and not self.is_away_before(first):
-            self._kept = _Kept(first.key, first.rank, now + RETURNS_S)
+        first = waiting.first(lambda request: has_waited_long(request, now)) if keys else None
+        if first is not None and first.key in keys and not self.is_away_before(first, waiting):
+            self._kept = _Kept(first.key, first.owner, first.rank, now + RETURNS_S)
         return keys
 
-    def is_away_before(self, request: DecodeRequest) -> bool:
-        """Whether the place of a more urgent request is kept."""
-        return self._kept is not None and self._kept.rank < request.rank
+    def is_away_before(self, request: DecodeRequest, waiting: WaitingLine[DecodeRequest]) -> bool:
+        """Whether the place of one that is served before this one is kept."""
+        return self._kept is not None and waiting.is_before(self._kept.owner, self._kept.rank, request)
 
     def next_deadline(self) -> float | None:
         return earliest(self._waiting.next_deadline(), None if self._kept is None else self._kept.until_s)
@@ -76,33 +84,77 @@ def has_waited_long(request: DecodeRequest, now: float) -> bool:
     return request.waits and now - request.waits_since_s >= PATIENCE_S
 
 
-def admit(requests: DecodeRequests, rounds: Rounds, now: float) -> list[DecodeRequest]:
-    """The requests whose turn it is and that fit: each has left the line, and holds its pages and a row. The pages that others
-    hold already take no room."""
-    waiting, pool, rows = requests.table.waiting, requests.pool, requests.rows
-    admitted: list[DecodeRequest] = []
-    if not len(waiting) or rows.free_count == 0:
-        return admitted
+@dataclass(slots=True)
+class Admission:
+    """admitted: each has left the line, and holds its pages and a row. preempted: those that must end for one of another owner,
+    which waits for their room."""
+
+    admitted: list[DecodeRequest] = field(default_factory=list)
+    preempted: Sequence[DecodeRequest] = ()
+
+
+def admit(requests: DecodeRequests, rounds: Rounds, now: float) -> Admission:
+    """The requests whose turn it is and that fit. The pages that others hold already take no room."""
+    waiting, shares, pool, rows = requests.table.waiting, requests.table.shares, requests.pool, requests.rows
+    admission = Admission()
+    is_shared = len(shares.rows.keys() | waiting.owners) > 1
+    if not len(waiting) or (rows.free_count == 0 and not is_shared):
+        return admission
     forecast = requests.growth.forecast(pool.available_pages)
-    looks = LOOKED_AT
-    for request in waiting:
-        if rows.free_count == 0 or pool.available_pages <= forecast.running or looks == 0 or rounds.is_away_before(request):
+    looks, of_one, looked = LOOKED_AT, max(1, LOOKED_AT // len(waiting.owners)), Counter[str]()
+    turns = waiting.turns()
+    for request in turns:
+        is_full = rows.free_count == 0 or pool.available_pages <= forecast.running
+        if looks == 0 or (is_full and not is_shared) or rounds.is_away_before(request, waiting):
             break
         if request.waits_for_grammar or (request.peer is None and requests.prompts.is_promised(request)):
             continue
         hit = requests.look_up(request)
         own, unheld = request.pages - len(hit), hit.unheld
-        fits = own + unheld + forecast.running <= pool.available_pages
+        fits = not is_full and own + unheld + forecast.running <= pool.available_pages
         limit = request.asked.sampling.max_new_tokens
         if fits and forecast.admits(own, len(request.prompt), limit, len(hit), unheld):
             waiting.leave(request.key)
             request.lease, request.row = pool.lease(request.pages, hit), rows.take()
             assert request.lease is not None
+            shares.hold(request, 1, own)
+            shares.given(request.owner, len(request.prompt) + limit)
             if request.peer is None:
                 requests.prompts.begin(request)
-            admitted.append(request)
+            admission.admitted.append(request)
             continue
         looks -= 1
+        looked[request.owner] += 1
+        if is_shared and request.waits and (victims := _victims(request, hit, requests, now)) is not None:
+            admission.preempted = victims
+            break
         if has_waited_long(request, now):
             break
-    return admitted
+        if is_full or looked[request.owner] == of_one:
+            turns.drop()
+    return admission
+
+
+def _victims(request: DecodeRequest, hit: Hit, requests: DecodeRequests, now: float) -> list[DecodeRequest] | None:
+    """Who is preempted for this request of another owner; none if it fits when those have gone that are going already. None: it
+    waits for its turn."""
+    pool, growth, held_rows = requests.pool, requests.growth, requests.by_row.values()
+    own, limit = request.pages - len(hit), request.asked.sampling.max_new_tokens
+    if not requests.table.shares.may_take(request.owner, 1, own):
+        return None
+    going = [each for each in requests.holders() if requests.comes_home(each, now)]
+    free_rows = requests.rows.free_count + sum(each.phase is Phase.ENDED for each in held_rows)
+
+    def fits(victims: list[DecodeRequest]) -> bool:
+        closing = Closing()
+        available = pool.available_pages + sum(closing.add(each.lease) for each in (*going, *victims) if each.lease is not None)
+        forecast = growth.forecast(available, [each.row for each in victims if each.row is not None])
+        has_room = free_rows + len(victims) > 0 and own + hit.unheld + forecast.running <= available
+        return has_room and forecast.admits(own, len(request.prompt), limit, len(hit), hit.unheld)
+
+    def order() -> list[DecodeRequest]:
+        """Reservations come last: their room is free only when their writers have let go."""
+        running = [r for r in held_rows if r.phase is not Phase.ENDED and r.rank.priority >= request.rank.priority]
+        return sorted(running, key=lambda each: (each.phase is not Phase.RESERVED, each.rank), reverse=True)
+
+    return who_gives_way(request, 1, own, requests.table.shares, order, fits)

@@ -122,11 +122,15 @@ class DecodeRequests:
         """All that hold pages, also those that have ended."""
         return chain(self.by_row.values(), self.leaving.values())
 
+    def comes_home(self, request: DecodeRequest, now: float) -> bool:
+        """Whether it has ended, and what it holds is free soon."""
+        return request.phase is Phase.ENDED and not self.target.is_stuck(request.key, now)
+
     def compute(self, request: DecodeRequest) -> None:
         """It has pages and a row: its prompt is computed here, from behind its hit on."""
         assert request.row is not None
         have_tokens = request.cached_tokens
-        progress = PromptProgress(request.row, request.prompt, launched=have_tokens, computed=have_tokens)
+        progress = PromptProgress(request.row, request.prompt, have_tokens, have_tokens, request.owner)
         request.phase, request.progress = Phase.COMPUTING, progress
         self.computing[request.row] = progress
         self.start(request, sampled=0, length=have_tokens)

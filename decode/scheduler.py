@@ -231,14 +231,7 @@ class DecodeScheduler:
     def decide(self, now: float) -> Decision:
         requests = self._requests
         actions, grown = self._grow(now)
-        for request in admit(requests, self._rounds, now):
-            requests.hold(request)
-            request.times.admitted_s = now
-            if request.peer is not None:
-                self._rounds.admitted(request.key)
-                actions += self._reservations.grant(request, request.peer, now)
-            else:
-                requests.compute(request)
+        actions += self._admit(grown, now)
         actions += self._decline_what_does_not_wait(now)
         actions += self._refuse_what_cannot_fit(now)
         actions += self._reservations.expect(now)
@@ -311,6 +304,26 @@ class DecodeScheduler:
     def key_in(self, row: int) -> Key:
         return self._requests.by_row[row].key
 
+    def _admit(self, grown: dict[int, int], now: float) -> list[Action]:
+        """Once more when others have given way: their room may be free at once. grown: rows that got a page, without those that
+        are preempted."""
+        requests = self._requests
+        actions: list[Action] = []
+        while True:
+            admission = admit(requests, self._rounds, now)
+            for request in admission.admitted:
+                requests.hold(request)
+                request.times.admitted_s = now
+                if request.peer is not None:
+                    self._rounds.admitted(request.key)
+                    actions += self._reservations.grant(request, request.peer, now)
+                else:
+                    requests.compute(request)
+            if not admission.preempted:
+                return actions
+            for victim in admission.preempted:
+                actions += self._preempt(victim, "a request of another key", grown, now)
+
     # --- memory ----------------------------------------------------------------------------------------------------------
 
     def _decline_what_does_not_wait(self, now: float) -> list[Action]:
@@ -343,7 +356,7 @@ class DecodeScheduler:
             return []
         if self._waits_in_vain(head, now):
             return self._refuse(head, now)
-        if now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head):
+        if now - head.waits_since_s <= WRITE_LEASE_S + MARGIN_S or self._rounds.is_away_before(head, self._table.waiting):
             return []
         if not all(self._target.is_stuck(request.key, now) for request in self._requests.holders()):
             return []
@@ -360,18 +373,21 @@ class DecodeScheduler:
         actions: list[Action] = []
         lacking = self._extend(sorted((by_row[row] for row in short.tolist()), key=lambda r: r.rank), grown)
         if lacking:
-            coming = [r.lease for r in self._requests.holders() if r.lease is not None and self._comes_home(r, now)]
+            coming = [r.lease for r in self._requests.holders() if r.lease is not None and self._requests.comes_home(r, now)]
             holders = [r for r in by_row.values() if r.phase is not Phase.ENDED]
             for victim in choose_victims(holders, lacking, coming):
-                self._preemptions += 1
-                assert victim.row is not None
-                self._requests.growth.ended(victim.row, stopped=False)
-                if victim.row in grown:
-                    del grown[victim.row]
-                preempted = Failed.of(Preempted(f"{self._me.id} needs the memory for an older request"))
-                actions += self._requests.end(victim, preempted, now)
+                actions += self._preempt(victim, "an older request", grown, now)
             self._extend((request for request in lacking if request.phase is not Phase.ENDED), grown)
         return actions, grown
+
+    def _preempt(self, victim: DecodeRequest, favoured: str, grown: dict[int, int], now: float) -> list[Action]:
+        """favoured: for whom."""
+        assert victim.row is not None
+        grown.pop(victim.row, None)
+        self._preemptions += 1
+        self._requests.growth.ended(victim.row, stopped=False)
+        preempted = Failed.of(Preempted(f"{self._me.id} needs the memory for {favoured}"))
+        return self._requests.end(victim, preempted, now)
 
     def _extend(self, requests: Iterable[DecodeRequest], grown: dict[int, int]) -> list[DecodeRequest]:
         """Returns the requests for which no page was free."""
@@ -383,8 +399,6 @@ class DecodeScheduler:
                 lacking.append(request)
                 continue
             grown[request.row] = int(pages[0])
+            self._table.shares.hold(request, 1, request.held_pages + 1)
             self._batch.grew(request.row, len(request.lease) * self._page_size)
         return lacking
-
-    def _comes_home(self, request: DecodeRequest, now: float) -> bool:
-        return request.phase is Phase.ENDED and not self._target.is_stuck(request.key, now)

@@ -4,11 +4,14 @@ Owns the page pool. What of a prompt is in its prefix cache is in `common/instan
 rows, plans, pushes or messages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from common.engine.executor import EngineDescription
 from common.instance.prompt_cache import PromptCache
-from common.pages.pool import PageLease, PagePool, count_pages
+from common.instance.request import Phase
+from common.instance.requests import RequestTable
+from common.instance.shares import who_gives_way
+from common.pages.pool import Closing, PageLease, PagePool, count_pages
 from prefill.request import PrefillRequest
 
 
@@ -27,13 +30,37 @@ class PromptMemory:
         """Whether there is room for it when all others have ended."""
         return request.pages <= self.pool.total_pages - self._lost_pages
 
-    def lease(self, request: PrefillRequest) -> bool:
+    def lease(self, request: PrefillRequest, requests: RequestTable[PrefillRequest]) -> bool:
         """Lease the pages for its prompt, which is computed next. False: there is no room for it now."""
         request.lease = self.pool.lease(request.pages, self.prompts.find(request))
         if request.lease is None:
             return False
+        requests.shares.hold(request, 0, request.pages - len(request.hit))
+        requests.shares.given(request.owner, self.prompts.missing_tokens(request))
         self.prompts.begin(request)
         return True
+
+    def who_gives_way(
+        self, request: PrefillRequest, requests: RequestTable[PrefillRequest], is_stuck: Callable[[PrefillRequest], bool]
+    ) -> list[PrefillRequest] | None:
+        """Whose prompts of other owners are given up so that this one has room: those for which nobody has granted a reservation
+        yet, the youngest first. None: it waits for its turn. is_stuck: whether the pages of one that has ended stay away."""
+        takes = self.pool.takes(request.pages, self.prompts.find(request))
+        pages = request.pages - len(request.hit)
+        if not requests.shares.may_take(request.owner, 0, pages):
+            return None
+        going = [each for each in requests if each.phase is Phase.ENDED and not is_stuck(each)]
+
+        def order() -> list[PrefillRequest]:
+            held = [r for r in requests if r.lease and r.phase is not Phase.ENDED and r.decode is None]
+            return sorted((r for r in held if r.rank.priority >= request.rank.priority), key=lambda r: r.rank, reverse=True)
+
+        def fits(victims: list[PrefillRequest]) -> bool:
+            closing = Closing()
+            coming = sum(closing.add(each.lease) for each in (*going, *victims) if each.lease is not None)
+            return takes <= self.pool.available_pages + coming
+
+        return who_gives_way(request, 0, pages, requests.shares, order, fits)
 
     def quarantine(self, request: PrefillRequest) -> None:
         """A push that is not proven to have stopped may still read its pages: nobody ever writes them again."""

@@ -18,6 +18,8 @@ A request ends through `_end` and leaves through `_release`, which waits until n
 that fails for a reason that may pass ends with a retryable `Failed`: the router resumes the request elsewhere.
 """
 
+from collections import Counter
+from collections.abc import Mapping, Set
 from typing import assert_never
 
 import msgspec
@@ -25,7 +27,7 @@ import msgspec
 from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
-from common.errors import BadRequest, TandemError, Unavailable
+from common.errors import BadRequest, Preempted, TandemError, Unavailable
 from common.ids import ROUTER, InstanceId, Key, Life
 from common.instance.cache_teller import CacheTeller
 from common.instance.emit import emit_tokens
@@ -50,6 +52,7 @@ from common.instance.prompts import PromptProgress, next_chunks
 from common.instance.request import Phase
 from common.instance.requests import RequestTable
 from common.instance.rows import Rows
+from common.instance.shares import PATIENCE_S
 from common.messages import (
     Cancel,
     Decline,
@@ -97,7 +100,7 @@ class PrefillScheduler:
         self._links = LinkBook(me.id, me.incarnation)
         self._teller = CacheTeller(me, self.pool.cache)
         self._computing: dict[int, PrefillRequest] = {}
-        self._moved = 0
+        self._moved = self._preempted = 0
 
     @property
     def pool(self) -> PagePool:
@@ -208,23 +211,8 @@ class PrefillScheduler:
     # --- planning --------------------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Decision:
-        actions: list[Action] = []
         starts: list[RowStart] = []
-        waiting = self._requests.waiting
-        to_do = sum(len(r.progress.prompt) - r.progress.launched for r in self._computing.values() if r.progress is not None)
-        while (
-            to_do < self._limits.chunk_tokens
-            and self._rows.free_count > 0
-            and (request := waiting.first(self._memory.is_ready)) is not None
-        ):
-            if not self._memory.can_hold(request):
-                actions += self._end(request, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
-                continue
-            if not self._memory.lease(request):
-                break
-            waiting.leave(request.key)
-            actions += self._admit(request, starts, now)
-            to_do += len(request.prompt) - request.cached_tokens
+        actions = self._admit_all(starts, now)
         live = (r.progress for r in self._computing.values() if r.progress is not None and r.phase is Phase.COMPUTING)
         chunks = next_chunks(live, self._limits.chunk_tokens)
         if not chunks:
@@ -235,6 +223,45 @@ class PrefillScheduler:
         plan = Plan(self._requests.steps, starts=tuple(starts), chunks=chunks)
         self._rows.launched(plan.rows)
         return Decision(plan, actions, follows_layers=any(chunk.last for chunk in chunks))
+
+    def _admit_all(self, starts: list[RowStart], now: float) -> list[Action]:
+        """Whose turn it is, as long as there is room for it, and its owner has less to compute than a forward takes."""
+        actions: list[Action] = []
+        to_do: Counter[str] = Counter()
+        for each in self._computing.values():
+            if each.progress is not None:
+                to_do[each.owner] += each.progress.left
+        full: set[str] = set()
+        """Owners whose next request has no room."""
+        while self._rows.free_count > 0 and (request := self._next(to_do, full)) is not None:
+            if not self._memory.can_hold(request):
+                actions += self._end(request, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
+            elif self._memory.lease(request, self._requests):
+                self._requests.waiting.leave(request.key)
+                actions += self._admit(request, starts, now)
+                to_do[request.owner] += len(request.prompt) - request.cached_tokens
+            elif (victims := self._memory.who_gives_way(request, self._requests, self._is_stuck)) is None:
+                if now - request.times.accepted_s >= PATIENCE_S:
+                    break
+                full.add(request.owner)
+            elif not victims:
+                break
+            else:
+                self._preempted += len(victims)
+                for victim in victims:
+                    gives_way = Failed.of(Preempted(f"{self._me.id} needs the memory for a request of another key"))
+                    actions += self._end(victim, gives_way, now)
+                actions += self._close_handoffs(now)
+        return actions
+
+    def _next(self, to_do: Mapping[str, int], full: Set[str]) -> PrefillRequest | None:
+        turns = self._requests.waiting.turns()
+        for request in turns:
+            if request.owner in full or to_do.get(request.owner, 0) >= self._limits.chunk_tokens:
+                turns.drop()
+            elif self._memory.is_ready(request):
+                return request
+        return None
 
     def take_timelines(self) -> list[Timeline]:
         return self._requests.take_timelines()
@@ -266,6 +293,7 @@ class PrefillScheduler:
             bytes_pushed=traffic.total.bytes_pushed,
             handoffs=traffic.total.handoffs,
             reservations_moved=self._moved,
+            preemptions=self._preempted,
             pushes_failed=traffic.total.pushes_failed,
             push_seconds=traffic.total.push_seconds,
             exposed_seconds=traffic.total.exposed_seconds,
@@ -337,7 +365,7 @@ class PrefillScheduler:
             return self._end(request, self._nobody_left(request), now)
         assert request.lease is not None
         row, there = self._rows.take(), request.cached_tokens
-        request.phase, request.progress = Phase.COMPUTING, PromptProgress(row, request.prompt, there, there)
+        request.phase, request.progress = Phase.COMPUTING, PromptProgress(row, request.prompt, there, there, request.owner)
         request.times.admitted_s = now
         self._computing[row] = request
         starts.append(request.row_start(row, length=there))
@@ -429,6 +457,8 @@ class PrefillScheduler:
                 return self._refused(request, news.failure, now)
             case SourceRead():
                 request.lease.give_back(news.pages)
+                if request.phase is not Phase.ENDED:
+                    self._requests.shares.hold(request, 0, max(0, request.held_pages - news.pages))
                 return []
             case SourceClosed():
                 return self._closed(request, news, now)

@@ -3,7 +3,7 @@
 Owns the counts and the rule. Does not know what a request is.
 
 The rule is that of dynamic thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches",
-1998): a key gets another place while it has fewer than SHARE times as many as are free. So one key alone takes 4/5 of all places,
+1998): a key gets another place while it has fewer than four times as many as are free. So one key alone takes 4/5 of all places,
 two that both want more get 4/9 each, and some places stay free for a key that comes later. As a key with many places gives some
 back, those with fewer get them. Nothing depends on how many keys there are, or on which of them are in use.
 """
@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from common.errors import Overloaded
-
-SHARE = 4
+from common.instance.shares import has_place
 
 
 class Places:
@@ -43,7 +42,7 @@ class Places:
         free = self._limit - taken
         if count > free:
             raise Overloaded(f"the router has {taken} of at most {self._limit} {self._what} open: try again shortly")
-        if owner and mine + count - 1 >= SHARE * (free - count + 1):  # the last of them is judged as if the others were taken
+        if owner and not has_place(free, mine, count):
             own = f"your key has {mine} {self._what} open"
             raise Overloaded(f"{own}, and {free} of {self._limit} places are left for all: try again when some have ended")
 

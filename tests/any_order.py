@@ -22,6 +22,7 @@ LATE_S = 30.0
 """The longest that a message about a request is on its way, less than its key is remembered."""
 AGES_S = st.floats(0.0, 3.0)
 SECONDS = st.sampled_from([0.0, 0.4, 0.4, 1.1, 1.1, 6.0, 21.0])
+OWNERS = st.sampled_from(["", "alice", "bob"])
 SELDOM = st.integers(0, 9).map(lambda drawn: drawn == 9)
 SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 

@@ -17,12 +17,20 @@ class PromptProgress:
 
     0 ──── computed ──── launched ──── len(prompt)
             in the pages   in flight      to do
+
+    owner: whose it is, see `Terms`.
     """
 
     row: int
     prompt: Int32Array
     launched: int = 0
     computed: int = 0
+    owner: str = ""
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not launched yet."""
+        return len(self.prompt) - self.launched
 
     def complete(self, tokens: int) -> None:
         """A chunk of so many tokens came back."""
@@ -31,16 +39,29 @@ class PromptProgress:
 
 
 def next_chunks(prompts: Iterable[PromptProgress], budget_tokens: int) -> tuple[Chunk, ...]:
-    """Chunks for the next forward, first come first served, at most `budget_tokens` in all. Marks them as launched."""
+    """Chunks for the next forward, at most `budget_tokens` in all. Owners get equal parts of it, as far as they have prompts, and
+    the prompts of one are served in the order in which they came. Marks the chunks as launched."""
+    coming = [progress for progress in prompts if progress.left]
+    parts = _parts(coming, budget_tokens)
     chunks = []
-    for progress in prompts:
-        if budget_tokens == 0:
-            break
-        start, total = progress.launched, len(progress.prompt)
-        end = min(start + budget_tokens, total)
-        if start == end:
+    for progress in coming:
+        tokens = min(parts[progress.owner], progress.left)
+        if tokens == 0:
             continue
+        parts[progress.owner] -= tokens
+        start, end = progress.launched, progress.launched + tokens
         progress.launched = end
-        budget_tokens -= end - start
-        chunks.append(Chunk(progress.row, start, progress.prompt[start:end], last=end == total))
+        chunks.append(Chunk(progress.row, start, progress.prompt[start:end], last=progress.left == 0))
     return tuple(chunks)
+
+
+def _parts(prompts: Iterable[PromptProgress], budget_tokens: int) -> dict[str, int]:
+    """How many tokens each owner gets: what is left of it by those who have less goes to the others (max-min fair)."""
+    wanted: dict[str, int] = {}
+    for progress in prompts:
+        wanted[progress.owner] = wanted.get(progress.owner, 0) + progress.left
+    parts: dict[str, int] = {}
+    for owner in sorted(wanted, key=wanted.__getitem__):
+        parts[owner] = min(wanted[owner], budget_tokens, max(1, budget_tokens // (len(wanted) - len(parts))))
+        budget_tokens -= parts[owner]
+    return parts

@@ -57,7 +57,7 @@ class Request:
     the client asks for them. cached_tokens: tokens of its prompt that the instance which computes it found in its prefix cache.
     hit: the cached pages that its prompt began with when it was last looked at; once it has its pages, those that it got. awaits:
     the digest of the page until which it waits for another request. published: how many pages of its prompt nobody waits for any
-    more.
+    more. held_rows, held_pages: what counts as its owner's, see `Shares`.
     """
 
     asked: Generate | Reserve
@@ -84,6 +84,8 @@ class Request:
     hit: Hit = NO_HIT
     awaits: bytes | None = None
     published: int = 0
+    held_rows: int = 0
+    held_pages: int = 0
 
     @property
     def owner(self) -> str:

@@ -20,6 +20,7 @@ from common.instance.emit import emit_ending, emit_tokens
 from common.instance.limits import InstanceLimits
 from common.instance.ports import PeersChanged, Prepare, Prepared, RouterJoined, Send
 from common.instance.request import Phase, Request
+from common.instance.shares import Shares, has_place
 from common.instance.token_memory import Emitted, TokenMemory
 from common.instance.waiting_line import Rank, WaitingLine
 from common.messages import (
@@ -78,7 +79,8 @@ class RequestTable(Generic[R]):
         """Of requests that are over: who had granted them a reservation. A router that did not hear of it asks."""
         self._drainage = Drainage(me.id, limits.drain_timeout_s)
         self._left: list[Timeline] = []
-        self.waiting: WaitingLine[R] = WaitingLine()
+        self.shares = Shares(engine.max_rows, engine.total_pages)
+        self.waiting: WaitingLine[R] = WaitingLine(self.shares)
         self.peers: dict[InstanceId, Incarnation] = {}
         self.routers: dict[InstanceId, tuple[InstanceId, ...]] = {}
         self.accepted = self.ended = self.stale = 0
@@ -172,6 +174,9 @@ class RequestTable(Generic[R]):
             raise self._drainage.refusal()
         if len(self.waiting) >= self._limits.max_waiting:
             raise Overloaded(f"{self._me.id} has {self._limits.max_waiting} requests waiting already")
+        owner = asked.terms.owner
+        if owner and not has_place(self._limits.max_waiting - len(self.waiting), self.waiting.of(owner)):
+            raise Overloaded(f"{self._me.id} has {self.waiting.of(owner)} requests of this key waiting already")
         if peer is not None and not self.knows(peer):
             raise Unavailable(f"{self._me.id} does not know the instance {peer.id}")
         return prompt, min(layout.pages_for(len(prompt)) + 1, most_pages)
@@ -211,6 +216,7 @@ class RequestTable(Generic[R]):
         request.times.ended_s = now
         self.ended += 1
         self.waiting.leave(request.key)
+        self.shares.hold(request, 0, 0)
         self._deadlines.clear(request.key)
         return before
 

@@ -16,7 +16,7 @@ from common.ids import ROUTER, Generation, InstanceId, unpack_ids
 from common.instance.ports import Action, Send, Settle, Settled
 from common.messages import Claim, Decline, FlushCache, Grant, Renew, Renewed, Reserve, Terms, Withdraw
 from kv_transfer.write_lease import OVERRUN_S, WRITE_LEASE_S
-from tests.any_order import AGES_S, SECONDS, SELDOM, SETTINGS, AnyOrderMachine
+from tests.any_order import AGES_S, OWNERS, SECONDS, SELDOM, SETTINGS, AnyOrderMachine
 from tests.builders import LAYOUT, instance, key
 from tests.decode.rig import WRITERS_LIFE, handoff, renew, reserve, scheduler
 from tests.schedulers import drain, generate, meet
@@ -74,7 +74,7 @@ class AnyOrder(AnyOrderMachine):
     def a_reserve(
         self, data: st.DataObject, tokens: int, answer: int, age_s: float, writer: InstanceId, waits: bool, salt: str | None
     ) -> None:
-        terms = Terms(priority=data.draw(st.integers(0, 1)), age_s=age_s)
+        terms = Terms(priority=data.draw(st.integers(0, 1)), age_s=age_s, owner=data.draw(OWNERS))
         asked = reserve(f"r{len(self.asked)}", tokens, answer, sent_s=self.now - age_s, terms=terms, waits=waits, salt=salt)
         self.ask(writer, asked)
 
@@ -86,9 +86,9 @@ class AnyOrder(AnyOrderMachine):
         self.asked[name] = (self.now, writer, asked)
         self.hear(writer, replace(asked, waits=True, sent_s=self.now))
 
-    @rule(tokens=TOKENS, answer=st.integers(1, 18), age_s=AGES_S, salt=SALTS)
-    def a_generate(self, tokens: int, answer: int, age_s: float, salt: str | None) -> None:
-        self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, terms=Terms(age_s=age_s), salt=salt))
+    @rule(tokens=TOKENS, answer=st.integers(1, 18), age_s=AGES_S, salt=SALTS, owner=OWNERS)
+    def a_generate(self, tokens: int, answer: int, age_s: float, salt: str | None, owner: str) -> None:
+        self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, terms=Terms(age_s=age_s, owner=owner), salt=salt))
 
     @rule(is_flushed=SELDOM)
     def a_flush(self, is_flushed: bool) -> None:

@@ -16,7 +16,7 @@ from common.ids import ROUTER, Generation, InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Action, Allow, Connect, Push, PushDone, PushFailed, Send
 from common.messages import Decline, Failed, Grant, Handoff, LinkState, Placed, Renew, Renewed, Reserve, Terms, Withdraw
 from kv_transfer.write_lease import WRITE_LEASE_S
-from tests.any_order import AGES_S, SECONDS, SETTINGS, AnyOrderMachine
+from tests.any_order import AGES_S, OWNERS, SECONDS, SETTINGS, AnyOrderMachine
 from tests.builders import LAYOUT, instance, key
 from tests.prefill.rig import generate, scheduler
 from tests.schedulers import drain, link_changed, meet
@@ -99,12 +99,20 @@ class AnyOrder(AnyOrderMachine):
         age_s=AGES_S,
         priority=st.integers(0, 1),
         salt=st.sampled_from(["", "", "", None]),
+        owner=OWNERS,
     )
     def a_generate(
-        self, tokens: int, answer: int, decoders: tuple[InstanceId, ...], age_s: float, priority: int, salt: str | None
+        self,
+        tokens: int,
+        answer: int,
+        decoders: tuple[InstanceId, ...],
+        age_s: float,
+        priority: int,
+        salt: str | None,
+        owner: str,
     ) -> None:
         """salt: with the same one, the shorter of two prompts is the beginning of the longer."""
-        terms = Terms(priority=priority, age_s=age_s)
+        terms = Terms(priority=priority, age_s=age_s, owner=owner)
         to = decoders if answer > 1 else ()
         self.ask(ROUTER, generate(f"r{len(self.asked)}", tokens, answer, decodes=to, terms=terms, salt=salt))
 

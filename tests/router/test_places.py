@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import Overloaded
-from router.places import SHARE, Places
+from common.instance.shares import SHARE
+from router.places import Places
 
 LIMIT = 100
 
