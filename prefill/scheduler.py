@@ -18,8 +18,6 @@ A request ends through `_end` and leaves through `_release`, which waits until n
 that fails for a reason that may pass ends with a retryable `Failed`: the router resumes the request elsewhere.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Set
 from typing import assert_never
 
 import msgspec
@@ -27,7 +25,7 @@ import msgspec
 from common.deadlines import earliest
 from common.engine.executor import EngineDescription
 from common.engine.plan import Plan, RowStart, StepResult
-from common.errors import BadRequest, Preempted, TandemError, Unavailable
+from common.errors import BadRequest, TandemError, Unavailable
 from common.ids import ROUTER, InstanceId, Key, Life
 from common.instance.cache_teller import CacheTeller
 from common.instance.emit import emit_tokens
@@ -52,7 +50,6 @@ from common.instance.prompts import PromptProgress, next_chunks
 from common.instance.request import Phase
 from common.instance.requests import RequestTable
 from common.instance.rows import Rows
-from common.instance.shares import PATIENCE_S
 from common.messages import (
     Cancel,
     Decline,
@@ -79,6 +76,7 @@ from common.pages.pool import PagePool
 from kv_transfer.digests import Digest
 from kv_transfer.handoff_source import HandoffSource
 from kv_transfer.outgoing import SourceClosed, SourceGranted, SourceNews, SourcePosted, SourceRead, SourceRefused
+from prefill.admission import PromptAdmission
 from prefill.link_book import LinkBook
 from prefill.memory import PromptMemory
 from prefill.request import PrefillRequest
@@ -100,7 +98,8 @@ class PrefillScheduler:
         self._links = LinkBook(me.id, me.incarnation)
         self._teller = CacheTeller(me, self.pool.cache)
         self._computing: dict[int, PrefillRequest] = {}
-        self._moved = self._preempted = 0
+        self._admission = PromptAdmission(self._requests, self._memory, self._rows, limits.chunk_tokens, self._is_stuck)
+        self._moved = 0
 
     @property
     def pool(self) -> PagePool:
@@ -211,8 +210,13 @@ class PrefillScheduler:
     # --- planning --------------------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Decision:
+        actions: list[Action] = []
         starts: list[RowStart] = []
-        actions = self._admit_all(starts, now)
+        for request, failed in self._admission.turns(self._me.id, self._computing.values(), now):
+            if failed is None:
+                actions += self._admit(request, starts, now)
+            else:
+                actions += [*self._end(request, failed, now), *self._close_handoffs(now)]
         live = (r.progress for r in self._computing.values() if r.progress is not None and r.phase is Phase.COMPUTING)
         chunks = next_chunks(live, self._limits.chunk_tokens)
         if not chunks:
@@ -223,45 +227,6 @@ class PrefillScheduler:
         plan = Plan(self._requests.steps, starts=tuple(starts), chunks=chunks)
         self._rows.launched(plan.rows)
         return Decision(plan, actions, follows_layers=any(chunk.last for chunk in chunks))
-
-    def _admit_all(self, starts: list[RowStart], now: float) -> list[Action]:
-        """Whose turn it is, as long as there is room for it, and its owner has less to compute than a forward takes."""
-        actions: list[Action] = []
-        to_do: Counter[str] = Counter()
-        for each in self._computing.values():
-            if each.progress is not None:
-                to_do[each.owner] += each.progress.left
-        full: set[str] = set()
-        """Owners whose next request has no room."""
-        while self._rows.free_count > 0 and (request := self._next(to_do, full)) is not None:
-            if not self._memory.can_hold(request):
-                actions += self._end(request, Failed.of(Unavailable(f"{self._me.id} lacks memory for the request")), now)
-            elif self._memory.lease(request, self._requests):
-                self._requests.waiting.leave(request.key)
-                actions += self._admit(request, starts, now)
-                to_do[request.owner] += len(request.prompt) - request.cached_tokens
-            elif (victims := self._memory.who_gives_way(request, self._requests, self._is_stuck)) is None:
-                if now - request.times.accepted_s >= PATIENCE_S:
-                    break
-                full.add(request.owner)
-            elif not victims:
-                break
-            else:
-                self._preempted += len(victims)
-                for victim in victims:
-                    gives_way = Failed.of(Preempted(f"{self._me.id} needs the memory for a request of another key"))
-                    actions += self._end(victim, gives_way, now)
-                actions += self._close_handoffs(now)
-        return actions
-
-    def _next(self, to_do: Mapping[str, int], full: Set[str]) -> PrefillRequest | None:
-        turns = self._requests.waiting.turns()
-        for request in turns:
-            if request.owner in full or to_do.get(request.owner, 0) >= self._limits.chunk_tokens:
-                turns.drop()
-            elif self._memory.is_ready(request):
-                return request
-        return None
 
     def take_timelines(self) -> list[Timeline]:
         return self._requests.take_timelines()
@@ -293,7 +258,7 @@ class PrefillScheduler:
             bytes_pushed=traffic.total.bytes_pushed,
             handoffs=traffic.total.handoffs,
             reservations_moved=self._moved,
-            preemptions=self._preempted,
+            preemptions=self._admission.preempted,
             pushes_failed=traffic.total.pushes_failed,
             push_seconds=traffic.total.push_seconds,
             exposed_seconds=traffic.total.exposed_seconds,
