@@ -103,7 +103,11 @@ class EngineConfig:
         0, "most tokens of prompt and answer together; 0: the model's own limit, capped to what the KV memory holds"
     )
     max_running: int = option(0, "most requests computed at once (rows of the batch); 0: 64 on CPU, 256 on CUDA")
-    chunk_tokens: int = option(0, "most prompt tokens computed in one forward, over all requests; 0: 512 on CPU, 8192 on CUDA")
+    chunk_tokens: int = option(
+        0,
+        "most prompt tokens computed in one forward, over all requests; 0: 512 on CPU, 8192 on CUDA, or 2048 where --sharers "
+        "says that others are on the GPU",
+    )
     layer_groups: int = option(
         2, "push the last chunk of a prompt in this many groups of layers while it computes; 0: push it afterwards"
     )

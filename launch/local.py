@@ -41,6 +41,7 @@ from launch import signals
 from launch.fleet_page import FleetPage, curl_line
 from launch.local_cores import CoresConfig, divide_by_work
 from launch.processes import Child, ChildEvent, launch_command
+from launch.rank_setup import check_nccl
 from launch.reports import Broken, CloseIntake, IntakeClosed, MeetRouters, News, Order, Progress, Ready, Report
 from launch.supervisor import Action, GiveUp, Notice, Part, Start, Supervisor
 
@@ -87,6 +88,7 @@ class LocalPlan:
         require_between(self, 1, MOST_ROUTERS, "routers")
         self._check_cores()
         self._check_shares()
+        check_nccl(self.instance, on_gpus=not self.on_cpu and self.engine.executor == "torch")
 
     @property
     def router_names(self) -> list[str]:

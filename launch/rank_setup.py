@@ -11,6 +11,8 @@ from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, 
 from common.cores import core_count, devices_of_ranks, divide_cores
 from common.engine.checkpoint import fingerprint
 from common.engine.kv_host import memory_part
+from common.engine.step_size import shares_gpu
+from common.errors import ConfigError
 from common.flags import flag_of, to_flags
 from common.model_path import resolve_model_path
 from launch.gpus import count_gpus
@@ -33,6 +35,7 @@ def rank_setup(role: str, instance: InstanceConfig, model: ModelConfig, engine: 
         "--served-name": model.served_name,
         "--transport": instance.transport,
         "the kind of device (--device)": _device_kind(engine),
+        "whether it shares its GPU (--sharers)": "yes" if shares_gpu(engine, _device_kind(engine)) else "no",
         "the checkpoint (its fingerprint)": fingerprint(resolve_model_path(model.model, weights=weights), weights=weights),
         **{f"the version of {library}": _version(library) for library in LIBRARIES},
     }
@@ -44,11 +47,22 @@ def engines_of_ranks(instance: InstanceConfig, engine: EngineConfig) -> dict[int
     ranks = instance.ranks
     gpus = count_gpus() if engine.device != "cpu" and engine.executor == "torch" else 0
     devices = devices_of_ranks(engine.device, len(ranks), gpus)
+    check_nccl(instance, on_gpus=devices[0].startswith("cuda"))
     threads = divide_cores(engine.threads or core_count(), len(ranks))
     engine = replace(engine, threads=threads)
     if not gpus and not engine.device.startswith("cuda"):
         engine = replace(engine, memory_part=memory_part(engine, instance.tp, len(ranks)))
     return {rank: replace(engine, device=device) for rank, device in zip(ranks, devices, strict=True)}
+
+
+def check_nccl(instance: InstanceConfig, on_gpus: bool) -> None:
+    """Raises ConfigError where ranks would compute and push with NCCL at once: two of its communicators that work on a GPU at one
+    time may wait for each other for ever, if they begin in another order on another GPU."""
+    if on_gpus and instance.tp > 1 and instance.transport == "torch":
+        raise ConfigError(
+            f"--transport torch with --tp {instance.tp} on GPUs: NCCL would carry KV and the ranks' sums at the same time, and "
+            f"can lock up then: give --transport nixl"
+        )
 
 
 def commands_of_ranks(

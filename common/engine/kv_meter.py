@@ -12,10 +12,11 @@ from common.engine.kv_budget import gib
 from common.errors import MemoryShort
 from common.host_limits import host_memory_now
 
-_CUDA_KEPT = 0.02
-"""Share of the device's memory that stays free: for fragmentation, and for what libraries allocate late."""
-_CONTEXT_BYTES = 2**29
-"""What CUDA itself takes per process: its context and the code of the kernels."""
+_KEPT_SHARE, _KEPT_BYTES = 0.02, 2**30
+"""What stays free of an instance's part of the device, whichever is more: for fragmentation, and for what comes late: buffers of
+UCX and NCCL, and the code of kernels that CUDA loads when they are first used. These do not shrink with the card."""
+_CONTEXT_BYTES = 2**30
+"""What CUDA takes per process beside what torch allocates: its context, the code of cuBLAS, FlashInfer and Triton, and graphs."""
 
 
 def total_bytes(device: torch.device) -> int:
@@ -58,12 +59,12 @@ class KVMemoryMeter:
         gc.collect()
         _return_cache(self._device)
         part_bytes = torch.cuda.mem_get_info(self._device)[1] // self._sharers
-        taken_bytes, kept_bytes = self._taken_bytes(), int(part_bytes * _CUDA_KEPT)
+        taken_bytes, kept_bytes = self._taken_bytes(), max(_KEPT_BYTES, int(part_bytes * _KEPT_SHARE))
         kv_bytes = self.left_bytes() - workspace_bytes - kept_bytes
         part = "" if self._sharers == 1 else f" for each of {self._sharers} instances"
         figures = (
             f"{self._device} has {gib(part_bytes)}{part}: weights and what else is there take {gib(taken_bytes)}, steps and "
-            f"graphs {gib(workspace_bytes)}, and {gib(kept_bytes)} stay free"
+            f"graphs {gib(workspace_bytes)}, and {gib(kept_bytes)} stay free for libraries"
         )
         if kv_bytes <= 0:
             free_bytes = torch.cuda.mem_get_info(self._device)[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig
+from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, TransportName
 from common.cores import core_count, devices_of_ranks, divide_cores, place_on_gpus
 from common.engine import kv_host
 from common.errors import ConfigError
@@ -19,7 +19,7 @@ from launch import environment
 from launch.gpus import count_gpus
 from launch.local import LocalPlan
 from launch.local_cores import CoresConfig, divide_by_work
-from launch.rank_setup import engines_of_ranks
+from launch.rank_setup import check_nccl, engines_of_ranks
 
 
 @pytest.mark.parametrize(("cores", "instances", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3), (4, 1, 4), (4, 0, 4)])
@@ -101,6 +101,23 @@ def test_all_instances_and_ranks_that_are_started_together_get_one_part_of_the_m
     given = engines_of_ranks(InstanceConfig(tp=2), EngineConfig(device="cpu", memory_part=5))
     assert {made.memory_part for made in given.values()} == {5}, "the fleet's decision stays"
     assert plan_part(plan, EngineConfig(kv_memory="10%")) == plan_part(plan, EngineConfig(device="cuda")) == 0
+
+
+def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts() -> None:
+    def plan(device: str, gpus: int, tp: int, transport: TransportName) -> LocalPlan:
+        instance = InstanceConfig(tp=tp, transport=transport)
+        return LocalPlan(
+            prefill=1, decode=1, router=RouterConfig(), instance=instance, model=ModelConfig(),
+            engine=EngineConfig(device=device), log=LogConfig(), gpus=gpus,
+        )  # fmt: skip
+
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"--transport torch with --tp 2 on GPUs: .*--transport nixl"):
+            plan(device, 4, 2, "torch")
+        plan(device, 4, 2, "nixl"), plan(device, 4, 1, "torch")
+    plan("cpu", 4, 2, "torch"), plan("auto", 0, 2, "torch")
+    with pytest.raises(ConfigError, match="--transport torch with --tp 2 on GPUs"):
+        check_nccl(InstanceConfig(tp=2, transport="torch"), on_gpus=True)
 
 
 def plan_part(plan: LocalPlan, engine: EngineConfig) -> int:

@@ -18,7 +18,10 @@ def test_what_a_flag_leaves_open_is_decided_by_the_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     on_cuda = with_device_defaults(EngineConfig())
     assert (on_cuda.chunk_tokens, on_cuda.max_running) == (8192, 256)
-    given = EngineConfig(chunk_tokens=7, max_running=3)
+    shared = with_device_defaults(EngineConfig(sharers=2))
+    assert (shared.chunk_tokens, shared.max_running) == (2048, 256), "decode steps beside chunks wait for their turns"
+    assert with_device_defaults(EngineConfig(device="cpu", sharers=2)).chunk_tokens == 512
+    given = EngineConfig(chunk_tokens=7, max_running=3, sharers=2)
     assert with_device_defaults(given) == given
     assert dtype_of("auto", torch.device("cuda", 0)) == "bfloat16"
     assert dtype_of("auto", torch.device("cpu")) == "float32"
