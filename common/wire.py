@@ -94,6 +94,14 @@ def unpack_frame(frame: bytes) -> tuple[InstanceId, memoryview]:
     return InstanceId(sender), memoryview(frame)[end:]
 
 
+def decode_body(decoder: msgspec.msgpack.Decoder[M], sender: InstanceId, body: bytes | memoryview) -> M:
+    """Raises FrameRefused."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TandemError) as error:
+        raise FrameRefused("body", f"from {sender!r}: {error}") from error
+
+
 @dataclass(frozen=True, eq=False)
 class _Attachment:
     loop: asyncio.AbstractEventLoop
@@ -397,10 +405,7 @@ class Mailbox(Generic[M]):
                 self._inbox.recv(zmq.NOBLOCK)
             raise FrameRefused("parts", "it has more than one part")
         sender, body = unpack_frame(frame)
-        try:
-            return sender, self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TandemError) as error:
-            raise FrameRefused("body", f"from {sender!r}: {error}") from error
+        return sender, decode_body(self._decoder, sender, body)
 
     def _has_mail(self) -> bool:
         return self._inbox.poll(0, zmq.POLLIN) != 0

@@ -290,4 +290,5 @@ class Acquaintance:
         if not is_new and now - told.links_behind_s < self._heartbeat_s / 2:  # a report may be under way
             return []
         told.links_behind_s = now
+        told.links_version = min(told.links_version, beat.links_version)  # a report beyond that was not the member's
         return [Send(member.info.id, TellLinks())]

@@ -15,7 +15,7 @@ from common import messages as m
 from common.ids import InstanceId, Key
 from common.messages import AnyMessage
 from common.messages.ranks import Command, Numbered, PushOrder, RankHello, RankRefused, RankWelcome, SettleOrder
-from common.wire import RECEIVE_LIMIT, pack_frame
+from common.wire import RECEIVE_LIMIT, FrameRefused, decode_body, pack_frame
 from simulation.clock import NEVER, Clock
 from simulation.meter import Meter
 from simulation.traffic import Traffic
@@ -30,12 +30,12 @@ MEMBERSHIP = frozenset({"Heartbeat", "Register", "Welcome", "Peers", "TellLinks"
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message on its way, and its bytes. kind: its class name, for people and for `log`."""
+    """A message on its way, and its bytes. kind: its class name, for people and for `log`. message: None for any bytes."""
 
     sender: InstanceId
     to: InstanceId
     kind: str
-    message: AnyMessage
+    message: AnyMessage | None
     body: bytes
 
 
@@ -174,6 +174,14 @@ class Network:
         nobody: Callable[[float], None] = lambda at_s: None  # noqa: E731  nobody has opened it yet
         return self._mailboxes.setdefault(address, Mailbox(InstanceId(address), nobody, "nobody"))
 
+    def throw(self, sender: InstanceId, address: str, body: bytes) -> None:
+        """These bytes arrive there now, whoever sent them and whatever they are."""
+        mailbox = self._at(address)
+        self.letters += 1
+        letter = Letter(sender, mailbox.owner, "bytes", None, body)
+        heapq.heappush(mailbox.letters, (self.clock.now, self.letters, letter))
+        mailbox.wake(self.clock.now)
+
     def meter(self, role: str) -> Meter:
         """That of all processes of this role."""
         return self.meters.setdefault(role, Meter())
@@ -227,7 +235,10 @@ class Post(Generic[M]):
             return [(letter.sender, letter.message) for letter in letters]  # type: ignore[misc]
         mail: list[tuple[InstanceId, M]] = []
         for letter in letters:
-            mail.append((letter.sender, self._decoder.decode(letter.body)))
+            try:
+                mail.append((letter.sender, decode_body(self._decoder, letter.sender, letter.body)))
+            except FrameRefused as error:
+                self.frames_refused[error.reason] = self.frames_refused.get(error.reason, 0) + 1
             self._meter.lap(letter.kind)
         return mail
 
