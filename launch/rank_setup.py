@@ -47,7 +47,7 @@ def engines_of_ranks(instance: InstanceConfig, engine: EngineConfig) -> dict[int
     ranks = instance.ranks
     gpus = count_gpus() if engine.device != "cpu" and engine.executor == "torch" else 0
     devices = devices_of_ranks(engine.device, len(ranks), gpus)
-    check_nccl(instance, on_gpus=devices[0].startswith("cuda"))
+    check_nccl(instance, on_gpus=gpus > 0 or engine.device.startswith("cuda"))
     threads = divide_cores(engine.threads or core_count(), len(ranks))
     engine = replace(engine, threads=threads)
     if not gpus and not engine.device.startswith("cuda"):

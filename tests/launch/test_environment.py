@@ -15,11 +15,11 @@ from common.cores import core_count, devices_of_ranks, divide_cores, place_on_gp
 from common.engine import kv_host
 from common.errors import ConfigError
 from common.host_limits import HostMemory
-from launch import environment
+from launch import environment, rank_setup
 from launch.gpus import count_gpus
 from launch.local import LocalPlan
 from launch.local_cores import CoresConfig, divide_by_work
-from launch.rank_setup import check_nccl, engines_of_ranks
+from launch.rank_setup import engines_of_ranks
 
 
 @pytest.mark.parametrize(("cores", "instances", "threads"), [(8, 2, 4), (2, 2, 1), (2, 3, 1), (7, 2, 3), (4, 1, 4), (4, 0, 4)])
@@ -103,7 +103,7 @@ def test_all_instances_and_ranks_that_are_started_together_get_one_part_of_the_m
     assert plan_part(plan, EngineConfig(kv_memory="10%")) == plan_part(plan, EngineConfig(device="cuda")) == 0
 
 
-def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts() -> None:
+def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(device: str, gpus: int, tp: int, transport: TransportName) -> LocalPlan:
         instance = InstanceConfig(tp=tp, transport=transport)
         return LocalPlan(
@@ -116,8 +116,11 @@ def test_nccl_for_ranks_and_for_kv_on_one_gpu_is_refused_before_anything_starts(
             plan(device, 4, 2, "torch")
         plan(device, 4, 2, "nixl"), plan(device, 4, 1, "torch")
     plan("cpu", 4, 2, "torch"), plan("auto", 0, 2, "torch")
+    monkeypatch.setattr(rank_setup, "count_gpus", lambda: 1)
+    one_of_two = InstanceConfig(tp=2, rank="1", leader="tcp://127.0.0.1:1", transport="torch")
     with pytest.raises(ConfigError, match="--transport torch with --tp 2 on GPUs"):
-        check_nccl(InstanceConfig(tp=2, transport="torch"), on_gpus=True)
+        engines_of_ranks(one_of_two, EngineConfig())
+    assert set(engines_of_ranks(one_of_two, EngineConfig(device="cpu"))) == {1}
 
 
 def plan_part(plan: LocalPlan, engine: EngineConfig) -> int:
@@ -215,7 +218,7 @@ def test_programs_beside_the_interpreter_are_found_though_nobody_has_activated_i
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 ALLOCATES = """
-from launch import environment
+from launch import environment, rank_setup
 environment.prepare(1)
 import torch
 weight = torch.ones(2**24)

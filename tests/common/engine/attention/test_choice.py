@@ -10,6 +10,7 @@ import torch
 
 from common.config import AttentionName
 from common.engine import compilers
+from common.engine.attention import choice
 from common.engine.attention.choice import (
     AttentionNeeds,
     Host,
@@ -144,6 +145,15 @@ def test_a_card_that_can_compute_nothing_more_ends_the_start_with_the_first_reas
     first = RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider passing ...")
     with pytest.raises(ExecutorFailed, match=r"cuda:0 .*: CUDA error: an illegal memory access was encountered$"):
         check_device(torch.device("cuda:0"), first)
+
+
+def test_no_other_kernels_are_tried_on_a_card_that_can_compute_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: torch.device, error: Exception) -> None:
+        raise ExecutorFailed(f"{device} is lost: {error}")
+
+    monkeypatch.setattr(choice, "check_device", lost)
+    with pytest.raises(ExecutorFailed, match="is lost: Ninja build failed"):
+        make_flashinfer(needs(), "auto", TorchKernels(), lambda line: None, H100, lambda: Broken("fa3"))
 
 
 @pytest.mark.parametrize("asked", ["torch", "flashinfer", "auto"])

@@ -1,0 +1,60 @@
+"""A host without compilers and ninja: a fleet serves on its processor, and one with a card is told what lacks before it loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.serve.requests import completion_of_ids
+from common.config import AttentionName, EngineConfig, ModelConfig
+from common.engine import compilers
+from common.engine.model_runner import ModelRunner
+from common.errors import ConfigError
+from common.processes.local_fleet import connected, local_fleet
+from launch.environment import find_programs
+
+
+@pytest.fixture(autouse=True)
+def clean_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(compilers, "CUDA", tmp_path)
+    for name in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_processor_serves_the_log_says_what_lacks_and_the_fleet_stops_in_order() -> None:
+    with local_fleet() as fleet, connected(fleet.url) as router:
+        data = completion_of_ids("demo", list(range(300, 320)), 6, return_token_ids=True)
+        router.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
+        assert len(json.loads(router.getresponse().read())["choices"][0]["token_ids"]) == 6
+        router.request("GET", "/cluster")
+        instances = json.loads(router.getresponse().read())["instances"]
+    assert "there is no C compiler; install gcc or clang, or name one in CC" in fleet.output
+    told = {instance["role"]: instance["ranks"][0]["engine"] for instance in instances}
+    for engine in told.values():
+        assert engine["attention"] == "torch, because attention in C could not be compiled (the log says why)"
+    assert told["decode"]["graphs"] == "off, because there is no C compiler"
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        ("auto", "--attention auto: FlashInfer .*, or take --attention torch"),
+        ("torch", r"Triton compiles kernels for cuda:0, and there is no C compiler .*here: install gcc"),
+    ],
+)
+def test_a_card_is_refused_with_what_lacks_before_the_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, attention: AttentionName, reason: str
+) -> None:
+    find_programs()  # as a start does
+    pytest.importorskip("triton", reason="needs the package triton, which is there with torch for CUDA")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**36, 2**36))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=reason) as refused:
+        ModelRunner(ModelConfig(), EngineConfig(device="cuda:0", attention=attention, graphs="off"), said.append)
+    assert said == [] and "ninja" not in str(refused.value), "it is beside the interpreter, on no PATH"
