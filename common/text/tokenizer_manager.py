@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from common.text.token_text import TokenText
 
 TOKENIZER_FILE = "tokenizer.json"
+_RUST_PANICS = "pyo3_runtime"
+"""The module of what a panic of the tokenizers library raises, such as a regular expression of the model's that backtracks for
+too long. It is no Exception, and its class cannot be imported."""
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions")
 """What configs call the longest sequence; the second is GPT-2's name for it."""
 _TEMPLATE_BUGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -77,9 +80,10 @@ class TokenizerManager:
         apply_arguments = inspect.signature(self._transformers.apply_chat_template).parameters
         self._reserved = frozenset(apply_arguments) | frozenset(self._transformers.special_tokens_map) | {"messages"}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt. add_special_tokens: with those that the model begins with. Raises BadRequest."""
-        return self._encode(text, "prompt", add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
+        """Token ids of a plain prompt. add_special_tokens: with those that the model begins with. field: which held the text.
+        Raises BadRequest."""
+        return self._encode(text, field, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of these tokens; incomplete characters are U+FFFD. Ids that the tokenizer lacks have no text."""
@@ -90,9 +94,11 @@ class TokenizerManager:
         """The tokens as the tokenizer's vocabulary spells them; "" for ids that it lacks."""
         return [self.backend.id_to_token(token_id) or "" for token_id in ids]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer goes on. Raises BadRequest."""
-        return self._encode(self.render_chat(messages, options), "messages", add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT, field: str = "messages"
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer goes on. field: which held it. Raises BadRequest."""
+        return self._encode(self.render_chat(messages, options), field, add_special_tokens=False)
 
     def reads(self, name: str) -> bool:
         """Whether the chat template reads an argument of this name: whether the name stands in it as a word."""
@@ -141,7 +147,13 @@ class TokenizerManager:
         except UnicodeEncodeError as error:
             raise BadRequest(f"{field} contains half of a surrogate pair, which is not text", field=field) from error
         # A batch of one: `encode` holds the interpreter's lock until it is done, so that no other thread runs meanwhile.
-        (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error).__module__ != _RUST_PANICS:
+                raise
+            problem = f"the tokenizer of {self.model_name} fails at this text, so shorten or change it: {error}"
+            raise BadRequest(f"{field}: {problem}", field=field) from None  # a traceback says nothing more
         ids: list[int] = encoded.ids
         return ids
 
@@ -171,6 +183,7 @@ def _load(path: Path) -> Any:
         )
     # The library's own threads are as many as the processors: a short text would wait for one while long texts have them all.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["RUST_BACKTRACE"] = "0"  # whoever sends a text at which the library panics would fill the log with its stack
     from transformers import PreTrainedTokenizerFast
 
     try:

@@ -4,10 +4,10 @@ Owns the routes, the limits of a body, and the guarantee that what a handler ope
 Does not know how a request is served.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
+from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -23,7 +23,7 @@ from common.errors import TandemError
 from common.ids import InstanceId, RequestId
 from common.text.embedding import Embedding
 from router.api.answers import AnswerShape, OpenAIBody
-from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, unless_left
+from router.api.bodies import IS_LARGE, LARGE_BODY_BYTES, body_of, unless_left
 from router.api.chat import ChatFields, read_chat
 from router.api.chat_answers import ChatChoice, ChatShape
 from router.api.completion_answers import CompletionShape, TextChoice
@@ -31,7 +31,7 @@ from router.api.completions import CompletionFields, read_completion
 from router.api.description import COMPLETION_REFUSALS, Described, DescribedApp, call_route, check_route, completion_route
 from router.api.doorkeeper import AT_END, CLIENT_CLOSED, Doorkeeper
 from router.api.embeddings import EmbeddingBody, EmbeddingFields, EmbeddingShape, read_embeddings
-from router.api.errors import BodyTooLarge, BodyTooSlow, ErrorDetail, error_response, response_to
+from router.api.errors import ErrorDetail, error_response, response_to
 from router.api.fields import ReadRequest
 from router.api.guard import REQUESTS_PREFIX, Guard
 from router.api.intake import Accepted, Intake, unknown_model
@@ -40,6 +40,7 @@ from router.api.open_answers import OpenAnswers
 from router.api.request_ids import HEADER, OWNER, REQUEST_ID, AnswerId, answer_id
 from router.api.responses import ResponseFields, read_response
 from router.api.responses_answers import ResponseBody, ResponseShape
+from router.api.routes import StrictRoute
 from router.api.sending import Answer, StreamResponse, WholeResponse
 from router.api.sglang import Aborted, AbortFields, Flushed, GenerateFields, read_abort, read_generate
 from router.api.sglang_answers import Generated, GenerateShape
@@ -53,7 +54,6 @@ from router.member_metrics import member_metrics
 from router.metrics import DetokenizerCollector, FleetCollector, MailCollector, RouterMetrics
 from router.places import Places
 
-BODY_TIMEOUT_S = 60.0
 SPARE_CONNECTIONS = 256
 """How many requests with a body may be open beyond --max-requests: answers that are still being sent, and calls to a tokenizer.
 Pages such as /health have no limit: the server sees to it that none of them waits for its client."""
@@ -268,7 +268,7 @@ class Api:
         """What the body asks for. Raises BadRequest, Overloaded."""
         owner: str = request.scope[OWNER]
         self._here.require(owner)
-        body = await self._body(request)
+        body = await body_of(request, self._max_body_bytes)
         self._here.take(owner)
         request.scope[AT_END].callback(self._here.leave, owner)
         request.scope[IS_LARGE] = len(body) > LARGE_BODY_BYTES
@@ -276,25 +276,6 @@ class Api:
 
     def _model_card(self) -> ModelCard:
         return ModelCard(id=self._model, created=self._started, max_model_len=self._intake.context_tokens)
-
-    async def _body(self, request: Request) -> bytes:
-        """Raises BodyTooLarge, BodyTooSlow."""
-        limit, too_large = self._max_body_bytes, "the body is longer than {} bytes: send less, or raise --max-body"
-        length = request.headers.get("content-length", "")
-        if limit is not None and length.isdecimal() and int(length) > limit:
-            raise BodyTooLarge(too_large.format(limit))
-        parts: list[bytes] = []
-        received = 0
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                async for part in request.stream():
-                    parts.append(part)
-                    received += len(part)
-                    if limit is not None and received > limit:
-                        raise BodyTooLarge(too_large.format(limit))
-        except TimeoutError as error:
-            raise BodyTooSlow(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
-        return b"".join(parts)
 
 
 _Route: TypeAlias = tuple[str, str, Callable[..., Awaitable[Response]], Described]
@@ -365,6 +346,7 @@ def build_app(api: Api, metrics: RouterMetrics, access: Access = OPEN, hosts: Co
     """The ASGI application. hosts: what the router was told to listen on."""
     routes = _routes(api)
     app = DescribedApp(described for _, _, _, described in routes)
+    app.router.route_class = StrictRoute
     for method, path, endpoint, described in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None, **described.route_arguments())
     app.add_exception_handler(TandemError, _on_tandem_error)
@@ -391,7 +373,8 @@ async def _on_tandem_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """The framework refuses unknown URLs and methods."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    hint = ": /docs lists what there is" if error.status_code == HTTPStatus.NOT_FOUND else ""
+    message = f"{request.method} {request.url.path}: {error.detail}{hint}"
     response = error_response(error.status_code, ErrorDetail(message, "invalid_request_error"))
     response.headers.update(error.headers or {})
     return response

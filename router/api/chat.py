@@ -13,7 +13,17 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from router.api.chat_messages import ChatMessage
-from router.api.fields import ReadRequest, SamplingFields, Tokens, TopLogprobs, checked_stops, convert, neutral_options, object_in
+from router.api.fields import (
+    ReadRequest,
+    SamplingFields,
+    Tokens,
+    TopLogprobs,
+    checked_stops,
+    convert,
+    neutral_options,
+    object_in,
+    require_logprobs_for_ids,
+)
 from router.api.neutral import NEUTRAL_CHAT_VALUES, NEUTRAL_MESSAGE_VALUES, drop_neutral
 from router.api.structured import grammar_of
 from router.api.tools import NO_TOOLS, FunctionTool, NamedTool, ToolChoice, ToolUse, tool_use
@@ -120,6 +130,8 @@ def chat_request(fields: ChatFields) -> ChatRequest:
         limit, name = fields.max_completion_tokens, "max_completion_tokens"
     if fields.top_logprobs and not fields.logprobs:
         raise BadRequest("top_logprobs is for logprobs only: leave it out or send logprobs=true", field="top_logprobs")
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    require_logprobs_for_ids(fields, logprobs, fields.prompt_logprobs)
     if fields.continue_final_message and fields.add_generation_prompt:
         fix = "send add_generation_prompt=false with it"
         raise BadRequest(f"continue_final_message goes on with the last message: {fix}", field="continue_final_message")
@@ -128,7 +140,7 @@ def chat_request(fields: ChatFields) -> ChatRequest:
         stop=checked_stops(fields),
         max_tokens=limit,
         max_tokens_field=name,
-        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        logprobs=logprobs,
         prompt_logprobs=fields.prompt_logprobs,
         grammar=grammar_of(fields),
         messages=tuple(message.for_template(f"messages[{index}]") for index, message in enumerate(fields.messages)),

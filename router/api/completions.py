@@ -12,7 +12,16 @@ from msgspec import Meta
 from common.errors import BadRequest
 from router.api.bodies import MAX_PROMPTS
 from router.api.errors import ContextExceeded, no_room
-from router.api.fields import ReadRequest, SamplingFields, TopLogprobs, checked_stops, convert, neutral_options, object_in
+from router.api.fields import (
+    ReadRequest,
+    SamplingFields,
+    TopLogprobs,
+    checked_stops,
+    convert,
+    neutral_options,
+    object_in,
+    require_logprobs_for_ids,
+)
 from router.api.neutral import NEUTRAL_COMPLETION_VALUES, drop_neutral
 from router.api.structured import grammar_of
 
@@ -66,6 +75,7 @@ def read_completion(body: bytes, context_tokens: int | None = None) -> Completio
     prompt_logprobs = fields.prompt_logprobs
     if fields.echo and fields.logprobs is not None:
         prompt_logprobs = max(fields.logprobs, prompt_logprobs or 0)
+    require_logprobs_for_ids(fields, fields.logprobs, prompt_logprobs)
     return CompletionRequest(
         fields=fields,
         stop=checked_stops(fields),

@@ -25,6 +25,12 @@ class BodyTooSlow(BadRequest):
     status = 408
 
 
+class UnsupportedBody(BadRequest):
+    """The body's type or encoding is not one that is read here."""
+
+    status = 415
+
+
 class Unauthorized(BadRequest):
     """The request has no key, or not the right one. As at OpenAI."""
 

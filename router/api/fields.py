@@ -136,7 +136,7 @@ class SamplingFields(StructuredFields, msgspec.Struct, frozen=True, kw_only=True
     ] = None
     return_token_ids: Annotated[bool, Meta(description="Send the token ids with the text.")] = False
     return_tokens_as_token_ids: Annotated[
-        bool, Meta(description='In logprobs, write "token_id:7" for the text of token 7, as vLLM does.')
+        bool, Meta(description='In log probabilities, write "token_id:7" for the text of token 7, as vLLM does.')
     ] = False
     timeout: Timeout = None
     priority: Priority = 0
@@ -169,6 +169,13 @@ class ReadRequest:
     def choices(self) -> int:
         """How many the answer has."""
         return self.fields.n
+
+
+def require_logprobs_for_ids(fields: SamplingFields, logprobs: int | None, prompt_logprobs: int | None) -> None:
+    """Raises BadRequest when tokens are to be written as ids where none are written."""
+    if fields.return_tokens_as_token_ids and logprobs is None and prompt_logprobs is None:
+        fix = "leave it out or send logprobs"
+        raise BadRequest(f"return_tokens_as_token_ids is for log probabilities only: {fix}", field="return_tokens_as_token_ids")
 
 
 def checked_stops(fields: SamplingFields) -> tuple[str, ...]:
@@ -215,14 +222,16 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTA
 _LIMIT = re.compile(r"^Expected `(?P<kind>\w+)`(?P<length> of length)? (?P<sign>[<>]=?) (?P<limit>\S+)$")
 _LIMITS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 _LENGTHS = {"str": "characters", "array": "items", "object": "entries"}
-_ALLOWED = {
-    "role": "use system, developer, user, assistant or tool",
-    "type": "use 'text' for parts of a message, 'function' for tools",
-}
-_ALLOWED_IN_INPUT = {
-    "role": "use system, developer, user or assistant",
-    "type": "use message, function_call, function_call_output or reasoning for items, input_text or output_text for their parts",
-}
+_HINTS = (
+    (re.compile(r"input\[.*\brole$"), "use system, developer, user or assistant"),
+    (re.compile(r"\brole$"), "use system, developer, user, assistant or tool"),
+    (re.compile(r"input\[[^\]]*\]\.type$"), "use message, function_call, function_call_output or reasoning"),
+    (re.compile(r"input\[.*\btype$"), "use input_text or output_text: texts are all that is read"),
+    (re.compile(r"content\[.*\btype$"), "use text: texts are all that is read"),
+    (re.compile(r"(tools|tool_calls)\[.*\btype$|^tool_choice\.type$"), "use function: other tools are not supported"),
+    (re.compile(r"(response_format|^text\.format)\.type$"), "use text, json_object, json_schema or structural_tag"),
+)
+"""By the path of a field with a few values, what it may be."""
 
 
 def convert(raw: Mapping[str, Any], kind: type[S]) -> S:
@@ -271,7 +280,6 @@ def _named(message: str) -> BadRequest:
         rule = f"{_LIMITS[limit['sign']]} {limit['limit'].removesuffix('.0')}"
         must = f"must have {rule} {_LENGTHS[limit['kind']]}" if limit["length"] else f"must be {rule}"
         return BadRequest(f"{path} {must}", field=path, code="invalid_value")
-    allowed = _ALLOWED_IN_INPUT if path.startswith("input[") else _ALLOWED
-    hint = allowed.get(path.rpartition(".")[2])
+    hint = next((hint for pattern, hint in _HINTS if pattern.search(path)), "")
     problem = what[:1].lower() + what[1:] + (f" ({hint})" if hint else "")
     return BadRequest(f"{path}: {problem}" if path else problem, field=path or None, code="invalid_value")

@@ -70,9 +70,11 @@ class Tokenizer(ChatTemplate, Protocol):
     @property
     def token_text(self) -> TokenTexts: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], options: ChatOptions) -> list[int]: ...
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], options: ChatOptions, field: str = "messages"
+    ) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -133,7 +135,7 @@ class Intake:
         size, field = request.size_chars(texts), request.prompt_field
         self._check(request, field, size, self.context_tokens)
         plan = self._chats.plan(request)
-        encode = partial(self._tokenizer.encode_chat, options=plan.options)
+        encode = partial(self._tokenizer.encode_chat, options=plan.options, field=field)
         prompts = await self._encode(encode, (request.messages,), (texts,), size, request.fields, field, answer.owner)
         accepted = self._accept(answer, prompts, request, field, self._chat_max_tokens)
         if plan.is_plain:
@@ -153,7 +155,7 @@ class Intake:
         texts = [[prompt] if isinstance(prompt, str) else [] for prompt in prompts]
         size = sum(map(len, prompts))
         encoded = await self._encode(
-            lambda prompt: encode(prompt) if isinstance(prompt, str) else prompt,
+            lambda prompt: encode(prompt, field=field) if isinstance(prompt, str) else prompt,
             prompts,
             texts,
             size,
@@ -282,7 +284,8 @@ class Intake:
         tokens = 0
         for text in texts:
             for first in range(0, len(text), LONG_CHARS):
-                tokens += max(0, len(self._tokenizer.encode(text[first : first + LONG_CHARS])) - CUT_TOKENS)
+                piece = self._tokenizer.encode(text[first : first + LONG_CHARS], field=prompt_field)
+                tokens += max(0, len(piece) - CUT_TOKENS)
                 if tokens >= context:
                     raise ContextExceeded(context, f"{prompt_field} has more, so shorten it", prompt_field)
 
@@ -374,8 +377,8 @@ class Intake:
         different ways. The second is left out if it only puts a token for the space in front. Raises BadRequest."""
         sequences: list[tuple[int, ...]] = []
         for word in words:
-            plain = self._tokenizer.encode(word.lstrip(), add_special_tokens=False)
-            behind = self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            encode = partial(self._tokenizer.encode, add_special_tokens=False, field="bad_words")
+            plain, behind = encode(word.lstrip()), encode(" " + word.lstrip())
             if not plain:
                 raise BadRequest(f"bad_words holds {word!r}, which has no tokens: leave it out", field="bad_words")
             sequences.append(tuple(plain))

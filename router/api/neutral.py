@@ -36,6 +36,7 @@ NEUTRAL_COMPLETION_VALUES: Mapping[str, tuple[object, ...]] = {
 NEUTRAL_STREAM_VALUES: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
 """Of `stream_options`."""
 NEUTRAL_RESPONSE_VALUES: Mapping[str, tuple[object, ...]] = {
+    "store": (False,),
     "previous_response_id": _NOTHING,
     "conversation": _NOTHING,
     "prompt": _NOTHING,
@@ -49,6 +50,8 @@ NEUTRAL_RESPONSE_VALUES: Mapping[str, tuple[object, ...]] = {
     "stream_options": ({}, {"include_obfuscation": False}),
     "context_management": _NOTHING,
 }
+NEUTRAL_REASONING_VALUES: Mapping[str, tuple[object, ...]] = {"summary": _NOTHING, "generate_summary": _NOTHING}
+"""Of a response's `reasoning`: there are no summaries, thoughts are in `content`."""
 NEUTRAL_ITEM_VALUES: Mapping[str, tuple[object, ...]] = {
     "async": (False,),
     "async_": (False,),

@@ -33,7 +33,7 @@ from router.api.fields import (
     convert,
     object_in,
 )
-from router.api.neutral import NEUTRAL_ITEM_VALUES, NEUTRAL_RESPONSE_VALUES, drop_neutral
+from router.api.neutral import NEUTRAL_ITEM_VALUES, NEUTRAL_REASONING_VALUES, NEUTRAL_RESPONSE_VALUES, drop_neutral
 from router.api.structured import ANY_OBJECT, JsonObjectFormat, NamedSchema, TextFormat, schema_grammar
 from router.api.tools import Function, ToolUse, tool_use
 
@@ -109,7 +109,6 @@ class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: Effort = None
-    summary: Annotated[Literal["auto"] | None, Meta(description="There are no summaries; thoughts are in `content`.")] = None
 
 
 class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,7 +135,6 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chat_template_kwargs: Annotated[
         dict[str, Any], Meta(description="Names that the chat template reads, such as enable_thinking, and their values.")
     ] = {}
-    store: Annotated[bool, Meta(description="Nothing is stored; the answer says so.")] = False
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None
@@ -156,7 +154,9 @@ class ResponseRequest(ChatRequest):
 def read_response(body: bytes, context_tokens: int | None = None) -> ResponseRequest:
     """The body of POST /v1/responses. Raises BadRequest."""
     raw = drop_neutral(object_in(body), NEUTRAL_RESPONSE_VALUES, ResponseFields.__struct_encode_fields__)
-    items = raw.get("input")
+    items, reasoning = raw.get("input"), raw.get("reasoning")
+    if isinstance(reasoning, dict):
+        raw["reasoning"] = drop_neutral(reasoning, NEUTRAL_REASONING_VALUES, path="reasoning.")
     if isinstance(items, list):
         raw["input"] = [
             {"type": "message"} | drop_neutral(item, NEUTRAL_ITEM_VALUES, path=f"input[{index}].")

@@ -131,7 +131,7 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_logprobs_num: Annotated[
         TopLogprobs, Meta(description="With `return_logprob`: also send so many of the likeliest tokens in each place.")
     ] = 0
-    return_text_in_logprobs: Annotated[bool, Meta(description="Send the texts of tokens with their log probabilities.")] = False
+    return_text_in_logprobs: Annotated[bool, Meta(description="With `return_logprob`: send the texts of tokens too.")] = False
     stream: Stream = False
     priority: Priority = 0
     cache_salt: CacheSalt = None
@@ -204,6 +204,8 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
         message = f"min_new_tokens is {sampling.min_new_tokens}, but max_new_tokens is {limit}: lower it"
         raise BadRequest(f"sampling_params.{message}", field="sampling_params.min_new_tokens")
     top = fields.top_logprobs_num
+    if not fields.return_logprob:
+        _require_no_logprobs(fields)
     if fields.stream and fields.return_logprob and limit * (1 + top) > MAX_STREAMED_LOGPROBS:
         most = f"at most {MAX_STREAMED_LOGPROBS} log probabilities (max_new_tokens times top_logprobs_num + 1)"
         raise BadRequest(f"return_logprob in a stream is for {most}: lower them, or send stream=false", field="return_logprob")
@@ -225,6 +227,17 @@ def read_generate(model: str, body: bytes, context_tokens: int | None = None) ->
         logprob_start=fields.logprob_start_len,
         with_texts=fields.return_text_in_logprobs,
     )
+
+
+def _require_no_logprobs(fields: GenerateFields) -> None:
+    """Raises BadRequest for a field that says which log probabilities are sent, and how."""
+    asked = {
+        "top_logprobs_num": fields.top_logprobs_num > 0,
+        "logprob_start_len": fields.logprob_start_len >= 0,
+        "return_text_in_logprobs": fields.return_text_in_logprobs,
+    }
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise BadRequest(f"{name} is for log probabilities only: leave it out or send return_logprob=true", field=name)
 
 
 def read_abort(body: bytes, context_tokens: int | None = None) -> AbortFields:

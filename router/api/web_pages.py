@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from common.addresses import ANY
 from common.errors import BadRequest
-from router.api.errors import shown
+from router.api.errors import UnsupportedBody, shown
 
 EFFECTLESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _JSON = "application/json"
@@ -28,12 +28,6 @@ class NotAsked(BadRequest):
     """The request may come from a web page that nobody has let in."""
 
     status = 403
-
-
-class UnsupportedBody(BadRequest):
-    """The body's type or encoding is not one that is read here."""
-
-    status = 415
 
 
 class WebPages:

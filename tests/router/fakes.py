@@ -141,13 +141,13 @@ class CharTokenizer:
         text = "".join(map(chr, ids))
         return text.replace(SPECIAL, "") if skip_special_tokens else text
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         return [ord(char) for char in text]
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         return list(map(chr, ids))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], options: ChatOptions) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, object]], options: ChatOptions, field: str = "messages") -> list[int]:
         if messages[-1]["role"] == "assistant":
             raise BadRequest("the template wants the user to speak last", field="messages")
         return self.encode("".join(str(message["content"]) for message in messages))

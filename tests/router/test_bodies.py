@@ -5,8 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.errors import BadRequest
+from router.api import bodies
 from router.api.bodies import MAX_LEVELS
 from router.api.chat import read_chat
 from router.api.completions import read_completion
@@ -132,6 +135,47 @@ def test_whole_numbers_may_be_written_with_a_fraction_of_zero() -> None:
         read_completion(completion(n=1.5))
 
 
+REPEATS = {
+    "top": ('{"model": "m", "n": 1, "n" : 2, "messages": [{"role": "user", "content": "hi"}]}', "n"),
+    "message": ('{"model": "m:7", "messages": [{"role": "user", "content": "a: b", "content": "\\"c\\":"}]}', "content"),
+    "schema": (
+        chat(tools=[function("f", parameters={"x": [1, {"y": 2}]})]).decode().replace('"y": 2', '"y": 2, "\\u0079": 3'),
+        "y",
+    ),
+    "escaped": ('{"model": "m", "user": "\\\\", "user": ":", "messages": [{"role": "user", "content": "hi"}]}', "user"),
+}
+
+
+@pytest.mark.parametrize("repeats", REPEATS)
+def test_a_name_that_an_object_has_twice_is_refused_by_name(repeats: str) -> None:
+    text, name = REPEATS[repeats]
+    with pytest.raises(BadRequest, match="twice in one object") as raised:
+        read_chat(text.encode())
+    assert raised.value.field == name
+
+
+TEXT = st.text('a:"\\ {[', max_size=4)
+VALUES = st.recursive(
+    TEXT | st.integers(0, 9), lambda one: st.lists(one, max_size=5) | st.dictionaries(TEXT, one, max_size=5), max_leaves=20
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=VALUES, is_large=st.booleans(), indent=st.sampled_from((None, 1)))
+def test_names_are_counted_whatever_stands_in_texts_and_wherever_a_large_body_is_cut(
+    value: Any, is_large: bool, indent: int | None
+) -> None:
+    whole = {"value": value, "long": [1] * 1001, "longer": [*[1] * 1001, {"ids": [[], [{"last": value}]]}]}
+    once = json.dumps(whole, indent=indent)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_large:
+            patch.setattr(bodies, "LARGE_BODY_BYTES", 7)
+            patch.setattr(bodies, "_require_few_parts", lambda body, most_values: None)
+        assert bodies.decoded(once.encode(), None) == whole
+        with pytest.raises(BadRequest, match="twice"):
+            bodies.decoded(once.replace('"last"', '"last" :7, "last"').encode(), None)
+
+
 def nested(levels: int) -> Any:
     """Lists and objects within each other."""
     value: Any = '"[{'
@@ -201,7 +245,11 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (chat(messages=[{"role": "user", "content": 3}]), "messages[0].content", "expected `str | array | null`"),
         (chat(messages=[{"role": "user", "content": "x", "name": 3}]), "messages[0].name", "expected `str | null`"),
         (chat(messages=[{"role": "user", "content": "x", "colour": 1}]), "messages[0].colour", "not a known field"),
-        (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0].type", "'text'"),
+        (
+            chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+            "messages[0].content[0].type",
+            "use text: texts are all",
+        ),
         (chat(colour="red"), "colour", "not a known field"),
         (chat(colour=None), "colour", "not a known field"),
         (chat(prompt="x"), "prompt", "not a known field"),
@@ -234,10 +282,12 @@ def test_a_prompt_is_one_or_several_each_a_text_or_token_ids(prompt: Any, read: 
         (chat(prompt_logprobs=-1), "prompt_logprobs", "at least 0"),
         (chat(prompt_logprobs=1, stream=True), "prompt_logprobs", "send stream=false"),
         (chat(tools=[{"type": "function"}]), "tools[0].function", "missing"),
-        (chat(tools=[{"type": "retrieval"}]), "tools[0].type", "'function'"),
+        (chat(tools=[{"type": "retrieval"}]), "tools[0].type", "use function:"),
         (chat(tools=[function("a b")]), "tools", "must be 1 to 128 letters"),
         (chat(tools=[function("f")] * 513), "tools", "at most 512"),
         (chat(tool_choice="required"), "tool_choice", "there are no tools"),
+        (chat(tool_choice={"type": "custom"}), "tool_choice.type", "use function:"),
+        (chat(return_tokens_as_token_ids=True), "return_tokens_as_token_ids", "send logprobs"),
         (chat(tools=[function("f")], tool_choice="often"), "tool_choice", "invalid enum value 'often'"),
         (chat(tools=[function("f")], tool_choice=function("g")), "tool_choice", "not among the tools"),
         (chat(messages=[called("{")]), "messages[0].tool_calls[0].function.arguments", "is not JSON"),

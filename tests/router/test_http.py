@@ -1,6 +1,7 @@
 """The API over HTTP with a fleet that echoes: answers and errors."""
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -289,6 +290,14 @@ async def test_a_body_that_is_not_json_is_refused(body: bytes) -> None:
     async with Site() as site, site.client() as client:
         response = await client.post("/v1/chat/completions", content=body, headers=JSON)
     assert "not JSON" in assert_error(response, 400, "invalid_request_error", None)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
+async def test_a_body_that_is_encoded_is_refused(site: Site, encoding: str) -> None:
+    for path in ("/v1/chat/completions", "/tokenize", "/flush_cache"):
+        async with site.client() as client:
+            refused = await client.post(path, content=gzip.compress(b"{}"), headers=JSON | {"content-encoding": encoding})
+        assert "Content-Encoding" in assert_error(refused, 415, "invalid_request_error", None)
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -42,7 +42,7 @@ class WatchedTokenizer(CharTokenizer):
         self.checked_on.append(threading.current_thread())
         return CharTokenizer.vocab_size
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         self.encoded += len(text)
         if len(text) > LONG_CHARS:
             self.go.wait(60)

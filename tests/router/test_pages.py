@@ -59,6 +59,40 @@ async def test_every_instance_is_told_to_flush_its_cache(site: Site) -> None:
     assert (response.status_code, response.json(), told) == (200, {"instances": 2}, {"p0", "d0"})
 
 
+@pytest.mark.parametrize(
+    ("method", "url", "body", "param"),
+    [
+        ("POST", "/flush_cache?timeout=30", None, "timeout"),
+        ("POST", "/flush_cache", {"timeout": 30}, "timeout"),
+        ("POST", "/cluster/d0/drain?force=1", None, "force"),
+        ("POST", "/cluster/d0/drain", {"force": True}, "force"),
+        ("POST", "/cluster/trace?second=1", None, "second"),
+        ("POST", "/cluster/trace?seconds=1&seconds=2", None, "seconds"),
+        ("POST", "/cluster/trace", {"seconds": 1}, "seconds"),
+        ("DELETE", "/cluster/trace?id=1", None, "id"),
+        ("GET", "/cluster?link=p0", None, "link"),
+        ("GET", "/v1/models?limit=1", None, "limit"),
+        ("POST", "/v1/chat/completions?stream=true", chat(), "stream"),
+    ],
+)
+async def test_a_parameter_or_a_body_that_a_url_does_not_read_is_refused_by_name(
+    site: Site, method: str, url: str, body: Any, param: str
+) -> None:
+    sent = len(site.fleet.sent)
+    async with site.client() as client:
+        refused = await client.request(method, url, json=body)
+        assert param in assert_error(refused, 400, "invalid_request_error", param)
+        assert len(site.fleet.sent) == sent
+        assert (await client.post("/flush_cache", json={})).status_code == 200
+        assert (await client.get("/health?at=7")).status_code == 200, "load balancers add some"
+
+
+async def test_a_body_that_no_url_reads_is_refused_before_it_is_long() -> None:
+    async with Site() as site, site.client() as client:
+        assert_error(await client.post("/flush_cache", json="x" * 2000), 413, "invalid_request_error", None)
+        assert_error(await client.post("/flush_cache", json=[1]), 400, "invalid_request_error", None)
+
+
 async def test_an_instance_that_is_not_a_member_cannot_be_drained() -> None:
     async with Site() as site, site.client() as client:
         response = await client.post("/cluster/d9/drain")

@@ -148,7 +148,7 @@ def test_items_become_the_messages_that_chat_templates_want() -> None:
             tools=TOOLS,
             tool_choice={"type": "function", "name": "weather"},
             max_output_tokens=7,
-            reasoning={"effort": "low", "summary": "auto"},
+            reasoning={"effort": "low", "summary": None},
         )
     )
 
@@ -181,7 +181,7 @@ def test_items_become_the_messages_that_chat_templates_want() -> None:
         ({"input": [3]}, "input[0]", "expected `object`"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "use input_text"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
             "input[0].arguments",
@@ -189,10 +189,12 @@ def test_items_become_the_messages_that_chat_templates_want() -> None:
         ),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "leave it out"),
         ({"background": True}, "background", "false"),
+        ({"store": True}, "store", "leave it out or send false"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "leave it out"),
         ({"include": ["x"]}, "include", "leave it out or send []"),
         ({"truncation": "auto"}, "truncation", "disabled"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "use function:"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"max_tokens": 3}, "max_tokens", "not a known field"),
         ({"n": 2}, "n", "not a known field"),
     ],

@@ -101,6 +101,9 @@ async def test_sampling_parameters_reach_the_fleet_under_our_names(site: Site) -
         (prompt(sampling_params={"max_new_tokens": 1, "min_new_tokens": 2}), "sampling_params.min_new_tokens", "lower it"),
         (prompt(sampling_params={"max_new_tokens": 9_999}), "sampling_params.max_new_tokens", "has room for"),
         (prompt(tokens=9_999, stream=True, return_logprob=True, top_logprobs_num=2), "return_logprob", "stream=false"),
+        (prompt(top_logprobs_num=1), "top_logprobs_num", "return_logprob=true"),
+        (prompt(logprob_start_len=0), "logprob_start_len", "return_logprob=true"),
+        (prompt(return_text_in_logprobs=True), "return_text_in_logprobs", "return_logprob=true"),
         (prompt(["a", "b"], rid=["x"]), "rid", "one for each"),
         (prompt(rid="a b"), "rid", "visible ASCII"),
     ],
@@ -158,7 +161,7 @@ async def test_a_request_is_aborted_while_its_prompt_is_tokenized(
     monkeypatch.setattr(intake, "SHORT_CHARS", 0)
     encoding, go = threading.Event(), threading.Event()
 
-    def encode(_: CharTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(_: CharTokenizer, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         encoding.set()
         go.wait(60)
         return list(map(ord, text))

@@ -88,9 +88,9 @@ MISTRAL_ARGS_SYNTAX = CallSyntax(before_name=TOOL_CALLS, after_name=ARGS, end=""
 def answer_grammar(
     use: ToolUse, syntax: CallSyntax | None, response: Grammar | None, *, thinks: bool, opened: bool
 ) -> Grammar | None:
-    """What the answer must match; None: anything. syntax: None when it may hold no calls. response: what its content must match.
-    thinks: thoughts may come first; opened: they will. Raises BadRequest when `response` cannot be joined with the rest,
-    or for a schema that no answer can be held to."""
+    """What the answer must match; None: anything. syntax: None when it may hold no calls. response: what its content must match;
+    where calls are required there is none. thinks: thoughts may come first; opened: they will. Raises BadRequest when `response`
+    cannot be joined with the rest, or for a schema that no answer can be held to."""
     answer: Format | None = None if syntax is None else _calls(use, syntax, response)
     if answer is None:
         if response is None or not thinks:
@@ -108,12 +108,9 @@ def answer_grammar(
 
 def _calls(use: ToolUse, syntax: CallSyntax, response: Grammar | None) -> dict[str, Any] | None:
     """The content with its calls; None when both may be anything."""
-    if use.required and response is not None:
-        fix = "leave one of them out"
-        raise BadRequest(f"tool_choice asks for calls, and the response's format for something else: {fix}", field="tool_choice")
     if use.required or response is not None:
         calls = syntax.calls([(one.name, _schema(one, one.strict is not False)) for one in use.callable], parallel=use.parallel)
-        return calls if response is None else _either(calls, _format_of(response))
+        return calls if use.required or response is None else _either(calls, _format_of(response))
     if use.parallel and not any(one.strict for one in use.callable):
         return None
     functions = [(one.name, _schema(one, one.strict is True)) for one in use.callable]

@@ -54,6 +54,25 @@ def test_text_and_chats_have_the_tokens_that_transformers_gives(tmp_path: Path, 
     assert manager.encode_chat(CHAT) == expected
 
 
+def test_a_text_at_which_the_tokenizer_panics_is_refused_by_field_and_others_are_encoded(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its regular expression backtracks until the library gives up, and that is no Exception."""
+    changed = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    changed["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, changed["pre_tokenizer"]]}
+    write_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(changed))
+    manager, hostile = TokenizerManager(str(tmp_path / "model")), "a" * 26 + "b"
+    with pytest.raises(BadRequest, match="bad_words: the tokenizer of model fails at this text") as raised:
+        manager.encode(hostile, field="bad_words")
+    assert raised.value.field == "bad_words" and raised.value.__suppress_context__
+    with pytest.raises(BadRequest, match="messages: the tokenizer"):
+        manager.encode_chat([{"role": "user", "content": hostile}])
+    assert manager.decode(manager.encode("hello")) == "hello"
+    assert len(capfd.readouterr().err.splitlines()) < 10, "no stack in the log"
+
+
 def test_others_run_while_a_long_text_is_encoded(manager: TokenizerManager) -> None:
     """With the interpreter's lock held, this thread would first run again when the text is encoded."""
 

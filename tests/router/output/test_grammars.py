@@ -125,6 +125,13 @@ def test_an_answer_is_a_call_or_what_the_response_format_says_after_its_thoughts
     assert accepts(without_tools, f"x</think>{good}") and not accepts(without_tools, good)
 
 
+def test_where_calls_are_required_a_response_format_has_no_text_to_hold() -> None:
+    """instructor's RESPONSES_TOOLS sends the schema both ways."""
+    schema = Grammar("json_schema", json.dumps(SCHEMA))
+    for use in (ToolUse(callable=(F, G), required=True), ToolUse(callable=(F,), required=True, parallel=False)):
+        assert grammar_of(use, HERMES_SYNTAX, schema) == grammar_of(use, HERMES_SYNTAX)
+
+
 def test_a_schema_that_calls_cannot_be_held_to_is_refused_by_field() -> None:
     endless = Function("f", parameters={"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}, strict=True)
     with pytest.raises(BadRequest) as refused:
