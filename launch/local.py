@@ -12,16 +12,13 @@ the same.
 import logging
 import os
 import queue
-import secrets
 import signal
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal, assert_never
 
 import msgspec
@@ -204,7 +201,8 @@ class Fleet:
         self._routers: dict[str, Child] = {}
         self._own_urls: dict[str, str] = {}
         """Of each of several routers, by which the others ask it."""
-        self._lent_cores = Path(tempfile.gettempdir()) / f"tandem-cores-{os.getpid()}-{secrets.token_hex(4)}"
+        self.inherited: tuple[int, ...] = ()
+        """Open files that children on this host have too."""
         self._signals = 0
         self._serving = False
 
@@ -230,8 +228,8 @@ class Fleet:
         controls = ",".join(reachable(addresses["control"], plan.here) for addresses in routers)
         lent_cores = ""
         if plan.lends_cores:
-            make_file(self._lent_cores, plan.prefill + plan.decode)
-            lent_cores = str(self._lent_cores)
+            self.inherited = (make_file(plan.prefill + plan.decode),)
+            lent_cores = f"/dev/fd/{self.inherited[0]}"
         engines = plan.engines()
         for role in ROLES:
             for name in plan.names(role):
@@ -287,7 +285,9 @@ class Fleet:
             self._stop_stage(self._plan.names(role), drained_s)
         self._stop_stage(self._plan.router_names, STOP_S)
         print("stopped", flush=True)
-        self._lent_cores.unlink(missing_ok=True)
+        for file in self.inherited:
+            os.close(file)
+        self.inherited = ()
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
@@ -409,7 +409,7 @@ def run(plan: LocalPlan, command: Command = launch_command, start_instance: Star
     """
 
     def start_here(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> Running:
-        return Child(name, command(role, flags), on_event)
+        return Child(name, command(role, flags), on_event, inherited=fleet.inherited)
 
     fleet = Fleet(plan, command, start_instance or start_here)
     parent: Parent[Order, Report] = Parent(msgspec.json.Decoder[Order](Order))

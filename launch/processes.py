@@ -32,9 +32,10 @@ class Child(child.Child[Order, Report]):
         environment: Mapping[str, str] | None = None,
         *,
         killed_with_us: bool = False,
+        inherited: Sequence[int] = (),
     ) -> None:
         decoder = msgspec.json.Decoder[Report](Report)
-        super().__init__(name, command, decoder, on_event, _echo, environment, killed_with_us=killed_with_us)
+        super().__init__(name, command, decoder, on_event, _echo, environment, killed_with_us=killed_with_us, inherited=inherited)
 
 
 def _echo(line: str) -> None:

@@ -14,9 +14,9 @@ finds its lock free says that it computes no more. Reads and writes of 8 aligned
 import fcntl
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from common.errors import ConfigError
 
@@ -33,9 +33,12 @@ _CLAIMS, _CLAIM_AGAIN_S = 5, 0.01
 """A slot that looks taken may be one whose lock somebody else looks at."""
 
 
-def make_file(path: Path, instances: int) -> None:
-    """A file with a slot for each."""
-    path.write_bytes(bytes(instances * SLOT_BYTES))
+def make_file(instances: int) -> int:
+    """A file with a slot for each, open: it has no name, so nothing of it is left when the last process that has it is gone.
+    Processes that inherit it open it as /dev/fd/<number>."""
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(bytes(instances * SLOT_BYTES))
+        return os.dup(file.fileno())
 
 
 class LentCores:

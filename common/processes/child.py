@@ -63,7 +63,8 @@ class Child(Generic[OrderT, ReportT]):
 
     decoder: of its reports. on_event: called with every report, and at last with Exited. on_output: called with each line that it
     writes to stdout or stderr. Both are called on threads that belong to the child. killed_with_us: on Linux the kernel kills it
-    when the thread that has started it ends, so only a main thread may ask for that. Raises OSError when it cannot be started.
+    when the thread that has started it ends, so only a main thread may ask for that. inherited: open files that it
+    has too, by the same numbers. Raises OSError when it cannot be started.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Child(Generic[OrderT, ReportT]):
         environment: Mapping[str, str] | None = None,
         *,
         killed_with_us: bool = False,
+        inherited: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.status: int | None = None
@@ -99,7 +101,7 @@ class Child(Generic[OrderT, ReportT]):
                 stdin=subprocess.DEVNULL,
                 stdout=child_output_fd,
                 stderr=child_output_fd,
-                pass_fds=(child_report_fd, child_order_fd),
+                pass_fds=(child_report_fd, child_order_fd, *inherited),
                 env=with_our_code({**os.environ, **(environment or {}), **pipes}),
                 start_new_session=True,
             )

@@ -1,5 +1,6 @@
 """Idle instances lend their cores, and take them back when they compute."""
 
+import os
 import struct
 import subprocess
 import sys
@@ -47,9 +48,9 @@ def program(path: Path, threads: int) -> str:
 class Other:
     """An instance in another process."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, inherited: tuple[int, ...] = ()) -> None:
         command = [sys.executable, "-c", program(path, threads)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=inherited)
         self._expect("ready\n")
 
     def tell(self, word: str) -> None:
@@ -77,7 +78,7 @@ class Host:
 
     def first(self, threads: int, slots: int) -> LentCores:
         """The one in this process. slots: of all that may run."""
-        make_file(self.path, slots)
+        self.path.write_bytes(bytes(slots * SLOT_BYTES))
         self._first = LentCores(str(self.path), threads, self.clock)
         return self._first
 
@@ -164,6 +165,27 @@ def test_a_file_that_is_not_there_is_refused_by_flag(tmp_path: Path) -> None:
         LentCores(str(tmp_path / "none"), 1)
 
 
+def test_the_file_of_a_fleet_has_no_name_and_those_who_inherit_it_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file = make_file(2)
+    path, clock = Path(f"/dev/fd/{file}"), Clock()
+    mine, other = LentCores(str(path), 1, clock), Other(path, 3, (file,))
+    try:
+        assert list(tmp_path.iterdir()) == [], "nothing is left of it, whoever is killed"
+        mine.begin()
+        other.tell("begin")
+        assert mine.threads() == 1
+        other.kill()
+        other = Other(path, 3, (file,))
+        assert mine.threads() == 4, "its successor has the slot, and has not computed yet"
+    finally:
+        other.kill()
+        mine.close()
+        os.close(file)
+
+
 @pytest.mark.parametrize("records", [False, True])
 def test_the_threads_of_a_step_follow_what_is_lent_and_its_answers_do_not_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: bool
@@ -174,7 +196,7 @@ def test_the_threads_of_a_step_follow_what_is_lent_and_its_answers_do_not_change
             pytest.skip("there is no C compiler")
         pack_everything(monkeypatch)
     path = tmp_path / "cores"
-    make_file(path, 2)
+    path.write_bytes(bytes(2 * SLOT_BYTES))
     set_to: list[int] = []
     monkeypatch.setattr(lent_cores, "LOOK_AGAIN_NS", 2**60)  # the second slot belongs to no process
 
