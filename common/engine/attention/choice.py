@@ -121,6 +121,8 @@ def make_attention(
     device = needs.memory.pool.device
     if asked == "torch":
         progress("attention: torch, as --attention says")
+        if device.type == "cuda":
+            _log.warning("attention by torch is many times slower on %s than FlashInfer's, and has no CUDA graphs", device)
         return ChosenAttention(_torch(needs), "torch, as --attention says")
     if asked == "native" or (asked == "auto" and device.type == "cpu"):
         return _native_or_torch(needs, asked, progress)
