@@ -58,8 +58,8 @@ class ModelRunner:
     the least of all ranks. Every rank calls it equally often, with numbers of the same meaning.
     """
 
-    _no_graphs: str
-    """Why decode steps are not replayed; "": they are."""
+    _graphs: str
+    """Whether decode steps are replayed, for people: "on", "off", or that and why."""
 
     def __init__(
         self, model: ModelConfig, engine: EngineConfig, progress: Progress, group: Group = ALONE, agree: Agree = as_offered
@@ -88,7 +88,7 @@ class ModelRunner:
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)
         self._graph_sizes = ladder(engine.graph_sizes, engine.max_running)
-        self._attention_name, self._no_graphs = "", "as --graphs says" if engine.graphs == "off" else ""
+        self._attention_name, self._graphs = "", "off" if engine.graphs == "off" else "on"
         maker = self._graph_maker()
         with self.on_device():
             self._kernels = make_kernels(self._device)
@@ -119,7 +119,7 @@ class ModelRunner:
             memory=self._memory.region,
             eos_token_ids=shape.eos_token_ids,
             device=str(self._device),
-            choices=EngineChoices(attention=self._attention_name, graphs=f"off, {self._no_graphs}" if self._no_graphs else "on"),
+            choices=EngineChoices(attention=self._attention_name, graphs=self._graphs),
         )
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -134,10 +134,6 @@ class ModelRunner:
     def digest_pages(self, pages: Int32Array) -> bytes:
         """As `Executor.digest_pages`; from any thread."""
         return self._memory.digest_pages(pages)
-
-    def _choices(self) -> EngineChoices:
-        graphs = f"off, {self._no_graphs}" if self._no_graphs else "on"
-        return EngineChoices(attention=self._attention_name, graphs=graphs)
 
     # --- making ------------------------------------------------------------------------------------------------------------
 
@@ -187,7 +183,7 @@ class ModelRunner:
         maker, sizes, before = CudaGraphs(), self._graph_sizes, meter.held_bytes()
         self._capture(trial, maker, sizes[-1:], progress)
         largest = meter.held_bytes() - before
-        if len(sizes) == 1 or self._no_graphs:
+        if len(sizes) == 1 or self._graphs != "on":
             return largest
         self._capture(trial, maker, sizes[:1], progress)
         own = max(0, meter.held_bytes() - before - largest)
@@ -239,7 +235,7 @@ class ModelRunner:
             load_mask_kernel(steps.vocab_size, self._device)
 
     def _prepare_replays(self, maker: GraphMaker | None, progress: Progress) -> None:
-        if maker is not None and not self._no_graphs:
+        if maker is not None and self._graphs == "on":
             self._capture(self.steps, maker, self._graph_sizes, progress)
         elif self._device.type == "cpu" and self._engine.graphs != "off":
             self._record(self.steps, progress)
@@ -261,7 +257,7 @@ class ModelRunner:
         if refused is not None and self._engine.graphs == "on":
             raise ConfigError(f"--graphs on: {refused}; give --graphs off")
         if refused is not None:
-            self._no_graphs = f"because {refused}"
+            self._graphs = f"off, because {refused}"
             _log.warning("CUDA graphs are off, so decode steps are slower: %s", refused)
 
     def _record(self, steps: StepRunner, progress: Progress) -> None:
@@ -274,7 +270,7 @@ class ModelRunner:
         if refused is not None and self._engine.graphs == "on":
             raise ConfigError(f"--graphs on: decode steps cannot be recorded ({refused}); give --graphs auto or off")
         if refused is not None:
-            self._no_graphs = f"because {refused}"
+            self._graphs = f"off, because {refused}"
             progress(f"decode steps are not recorded: {refused}")
 
     def _graph_maker(self) -> GraphMaker | None:
