@@ -14,6 +14,7 @@ import torch
 from common.config import EngineConfig, ModelConfig
 from common.cores import sharers_of_host
 from common.engine.attention.choice import AttentionNeeds, check_attention, make_attention
+from common.engine.attention.flashinfer import PrefillKernels
 from common.engine.device import check_device, device_of, dtype_of, first_reason, with_device_defaults
 from common.engine.executor import EngineDescription
 from common.engine.grammar_compiler import vocabulary_of
@@ -60,6 +61,8 @@ class ModelRunner:
 
     _graphs: str
     """Whether decode steps are replayed, for people: "on", "off", or that and why."""
+    _chosen: tuple[str, PrefillKernels | None] | None = None
+    """Which attention was had first: its name and kernels. What has failed then is not tried, nor told, again."""
 
     def __init__(
         self, model: ModelConfig, engine: EngineConfig, progress: Progress, group: Group = ALONE, agree: Agree = as_offered
@@ -88,7 +91,7 @@ class ModelRunner:
         if given is not None:
             kv_budget(layout, given, shape.context_tokens, engine.context_tokens)
         self._graph_sizes = ladder(engine.graph_sizes, engine.max_running)
-        self._attention_name, self._graphs = "", "off" if engine.graphs == "off" else "on"
+        self._graphs = "off" if engine.graphs == "off" else "on"
         maker = self._graph_maker()
         with self.on_device():
             self._kernels = make_kernels(self._device)
@@ -119,7 +122,7 @@ class ModelRunner:
             memory=self._memory.region,
             eos_token_ids=shape.eos_token_ids,
             device=str(self._device),
-            choices=EngineChoices(attention=self._attention_name, graphs=self._graphs),
+            choices=EngineChoices(attention="" if self._chosen is None else self._chosen[0], graphs=self._graphs),
         )
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -211,9 +214,10 @@ class ModelRunner:
             dtype=self._dtype,
             max_rows=engine.max_running,
             pages_per_row=pages_per_row,
+            prefill=None if self._chosen is None else self._chosen[1],
         )
         chosen = make_attention(needs, engine.attention, self._kernels, progress)
-        self._attention_name = chosen.name
+        self._chosen = self._chosen or (chosen.name, chosen.prefill)
         return StepRunner(
             self.model,
             self._kernels,

@@ -44,7 +44,8 @@ FP8_CAPABILITY = (8, 9)
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
     """What attention must handle. layers: how each layer attends. dtype: of queries and results. max_rows: most decode rows of a
-    step. pages_per_row: most pages of a row."""
+    step. pages_per_row: most pages of a row. prefill: which of FlashInfer's kernels compute chunks; None: the fastest that can be
+    had."""
 
     memory: KVMemory
     query_heads: int
@@ -52,6 +53,7 @@ class AttentionNeeds:
     dtype: torch.dtype
     max_rows: int
     pages_per_row: int
+    prefill: PrefillKernels | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class ChosenAttention:
-    """name: of the implementation, for people."""
+    """name: of the implementation, for people. prefill: as in the needs; None where it is not FlashInfer."""
 
     attention: Attention
     name: str
+    prefill: PrefillKernels | None = None
 
 
 NOT_COMPILED = Refusal("attention in C could not be compiled (the log says why)", "install gcc or clang")
@@ -92,6 +95,8 @@ def check_attention(asked: AttentionName, layout: KVLayout, dtype: torch.dtype, 
     Call it before the weights are loaded, which takes long."""
     refusal = None
     _check_fp8_pages(layout, device)
+    if asked == "torch" and device.type == "cuda":
+        _log.warning("attention by torch is many times slower on %s than FlashInfer's, and has no CUDA graphs", device)
     if asked == "flashinfer" or (asked == "auto" and device.type == "cuda"):
         refusal = flashinfer_refusal(layout, dtype, host_of(device))
     elif asked == "native":
@@ -121,8 +126,6 @@ def make_attention(
     device = needs.memory.pool.device
     if asked == "torch":
         progress("attention: torch, as --attention says")
-        if device.type == "cuda":
-            _log.warning("attention by torch is many times slower on %s than FlashInfer's, and has no CUDA graphs", device)
         return ChosenAttention(_torch(needs), "torch, as --attention says")
     if asked == "native" or (asked == "auto" and device.type == "cpu"):
         return _native_or_torch(needs, asked, progress)
@@ -148,7 +151,7 @@ def make_flashinfer(
     cache = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
     failures: list[str] = []
     kinds: tuple[PrefillKernels, ...] = ("fa3", "fa2") if host.capability == (9, 0) and kv_dtype == needs.dtype else ("fa2",)
-    for kind in kinds:
+    for kind in kinds if needs.prefill is None else (needs.prefill,):
         name = f"FlashInfer {host.version}, chunks by {kind}, decode on {on} cores"
         progress(
             f"attention: {name}; its first start with a shape of heads compiles kernels into {cache}, which can take minutes"
@@ -158,7 +161,7 @@ def make_flashinfer(
             if failures:
                 _log.warning("attention on chunks is by FlashInfer's %s, which is slower here, because %s", kind, failures[0])
                 name += f", because {failures[0]}"
-            return ChosenAttention(made, name)
+            return ChosenAttention(made, name, kind)
         failures.append(f"{kind} fails with: {made}")
     raise Refusal(f"FlashInfer cannot be used: {'; '.join(failures)}", "see the whole errors in the log").as_error(asked)
 
