@@ -9,7 +9,7 @@ from typing import Any
 from common.addresses import LOOPBACK
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.flags import add_flags, read_config
-from launch import logs
+from launch import logs, signals
 from launch.commands import add_command, read_guarded_access, read_security
 from launch.local_cores import CoresConfig
 from launch.ray_plan import RayConfig
@@ -61,6 +61,7 @@ def _add_fleet(parser: argparse.ArgumentParser, decided: tuple[str, ...]) -> Non
     add_flags(parser, LogConfig, SecurityConfig, AccessConfig)
 
 
+@signals.kept()
 def _local(flags: argparse.Namespace) -> int:
     from launch.gpus import count_gpus
     from launch.local import LocalPlan, run
@@ -75,6 +76,7 @@ def _local(flags: argparse.Namespace) -> int:
     return run(plan)
 
 
+@signals.kept()
 def _ray(flags: argparse.Namespace) -> int:
     from launch.model_check import check_model
     from launch.ray_fleet import RayPlan, run

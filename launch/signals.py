@@ -6,9 +6,21 @@ arrives just before it begins to wait is not seen until the wait is over. A thre
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Within it stop signals are left to `watch`. It begins before anything is imported that starts threads, as numpy does: such
+    a thread would take a signal, and the main thread that waits would not see it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def watch(on_signal: Callable[[int], object]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,27 @@ LOOK = (
     "build_parser().format_help()\n"
     "print(json.dumps(sorted(sys.modules)))\n"
 )
+MASKS = """
+import glob, re, sys
+import launch.model_check
+from launch.main import main
+
+def look(*_, **__):
+    for path in glob.glob("/proc/self/task/*/status"):
+        print(re.search("SigBlk:(.*)", open(path).read())[1])
+    sys.exit()
+
+launch.model_check.check_model = look
+main(["local", "--device=cpu"])
+"""
+
+
+def test_no_thread_of_a_library_takes_the_signals_that_stop_a_fleet() -> None:
+    """The main thread waits, and would not hear of them: Ctrl-C would do nothing."""
+    done = subprocess.run([sys.executable, "-c", MASKS], capture_output=True, text=True, timeout=60, check=True)
+    masks = [int(mask, 16) for mask in done.stdout.split()]
+    stops = 1 << signal.SIGINT - 1 | 1 << signal.SIGTERM - 1
+    assert masks and all(mask & stops == stops for mask in masks)
 
 
 def test_the_parser_is_built_without_heavy_imports() -> None:
