@@ -126,7 +126,8 @@ class Sender:
 
     async def _request(self, method: str, path: str, arguments: dict[str, Any]) -> tuple[int, bytes]:
         async with asyncio.timeout(ANSWER_S), self._site.client() as client:
-            response = await client.request(method, path, **arguments)
+            headers = {"Content-Type": "application/json"} | arguments.pop("headers", {})
+            response = await client.request(method, path, headers=headers, **arguments)
             return response.status_code, response.content
 
     def _run(self, coroutine: Any) -> Any:

@@ -73,6 +73,8 @@ def test_pages_hold_their_tokens_and_none_is_empty(layout: KVLayout, tokens: int
 def test_a_size_below_1_is_refused_by_name(name: str) -> None:
     valid = KVLayout(layers=1, kv_heads=1, head_dim=1, page_size=1, dtype="float32")
     with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
+        msgspec.structs.replace(valid, **{name: 0})
+    with pytest.raises(msgspec.ValidationError, match=name):
         msgspec.convert({**msgspec.to_builtins(valid), name: 0}, KVLayout)
 
 

@@ -387,11 +387,10 @@ def test_an_answer_resumed_at_any_token_goes_on_as_if_it_had_not_been_interrupte
     [
         ExpectAnswer(key=key(), first=3, context=pack_ids(ids_of("h"))),
         ExpectAnswer(key=key(), first=-1),
-        ExpectAnswer(key=key(), context=b"abc"),
         ExpectAnswer(key=key(), text="text without tokens"),
         ExpectAnswer(key=key(), stop=("",)),
     ],
-    ids=["too few tokens", "a number below 0", "half an id", "text that is not that of the tokens", "an empty stop string"],
+    ids=["too few tokens", "a number below 0", "text that is not that of the tokens", "an empty stop string"],
 )
 def test_a_contradictory_expectation_fails_the_answer(detokenizer: Detokenizer, opened: ExpectAnswer) -> None:
     got = only(received(detokenizer, [opened]))
