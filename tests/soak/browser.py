@@ -1,0 +1,183 @@
+"""Web pages from elsewhere against a fleet without keys, in a real browser, and /docs without the internet.
+
+    python -m tests.soak.browser --screenshot docs.png
+
+Pages on another port, on another name of this host and on a name that was made to lead here try all that a browser lets a page
+send. Then the fleet must be as it was. A page from an allowed origin chats, and /docs renders.
+
+Owns the pages, and what must hold. Needs Debian's chromium and chromium-driver, and says so where they are missing.
+"""
+
+import argparse
+import contextlib
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from common.processes.local_fleet import local_fleet
+from tests.fleet_pages import FleetPages, RunningFleet
+from tests.soak.report import Check
+from tests.soak.webdriver import REBOUND, Browser, browser, is_installed
+
+SETTLE_S = 3.0
+"""Beacons and forms say nothing of their end."""
+RENDER_S = 60.0
+READS = ("/cluster", "/v1/models", "/metrics", "/ready", "/health", "other")
+"""Routes that change nothing, as metrics name them: others are /openapi.json and unknown ones."""
+ATTACK, CHAT, LOOK, TRY = (
+    (Path(__file__).parent / "pages" / f"{name}.js").read_text() for name in ("attack", "chat", "look", "try")
+)
+
+
+class _Page(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b"<!doctype html><title>a page</title><body>a page from elsewhere"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def pages() -> Iterator[int]:
+    """An empty page at every URL of a port of this host."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Page)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+
+
+def attacked(fleet: FleetPages, window: Browser, port: int) -> Iterator[Check]:
+    """From each origin try everything, and compare the fleet with what it was."""
+    prompt = "What is 3 + 4? " * 40
+    fleet.complete(prompt, 2)
+    before = effects(fleet)
+    for origin in (f"http://127.0.0.1:{port}", f"http://localhost:{port}", f"http://{REBOUND}:{port}"):
+        refused = refusals(fleet)
+        window.open(origin)
+        read = window.run(ATTACK, fleet.url)
+        time.sleep(SETTLE_S)
+        yield Check(holds=read == [], text=f"a page from {origin} read nothing; {read[:3]}")
+        arrived = refusals(fleet) - refused
+        yield Check(holds=arrived > 50, text=f"and {arrived:.0f} of its requests came here and were refused")
+    rebound = fleet.url.replace("127.0.0.1", REBOUND)
+    window.open(f"{rebound}/docs")
+    read = window.run(ATTACK, rebound)
+    told = [line for line in read if " 403 " not in line]
+    yield Check(holds=len(read) > 50 and told == [], text=f"a name that leads here: {len(read)} answers, each 403; {told[:3]}")
+    after = effects(fleet)
+    yield Check(holds=after == before, text=f"what has had an effect: {after}, before: {before}")
+    states = {one["id"]: one["state"] for one in fleet.cluster()["instances"]}
+    yield Check(holds=set(states.values()) == {"live"}, text=f"instances: {states}")
+    yield Check(holds=fleet.get("/cluster/trace").status == 404, text="there is no trace")
+    cached = fleet.complete(prompt, 2)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    yield Check(holds=cached > 0, text=f"the prefix cache is as it was: {cached} tokens of a prompt from before")
+
+
+def effects(fleet: FleetPages) -> dict[str, float]:
+    """Requests that had one, by URL, and requests that the fleet was given."""
+    answered = {
+        labels["path"]: value
+        for labels, value in fleet.samples("tandem_http_responses_total")
+        if labels["status"] < "400" and labels["path"] not in READS
+    }
+    return answered | {"ended": sum(value for _, value in fleet.samples("tandem_requests_ended_total"))}
+
+
+def refusals(fleet: FleetPages) -> float:
+    return sum(
+        value
+        for labels, value in fleet.samples("tandem_http_responses_total")
+        if labels["status"] in ("403", "415", "405", "404")
+    )
+
+
+def invited(url: str, window: Browser, origin: str, key: str = "") -> Iterator[Check]:
+    """A page that was let in."""
+    window.open(origin)
+    status, request_id, text = window.run(CHAT, url, key)
+    holds = (status, request_id) == (200, "mine") and text.endswith("data: [DONE]\n\n")
+    yield Check(holds=holds, text=f"a page from {origin}, which is allowed, chats: {status} {request_id} {len(text)} characters")
+    if key:
+        status, _, text = window.run(CHAT, url, "")
+        yield Check(holds=status == 401 and "error" in text, text=f"without the key it reads why not: {status}")
+
+
+def documented(url: str, window: Browser, screenshot: Path | None) -> Iterator[Check]:
+    """/docs, with everything that it loads."""
+    window.complaints()
+    window.open(f"{url}/docs")
+    until = time.monotonic() + RENDER_S
+    while not (shown := window.run(LOOK))[0] and time.monotonic() < until:
+        time.sleep(0.2)
+    yield Check(holds=shown[0] >= 20 and shown[1] == [url], text=f"/docs shows {shown[0]} operations, all loaded from {shown[1]}")
+    if screenshot is not None:
+        screenshot.write_bytes(window.screenshot())
+    tried = window.run(TRY)
+    yield Check(holds=tried.startswith("200"), text=f'"Try it out" of /tokenize answers {tried!r}')
+    complaints = window.complaints()
+    yield Check(holds=not complaints, text=f"the console says nothing: {complaints}")
+
+
+def checks(screenshot: Path | None) -> Iterator[Check]:
+    with pages() as port, pages() as allowed, browser() as window:
+        flags = ("--prefill=1", "--decode=1", f"--allow-origin=http://localhost:{allowed}")
+        with local_fleet(*flags) as local:
+            fleet = RunningFleet(local)
+            yield from attacked(fleet, window, port)
+            yield from invited(fleet.url, window, f"http://localhost:{allowed}")
+            yield from documented(fleet.url, window, screenshot)
+        with (
+            keys() as (key, flags_of_keys),
+            local_fleet("--prefill=0", "--decode=1", "--allow-origin=*", *flags_of_keys) as local,
+        ):
+            yield from invited(local.url, window, f"http://localhost:{port}", key)
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[tuple[str, list[str]]]:
+    """An API key, and the flags of a router that knows it."""
+    with tempfile.TemporaryDirectory(prefix="tandem-browser-") as folder:
+        key, files = secrets.token_hex(24), (Path(folder, "api"), Path(folder, "control"))
+        for file, text in zip(files, (f"page {key}\n", secrets.token_hex(24)), strict=True):
+            file.touch(mode=0o600)
+            file.write_text(text)
+        yield key, [f"--api-keys={files[0]}", f"--control-key={files[1]}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.browser", description="Web pages in a real browser, and /docs.")
+    parser.add_argument("--screenshot", type=Path, metavar="FILE", help="where to write a picture of /docs, as PNG")
+    flags = parser.parse_args()
+    if not is_installed():
+        _print("skipped: there is no browser here; on Debian: apt install chromium chromium-driver")
+        return 0
+    fails = 0
+    for check in checks(flags.screenshot):
+        _print(f"{'holds' if check.holds else 'FAILS'}: {check.text}")
+        fails += not check.holds
+    return 1 if fails else 0
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
