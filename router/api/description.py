@@ -19,7 +19,8 @@ from router.api.guard import NeededKey, key_needed
 ABOUT = """Serves a large language model with prefill and decode on separate machines.
 
 The completions follow the OpenAI API. A field that is not supported is refused by name, never ignored, unless its value asks for
-nothing (`null`, `"functions": []`, `"best_of": 1`).
+nothing (`null`, `"functions": []`, `"best_of": 1`). So are parameters that a URL does not read, and a
+name that an object has twice. Bodies are JSON, not compressed.
 """
 TAGS = (
     {"name": "OpenAI", "description": "What OpenAI clients use."},

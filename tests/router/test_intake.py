@@ -5,6 +5,7 @@ import json
 import threading
 import tracemalloc
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,15 @@ from common.config import RouterConfig
 from common.errors import BadRequest
 from common.ids import pack_ids
 from common.pages.radix_cache import BlockNames
+from common.text.embedding import Embedding
+from common.text.tokenizer_manager import ChatOptions
 from router.api import intake
 from router.api.bodies import LARGE_BODY_BYTES
 from router.api.chat import ChatRequest, read_chat
 from router.api.completions import CompletionRequest, read_completion
 from router.api.intake import ENCODING_THREADS, LONG_ENCODING_THREADS, Intake
 from router.api.request_ids import AnswerId
-from tests.router.calls import chat, completion
+from tests.router.calls import assert_error, chat, completion, post
 from tests.router.fakes import CONTEXT, MODEL, CharTokenizer, Site
 
 pytestmark = pytest.mark.anyio
@@ -187,3 +190,35 @@ async def test_the_blocks_of_a_long_prompt_are_named_where_it_is_tokenized_once_
     names = BlockNames.of(pack_ids([ord("x")] * 90), site.core.fleet.caches.page_size, "salt").names
     assert names and [spec.blocks.names for spec in accepted.specs if spec.blocks] == [names, names]
     assert len(threads) == 1 and threads != [threading.current_thread()]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": ["ok", "bad"]}, "prompt"),
+        ("/v1/completions", {"prompt": "bad " * 1000}, "prompt"),
+        ("/v1/completions", {"prompt": "ok", "bad_words": ["bad"]}, "bad_words"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "bad"}]}, "messages"),
+        ("/v1/responses", {"input": "bad"}, "input"),
+        ("/v1/embeddings", {"input": ["ok", "bad"]}, "input"),
+        ("/generate", {"text": "bad"}, "text"),
+        ("/tokenize", {"prompt": "bad"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "bad"}]}, "messages"),
+    ],
+)
+async def test_a_text_that_cannot_be_tokenized_is_refused_by_the_field_that_held_it(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], field: str
+) -> None:
+    def encode(_: CharTokenizer, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
+        if "bad" in text:
+            raise BadRequest(f"{field}: it panics", field=field)
+        return [ord(char) for char in text]
+
+    def encode_chat(tokenizer: CharTokenizer, messages: Any, options: ChatOptions, field: str = "messages") -> list[int]:
+        return encode(tokenizer, messages[-1]["content"], field=field)
+
+    monkeypatch.setattr(CharTokenizer, "encode", encode)
+    monkeypatch.setattr(CharTokenizer, "encode_chat", encode_chat)
+    async with Site(embedding=Embedding("last", normalize=False, size=2)) as site:
+        refused = await post(site, path, body if path == "/generate" else {"model": MODEL} | body)
+        assert_error(refused, 400, "invalid_request_error", field)
