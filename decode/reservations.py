@@ -15,6 +15,7 @@ from decode.landing import find_objection
 from decode.requests import DecodeRequest, DecodeRequests
 from kv_transfer.digests import Digest
 from kv_transfer.handoff_target import Reservation
+from kv_transfer.write_lease import MARGIN_S, ORPHANED_S
 
 MEASURED_S = 2.0
 """A new peer may write to us this long although no reservation is open: it measures the link, and some transports need both ends
@@ -45,8 +46,21 @@ class Reservations:
         if change.joined:
             self._measured_by_s = now + MEASURED_S
         self._distant.difference_update(change.left, (peer.id for peer in change.joined))
-        self._distant.update(peer.id for peer in change.joined if any(rank.host not in self._hosts for rank in peer.ranks))
+        self._distant.update(peer.id for peer in change.joined if self._is_distant(peer))
         return [action for request in self._requests.table.meet(change) for action in self._requests.end(request, None, now)]
+
+    def bury(self, peer: InstanceInfo, now: float) -> list[Action]:
+        """A writer's process is gone, as `kv_transfer/write_lease.py` says. Its other ranks, if it has any, may still write: an
+        instance of several ranks is fenced by its silence."""
+        if len(peer.ranks) > 1:
+            return []
+        writer = Life(peer.id, peer.incarnation)
+        self._target.bury(writer, now + (MARGIN_S if self._is_distant(peer) else ORPHANED_S))
+        waiting = [request for request in self._requests.table.waiting if request.peer == writer]
+        return [action for request in waiting for action in self._requests.end(request, None, now)]
+
+    def _is_distant(self, peer: InstanceInfo) -> bool:
+        return any(rank.host not in self._hosts for rank in peer.ranks)
 
     def expect(self, now: float) -> list[Action]:
         """How many writes of peers are expected, if that has changed."""

@@ -33,6 +33,7 @@ from common.instance.ports import (
     Event,
     LayersDone,
     LinkChanged,
+    PeerDied,
     PeersChanged,
     Prepared,
     PushDone,
@@ -149,6 +150,8 @@ class DecodeScheduler:
             case Settled():
                 self._reservations.settled(event.key, now)
                 return []
+            case PeerDied():
+                return self._reservations.bury(event.peer, now)
             case PeersChanged():
                 return self._reservations.meet(event, now)
             case Prepared():
@@ -272,7 +275,9 @@ class DecodeScheduler:
         missing_tokens = self._requests.prompts.missing_tokens
         to_compute = sum(missing_tokens(request) for request in waiting if request.peer is None)
         to_compute += sum(len(progress.prompt) - progress.computed for progress in self._requests.computing.values())
-        stuck = [r.lease for r in self._requests.holders() if r.lease is not None and self._target.is_stuck(r.key, self._now)]
+        stuck = [
+            r.lease for r in self._requests.holders() if r.lease is not None and self._target.is_quarantined(r.key, self._now)
+        ]
         load = Load(
             waiting_requests=len(waiting),
             running_requests=len(running),

@@ -7,7 +7,8 @@ argument. Does not know what tokens mean, models, sockets or libraries.
                  ├──────Withdraw─────────────────────────► the caller closes the lease
                  ├──────Renew that says it has moved ────► likewise
                  ├──────Renew that does not claim it ────► lost (its Handoff or Withdraw did not arrive): likewise
-                 ├──────the writer is silent for too long ► fenced (`kv_transfer/write_lease.py`): likewise
+                 ├──────the writer is silent for too long,
+                 │      or dead ─────────────────────────► fenced (`kv_transfer/write_lease.py`): likewise
                  └──────cancel───► CANCELLED, until one of the above happens: likewise
 
 A cancelled reservation keeps its pages, because a write may still be under way.
@@ -76,20 +77,29 @@ class HandoffTarget:
         """Reservations that their writers cannot release."""
         self._heard: dict[Life, _Heard] = {}
         self._silence: DeadlineWheel[Life] = DeadlineWheel()
+        self._buried: set[Life] = set()
+        """Those of `_heard` whose processes are gone."""
         self._incarnation = incarnation
         self._generations = zlib.crc32(incarnation.encode()) << 24
         self.stale = 0
 
     def heard(self, writer: Life, sent_s: float, now: float) -> None:
-        """A Reserve or Renew of this writer arrived. One that is older than the latest changes nothing."""
+        """A Reserve or Renew of this writer arrived. One that is older than the latest changes nothing, nor does the last mail of
+        a dead writer."""
         known = self._heard.get(writer)
-        if known is None or sent_s > known.sent_s:
+        if writer not in self._buried and (known is None or sent_s > known.sent_s):
             self._heard[writer] = _Heard(sent_s, now)
             self._silence.set(writer, now + WRITE_LEASE_S + MARGIN_S)
 
+    def bury(self, writer: Life, fenced_s: float) -> None:
+        """The writer's process is gone: nothing of it lands after `fenced_s`."""
+        if writer in self._heard and writer not in self._buried:
+            self._buried.add(writer)
+            self._silence.hasten(writer, fenced_s)
+
     def hears(self, writer: Life) -> bool:
         """Whether the writer has been heard lately. Only then may it be granted anything."""
-        return writer in self._heard
+        return writer in self._heard and writer not in self._buried
 
     def grant(self, key: Key, writer: Life, lease: PageLease, prompt_pages: int, asked_s: float, have_tokens: int = 0) -> Send:
         """Open a reservation over `lease` and tell the writer, which was heard before, where to write. have_tokens: see
@@ -176,10 +186,11 @@ class HandoffTarget:
 
     def fenced(self, now: float) -> list[Reservation]:
         """Remove and return the reservations of writers that have been silent so long that, by their own clock, they have stopped
-        writing."""
+        writing, or that have been dead for long enough."""
         fenced: list[Reservation] = []
         for writer in self._silence.expired(now):
             del self._heard[writer]
+            self._buried.discard(writer)
             fenced += [reservation for reservation in self.open.values() if reservation.writer == writer]
         for reservation in fenced:
             self._close(reservation.key)
@@ -197,6 +208,10 @@ class HandoffTarget:
     def _close(self, key: Key) -> Reservation:
         self._stuck.discard(key)
         return self.open.pop(key)
+
+    def is_quarantined(self, key: Key, now: float) -> bool:
+        """Whether it is stuck, and nobody knows for how long: that of a dead writer comes home, and speaks of no failure here."""
+        return self.is_stuck(key, now) and self.open[key].writer not in self._buried
 
     def is_stuck(self, key: Key, now: float) -> bool:
         """Whether the reservation has waited unusually long for its writer: it was cancelled, or the writer fell silent, longer

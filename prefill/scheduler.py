@@ -36,6 +36,7 @@ from common.instance.ports import (
     Event,
     LayersDone,
     LinkChanged,
+    PeerDied,
     PeersChanged,
     Prepared,
     PushDone,
@@ -150,6 +151,8 @@ class PrefillScheduler:
                         actions += self._source.computed(request.key, chunk.start, event.layers)
             case LinkChanged():
                 actions = self._link_changed(event.link, now)
+            case PeerDied():
+                return []  # its link tells, and what was pushed there is of no use
             case PeersChanged():
                 actions = self._meet(event, now)
             case Prepared():

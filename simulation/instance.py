@@ -52,7 +52,7 @@ class Instance:
         self._clock = LocalClock(clock, name.began_s)
         self._loop = Loop(clock, self)
         share = None if name.ranks == 1 else ToyRanks(name.ranks, self._wake_ranks)
-        self.rank = Rank(0, share, size, self._clock, parts, self)
+        self.rank = Rank(0, share, size, self._clock, parts, self, name.host(size))
         self.engine, self.transport = self.rank.engine, self.rank.transport
         self.followers = [Follower(number, share, name, size, clock, network, parts) for number in range(1, name.ranks) if share]
         executor, transfers = self._spread()
@@ -176,5 +176,6 @@ class Instance:
         self.page_use.look(self._clock.clock.now)
         self._loop.end()
         self.rank.end()
+        self._network.close(self.name.address)
         if self._leads is not None:
             self._network.close(self.name.rank_address(0))

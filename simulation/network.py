@@ -245,7 +245,7 @@ class Post(Generic[M]):
     def route(self, to: InstanceId, address: str | None, *, watch: bool = False) -> None:
         if address is None:
             self._routes.pop(to, None)
-        else:
+        elif self._routes.get(to) != address:
             self._routes[to] = address
             if watch:
                 self._network.watch(address, self)

@@ -45,6 +45,9 @@ class Name:
     def incarnation(self) -> Incarnation:
         return Incarnation(f"{self.id}-{self.life}")
 
+    def host(self, size: Size) -> str:
+        return self.id if size.apart else "here"
+
     def rank_address(self, rank: int) -> str:
         """Of its inbox for what ranks say to each other."""
         return f"tcp://127.0.0.1:{FIRST_RANK_PORT + MOST_RANKS * self.life + rank}"
@@ -76,7 +79,7 @@ class Rank:
     loop: what the thread drives."""
 
     def __init__(
-        self, number: int, ranks: ToyRanks | None, size: Size, clock: LocalClock, parts: Parts, process: Process
+        self, number: int, ranks: ToyRanks | None, size: Size, clock: LocalClock, parts: Parts, process: Process, host: str
     ) -> None:
         self._process, self._looks, self._clock = process, size.looks, clock
         self._thread = Loop(clock.clock, self)
@@ -87,7 +90,7 @@ class Rank:
         first_head = heads_of(number, in_all, kv_heads).start
         self.loop = TransferLoop(self.transport, "memory", engine.memory, engine.layout, size.pages, clock, first_head=first_head)
         self.transfers = TargetRanks(self.loop, number, in_all, kv_heads)
-        self.info = RankInfo(rank=number, pid=1, host="here", device="cpu")
+        self.info = RankInfo(rank=number, pid=1, host=host, device="cpu")
         self._thread.wake(clock.clock.now)
 
     def act(self) -> None:
@@ -130,7 +133,7 @@ class Follower:
         self._network, self._parts = network, parts
         self._clock = LocalClock(clock, name.began_s + number * APART_S)
         self._loop = Loop(clock, self)
-        self.rank = Rank(number, ranks, size, self._clock, parts, self)
+        self.rank = Rank(number, ranks, size, self._clock, parts, self, name.host(size))
         inbox: Any = ToFollower
         self._mail: Post[Any] = Post(
             self.name, inbox, network, network.open(self.address, self.name, self._loop.wake, "rank"), {}

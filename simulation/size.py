@@ -22,7 +22,7 @@ class Looks:
 @dataclass(frozen=True, kw_only=True)
 class Size(InstanceLimits):
     """What an instance is made of, with its limits. pages: of 4 tokens each in the toy. rows: requests that run at once.
-    prepare_s: how long a grammar takes to be ready."""
+    prepare_s: how long a grammar takes to be ready. apart: each instance has a host of its own."""
 
     pages: int = 64
     rows: int = 4
@@ -32,5 +32,6 @@ class Size(InstanceLimits):
     drain_timeout_s: float = 30.0
     cost: StepCost = StepCost(step_s=0.001, chunk_token_s=0.0, decode_row_s=0.0)
     verify_pages: bool = False
+    apart: bool = False
     looks: Looks = Looks()
     prepare_s: float = 0.0

@@ -205,6 +205,14 @@ class PeersChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerDied:
+    """The process of rank 0 of this peer is proven to be gone: its host refuses connections, or another life listens at its
+    address."""
+
+    peer: InstanceInfo
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """Rows with the grammar of this request can be launched. refused: they never can, because of this."""
 
@@ -212,7 +220,7 @@ class Prepared:
     refused: Failed | None = None
 
 
-Event: TypeAlias = Prepared | TransferEvent | LayersDone | PeersChanged | RouterJoined | RouterLost
+Event: TypeAlias = Prepared | TransferEvent | LayersDone | PeersChanged | PeerDied | RouterJoined | RouterLost
 """What happens to an instance besides mail. A transfer event answers a command, so a scheduler sees only those of its own side:
 the one that pushes sees pushes, links and layers; the one that is written to sees Settled."""
 

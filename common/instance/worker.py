@@ -25,6 +25,7 @@ from common.instance.ports import (
     Action,
     LayersDone,
     Mail,
+    PeerDied,
     PeersChanged,
     Prepare,
     Prepared,
@@ -35,7 +36,7 @@ from common.instance.ports import (
     Transfers,
 )
 from common.instance.tracer import InstanceTracer
-from common.messages import Drain, Peers, Refused, Timeline, Trace, Welcome
+from common.messages import Drain, InstanceInfo, Peers, Refused, Timeline, Trace, Welcome
 from common.messages.base import fits
 
 STEPS_IN_FLIGHT = 2
@@ -82,6 +83,8 @@ class InstanceWorker(Generic[M]):
         self._preparing: dict[Key, Preparation] = {}
         self._peers = PeerSets()
         self._former: DeadlineWheel[InstanceId] = DeadlineWheel()
+        self._routed: dict[InstanceId, InstanceInfo] = {}
+        """The peers whose address the mail knows."""
         self._draining = False
         self._stale = 0
         self._pace = PaceMeter()
@@ -93,7 +96,9 @@ class InstanceWorker(Generic[M]):
     def turn(self, now: float) -> None:
         """Take in everything that happened, act on it, and keep the executor busy."""
         self._tracer.now = now
-        self._heed(self._memberships.gone(self._mail.refused(), now), now)
+        gone = self._mail.refused()
+        self._heed(self._memberships.gone(gone, now), now)
+        self._bury(gone, now)
         for sender, message in self._mail.receive():
             match message:
                 case Welcome() | Refused():
@@ -119,8 +124,9 @@ class InstanceWorker(Generic[M]):
         self._take_prepared(now)
         self._take_steps(now)
         self._meet(self._peers.tick(now), now)
-        for gone in self._former.expired(now):
-            self._mail.route(gone, None)
+        for name in self._former.expired(now):
+            self._mail.route(name, None)
+            del self._routed[name]
         self._act(self._scheduler.tick(now))
         self._launch(now)
         self._note_timelines()
@@ -279,8 +285,18 @@ class InstanceWorker(Generic[M]):
             self._former.set(gone, now + ROUTE_MEMORY_S)
         for peer in change.joined:
             self._former.clear(peer.id)
-            self._mail.route(peer.id, peer.inbox)
+            before, self._routed[peer.id] = self._routed.get(peer.id), peer
+            self._mail.route(peer.id, peer.inbox, watch=True)
+            if before is not None and before.inbox == peer.inbox and before.incarnation != peer.incarnation:
+                self._act(self._scheduler.handle(PeerDied(before), now))  # two cannot listen at one address
         self._act(self._scheduler.handle(change, now))
+
+    def _bury(self, names: Sequence[InstanceId], now: float) -> None:
+        """The processes of these peers are gone, unless somebody listens there again: that may be a successor."""
+        for name in names:
+            peer = self._routed.get(name)
+            if peer is not None and not self._mail.reaches(name):
+                self._act(self._scheduler.handle(PeerDied(peer), now))
 
 
 Clock = Callable[[], float]

@@ -28,6 +28,8 @@ WINDOW = 4
 """Slices that a link has under way at once, as many as over NIXL."""
 GIVE_UP_S = 10.0
 """A transport gives up a write that makes no progress for so long; whatever is under way has landed by then, or never will."""
+ORPHANS_S = 0.9
+"""On one host, what a process had given to its kernel when it died arrives within this time, if it does."""
 CALM_WRITE_S = 0.002
 POLLS_TO_DRAIN = 4
 """Each poll of a target takes in this part of its receive buffer: the whole is in memory after a few."""
@@ -95,14 +97,20 @@ class Flight:
 class Fabric(MemoryNetwork):
     """A slice is as large as a page that no ranks share.
 
-    buffered: what arrives at a host is in its memory only when its transport polls, as over TCP.
+    one_host: of all instances. buffered: what arrives is in memory only when its transport polls, as over TCP.
 
     failed: called with the writer and the reader of a write that fails. problems: writes that read or wrote a page which had
     changed hands. unproven: writes that failed without proof that they have ended.
     """
 
     def __init__(
-        self, clock: Clock, tides: Tides, random: Random, buffered: bool, failed: Callable[[InstanceId, InstanceId], None]
+        self,
+        clock: Clock,
+        tides: Tides,
+        random: Random,
+        buffered: bool,
+        failed: Callable[[InstanceId, InstanceId], None],
+        one_host: bool = False,
     ) -> None:
         super().__init__(slice_bytes=PAGE_BYTES, window=WINDOW)
         self._clock = clock
@@ -110,6 +118,7 @@ class Fabric(MemoryNetwork):
         self._random = random
         self._buffered = buffered
         self._failed = failed
+        self._one_host = one_host
         self._flights: dict[str, list[Flight]] = {}
         self.hosts: dict[str, Host] = {}
         self.problems: list[str] = []
@@ -171,6 +180,8 @@ class Fabric(MemoryNetwork):
     def _deliver(self, flight: Flight) -> None:
         """The bytes are read now, and written when the reader takes them in; then the write is done, if it has not failed."""
         write = flight.write
+        if self._one_host and self._clock.now > flight.writer.died_s + ORPHANS_S:
+            return
         if flight.writer.died_s == NEVER:
             self._check("read", flight.writer, flight.read)
         payloads = [

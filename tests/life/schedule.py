@@ -126,7 +126,7 @@ def _draw(seed: int) -> Schedule:
         seed=seed,
         prefill=prefill,
         decode=decode,
-        size=_size(random, verify_pages=seed % 2 == 0),
+        size=_size(random, verify_pages=seed % 2 == 0, apart=seed % 3 == 0),
         heartbeat_s=random.choice((0.5, 1.0, 1.0, 1.0)),  # rare ones are cheaper
         peers_per_instance=peers_per_instance,
         chances=_chances(random),
@@ -140,7 +140,7 @@ def _draw(seed: int) -> Schedule:
     )
 
 
-def _size(random: Random, verify_pages: bool) -> Size:
+def _size(random: Random, verify_pages: bool, apart: bool) -> Size:
     return Size(
         pages=random.randint(FEWEST_PAGES, MOST_PAGES),
         rows=random.randint(2, 6),
@@ -150,6 +150,7 @@ def _size(random: Random, verify_pages: bool) -> Size:
         drain_timeout_s=random.choice((0.0, 2.0, 30.0)),
         cost=StepCost(step_s=random.choice((0.01, 0.03, 0.1)), chunk_token_s=0.001, decode_row_s=0.001),
         verify_pages=verify_pages,
+        apart=apart,
         answer_tokens=random.choice((0, ANSWER_TOKENS)),
     )
 

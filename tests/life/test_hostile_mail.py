@@ -6,6 +6,7 @@ The kinds and their values come from the types of the inboxes (`tests/life/hosti
 
 import math
 import zlib
+from contextlib import suppress
 from itertools import count
 from random import Random
 from typing import Any, get_args
@@ -139,7 +140,7 @@ def test_hostile_mail_raises_nothing_is_counted_and_heals(inbox: str, kind: type
     for number in range(MESSAGES):
         if number % 30 == 0:
             hostile.known = target.known()
-            if not target.fleet.router.unready():
+            with suppress(TandemError):  # as false figures have it, there may be nobody
                 target.ask()
         target.throw(random.choice(target.senders()), hostile.body(kind, broken=random.random() < 0.3))
         target.supervise()
@@ -150,13 +151,14 @@ def test_hostile_mail_raises_nothing_is_counted_and_heals(inbox: str, kind: type
 def test_hostile_mail_of_all_kinds_together_raises_nothing_and_heals(seed: int) -> None:
     random = Random(seed)
     target = Target("router")
+    target.may_end = True  # a Register in its name may have the router refuse it
     hostile = Hostile(random, target.known())
     for number in range(5 * MESSAGES):
         target.inbox, kind = random.choice(BETWEEN_PROCESSES)
         target.union = INBOXES[target.inbox]
         if number % 30 == 0:
             hostile.known = target.known()
-            if not target.fleet.router.unready():
+            with suppress(TandemError):  # as false figures have it, there may be nobody
                 target.ask()
         target.throw(random.choice(target.senders()), hostile.body(kind, broken=random.random() < 0.1))
         target.supervise()

@@ -1,10 +1,12 @@
 """Instances that fall silent and links that are cut, and come back: requests go on elsewhere, and everything is as before."""
 
+import pytest
+
 from common.engine.timed import StepCost
 from common.ids import DETOKENIZER
 from common.messages import Finished, LinkTraffic
 from kv_transfer.memory import MemoryNetwork
-from kv_transfer.write_lease import WRITE_LEASE_S
+from kv_transfer.write_lease import MARGIN_S, ORPHANED_S, WRITE_LEASE_S
 from prefill.scheduler import PrefillScheduler
 from simulation.client import Client
 from simulation.fleet import Fleet, World
@@ -87,6 +89,42 @@ def test_a_router_that_was_stopped_for_ten_seconds_finds_everybody_and_no_token_
     assert asked == 5 * len(PROMPT)
     assert clients[0].token_ids == undisturbed(PROMPT, 100)
     fleet.turn_until(fleet.is_home)
+
+
+@pytest.mark.parametrize(("apart", "ranks", "after_s"), [(False, 1, ORPHANED_S), (True, 1, MARGIN_S), (False, 2, None)])
+def test_the_reservations_of_a_killed_writer_come_home_when_nothing_of_it_can_land(
+    apart: bool, ranks: int, after_s: float | None
+) -> None:
+    """A writer of several ranks is fenced by its silence: nothing proves that the others are gone."""
+    fleet = Fleet(size=Size(apart=apart), ranks={"prefill": ranks})
+    client = held(fleet)
+    decode = fleet.instances["decode-0"].scheduler
+    fleet.turn_until(lambda: decode.report().load.reservations > 0)
+    fleet.kill("prefill-0")
+    killed_s, quarantined = fleet.clock.now, False
+    while decode.report().load.reservations:
+        fleet.run_for(0.05)
+        quarantined = quarantined or decode.report().load.pages_quarantined > 0
+    took_s = fleet.clock.now - killed_s
+    if after_s is None:
+        assert quarantined and took_s > MARGIN_S + WRITE_LEASE_S / 2
+    else:
+        assert not quarantined and after_s < took_s < after_s + 1.0, "and the time to find out that nobody listens there"
+    fleet.turn_until(lambda: client.ended and fleet.is_home())
+    assert_answered(client)
+
+
+def test_a_life_that_listens_at_the_address_of_its_predecessor_proves_that_it_is_gone() -> None:
+    fleet = Fleet()
+    client = held(fleet)
+    decode = fleet.instances["decode-0"].scheduler
+    fleet.turn_until(lambda: decode.report().load.reservations > 0)
+    fleet.start("prefill-0", "prefill", fleet.kill("prefill-0").name.address)
+    fleet.memory.hold = False
+    fleet.run_for(ORPHANED_S + 1.0)
+    assert decode.report().load.reservations == 0
+    fleet.turn_until(lambda: client.ended and fleet.is_home())
+    assert_answered(client)
 
 
 def test_a_link_that_is_cut_is_made_again() -> None:

@@ -77,7 +77,9 @@ class Trial(Fleet):
         clock = Clock()
         self.storm = Storm(Random(f"storm {schedule.seed}"), schedule.chances, ends_s=0.0)
         tides = Tides(Random(f"tides {schedule.seed}"), schedule.rough, self.storm)
-        self.fabric = Fabric(clock, tides, Random(f"fabric {schedule.seed}"), schedule.rough.buffered, self._strike)
+        self.fabric = Fabric(
+            clock, tides, Random(f"fabric {schedule.seed}"), schedule.rough.buffered, self._strike, not schedule.size.apart
+        )
         self.ledgers: dict[str, Ledger] = {}
         """By agent."""
         self.on_event: Callable[[str], None] = lambda _: None
